@@ -1,0 +1,69 @@
+# Every target works on a machine that has python3, make and a package manager, and nothing else.
+# `setup` is implied: the stamp makes it cost nothing while the lock and pyproject.toml stay as they are.
+
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+STAMP  := .venv/.setup-done
+PYTHON := .venv/bin/python
+# The first Python found only starts tools/setup.py, which then looks for one that is new enough.
+SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v python3.12 || command -v python3.11) \
+	|| { echo 'setup: Please install Python 3.11 or newer, none was found on the PATH.' >&2; exit 1; }; \
+	"$$starter" tools/setup.py
+
+SOURCES = $(wildcard src tests bench tools examples)
+
+.PHONY: help setup demo test check format bench bench-files crash fuzz coverage docs lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
+		| while IFS='|' read -r name text; do printf 'make %-12s %s\n' "$$name" "$$text"; done
+
+$(STAMP): requirements.lock pyproject.toml tools/setup.py
+	@$(SETUP)
+
+setup: $(STAMP) ## make .venv with the locked tools and postroom in it (implied by the others)
+	@:
+
+demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
+	@$(PYTHON) examples/demo.py
+
+test: $(STAMP) ## the tests, with the time each part took
+	@$(PYTHON) -m pytest
+
+check: $(STAMP) ## lint, formatting, types, and which layer may import which
+	@$(PYTHON) -m ruff check
+	@$(PYTHON) -m ruff format --check
+	@$(PYTHON) -m mypy $(SOURCES)
+	@.venv/bin/lint-imports --no-logo
+
+format: $(STAMP) ## rewrite the sources the way `check` wants them
+	@$(PYTHON) -m ruff check --fix-only --quiet
+	@$(PYTHON) -m ruff format
+
+bench: $(STAMP) ## every benchmark
+	@failed=0; for script in bench/bench_*.py; do $(PYTHON) "$$script" || failed=1; done; exit $$failed
+
+bench-files: $(STAMP) ## the benchmark of Bus and Queue
+	@$(PYTHON) bench/bench_files.py
+
+crash: $(STAMP) ## kills, flipped bits, failing system calls, power cuts (long)
+	@$(PYTHON) tools/setup.py --system strace mkfs.ext4=e2fsprogs
+	@$(PYTHON) -m tests.crash.run
+
+fuzz: $(STAMP) ## a million inputs for each parser (long)
+	@$(PYTHON) -m tests.fuzz.run
+
+coverage: $(STAMP) ## branch coverage of the tests, child processes included
+	@$(PYTHON) tools/coverage_gate.py
+
+docs: $(STAMP) ## write the generated reference pages
+	@$(PYTHON) tools/gen_reference.py
+
+lock: ## write requirements.lock anew (needs the network)
+	@$(SETUP) --lock
+	@$(MAKE) setup
+
+clean: ## remove everything the other targets made
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* build dist
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

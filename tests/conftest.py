@@ -1,0 +1,66 @@
+"""What holds for every test: the Hypothesis profiles, and a summary that hides nothing.
+
+At the end of a run it says how long each part took (a part is a folder below tests/), and names every test
+that did not run, with the reason.
+"""
+
+import os
+from collections import defaultdict
+from pathlib import PurePath
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = "tests"
+
+# No deadline and no speed check: how fast the machine is today is not a property of the code.
+settings.register_profile(
+    "default",
+    max_examples=100,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("long", settings.get_profile("default"), max_examples=5_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def part_of(nodeid: str) -> str:
+    """`tests/unit/test_ids.py::test_order` belongs to `unit`."""
+    folders = PurePath(nodeid.partition("::")[0]).parent.parts
+    below = folders[1:] if folders[:1] == (TESTS,) else folders
+    return below[0] if below else "(top)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    write_times(terminalreporter)
+    write_not_run(terminalreporter)
+
+
+def write_times(terminal: pytest.TerminalReporter) -> None:
+    spent_s: defaultdict[str, float] = defaultdict(float)
+    tests: defaultdict[str, set[str]] = defaultdict(set)
+    for reports in terminal.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                spent_s[part_of(report.nodeid)] += report.duration
+                tests[part_of(report.nodeid)].add(report.nodeid)
+    if not spent_s:
+        return
+    terminal.section("time each part took")
+    for part in sorted(spent_s, key=lambda part: -spent_s[part]):
+        terminal.line(f"{part:<12} {spent_s[part]:8.1f} s {len(tests[part]):6} tests")
+    total_tests = sum(len(names) for names in tests.values())
+    terminal.line(f"{'all':<12} {sum(spent_s.values()):8.1f} s {total_tests:6} tests")
+
+
+def write_not_run(terminal: pytest.TerminalReporter) -> None:
+    skipped = terminal.stats.get("skipped", [])
+    if not skipped:
+        return
+    terminal.section(f"{len(skipped)} NOT RUN", red=True, bold=True)
+    for report in skipped:
+        # A skip carries (file, line, reason); anything else is shown as it is.
+        where_and_why = report.longrepr
+        reason = where_and_why[2] if isinstance(where_and_why, tuple) else str(where_and_why)
+        terminal.line(f"NOT RUN: {report.nodeid}: {reason.removeprefix('Skipped: ')}", red=True)
