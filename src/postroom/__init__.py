@@ -1,0 +1,73 @@
+"""postroom: mailboxes, logs and queues for AI agents that survive crashes and can be read by a person.
+
+Names are resolved on first use, so that importing one contract never imports what another one needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from postroom.contracts.bus import Bus
+    from postroom.contracts.queue import Queue
+    from postroom.core.queuewire import TOPICS
+    from postroom.errors import (
+        LockTimeout,
+        PostroomError,
+        QueueDisabledError,
+        QueueError,
+        Rejected,
+        SinceIdNotFound,
+        TopicError,
+        Unavailable,
+    )
+    from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
+
+    __version__: str
+
+__all__ = [
+    "DEFAULT_BODY_THRESHOLD",
+    "TOPICS",
+    "Bus",
+    "BusMessage",
+    "LockTimeout",
+    "PostroomError",
+    "Queue",
+    "QueueDisabledError",
+    "QueueError",
+    "Rejected",
+    "SinceIdNotFound",
+    "TopicError",
+    "Unavailable",
+    "__version__",
+]
+
+_HOME = {
+    "Bus": "postroom.contracts.bus",
+    "BusMessage": "postroom.message",
+    "DEFAULT_BODY_THRESHOLD": "postroom.message",
+    "LockTimeout": "postroom.errors",
+    "PostroomError": "postroom.errors",
+    "Queue": "postroom.contracts.queue",
+    "QueueDisabledError": "postroom.errors",
+    "QueueError": "postroom.errors",
+    "Rejected": "postroom.errors",
+    "SinceIdNotFound": "postroom.errors",
+    "TOPICS": "postroom.core.queuewire",
+    "TopicError": "postroom.errors",
+    "Unavailable": "postroom.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("postroom")
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    msg = f"module 'postroom' has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,406 @@
+"""`postroom bus`: the append-only log."""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.render import warn
+from postroom.cli.shell import (
+    COUNT,
+    HELP_OPTIONS,
+    Shell,
+    Stopped,
+    add_json_option,
+    as_path,
+    parse_wait,
+    read_body,
+    reader_gone,
+    sentence,
+)
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, PostroomError
+
+if TYPE_CHECKING:
+    from postroom.contracts.bus import BusReport
+    from postroom.message import BusMessage
+
+TAIL_DEFAULT = 10
+LONG_WORK_BYTES = 64 * 1024 * 1024  # reading this much can take long enough for a person to wonder
+
+_UNITS = {
+    "": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(|[kmg]i?)b?", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes such as 4096, 10MB (a million each) or 10MiB (1,048,576 each)."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 4096, 10MB or 10MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+bus_option = click.option(
+    "--bus",
+    "path",
+    type=click.Path(),
+    callback=as_path,
+    metavar="PATH",
+    help="The bus file.  [default: $POSTROOM_BUS]",
+)
+archives_option = click.option("--archives", is_flag=True, help="Look into the rotated files as well.")
+limit_option = click.option("--limit", type=COUNT, metavar="N", help="Stop after the first N messages.")
+since_option = click.option(
+    "--since", "since_id", metavar="MSG_ID", default="", help="Start after this message."
+)
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def bus() -> None:
+    """The append-only message log.
+
+    One YAML file with many writers, in which every reader knows its own place.
+
+    \b
+    Example:
+      export POSTROOM_BUS=runs/messagebus.yaml
+      postroom bus post --type progress --project demo --body "half way"
+      postroom bus follow
+    """
+
+
+@bus.command()
+@bus_option
+@click.option("--type", "kind", required=True, metavar="TYPE", help="What happened, such as agent_started.")
+@click.option("--project", "project_id", required=True, metavar="ID", help="The project it belongs to.")
+@click.option("--task", "task_id", default="", metavar="ID", help="The task it belongs to.")
+@click.option("--run", "run_id", default="", metavar="ID", help="The run it belongs to.")
+@click.option(
+    "--parent",
+    "parents",
+    multiple=True,
+    metavar="MSG_ID",
+    help="A message this one answers. May be repeated.",
+)
+@click.option(
+    "--attachment", metavar="PATH", help="A file below the folder of the bus, relative to that folder."
+)
+@click.option("--ts", metavar="TIME", help="The time to keep, RFC 3339.  [default: now]")
+@click.option("--body", metavar="TEXT", help="The body; - reads it from stdin, as does giving none.")
+@click.option("--body-file", metavar="FILE", help="Take the body from a file; - is stdin.")
+@click.option(
+    "--durability",
+    type=click.Choice(["os", "group", "fsync"]),
+    help="When it counts as stored: in the page cache, or after an fsync.  "
+    "[default: from the settings, else os]",
+)
+@click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
+@click.pass_obj
+def post(
+    shell: Shell,
+    /,
+    path: Path | None,
+    kind: str,
+    parents: tuple[str, ...],
+    body: str | None,
+    body_file: str | None,
+    durability: str | None,
+    id_only: bool,
+    **fields: str | None,
+) -> None:
+    """Append one message and print its id.
+
+    The body is kept byte for byte.
+
+    \b
+    Example:
+      postroom bus post --bus bus.yaml --type note --project demo --body "hello"
+      make test 2>&1 | postroom bus post --bus bus.yaml --type log --project demo --task t1
+      START=$(postroom bus post --id-only --bus bus.yaml --type start --project demo --body "")
+      postroom bus post --bus bus.yaml --type stop --project demo --parent "$START" --body done
+    """
+    from postroom.core.buswire import BODY_BYTES_MAX
+
+    with shell.bus(path, durability) as log:
+        text = read_body(shell, body, body_file, BODY_BYTES_MAX)
+        msg_id = log.append(type=kind, parents=parents, body=text, **fields)  # type: ignore[arg-type]
+    shell.output.msg_id(msg_id, bare=id_only)
+
+
+@bus.command()
+@bus_option
+@since_option
+@limit_option
+@archives_option
+@click.pass_obj
+def read(shell: Shell, path: Path | None, since_id: str, limit: int | None, archives: bool) -> None:
+    """Print the messages, oldest first, all or those after one.
+
+    \b
+    Example:
+      postroom bus read --bus bus.yaml --limit 20
+      postroom bus read --bus bus.yaml --since MSG-20261115-010112-326360337-PID26098-0001
+    """
+    log = shell.bus(path)
+    note_missing(shell, log.path)
+    print_messages(shell, itertools.islice(log.scan(since_id, archives=archives), limit))
+
+
+@bus.command()
+@bus_option
+@click.option("-n", "count", type=COUNT, default=TAIL_DEFAULT, show_default=True, help="How many.")
+@click.pass_obj
+def tail(shell: Shell, path: Path | None, count: int) -> None:
+    """Print the last messages, oldest first.
+
+    \b
+    Example:
+      postroom bus tail --bus bus.yaml -n 3
+    """
+    log = shell.bus(path)
+    note_missing(shell, log.path)
+    print_messages(shell, log.tail(count))
+
+
+@bus.command()
+@bus_option
+@since_option
+@archives_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=parse_wait,
+    metavar="S",
+    help="Stop after this many seconds.  [default: never]",
+)
+@click.pass_obj
+def follow(shell: Shell, path: Path | None, since_id: str, archives: bool, timeout_s: float | None) -> None:
+    """Print messages as they come.
+
+    First those that are there, then new ones, also across rotations. Ends at a signal, after --timeout, or
+    when nobody reads its output any more.
+
+    \b
+    Example:
+      postroom bus follow --bus bus.yaml | jq -r .body
+    """
+    log = shell.bus(path)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def stop() -> bool:
+        return reader_gone() or (deadline is not None and time.monotonic() >= deadline)
+
+    try:
+        for message in log.follow(since_id, archives=archives, stop=stop):
+            shell.output.bus_message(message)
+            shell.output.flush()
+    except Stopped:
+        return  # a follower has no other end
+
+
+@bus.command()
+@bus_option
+@click.option("--type", metavar="TYPE", help="Only of this type.")
+@click.option("--project", "project_id", metavar="ID", help="Only of this project.")
+@click.option("--task", "task_id", metavar="ID", help="Only of this task.")
+@click.option("--run", "run_id", metavar="ID", help="Only of this run.")
+@click.option("--since", metavar="TIME", help="Only from this time on, RFC 3339.")
+@click.option("--until", metavar="TIME", help="Only before this time, RFC 3339.")
+@click.option("--parent", metavar="MSG_ID", help="Only answers to this message.")
+@limit_option
+@archives_option
+@click.pass_obj
+def query(shell: Shell, /, path: Path | None, **wanted: Any) -> None:
+    """Print the messages that fit every given field.
+
+    Reads the whole file.
+
+    \b
+    Example:
+      postroom bus query --bus bus.yaml --task t1 --type error
+      postroom bus query --bus bus.yaml --since 2026-11-15T00:00:00Z --until 2026-11-16T00:00:00Z
+    """
+    log = shell.bus(path)
+    note_missing(shell, log.path)
+    print_messages(shell, log.query(**wanted))
+
+
+@bus.command()
+@bus_option
+@click.pass_obj
+def count(shell: Shell, path: Path | None) -> None:
+    """Print how many messages the file holds.
+
+    \b
+    Example:
+      postroom bus count --bus bus.yaml
+    """
+    log = shell.bus(path)
+    note_missing(shell, log.path)
+    shell.output.number(log.count())
+
+
+@bus.command()
+@bus_option
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Rotate every bus below this folder instead of one.",
+)
+@click.option(
+    "--max-size",
+    type=parse_size,
+    metavar="SIZE",
+    help="Leave files below this size, such as 10MB, as they are.",
+)
+@click.pass_obj
+def rotate(shell: Shell, path: Path | None, root: Path | None, max_size: int | None) -> int:
+    """Rename the file to an archive.
+
+    The next message starts a new file. Safe while writers and followers of postroom are at work; not while
+    the original conductor-loop writes.
+
+    \b
+    Example:
+      postroom bus rotate --bus bus.yaml
+      postroom bus rotate --root runs --max-size 10MB
+    """
+    if root is None:
+        return rotate_all(shell, [shell.bus_path(path)], max_size)
+    if path is not None:
+        raise click.UsageError("give --bus or --root, not both")
+    if max_size is None:
+        raise click.UsageError("--root needs --max-size, such as 10MB")
+    from postroom.contracts.bus import discover as find
+
+    shell.note(f"looking for buses below {root}")
+    return rotate_all(shell, find(root), max_size)
+
+
+@bus.command()
+@bus_option
+@click.pass_obj
+def verify(shell: Shell, path: Path | None) -> int:
+    """Check every record and list the damage.
+
+    The exit code is 1 when there is any. Nothing is changed: damaged bytes stay where they are, and readers
+    pass over them. Bytes of an unfinished record at the end are counted, and are no damage.
+
+    \b
+    Example:
+      postroom bus verify --bus bus.yaml
+    """
+    log = shell.bus(path)
+    size = log.path.stat().st_size
+    if size >= LONG_WORK_BYTES:
+        shell.note(f"checking {log.path}, {size:,} bytes")
+    report = log.verify()
+    print_report(shell, report)
+    return EXIT_OK if report.ok else EXIT_RUNTIME
+
+
+@bus.command()
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    default=".",
+    show_default="the current folder",
+    help="Where to look.",
+)
+@click.pass_obj
+def discover(shell: Shell, root: Path) -> None:
+    """List the bus files below a folder, archives left out.
+
+    \b
+    Example:
+      postroom bus discover --root runs
+    """
+    from postroom.contracts.bus import discover as find
+
+    rows = ({"path": str(path), "bytes": size_of(path)} for path in find(root))
+    shell.output.rows(["bytes", "path"], rows, empty=f"there is no bus below {root}")
+
+
+add_json_option(bus)
+
+
+# ---- printing ----------------------------------------------------------------------------------
+
+
+def print_messages(shell: Shell, messages: Iterable["BusMessage"]) -> None:
+    for message in messages:
+        shell.output.bus_message(message)
+
+
+def print_report(shell: Shell, report: "BusReport") -> None:
+    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
+    if not shell.output.readable:
+        import msgspec
+
+        shell.output.json_line({**msgspec.structs.asdict(report), "damaged": damaged, "ok": report.ok})
+        return
+    verdict = (
+        shell.output.style("ok", "bold", "green")
+        if report.ok
+        else shell.output.style("DAMAGED", "bold", "red")
+    )
+    shell.output.sentence(report.path)
+    shell.output.text(
+        f"{verdict}: {report.messages:,} messages in {report.bytes:,} bytes, "
+        f"{report.checked:,} with a checksum that fits, {report.unchecked:,} without one"
+    )
+    if report.torn_tail_bytes:
+        shell.output.text(f"{report.torn_tail_bytes:,} bytes of an unfinished record at the end")
+    if damaged:
+        shell.output.rows(["offset", "length", "reason"], damaged, empty="")
+
+
+def note_missing(shell: Shell, path: Path) -> None:
+    """Nothing there reads as an empty bus, but a slip in the path should not look like one."""
+    if not path.exists():
+        warn(shell.program, f"warning: there is no file {path} yet")
+
+
+# ---- rotating ----------------------------------------------------------------------------------
+
+
+def rotate_all(shell: Shell, paths: list[Path], max_size: int | None) -> int:
+    """One that fails does not keep the others from being rotated."""
+    worst = EXIT_OK
+    for path in paths:
+        try:
+            facts = rotate_one(shell, path, max_size or 1)
+        except (PostroomError, OSError) as error:
+            warn(shell.program, sentence(error))
+            worst = EXIT_RUNTIME
+            continue
+        shell.output.facts(facts, rotation_sentence(facts))
+    return worst
+
+
+def rotate_one(shell: Shell, path: Path, min_bytes: int) -> dict[str, Any]:
+    size = size_of(path)
+    with shell.bus(path) as log:
+        archive = log.rotate(min_bytes)
+    return {"path": str(path), "bytes": size, "archive": None if archive is None else str(archive)}
+
+
+def rotation_sentence(facts: dict[str, Any]) -> str:
+    if facts["archive"] is None:
+        return f"{facts['path']} stays as it is ({facts['bytes']:,} bytes)"
+    return f"{facts['path']} is now {facts['archive']} ({facts['bytes']:,} bytes)"
+
+
+def size_of(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return 0

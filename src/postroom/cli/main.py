@@ -1,0 +1,51 @@
+"""The command `postroom`."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from postroom.cli.bus import bus
+from postroom.cli.queue import queue
+from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, run
+
+PROGRAM = "postroom"
+
+
+@click.group(context_settings=HELP_OPTIONS)
+@click.version_option(package_name="postroom", prog_name=PROGRAM, message="%(prog)s %(version)s")
+@click.option(
+    "--config",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="The settings file.  [default: $POSTROOM_CONFIG, else ./postroom.toml if there is one]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines, also on a terminal.")
+@click.pass_context
+def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
+    """Mailboxes and logs for AI agents, in plain files.
+
+    Results are JSON lines when they go to a pipe or a file, and readable text on a terminal. The exit code
+    is 0 when the work was done, 1 when it failed, 2 when the call was wrong.
+
+    \b
+    Example:
+      postroom bus post --bus runs/bus.yaml --type note --project demo --body "hello"
+      postroom bus tail --bus runs/bus.yaml -n 5
+      postroom queue send --topic ask --to builder --body "is it green?"
+    """
+    context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
+
+
+cli.add_command(bus)
+cli.add_command(queue)
+
+
+def main() -> None:
+    """The installed command."""
+    sys.exit(run(cli, PROGRAM))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,477 @@
+"""`postroom queue`, and the commands that `zos-mq` shares with it.
+
+Each command is one function. `zos-mq` gives it the options of the original and no others; `postroom queue`
+gives it a few more. What is printed in which form is the business of `render.Output`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from postroom.cli.shell import COUNT, HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait, read_body
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
+
+if TYPE_CHECKING:
+    from postroom.contracts.queuecheck import QueueReport
+
+TAIL_DEFAULT = 10
+ASK_TIMEOUT_S = 30.0
+TOPICS = (
+    "answer",
+    "ask",
+    "broadcast",
+    "spawn-request",
+    "status",
+)  # as the contract has them, without importing it
+
+
+def parse_seconds(text: str) -> float | int:
+    """Seconds that stay whole when they are: they are stored the way they were given."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number of seconds") from None
+
+
+def option(*names: str, **facts: Any) -> Callable[[], click.Option]:
+    """An option that several commands have: each gets its own copy."""
+    return lambda: click.Option(list(names), **facts)
+
+
+root_option = option(
+    "--root",
+    type=click.Path(),
+    callback=as_path,
+    metavar="DIR",
+    help="The folder of the queue.  [default: $POSTROOM_QUEUE_ROOT, $ZOS_MQ_ROOT, $ZOS_HOME/agent-mq, "
+    "else a folder of the user]",
+)
+session_option = option(
+    "--session", metavar="NAME", help="The session.  [default: $ZOS_MQ_SESSION, else default]"
+)
+every_session_option = option("--session", metavar="NAME", help="One session only.  [default: every session]")
+agent_option = option("--agent", "agent_id", required=True, metavar="ID", help="Who reads.")
+body_option = option("--body", metavar="TEXT", help="The body; - reads it from stdin, as does giving none.")
+body_file_option = option("--body-file", metavar="FILE", help="Take the body from a file; - is stdin.")
+ttl_option = option(
+    "--ttl", "ttl_s", type=parse_seconds, metavar="S", help="Seconds until it expires.  [default: never]"
+)
+sender_option = option(
+    "--sender", metavar="ID", help="Who sends.  [default: $ZOS_MQ_AGENT_ID, else anonymous]"
+)
+durability_option = option(
+    "--durability",
+    type=click.Choice(["os", "group", "fsync"]),
+    help="When it counts as stored: in the page cache, or after an fsync.  "
+    "[default: from the settings, else os]",
+)
+
+
+# ---- the commands of the original ---------------------------------------------------------------
+
+
+def send(
+    shell: Shell,
+    /,
+    topic: str,
+    to: str | None,
+    ttl_s: float | None,
+    session: str | None,
+    sender: str | None,
+    reply_to: str | None,
+    body: str | None,
+    body_file: str | None = None,
+    root: Path | None = None,
+    durability: str | None = None,
+    id_only: bool = False,
+) -> None:
+    """Store one message and print its id."""
+    with shell.queue(root, durability) as mailbox:
+        text = queue_body(shell, body, body_file)
+        msg_id = mailbox.send(
+            topic,
+            text,
+            to=to,
+            ttl_s=ttl_s,
+            session=chosen_session(shell, session),
+            sender=chosen_sender(shell, sender),
+            reply_to=reply_to,
+        )
+    shell.output.msg_id(msg_id, bare=id_only)
+
+
+def poll(
+    shell: Shell,
+    /,
+    agent_id: str,
+    topics: tuple[str, ...],
+    session: str | None,
+    root: Path | None = None,
+    wait_s: float = 0.0,
+    keep_filtered: bool = False,
+    durability: str | None = None,
+) -> None:
+    """Print what is new for an agent.
+
+    It then counts as read. The agent's place is stored before anything is printed: a crash loses messages
+    rather than repeating them.
+    """
+    with shell.queue(root, durability) as mailbox:
+        messages = mailbox.poll(
+            agent_id,
+            topics or None,
+            chosen_session(shell, session),
+            wait_s=wait_s,
+            keep_filtered=keep_filtered,
+        )
+    print_messages(shell, messages)
+
+
+def tail(
+    shell: Shell, /, count: int, session: str | None, include_expired: bool, root: Path | None = None
+) -> None:
+    """Print the last messages of a session, and change nothing."""
+    with shell.queue(root) as mailbox:
+        print_messages(
+            shell, mailbox.tail(count, chosen_session(shell, session), include_expired=include_expired)
+        )
+
+
+def expire(shell: Shell, /, session: str | None, root: Path | None = None) -> None:
+    """Remove expired messages and print how many."""
+    with shell.queue(root) as mailbox:
+        dropped = mailbox.expire(session)
+    shell.output.number(dropped, f"{dropped} expired messages were removed")
+
+
+def status(shell: Shell, /, session: str | None, root: Path | None = None) -> None:
+    """Count the messages of each session."""
+    with shell.queue(root) as mailbox:
+        counts = mailbox.status(session)
+    if shell.output.form == "zos":
+        shell.output.pretty(counts)
+        return
+    by_session = counts if session is None else {session: counts}
+    rows = [{"session": name, **facts} for name, facts in by_session.items()]
+    columns = ["session", "messages", "expired", "unreadable", "queue_bytes", "by_topic", "cursors"]
+    shell.output.rows(columns, rows, empty="there is no session yet")
+
+
+def send_options() -> list[click.Parameter]:
+    return [
+        click.Option(
+            ["--topic"], required=True, type=click.Choice(TOPICS), help="What kind of message it is."
+        ),
+        body_option(),
+        click.Option(["--to"], metavar="ID", help="The agent it is for.  [default: everyone]"),
+        ttl_option(),
+        session_option(),
+        sender_option(),
+        click.Option(["--reply-to"], metavar="MSG_ID", help="The message it answers."),
+    ]
+
+
+def poll_options() -> list[click.Parameter]:
+    topic = click.Option(
+        ["--topic", "topics"],
+        multiple=True,
+        type=click.Choice(TOPICS),
+        help="Only this topic; what is left out is passed over for good. May be repeated.",
+    )
+    return [agent_option(), topic, session_option()]
+
+
+def tail_options() -> list[click.Parameter]:
+    count = click.Option(
+        ["-n", "count"],
+        type=COUNT,
+        default=TAIL_DEFAULT,
+        show_default=True,
+        help="How many.",
+    )
+    expired = click.Option(["--include-expired"], is_flag=True, help="Also those that have expired.")
+    return [count, session_option(), expired]
+
+
+# ---- the commands that are ours -----------------------------------------------------------------
+
+
+def inbox(shell: Shell, /, agent_id: str, session: str | None, root: Path | None) -> None:
+    """Say how far an agent has read.
+
+    `empty` is true only when every line of the queue was passed: silence is proved, not assumed.
+    """
+    with shell.queue(root) as mailbox:
+        facts = mailbox.inbox(agent_id, chosen_session(shell, session))
+    state = "nothing is waiting" if facts["empty"] else "something is waiting"
+    place = f"{facts['cursor']} of {facts['high_water']} bytes in epoch {facts['epoch']}"
+    shell.output.facts({"agent_id": agent_id, **facts}, f"{agent_id}: {state}; it has read {place}")
+
+
+def ask(
+    shell: Shell,
+    /,
+    to: str,
+    body: str | None,
+    body_file: str | None,
+    sender: str | None,
+    timeout_s: float,
+    ttl_s: float | None,
+    session: str | None,
+    root: Path | None,
+) -> None:
+    """Send a question, wait for its answer and print that."""
+    with shell.queue(root) as mailbox:
+        answer = mailbox.ask(
+            queue_body(shell, body, body_file),
+            to,
+            sender=chosen_sender(shell, sender),
+            timeout_s=timeout_s,
+            ttl_s=ttl_s,
+            session=chosen_session(shell, session),
+        )
+    if answer is None:
+        raise click.ClickException(f"{to} did not answer within {timeout_s:g} s")
+    print_messages(shell, [answer])
+
+
+def register(shell: Shell, /, agent_id: str, session: str | None, root: Path | None) -> None:
+    """Make an agent known.
+
+    Once one is, messages to names that are not known are reported when they are sent.
+    """
+    with shell.queue(root) as mailbox:
+        name = chosen_session(shell, session)
+        mailbox.register(agent_id, name)
+    shell.output.facts({"agent_id": agent_id, "session": name}, f"{agent_id} is registered in session {name}")
+
+
+def agents(shell: Shell, /, session: str | None, root: Path | None) -> None:
+    """List the registered agents."""
+    with shell.queue(root) as mailbox:
+        rows = [{"agent_id": name} for name in mailbox.agents(chosen_session(shell, session))]
+    shell.output.rows(["agent_id"], rows, empty="nobody is registered")
+
+
+def check(shell: Shell, /, session: str | None, root: Path | None) -> int:
+    """Read everything and list the damage.
+
+    The exit code is 1 when there is any. Nothing is changed.
+    """
+    with shell.queue(root) as mailbox:
+        names = mailbox.sessions() if session is None else [session]
+        reports = [mailbox.check(name) for name in names]
+    for report in reports:
+        print_report(shell, report)
+    return EXIT_OK if all(report.ok for report in reports) else EXIT_RUNTIME
+
+
+def repair(
+    shell: Shell,
+    /,
+    agent_id: str | None,
+    to: str | None,
+    msg_id: str | None,
+    body: str | None,
+    body_file: str | None,
+    session: str | None,
+    root: Path | None,
+) -> None:
+    """Mend a damaged cursor or side file.
+
+    An agent's cursor is set to a place that you choose: "start" hands everything out again, "end" nothing
+    that is there now. A side file is put back from a copy, which has to fit the checksum in the message. What
+    was there before is kept under another name.
+    """
+    if (agent_id is None) == (msg_id is None):
+        raise click.UsageError("say what to repair: --agent with --to, or --message with its body")
+    name = chosen_session(shell, session)
+    with shell.queue(root) as mailbox:
+        if msg_id is not None:
+            mailbox.repair_body(msg_id, queue_body(shell, body, body_file), name)
+            shell.output.facts({"msg_id": msg_id}, f"the side file of {msg_id} is back")
+            return
+        if to is None:
+            raise click.UsageError("--agent needs --to: start, end or an offset")
+        offset = mailbox.repair_cursor(str(agent_id), parse_place(to), name)
+    shell.output.facts({"agent_id": agent_id, "cursor": offset}, f"{agent_id} goes on at offset {offset}")
+
+
+def parse_place(text: str) -> Literal["start", "end"] | int:
+    match text:
+        case "start" | "end":
+            return text
+        case _ if text.isascii() and text.isdigit():
+            return int(text)
+    raise click.BadParameter(f"{text!r} is not start, end or an offset in bytes", param_hint="'--to'")
+
+
+# ---- what they share ----------------------------------------------------------------------------
+
+
+def chosen_session(shell: Shell, session: str | None) -> str:
+    return shell.settings.queue.session if session is None else session
+
+
+def chosen_sender(shell: Shell, sender: str | None) -> str:
+    return shell.settings.queue.agent_id if sender is None else sender
+
+
+def queue_body(shell: Shell, body: str | None, body_file: str | None) -> str:
+    from postroom.core.queuewire import BODY_BYTES_MAX
+
+    text = read_body(shell, body, body_file, BODY_BYTES_MAX)
+    if not text.isascii() and any("\udc80" <= char <= "\udcff" for char in text):
+        raise InvalidMessage("the body is not UTF-8, and a queue holds text only")
+    return text
+
+
+def print_messages(shell: Shell, messages: Iterable[Any]) -> None:
+    for message in messages:
+        shell.output.queue_message(message)
+
+
+def print_report(shell: Shell, report: "QueueReport") -> None:
+    import msgspec
+
+    if not shell.output.readable:
+        shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
+        return
+    verdict = (
+        shell.output.style("ok", "bold", "green")
+        if report.ok
+        else shell.output.style("DAMAGED", "bold", "red")
+    )
+    shell.output.text(f"{report.session}: {verdict}, {report.messages:,} lines")
+    faults = [
+        *({"what": f"line at {d.offset}", "reason": d.reason} for d in report.unreadable),
+        *({"what": f"cursor of {agent}", "reason": reason} for agent, reason in report.cursors.items()),
+        *({"what": f"body of {b.msg_id}", "reason": b.reason} for b in report.bodies),
+    ]
+    if faults:
+        shell.output.rows(["what", "reason"], faults, empty="")
+    if report.unused_bodies:
+        shell.output.text(f"{len(report.unused_bodies):,} side files that no line names")
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+@click.group(context_settings=HELP_OPTIONS, params=[root_option()])
+@click.pass_obj
+def queue(shell: Shell, root: Path | None) -> None:
+    """The mailbox of the agents on one machine.
+
+    Messages have a topic and perhaps a recipient; each reader has a cursor that the queue keeps.
+
+    \b
+    Example:
+      export POSTROOM_QUEUE_ROOT=runs/queue
+      postroom queue send --topic ask --to builder --body "is it green?"
+      postroom queue poll --agent builder
+    """
+    shell.queue_root = root
+
+
+def command(
+    name: str, callback: Callable[..., Any], params: list[click.Parameter], *examples: str
+) -> click.Command:
+    """A command whose help ends in examples."""
+    text = f"{inspect.getdoc(callback)}\n\n\b\nExample:\n" + "\n".join(f"  {example}" for example in examples)
+    return click.Command(
+        name,
+        callback=click.pass_obj(callback),
+        params=params,
+        help=text,
+        context_settings=HELP_OPTIONS,
+    )
+
+
+def add(name: str, callback: Callable[..., Any], params: list[click.Parameter], *examples: str) -> None:
+    queue.add_command(command(name, callback, [*params, root_option()], *examples))
+
+
+add(
+    "send",
+    send,
+    [
+        *send_options(),
+        body_file_option(),
+        durability_option(),
+        click.Option(["--id-only"], is_flag=True, help="Print the bare id, also into a pipe."),
+    ],
+    'postroom queue send --topic ask --to builder --ttl 600 --body "is it green?"',
+    "git diff | postroom queue send --topic broadcast",
+)
+add(
+    "poll",
+    poll,
+    [
+        *poll_options(),
+        click.Option(
+            ["--wait", "wait_s"],
+            type=parse_wait,
+            default=0.0,
+            metavar="S",
+            help="Wait up to this many seconds for the first message.",
+        ),
+        click.Option(
+            ["--keep-filtered"], is_flag=True, help="Keep what --topic leaves out for a later poll."
+        ),
+        durability_option(),
+    ],
+    "postroom queue poll --agent builder --wait 30",
+    "postroom queue poll --agent builder --topic ask --keep-filtered",
+)
+add("tail", tail, tail_options(), "postroom queue tail -n 3 --session nightly")
+add("expire", expire, [every_session_option()], "postroom queue expire --session nightly")
+add("status", status, [every_session_option()], "postroom queue status --session nightly")
+add("inbox", inbox, [agent_option(), session_option()], "postroom queue inbox --agent builder")
+add(
+    "ask",
+    ask,
+    [
+        click.Option(["--to"], required=True, metavar="ID", help="The agent to ask."),
+        body_option(),
+        body_file_option(),
+        sender_option(),
+        click.Option(
+            ["--timeout", "timeout_s"],
+            type=parse_wait,
+            default=ASK_TIMEOUT_S,
+            show_default=True,
+            metavar="S",
+            help="How long to wait for the answer.",
+        ),
+        ttl_option(),
+        session_option(),
+    ],
+    'postroom queue ask --to builder --timeout 60 --body "is it green?"',
+)
+add("register", register, [agent_option(), session_option()], "postroom queue register --agent builder")
+add("agents", agents, [session_option()], "postroom queue agents")
+add("check", check, [every_session_option()], "postroom queue check --session nightly")
+add(
+    "repair",
+    repair,
+    [
+        click.Option(["--agent", "agent_id"], metavar="ID", help="The agent whose cursor to set."),
+        click.Option(["--to"], metavar="PLACE", help="start, end, or an offset at which a line starts."),
+        click.Option(
+            ["--message", "msg_id"], metavar="MSG_ID", help="The message whose side file to put back."
+        ),
+        body_option(),
+        body_file_option(),
+        session_option(),
+    ],
+    "postroom queue repair --agent builder --to end",
+    "postroom queue repair --message MSG_ID --body-file copy.txt",
+)
+add_json_option(queue)

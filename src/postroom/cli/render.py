@@ -1,0 +1,245 @@
+"""What the command line prints: JSON lines for programs, tables and records for people.
+
+Rule 1: a terminal gets the readable form, everything else (and --json) gets one JSON value a line.
+Rule 2: colours only on a terminal, and not when NO_COLOR is set.
+Rule 3: whatever comes out of a message or a path is made visible first: nothing in it reaches the terminal
+        as a command, in a header field as little as in a body.
+Rule 4: bytes that are no UTF-8 survive: in JSON as escapes of lone surrogates, which Python reads back.
+"""
+
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+import click
+
+from postroom.core.text import visible, visible_json, visible_line
+from postroom.errors import Unavailable
+
+if TYPE_CHECKING:
+    from postroom.message import BusMessage
+
+Style = Literal["bold", "dim", "red", "green", "cyan"]
+Form = Literal["auto", "json", "zos"]
+"""auto: by where stdout goes; json: always; zos: what `zos-mq` prints, wherever it goes."""
+
+BODY_INDENT = "    "
+COLUMN_GAP = "  "
+
+_STYLES: dict[Style, dict[str, Any]] = {
+    "bold": {"bold": True},
+    "dim": {"dim": True},
+    "red": {"fg": "red"},
+    "green": {"fg": "green"},
+    "cyan": {"fg": "cyan"},
+}
+
+
+class OutputFailed(Unavailable):
+    """What was to be printed could not be, and somebody may be waiting for it."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(f"cannot write the output: {cause.strerror or cause}")
+
+
+class Output:
+    """One stream of results, in the form that fits where it goes."""
+
+    def __init__(self, stream: TextIO, form: Form = "auto", environ: Mapping[str, str] = os.environ) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self.form = form
+        self._colours = self._terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+    @property
+    def readable(self) -> bool:
+        """Whether a person reads this."""
+        return self._terminal and self.form == "auto"
+
+    def style(self, text: str, *styles: Style) -> str:
+        if not self._colours:
+            return text
+        return click.style(text, **{key: value for name in styles for key, value in _STYLES[name].items()})
+
+    # ---- one result, in both forms ---------------------------------------------------------
+
+    def bus_message(self, message: "BusMessage") -> None:
+        if self.readable:
+            self._record(*_bus_record(message))
+        else:
+            self.json_line(bus_object(message))
+
+    def queue_message(self, message: Mapping[str, Any]) -> None:
+        if self.readable:
+            self._record(*_queue_record(message))
+        else:
+            self.json_line(message)
+
+    def msg_id(self, msg_id: str, *, bare: bool = False) -> None:
+        """The id of what was stored."""
+        if bare or self.readable or self.form == "zos":
+            self.text(visible_line(msg_id))
+        else:
+            self.json_line({"msg_id": msg_id})
+
+    def number(self, value: int, sentence: str = "") -> None:
+        """A number, which is a JSON value as it is; in words on a terminal when there are some."""
+        self.text(sentence if sentence and self.readable else str(value))
+
+    def facts(self, facts: Mapping[str, Any], sentence: str) -> None:
+        """An object for programs, a sentence for people."""
+        if self.readable:
+            self.sentence(sentence)
+        else:
+            self.json_line(facts)
+
+    def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str) -> None:
+        """A table for people, one object a line for programs. `columns` are keys of the rows."""
+        if not self.readable:
+            for row in rows:
+                self.json_line(row)
+            return
+        cells = [[visible_line(_cell(row.get(column))) for column in columns] for row in rows]
+        if not cells:
+            self.sentence(empty)
+            return
+        self._table([column.replace("_", " ") for column in columns], cells)
+
+    # ---- the pieces ------------------------------------------------------------------------
+
+    def json_line(self, value: object) -> None:
+        self.text(json_text(value))
+
+    def pretty(self, value: object) -> None:
+        """One JSON document over several lines."""
+        self.text(visible_json(json.dumps(value, indent=2, sort_keys=False, default=str)))
+
+    def sentence(self, text: str) -> None:
+        """Words for a person, made safe."""
+        self.text(visible_line(text))
+
+    def text(self, line: str) -> None:
+        """One line that is safe already. Bytes, because stdout may be set to an encoding that lacks some."""
+        self._write(line + "\n")
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputFailed(error) from error
+
+    def _write(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        if not self.readable:
+            encoding = "utf-8"  # JSON has one encoding
+        try:
+            self._stream.buffer.write(text.encode(encoding, "backslashreplace"))
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputFailed(error) from error
+
+    def _table(self, names: list[str], cells: list[list[str]]) -> None:
+        widths = [max(map(width, column)) for column in zip(names, *cells, strict=True)]
+        self.text(self.style(_aligned(names, widths), "bold"))
+        for row in cells:
+            self.text(_aligned(row, widths))
+
+    def _record(self, head: Sequence[str], details: Iterable[tuple[str, str]], body: str) -> None:
+        """A message as a person reads it: who and what, then the body, indented."""
+        first, *rest = map(visible_line, head)
+        self.text(COLUMN_GAP.join([self.style(first, "bold", "cyan"), *rest]))
+        for name, value in details:
+            if value:
+                self.text(f"  {self.style(visible_line(name) + ':', 'dim')} {visible_line(value)}")
+        for line in body.removesuffix("\n").split("\n") if body else ():
+            self.text(BODY_INDENT + visible(line))
+
+
+def bus_object(message: "BusMessage") -> dict[str, Any]:
+    """A bus message with the names it has in the file."""
+    fields: dict[str, Any] = {
+        "msg_id": message.msg_id,
+        "ts": rfc3339(message.ts),
+        "type": message.type,
+        "project_id": message.project_id,
+        "task_id": message.task_id,
+        "run_id": message.run_id,
+        "parents": list(message.parents),
+        "attachment_path": message.attachment_path,
+        "body": message.body,
+    }
+    return {**fields, "extra": message.extra} if message.extra else fields
+
+
+def _bus_record(message: "BusMessage") -> tuple[list[str], list[tuple[str, str]], str]:
+    place = "/".join(part for part in (message.project_id, message.task_id, message.run_id) if part)
+    details = [
+        ("id", message.msg_id),
+        ("parents", ", ".join(message.parents)),
+        ("attachment", message.attachment_path),
+        *((str(key), _cell(value)) for key, value in message.extra.items()),
+    ]
+    return [message.type, place, rfc3339(message.ts)], details, message.body
+
+
+def _queue_record(message: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, str]], str]:
+    details = [
+        ("id", str(message["msg_id"])),
+        ("in reply to", str(message.get("in_reply_to") or "")),
+        ("ttl", "" if message.get("ttl_s") is None else f"{message['ttl_s']} s"),
+        ("body error", str(message.get("_body_error") or "")),
+    ]
+    route = f"{message['from']} -> {message.get('to') or 'all'}"
+    return [str(message["topic"]), route, str(message["ts"])], details, str(message["body"])
+
+
+def rfc3339(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def json_text(value: object) -> str:
+    """One line of JSON in which nothing can command a terminal."""
+    return visible_json(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={_cell(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_cell, value)) or "-"
+    return str(value)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell + " " * (wide - width(cell)) for cell, wide in zip(cells, widths, strict=True))
+    return COLUMN_GAP.join(padded).rstrip()
+
+
+def width(text: str) -> int:
+    """How many columns a terminal needs for a line."""
+    if text.isascii():
+        return len(text)
+    return sum(_char_width(char) for char in text)
+
+
+def _char_width(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def warn(program: str, text: str) -> None:
+    """One line on stderr. Work that can be done is not given up because nobody listens."""
+    with suppress(OSError):
+        sys.stderr.write(f"{program}: {visible_line(text)}\n")
+        sys.stderr.flush()

@@ -1,0 +1,313 @@
+"""What every command shares: settings, output, opening a bus or a queue, signals, exit codes.
+
+Rule 1: an error is one sentence on stderr; 0 is done, 1 is a failure, 2 is a wrong call.
+Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower that is its normal end.
+Rule 3: a reader that goes away is no error: nobody is left to tell.
+"""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from postroom.cli.render import Form, Output, OutputFailed, warn
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, InvalidMessage, PostroomError, exit_code
+
+if TYPE_CHECKING:
+    from postroom.contracts.bus import Bus
+    from postroom.contracts.queue import Queue
+    from postroom.settings import Settings
+
+CONFIG_NAME = "postroom.toml"
+CONFIG_VARIABLE = "POSTROOM_CONFIG"
+TRACE_VARIABLE = "POSTROOM_TRACEBACK"
+COUNT_MAX = 1_000_000_000  # of messages in one answer
+COUNT = click.IntRange(0, COUNT_MAX)
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT. Not an Exception, so that no handler of errors takes it for one."""
+
+
+class Shell:
+    """One run of a command line program."""
+
+    def __init__(self, program: str, form: Form = "auto", config: Path | None = None) -> None:
+        self.program = program
+        self.config = config
+        self.queue_root: Path | None = None
+        """What --root said in front of the command."""
+        self.output = Output(sys.stdout, form)
+
+    @cached_property
+    def settings(self) -> "Settings":
+        """What the file and the environment say. Read when first asked for: --help must not fail on it."""
+        from postroom.settings import load
+
+        return load(self._config_file(), os.environ)
+
+    def _config_file(self) -> Path | None:
+        if self.config is not None:
+            return self.config
+        if os.environ.get(CONFIG_VARIABLE):
+            return Path(os.environ[CONFIG_VARIABLE])
+        here = Path(CONFIG_NAME)
+        return here if here.is_file() else None
+
+    def bus_path(self, path: Path | None) -> Path:
+        found = path or self.settings.bus.path
+        if found is None:
+            raise click.UsageError("there is no bus to use: pass --bus PATH, or set POSTROOM_BUS")
+        return found
+
+    def bus(self, path: Path | None, durability: Any = None) -> "Bus":
+        from postroom.contracts.bus import Bus
+
+        self.show_warnings()
+        chosen = self.settings.bus
+        return Bus(
+            self.bus_path(path),
+            lock_timeout_s=chosen.lock_timeout_s,
+            poll_interval_s=chosen.poll_interval_s,
+            rotate_bytes=chosen.rotate_bytes,
+            durability=durability or chosen.durability,
+        )
+
+    def queue(self, root: Path | None, durability: Any = None) -> "Queue":
+        from postroom.contracts.queue import Queue
+
+        self.show_warnings()
+        chosen = self.settings.queue
+        if chosen.disabled:
+            # The library looks for its kill switch in the environment; postroom.toml may be what said it.
+            os.environ["POSTROOM_QUEUE_DISABLED"] = "1"
+        folder = root or self.queue_root or chosen.root
+        return Queue(folder, chosen.body_threshold, durability=durability or chosen.durability)
+
+    def show_warnings(self) -> None:
+        """What the library logs, such as damage that it skipped, one line each on stderr."""
+        import logging
+
+        program = self.program
+
+        class Lines(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                warn(program, f"{record.levelname.lower()}: {record.getMessage()}")
+
+        logging.getLogger("postroom").handlers = [Lines()]
+
+    def note(self, text: str) -> None:
+        """Something that a person at a terminal wants to know, and nobody else."""
+        if sys.stderr.isatty():
+            warn(self.program, text)
+
+
+# ---- reading a body --------------------------------------------------------------------------
+
+
+def read_body(shell: Shell, body: str | None, body_file: str | None, bytes_max: int) -> str:
+    """The text to send, its bytes kept: what is no UTF-8 becomes surrogate escapes."""
+    if body is not None and body_file is not None:
+        raise click.UsageError("give the body once: --body or --body-file, not both")
+    if body is not None and body != "-":
+        return os.fsencode(body).decode("utf-8", "surrogateescape")
+    if body_file is not None and body_file != "-":
+        with Path(body_file).open("rb") as file:
+            raw = file.read(bytes_max + 1)
+    else:
+        raw = _read_stdin(shell, bytes_max)
+    if len(raw) > bytes_max:
+        raise InvalidMessage(f"the body is longer than {bytes_max} bytes")
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _read_stdin(shell: Shell, bytes_max: int) -> bytes:
+    if sys.stdin is None:
+        return b""
+    if sys.stdin.isatty():
+        shell.note("reading the body from this terminal; end it with Ctrl-D")
+    return sys.stdin.buffer.read(bytes_max + 1)
+
+
+# ---- signals and pipes -----------------------------------------------------------------------
+
+
+def reader_gone() -> bool:
+    """Whether whoever read our output closed it. A follower would else wait for a line to find out."""
+    try:
+        watched = select.poll()
+        watched.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's signature
+    raise Stopped
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Both signals mean the same; a handler that the caller's program set is put back."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    try:
+        before = [signal.signal(number, _stop) for number in numbers]
+    except ValueError:  # not the main thread, which alone may set handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+# ---- one run ---------------------------------------------------------------------------------
+
+
+def run(command: click.Command, program: str, arguments: list[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    _open_missing_descriptors()
+    try:
+        with _stoppable():
+            return _finished(_guarded(command, program, arguments), program)
+    except Stopped:  # between two statements of ours
+        return EXIT_RUNTIME
+
+
+def _guarded(command: click.Command, program: str, arguments: list[str] | None) -> int:
+    try:
+        result = _invoke(command, program, sys.argv[1:] if arguments is None else arguments)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except Stopped:
+        return _failed(program, "interrupted")
+    except BrokenPipeError:
+        return EXIT_OK
+    except click.ClickException as error:
+        return _misused(program, error)
+    except Exception as error:
+        if os.environ.get(TRACE_VARIABLE):
+            raise
+        return _failed(program, sentence(error), exit_code(error))
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _invoke(command: click.Command, program: str, arguments: list[str]) -> object:
+    """As `command.main` without its own ideas of exit codes, one of which is 1 for a closed pipe."""
+    if f"_{program.upper().replace('-', '_')}_COMPLETE" in os.environ:
+        return command.main(arguments, prog_name=program)
+    with command.make_context(program, arguments) as context:
+        return command.invoke(context)
+
+
+def _finished(code: int, program: str) -> int:
+    """Flush what was printed: a full disk behind stdout is an error, a closed pipe is not."""
+    failure = _flush(sys.stdout)
+    if failure is not None and code == EXIT_OK:  # one reason for a failure is enough
+        code = _failed(program, str(OutputFailed(failure)))
+    _flush(sys.stderr)
+    return code
+
+
+def _flush(stream: TextIO) -> OSError | None:
+    """What cannot be written is dropped; the interpreter would complain about it on its way out."""
+    try:
+        stream.flush()
+    except OSError as error:
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            stream.flush()
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
+
+
+def _open_missing_descriptors() -> None:
+    """A program started without stdin, stdout or stderr must not get a bus file under that number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the rest of the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - the same
+
+
+def sentence(error: BaseException) -> str:
+    """An error as one sentence: the system's name their file first, one that is our bug says so."""
+    if isinstance(error, OSError) and not isinstance(error, PostroomError) and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, PostroomError):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error} (set {TRACE_VARIABLE}=1 to see where)"
+
+
+def _failed(program: str, text: str, code: int = EXIT_RUNTIME) -> int:
+    warn(program, text)
+    return code
+
+
+def _misused(program: str, error: click.ClickException) -> int:
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        with suppress(OSError):
+            click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
+    hint = f"; try '{context.command_path} --help'" if context is not None else ""
+    return _failed(program, error.format_message().rstrip(".") + hint, error.exit_code)
+
+
+# ---- options that several commands have -------------------------------------------------------
+
+
+def as_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001 - click's
+    """An empty path would mean the current folder, and comes from a variable that is not set."""
+    if value == "":
+        raise click.BadParameter("the path is empty")
+    return None if value is None else Path(value)
+
+
+def parse_wait(text: str) -> float:
+    """How long to wait: a number of seconds that ends."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise click.BadParameter(f"{text!r} is not a number of seconds, 0 or more")
+    return seconds
+
+
+def json_option() -> click.Option:
+    return click.Option(
+        ["--json"],
+        is_flag=True,
+        expose_value=False,
+        callback=_choose_json,
+        help="Print JSON lines, also on a terminal.",
+    )
+
+
+def _choose_json(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 - click's signature
+    shell = context.find_object(Shell)
+    if value and shell is not None:
+        shell.output.form = "json"
+
+
+def add_json_option(group: click.Group) -> None:
+    """Every command of a group takes --json, besides the program itself."""
+    for command in group.commands.values():
+        command.params.append(json_option())

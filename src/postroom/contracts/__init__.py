@@ -1,0 +1,1 @@
+"""The contracts, one module and one docs page each."""

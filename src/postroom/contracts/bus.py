@@ -1,0 +1,492 @@
+"""`Bus`: an append-only YAML log that many processes write and read without a server.
+
+Who remembers what was read: the reader, by the id of the last message it saw. An append is the commit point;
+what it returned an id for is in the file, in the order of the ids.
+"""
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from postroom.core import buswire, ids
+from postroom.core.times import NANOS_PER_S, checked_seconds, epoch_ns_of, normal_utc, parse_utc, second_texts
+from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
+from postroom.logs import busfile, lock
+from postroom.logs.appendfile import AppendFile
+from postroom.logs.atomic import open_safely, sync_folder
+from postroom.logs.handles import reset_after_fork
+from postroom.message import BusMessage, Damage, Durability
+from postroom.nudges.watch import Watch
+
+FILE_MODE = 0o644  # as the original: other users may read a bus
+FOLDER_MODE = 0o755
+REOPENS_MAX = 1000  # a name that changes its file this often under one append is not a bus
+DURABILITIES = ("os", "group", "fsync")
+
+_log = logging.getLogger("postroom.bus")
+_UNKNOWN = -2  # equal to no size, and not to -1, which says that the file is gone
+_sequence = itertools.count(1)
+
+
+class BusReport(msgspec.Struct, frozen=True):
+    """What `Bus.verify` found."""
+
+    path: str
+    bytes: int
+    messages: int
+    checked: int
+    """Messages whose checksum was there and fitted."""
+    unchecked: int
+    """Messages of the original program, which writes no checksum, and legacy lines."""
+    damaged: tuple[Damage, ...]
+    torn_tail_bytes: int
+    """Bytes at the end that are not (yet) a whole record."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged. A torn tail is no damage: nobody was told that it is stored."""
+        return not self.damaged
+
+
+class Bus:
+    """An append-only message log in one YAML file.
+
+    `root` is the folder that attachments must lie in (default: the bus file's own folder). `rotate_bytes`
+    archives the file before a write would exceed that size. `durability` says when an append counts as
+    stored: "os" (page cache), "group" (an fsync shared by the threads that wait), "fsync" (its own).
+    `clock` returns an aware datetime; ids and timestamps come from it.
+
+    Safe to share between threads, and across fork.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        root: str | os.PathLike[str] | None = None,
+        lock_timeout_s: float = 10.0,
+        poll_interval_s: float = 0.2,
+        rotate_bytes: int | None = None,
+        durability: Durability = "os",
+        clock: Callable[[], datetime] | None = None,
+    ) -> None:
+        if not os.fspath(path).strip():
+            raise InvalidMessage("the bus path is empty")
+        for name, value in (("lock_timeout_s", lock_timeout_s), ("poll_interval_s", poll_interval_s)):
+            if not checked_seconds(name, value):
+                raise InvalidMessage(f"{name} must be positive, not {value!r}")
+        if rotate_bytes is not None and not rotate_bytes > 0:
+            raise InvalidMessage(f"rotate_bytes must be positive, not {rotate_bytes!r}")
+        if durability not in DURABILITIES:
+            raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
+        self.path = Path(path)
+        self.root = Path(root) if root is not None else self.path.parent
+        self._lock_timeout_s = lock_timeout_s
+        self._poll_interval_s = poll_interval_s
+        self._rotate_bytes = rotate_bytes
+        self._durability: Durability = durability
+        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._file = AppendFile(self.path, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
+        self._mutex = threading.Lock()
+        self._known_end = _UNKNOWN
+        self._last_id = ""
+        self._separator = b""
+        self._origin = ids.origin(os.getpid())
+        self._reported: set[Damage] = set()
+        reset_after_fork(self)
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def append(
+        self,
+        *,
+        type: str,  # noqa: A002 - the field's public name
+        project_id: str,
+        task_id: str = "",
+        run_id: str = "",
+        parents: Iterable[str] = (),
+        attachment: str | os.PathLike[str] | None = None,
+        body: str = "",
+        ts: datetime | str | None = None,
+    ) -> str:
+        """Append one message and return its id."""
+        draft = buswire.draft(
+            type,
+            project_id,
+            task_id,
+            run_id,
+            parents,
+            self._attachment(attachment) if attachment is not None else "",
+            body,
+            normal_utc(ts) if ts is not None else "",
+        )
+        return self._write([draft])[0]
+
+    def append_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Append messages, each given by `append`'s keywords, under one lock and with one write."""
+        drafts = [self._draft_of(message) for message in messages]
+        return self._write(drafts) if drafts else []
+
+    def _draft_of(self, message: Mapping[str, Any]) -> buswire.Draft:
+        unknown = set(message) - _APPEND_KEYWORDS
+        if unknown:
+            raise InvalidMessage(f"unknown message fields: {', '.join(sorted(map(str, unknown)))}")
+        attachment, ts = message.get("attachment"), message.get("ts")
+        return buswire.draft(
+            message.get("type", ""),
+            message.get("project_id", ""),
+            message.get("task_id", ""),
+            message.get("run_id", ""),
+            message.get("parents", ()),
+            self._attachment(attachment) if attachment is not None else "",
+            message.get("body", ""),
+            normal_utc(ts) if ts is not None else "",
+        )
+
+    def _write(self, drafts: list[buswire.Draft]) -> list[str]:
+        file = self._file
+        with self._mutex:
+            try:
+                size = self._lock_current()
+                msg_ids, data = self._encode(drafts)
+                while self._rotate_bytes is not None and 0 < size > self._rotate_bytes - len(data):
+                    self._rotate_locked()
+                    size = self._lock_current()
+                    msg_ids, data = self._encode(drafts)
+                # Before the write: a reader may see the id even if the write fails, so it is not given again.
+                self._last_id = msg_ids[-1]
+                ticket = file.append(data, size)
+                self._known_end = size + len(data)
+                self._separator = b"\n"
+            finally:
+                if file.fd >= 0:
+                    lock.release(file.fd)
+        if ticket:
+            self._settle(ticket)
+        return msg_ids
+
+    def _encode(self, drafts: list[buswire.Draft]) -> tuple[list[str], bytes]:
+        """Ids and bytes, made while the lock is held."""
+        now_ns = self._now_ns()
+        last = self._last_id
+        msg_ids = []
+        records = []
+        for draft in drafts:
+            last, ts = ids.bus_id(now_ns, self._origin, next(_sequence), last)
+            msg_ids.append(last)
+            records.append(buswire.encode(draft, last, ts))
+        return msg_ids, self._separator + (b"\n".join(records) if len(records) > 1 else records[0])
+
+    def _lock_current(self) -> int:
+        """Take the lock of the file that the name means now; returns its size."""
+        file = self._file
+        if file.fd >= 0:
+            lock.acquire(file.fd, self._lock_timeout_s, self.path)
+            size = file.current_size()
+            if size == self._known_end:
+                return size
+        return self._lock_changed()
+
+    def _lock_changed(self) -> int:
+        """The file is new to us, or another process wrote to it, or its name now means another one."""
+        file = self._file
+        for _ in range(REOPENS_MAX):
+            lock.acquire(file.open(), self._lock_timeout_s, self.path)
+            size = file.current_size()
+            if size >= 0:
+                self._learn_end(size)
+                return size
+            file.close()
+        raise Unavailable(f"{self.path} is replaced faster than it can be locked")
+
+    def _learn_end(self, size: int) -> None:
+        """Another process wrote last: take over its id, and fence off a line that it left unfinished."""
+        fd = self._file.fd
+        found = busfile.last_id(fd) if size else busfile.newest_archived_id(self.path)
+        self._last_id = max(self._last_id, found)
+        self._known_end = size
+        if not size:
+            self._separator = b""
+        else:
+            self._separator = b"\n" if os.pread(fd, 1, size - 1) == b"\n" else b"\n\n"
+
+    def _settle(self, ticket: int) -> None:
+        file = self._file
+        try:
+            file.settle(ticket)
+        except OSError as error:
+            with self._mutex:
+                rolled_back = file.roll_back_group(file.fd, self._lock_timeout_s)
+            raise WriteFailed(self.path, error, rolled_back=rolled_back) from error
+
+    def _attachment(self, attachment: str | os.PathLike[str]) -> str:
+        """The attachment's path relative to `root`, which it must not leave, symlinks included."""
+        text = os.fspath(attachment)
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise UnsafePath(f"attachment {text!r} is not a path")
+        try:
+            root = self.root.resolve()
+            target = (root / text).resolve()
+        except (OSError, RuntimeError) as error:  # a loop of symlinks is a RuntimeError up to Python 3.12
+            raise UnsafePath(f"attachment {text!r} cannot be resolved: {error}") from error
+        if target == root or not target.is_relative_to(root):
+            raise UnsafePath(f"attachment {text!r} is not inside {root}")
+        return target.relative_to(root).as_posix()
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def read(
+        self, since_id: str = "", limit: int | None = None, *, archives: bool = False
+    ) -> list[BusMessage]:
+        """Messages after `since_id` (all, without one), at most the first `limit`."""
+        return list(itertools.islice(self.scan(since_id, archives=archives), _checked_limit(limit)))
+
+    def scan(self, since_id: str = "", *, archives: bool = False) -> Iterator[BusMessage]:
+        """As `read`, one by one and in bounded memory."""
+        reader = busfile.BusReader(self.path, since_id, self._report, search_archives=archives)
+        return self._scan(reader)
+
+    def _scan(self, reader: busfile.BusReader) -> Iterator[BusMessage]:
+        try:
+            for batch in reader.batches():
+                yield from batch
+        finally:
+            reader.close()
+
+    def tail(self, n: int = 100) -> list[BusMessage]:
+        """The last n messages, at the cost of those and not of the file."""
+        try:
+            fd = open_safely(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return []
+        try:
+            return busfile.tail(fd, _checked_limit(n) or 0, self._report)
+        finally:
+            os.close(fd)
+
+    def count(self) -> int:
+        """How many messages the current file holds."""
+        return sum(1 for _ in self.scan())
+
+    def poll(
+        self, last_id: str = "", timeout_s: float | None = None, *, archives: bool = False
+    ) -> list[BusMessage]:
+        """Wait for messages after `last_id`; an empty list when `timeout_s` passed without any."""
+        deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
+        for batches in self._passes(last_id, deadline, None, archives=archives):
+            messages = list(itertools.chain.from_iterable(batches))
+            if messages:
+                return messages
+        return []
+
+    def follow(
+        self, since_id: str = "", *, archives: bool = False, stop: Callable[[], bool] | None = None
+    ) -> Iterator[BusMessage]:
+        """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true."""
+        for batches in self._passes(since_id, None, stop, archives=archives):
+            for batch in batches:
+                yield from batch
+
+    def _passes(
+        self, since_id: str, deadline: float | None, stop: Callable[[], bool] | None, *, archives: bool
+    ) -> Iterator[Iterator[list[BusMessage]]]:
+        """What is new, each time something is: batches to be taken before the next pass."""
+        reader = busfile.BusReader(self.path, since_id, self._report, search_archives=archives)
+        watch = Watch(self.path, self._poll_interval_s)
+        try:
+            while True:
+                watch.arm()
+                yield reader.batches()
+                left_s = self._poll_interval_s if deadline is None else deadline - time.monotonic()
+                if left_s <= 0 or (stop is not None and stop()):
+                    return
+                watch.wait(left_s)
+        finally:
+            watch.close()
+            reader.close()
+
+    def query(
+        self,
+        *,
+        type: str | None = None,  # noqa: A002 - the field's public name
+        project_id: str | None = None,
+        task_id: str | None = None,
+        run_id: str | None = None,
+        since: datetime | str | None = None,
+        until: datetime | str | None = None,
+        parent: str | None = None,
+        limit: int | None = None,
+        archives: bool = False,
+    ) -> list[BusMessage]:
+        """Messages that fit every given field, with `since` <= ts < `until`. Reads the whole file."""
+        fields = {"type": type, "project_id": project_id, "task_id": task_id, "run_id": run_id}
+        wanted = [(name, value) for name, value in fields.items() if value is not None]
+        begin, end = _instant(since), _instant(until)
+        hits = (
+            message
+            for message in self.scan(archives=archives)
+            if all(getattr(message, name) == value for name, value in wanted)
+            and (parent is None or parent in message.parents)
+            and (begin is None or message.ts >= begin)
+            and (end is None or message.ts < end)
+        )
+        return list(itertools.islice(hits, _checked_limit(limit)))
+
+    # ---- keeping -------------------------------------------------------------------------------
+
+    def archives(self) -> list[Path]:
+        """The rotated files, oldest first."""
+        return busfile.archives(self.path)
+
+    def rotate(self, min_bytes: int = 1) -> Path | None:
+        """Archive the file if it has at least `min_bytes`; returns the archive, or None."""
+        with self._mutex:
+            if not self.path.exists() and not self.path.is_symlink():
+                return None
+            try:
+                size = self._lock_current()
+                return self._rotate_locked() if size >= max(min_bytes, 1) else None
+            finally:
+                if self._file.fd >= 0:
+                    lock.release(self._file.fd)
+
+    def _rotate_locked(self) -> Path:
+        """Rename under the lock: a writer that waits for it sees the new name's file before it writes."""
+        stamp = second_texts(self._now_ns() // NANOS_PER_S)[0]
+        archive = busfile.next_archive(self.path, stamp)
+        os.rename(self.path, archive)
+        if self._durability != "os":
+            sync_folder(self.path.parent)
+        self._file.close()
+        self._known_end = _UNKNOWN
+        return archive
+
+    def verify(self) -> BusReport:
+        """Read everything and say what is whole, what is damaged and where."""
+        try:
+            fd = open_safely(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return BusReport(str(self.path), 0, 0, 0, 0, (), 0)
+        try:
+            return self._verify(fd)
+        finally:
+            os.close(fd)
+
+    def _verify(self, fd: int) -> BusReport:
+        messages = unchecked = end = 0
+        legacy_line: int | None = 0
+        damaged: list[Damage] = []
+        for part in busfile.decode_from(fd, 0, 0):
+            messages += len(part.messages)
+            unchecked += part.unchecked
+            damaged += part.damaged
+            end += part.consumed
+            legacy_line = part.legacy_line
+        rest = os.pread(fd, buswire.RECORD_BYTES_MAX, end)
+        if legacy_line is None and not buswire.may_grow_into_record(rest):
+            damaged.append(Damage(end, len(rest), "not a record"))
+            rest, end = b"", end + len(rest)
+        return BusReport(
+            path=str(self.path),
+            bytes=end + len(rest),
+            messages=messages,
+            checked=messages - unchecked,
+            unchecked=unchecked,
+            damaged=tuple(damaged),
+            torn_tail_bytes=len(rest) if rest.strip() else 0,
+        )
+
+    def _report(self, damaged: list[Damage]) -> None:
+        """Say once per handle what was skipped."""
+        for damage in damaged:
+            if damage not in self._reported:
+                self._reported.add(damage)
+                _log.warning(
+                    "%s: skipped %d bytes at offset %d: %s",
+                    self.path, damage.length, damage.offset, damage.reason,
+                )  # fmt: skip
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def reopen(self) -> BusReport:
+        """Start afresh after a failed fsync: forget the dead descriptor and verify the file."""
+        with self._mutex:  # threads may all have seen the failure, and all come here
+            self._file.close()
+            self._file.forget()
+            self._known_end = _UNKNOWN
+        return self.verify()
+
+    def close(self) -> None:
+        """Close the file. The bus can be used again; it opens it anew."""
+        with self._mutex:
+            self._file.close()
+            self._known_end = _UNKNOWN
+
+    def after_fork(self) -> None:
+        """A child starts with its own descriptor and lock."""
+        self._mutex = threading.Lock()
+        self._file.forget()
+        self._known_end = _UNKNOWN
+        self._origin = ids.origin(os.getpid())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def discover(root: str | os.PathLike[str]) -> list[Path]:
+    """The bus files below a folder, archives left out."""
+    found = []
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if not name.endswith(".archived") and _looks_like_bus(path):
+                found.append(path)
+    return sorted(found)
+
+
+def _looks_like_bus(path: Path) -> bool:
+    try:
+        fd = open_safely(path, os.O_RDONLY)
+    except (OSError, UnsafePath):
+        return False
+    try:
+        return os.pread(fd, len(buswire.START), 0) == buswire.START
+    except OSError:  # a special file system that lets a file be opened but not read
+        return False
+    finally:
+        os.close(fd)
+
+
+_APPEND_KEYWORDS = frozenset(
+    {"type", "project_id", "task_id", "run_id", "parents", "attachment", "body", "ts"}
+)
+
+
+def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
+    return lambda: epoch_ns_of(clock())
+
+
+def _instant(value: datetime | str | None) -> datetime | None:
+    return None if value is None else parse_utc(normal_utc(value))
+
+
+def _checked_limit(limit: int | None) -> int | None:
+    if limit is None:
+        return None
+    if limit < 0:
+        raise InvalidMessage(f"a limit must not be negative, not {limit}")
+    return min(limit, sys.maxsize)

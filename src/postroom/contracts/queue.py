@@ -1,0 +1,651 @@
+"""`Queue`: a brokerless mailbox in JSON lines, with closed topics, cursors, sessions and a kill switch.
+
+Who remembers what was read: the library, in one cursor file per agent. The cursor is the acknowledgement: it
+is on disk before the messages are returned, so a crash loses a hand-over rather than repeating it.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import msgspec
+
+from postroom.contracts import queuecheck
+from postroom.contracts.queuecheck import QueueReport
+from postroom.core import queuewire as wire
+from postroom.core.names import checked_name, is_name
+from postroom.core.times import checked_seconds, epoch_ns_of, utc_text
+from postroom.errors import (
+    DamagedState,
+    InvalidMessage,
+    PostroomError,
+    QueueDisabledError,
+    QueueError,
+)
+from postroom.logs.atomic import make_folder, replace_file
+from postroom.logs.auditfile import AuditFile
+from postroom.logs.handles import reset_after_fork
+from postroom.logs.queuefile import Reading, SessionFiles
+from postroom.message import Durability, QueueMessage
+from postroom.nudges.watch import Watch
+from postroom.settings import queue_agent_id, queue_disabled, queue_from_environment, queue_session
+
+POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
+POLL_INTERVAL_S = 0.2  # what a lost wake-up costs
+TAIL_FIRST_BYTES = 64 * 1024
+TAKEN_MAX = 1000  # answers that `ask` took ahead of others that nobody polled
+SESSIONS_OPEN_MAX = 64
+DURABILITIES = ("os", "group", "fsync")
+
+T = TypeVar("T")
+
+_log = logging.getLogger("postroom.queue")
+_counter = itertools.count(1)
+
+
+class SendEntry(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
+    """The audit line of a send."""
+
+    ts: str
+    op: str
+    session: str
+    msg_id: str
+    topic: str
+    to: str | None
+    sender: str
+    body_bytes: int
+    externalized: bool
+    ttl_s: float | int | None
+    unknown_recipient: bool = False
+
+
+class PollEntry(msgspec.Struct, frozen=True):
+    """The audit line of a poll."""
+
+    ts: str
+    op: str
+    session: str
+    agent_id: str
+    topics: list[str] | None
+    matched: int
+    cursor_from: int
+    cursor_to: int
+
+
+class ExpireEntry(msgspec.Struct, frozen=True):
+    """The audit line of an expire."""
+
+    ts: str
+    op: str
+    session: str
+    dropped: int
+    epoch: int
+
+
+class Queue:
+    """A file-backed mailbox for the agents of one machine.
+
+    `root` is the folder (default: from the environment, else a per-user folder), `body_threshold` the number
+    of UTF-8 bytes above which a body goes to a side file. `durability` says when a send counts as stored
+    and a cursor as written: "os" (page cache), "group" (an fsync shared by the threads that wait), "fsync".
+
+    Safe to share between threads, and across fork.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        body_threshold: int | None = None,
+        *,
+        durability: Durability = "os",
+        lock_timeout_s: float = 10.0,
+        clock: Callable[[], datetime] | None = None,
+    ) -> None:
+        if root is not None and not os.fspath(root):
+            raise InvalidMessage("the queue's root is empty")
+        settings = queue_from_environment(os.environ, None if root is None else Path(root))
+        if body_threshold is None:
+            body_threshold = settings.body_threshold
+        if isinstance(body_threshold, bool) or not isinstance(body_threshold, int) or body_threshold < 0:
+            raise InvalidMessage(f"body_threshold must be a number of bytes >= 0, not {body_threshold!r}")
+        if durability not in DURABILITIES:
+            raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
+        if not checked_seconds("lock_timeout_s", lock_timeout_s):
+            raise InvalidMessage(f"lock_timeout_s must be positive, not {lock_timeout_s!r}")
+        self.root = settings.root
+        self.body_threshold = body_threshold
+        self._durability: Durability = durability
+        self._lock_timeout_s = lock_timeout_s
+        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._audit = AuditFile(self.audit_path, durability)
+        self._sessions: dict[str, SessionFiles] = {}
+        self._opening = threading.Lock()
+        self._token = os.urandom(4).hex()
+        reset_after_fork(self)
+
+    @property
+    def audit_path(self) -> Path:
+        """Metadata of every send, poll and expire; never a body."""
+        return self.root / "audit.jsonl"
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        body: str,
+        to: str | None = None,
+        ttl_s: float | None = None,
+        session: str | None = None,
+        sender: str | None = None,
+        reply_to: str | None = None,
+    ) -> str:
+        """Store one message and return its id."""
+        if _disabled():
+            raise QueueDisabledError("the queue is disabled by its kill switch: nothing was sent")
+        files = self._session(session)
+        now_ns = self._now_ns()
+        line = wire.Line(
+            f"m-{now_ns}-{self._token}-{next(_counter)}",
+            utc_text(now_ns),
+            checked_name("sender", queue_agent_id(os.environ) if sender is None else sender),
+            None if to is None else checked_name("recipient", to),
+            wire.checked_topic(topic),
+            body,
+            None if reply_to is None else wire.checked_reply_to(reply_to),
+            None if ttl_s is None else wire.checked_ttl(ttl_s),
+        )
+        raw = _encoded_body(body)
+        data = wire.encode_line(line) if len(raw) <= self.body_threshold else b""
+        externalized = not data or len(data) > wire.LINE_BYTES_MAX or body[:6] == wire.SIDE_FILE_MARK
+        if externalized:
+            data = self._externalize(files, line, raw)
+        entry = SendEntry(
+            line.ts, "send", files.name, line.msg_id, topic, to, line.sender, len(raw), externalized, ttl_s
+        )
+        if to is not None and to not in wire.EVERYONE and self._is_unknown(files, to):
+            entry = msgspec.structs.replace(entry, unknown_recipient=True)
+            _log.warning("%s is sent to %r, who is not registered in session %r", line.msg_id, to, files.name)
+        try:
+            size = files.lock()
+            try:
+                ticket = files.append(data, size)
+                self._audit.write(entry)
+            finally:
+                files.unlock()
+            if ticket:
+                files.settle(ticket)
+        except PostroomError as error:
+            if externalized and getattr(error, "rolled_back", True):
+                files.remove_body(line.msg_id)  # no line names it
+            raise
+        return line.msg_id
+
+    def _externalize(self, files: SessionFiles, line: wire.Line, raw: bytes) -> bytes:
+        """The body is on disk before the line that names it."""
+        mark, checksum = wire.side_file_mark(line.msg_id), wire.body_checksum(raw)
+        named = msgspec.structs.replace(line, body=mark, body_bytes=len(raw), body_crc=checksum)
+        data = wire.encode_line(named)
+        files.write_body(line.msg_id, raw)
+        return data
+
+    # ---- receiving -----------------------------------------------------------------------------
+
+    def poll(
+        self,
+        agent_id: str,
+        topics: str | Iterable[str] | None = None,
+        session: str | None = None,
+        *,
+        wait_s: float = 0.0,
+        keep_filtered: bool = False,
+    ) -> list[QueueMessage]:
+        """New messages for `agent_id`; its cursor is on disk before they are returned.
+
+        A topic filter passes over what it leaves out, for good, unless `keep_filtered` keeps that for a later
+        poll. `wait_s` waits for the first message.
+        """
+        checked_name("agent", agent_id)
+        chosen = wire.checked_topics(topics)
+        files = self._session(session)
+        if _disabled():
+            return []
+        if checked_seconds("wait_s", wait_s) == 0:
+            return self._take(files, agent_id, chosen, keep=keep_filtered)
+        found = self._await(files, wait_s, lambda: self._take(files, agent_id, chosen, keep=keep_filtered))
+        return found or []
+
+    def _take(
+        self, files: SessionFiles, agent_id: str, topics: frozenset[str] | None, *, keep: bool
+    ) -> list[QueueMessage]:
+        with files.locked() as size:
+            before = files.trusted_reading(agent_id, size)
+            start = before.first_unread(topics) if keep else before.cursor
+            found, end = self._scan(files, agent_id, topics, before, start, size)
+            if keep and topics is not None:
+                # A long backlog is read in parts: a topic that is further along already stays there.
+                ahead = {topic: max(end, before.topics.get(topic, 0)) for topic in topics}
+                after = Reading(before.cursor, before.topics | ahead, before.taken)
+            else:
+                after = Reading(end, before.topics, before.taken)
+            if after != before:
+                files.write_reading(agent_id, before, after)
+            matched = None if topics is None else sorted(topics)
+            now = utc_text(self._now_ns())
+            self._audit.write(PollEntry(now, "poll", files.name, agent_id, matched, len(found), start, end))
+            return [m if m["body"][:6] != wire.SIDE_FILE_MARK else self._with_body(files, m) for m in found]
+
+    def _scan(
+        self,
+        files: SessionFiles,
+        agent_id: str,
+        topics: frozenset[str] | None,
+        reading: Reading,
+        start: int,
+        size: int,
+    ) -> tuple[list[QueueMessage], int]:
+        """Unread messages for this agent from `start`, and the offset behind the last complete line."""
+        data = files.read(start, min(size, start + POLL_BYTES_MAX))
+        *lines, torn = data.split(b"\n")
+        if len(torn) >= POLL_BYTES_MAX:
+            raise DamagedState(
+                f"{files.messages} has a line of more than {POLL_BYTES_MAX} bytes at offset {start}: "
+                "step over it with `postroom queue repair`"
+            )
+        found = []
+        now_ns = self._now_ns()
+        offsets = _offsets(lines, start) if reading.topics or reading.taken else None
+        for index, line in enumerate(lines):
+            try:
+                message = wire.decode_line(line)
+            except wire.Unreadable as error:
+                offsets = offsets or _offsets(lines, start)
+                self._report(files, offsets[index], line, str(error))
+                continue
+            to = message["to"]
+            if (
+                (to is None or to == agent_id or to in wire.EVERYONE)
+                and (topics is None or message["topic"] in topics)
+                and (message["ttl_s"] is None or not wire.is_expired(message, now_ns))
+                and (offsets is None or not reading.has_read(message["topic"], offsets[index]))
+            ):
+                found.append(message)
+        return found, start + len(data) - len(torn)
+
+    def _with_body(self, files: SessionFiles, message: QueueMessage) -> QueueMessage:
+        """The message as its receiver sees it, with the body of its side file if it has one."""
+        if not wire.in_side_file(message):
+            return message
+        fault, body = files.side_body(message)
+        if fault:
+            message["_body_error"] = fault
+        else:
+            message["body"] = body
+            message["_body_source"] = "side-file"
+        message.pop("body_bytes", None)
+        message.pop("body_crc", None)
+        return message
+
+    def _await(self, files: SessionFiles, wait_s: float, attempt: Callable[[], T]) -> T | None:
+        """Repeat an attempt whenever the queue file changes, until it gives something or time is over."""
+        deadline = time.monotonic() + wait_s
+        make_folder(files.folder, self._durability)
+        watch = Watch(files.messages, POLL_INTERVAL_S)
+        try:
+            while True:
+                watch.arm()
+                seen = _fingerprint(files.messages)
+                if _disabled():
+                    return None
+                result = attempt()
+                if result or time.monotonic() >= deadline:
+                    return result
+                while _fingerprint(files.messages) == seen and (left_s := deadline - time.monotonic()) > 0:
+                    watch.wait(left_s)
+                    watch.arm()
+        finally:
+            watch.close()
+
+    # ---- asking --------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        body: str,
+        to: str,
+        *,
+        sender: str | None = None,
+        timeout_s: float = 30.0,
+        ttl_s: float | None = None,
+        session: str | None = None,
+    ) -> QueueMessage | None:
+        """Send an `ask` and wait for the `answer` that replies to it; None when none came in time.
+
+        The answer counts as delivered to the sender; everything else stays for its polls.
+        """
+        agent_id = checked_name("sender", queue_agent_id(os.environ) if sender is None else sender)
+        checked_seconds("timeout_s", timeout_s)
+        if _disabled():
+            raise QueueDisabledError("the queue is disabled by its kill switch: nothing was asked")
+        files = self._session(session)
+        with files.locked() as size:
+            start, epoch = size, files.epoch()
+        msg_id = self.send("ask", body, to, ttl_s, session, agent_id)
+        return self._await(files, timeout_s, lambda: self._take_answer(files, agent_id, msg_id, start, epoch))
+
+    def _take_answer(
+        self, files: SessionFiles, agent_id: str, msg_id: str, start: int, epoch: int
+    ) -> QueueMessage | None:
+        with files.locked() as size:
+            before = files.trusted_reading(agent_id, size)
+            if files.epoch() != epoch:
+                start = 0  # compaction moved every offset
+            found = self._find_answer(files, agent_id, msg_id, before, start, size)
+            if found is None:
+                return None
+            offset, message = found
+            after = Reading(before.cursor, before.topics, [*before.taken, offset])
+            if len(after.taken) > TAKEN_MAX:
+                after = self._caught_up(files, agent_id, after, size)
+            files.write_reading(agent_id, before, after)
+            return self._with_body(files, message)
+
+    def _caught_up(self, files: SessionFiles, agent_id: str, reading: Reading, size: int) -> Reading:
+        """Move the place among the answers up to the first one that is still unread."""
+        only = frozenset({"answer"})
+        start = reading.first_unread(only)
+        unread, end = self._scan(files, agent_id, only, reading, start, size)
+        if unread:
+            first = unread[0]["msg_id"].encode()
+            end = next(offset for offset, line in files.lines(start, size) if first in line)
+        taken = [offset for offset in reading.taken if offset >= end]
+        if len(taken) > TAKEN_MAX:
+            raise QueueError(f"{agent_id!r} has {TAKEN_MAX} answers taken ahead of unread ones: poll first")
+        return Reading(reading.cursor, reading.topics | {"answer": end}, taken)
+
+    def _find_answer(
+        self, files: SessionFiles, agent_id: str, msg_id: str, reading: Reading, start: int, size: int
+    ) -> tuple[int, QueueMessage] | None:
+        wanted = msg_id.encode()
+        for offset, line in files.lines(start, size):
+            if wanted not in line:
+                continue
+            with suppress(wire.Unreadable):
+                message = wire.decode_line(line)
+                if (
+                    message["in_reply_to"] == msg_id
+                    and message["topic"] == "answer"
+                    and wire.is_for(message, agent_id)
+                    and not wire.is_expired(message, self._now_ns())
+                    and not reading.has_read("answer", offset)
+                ):
+                    return offset, message
+        return None
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def tail(
+        self, n: int = 10, session: str | None = None, *, include_expired: bool = False
+    ) -> list[QueueMessage]:
+        """The last n messages that are not expired. Moves no cursor, leaves no trace."""
+        if n < 0:
+            raise InvalidMessage(f"n must not be negative, not {n}")
+        files = self._session(session)
+        fd = files.open_reader() if n else -1
+        if fd < 0:
+            return []
+        try:
+            return [self._with_body(files, message) for message in self._last(fd, n, include_expired)]
+        finally:
+            os.close(fd)
+
+    def _last(self, fd: int, n: int, include_expired: bool) -> list[QueueMessage]:
+        size = os.fstat(fd).st_size
+        window = TAIL_FIRST_BYTES
+        now_ns = self._now_ns()
+        while True:
+            begin = max(0, size - window)
+            first, *lines = os.pread(fd, size - begin, begin).split(b"\n")
+            complete = [first, *lines][:-1] if begin == 0 else lines[:-1]
+            messages = [m for m in map(wire.readable, complete) if m is not None]
+            live = [m for m in messages if include_expired or not wire.is_expired(m, now_ns)]
+            if len(live) >= n or begin == 0:
+                return live[-n:]
+            window *= 2
+
+    def status(self, session: str | None = None) -> dict[str, Any]:
+        """Counts of one session, or of every session by name."""
+        if session is not None:
+            return self._status(self._session(session))
+        return {name: self._status(self._session(name)) for name in self.sessions()}
+
+    def sessions(self) -> list[str]:
+        """Every session below the root."""
+        try:
+            names = os.listdir(self.root / "sessions")
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in names if is_name(name))
+
+    def _status(self, files: SessionFiles) -> dict[str, Any]:
+        counts: dict[str, Any] = {
+            "messages": 0,
+            "expired": 0,
+            "by_topic": {},
+            "queue_bytes": 0,
+            "cursors": {},
+        }
+        counts["unreadable"] = 0
+        if not files.exists():
+            return counts
+        now_ns = self._now_ns()
+        with files.locked() as size:
+            counts["queue_bytes"] = size
+            for _, line in files.lines(0, size):
+                counts["messages"] += 1
+                message = wire.readable(line)
+                if message is None:
+                    counts["unreadable"] += 1
+                    continue
+                counts["expired"] += wire.is_expired(message, now_ns)
+                topic = message["topic"]
+                counts["by_topic"][topic] = counts["by_topic"].get(topic, 0) + 1
+            for agent_id in files.reading_agents():
+                with suppress(DamagedState):
+                    counts["cursors"][agent_id] = files.reading_of(agent_id).cursor
+        return counts
+
+    def inbox(self, agent_id: str, session: str | None = None) -> dict[str, Any]:
+        """A proof of how far an agent has read: `empty` is true only when every line was passed.
+
+        Offsets can be compared while `epoch` stays the same; compaction raises it.
+        """
+        checked_name("agent", agent_id)
+        files = self._session(session)
+        if not files.exists():
+            return {"cursor": 0, "high_water": 0, "epoch": 0, "topics": {}, "empty": True}
+        with files.locked() as size:
+            reading = files.trusted_reading(agent_id, size)
+            high_water = files.high_water(size)
+            lowest = reading.first_unread(wire.TOPICS)
+            return {
+                "cursor": reading.cursor,
+                "high_water": high_water,
+                "epoch": files.epoch(),
+                "topics": dict(reading.topics),
+                "empty": lowest >= high_water,
+            }
+
+    # ---- agents --------------------------------------------------------------------------------
+
+    def register(self, agent_id: str, session: str | None = None) -> None:
+        """Make an agent known. Once one is, messages to unknown recipients are reported when sent."""
+        checked_name("agent", agent_id)
+        if _disabled():
+            raise QueueDisabledError("the queue is disabled by its kill switch: nobody was registered")
+        files = self._session(session)
+        entry = msgspec.json.encode({"agent_id": agent_id, "since": utc_text(self._now_ns())})
+        with files.locked():
+            make_folder(files.agents, self._durability)
+            replace_file(files.agents / agent_id, entry + b"\n", self._durability)
+
+    def agents(self, session: str | None = None) -> list[str]:
+        """The registered agents."""
+        try:
+            names = os.listdir(self._session(session).agents)
+        except FileNotFoundError:
+            return []
+        return sorted(filter(is_name, names))
+
+    def _is_unknown(self, files: SessionFiles, agent_id: str) -> bool:
+        registry = files.agents_name
+        return os.path.isdir(registry) and not os.path.exists(f"{registry}/{agent_id}")
+
+    # ---- keeping -------------------------------------------------------------------------------
+
+    def expire(self, session: str | None = None) -> int:
+        """Remove expired messages and their side files; returns how many. Without a session: in all."""
+        if _disabled():
+            return 0
+        names = self.sessions() if session is None else [session]
+        return sum(self._expire(self._session(name)) for name in names)
+
+    def _expire(self, files: SessionFiles) -> int:
+        if not files.exists():
+            return 0
+        now_ns = self._now_ns()
+
+        def dropped(line: bytes) -> str | None:
+            message = wire.readable(line)
+            if message is None or not wire.is_expired(message, now_ns):
+                return None  # also what cannot be read: it is kept
+            return message["msg_id"] if wire.in_side_file(message) else ""
+
+        with files.locked() as size:
+            count = files.compact(size, dropped)
+            self._audit.write(ExpireEntry(utc_text(now_ns), "expire", files.name, count, files.epoch()))
+        return count
+
+    def check(self, session: str | None = None) -> QueueReport:
+        """Read everything in a session and say what is damaged and where."""
+        return queuecheck.check(self._session(session))
+
+    def repair_cursor(
+        self, agent_id: str, to: Literal["start", "end"] | int, session: str | None = None
+    ) -> int:
+        """Set an agent's place by hand: "start" hands everything out again, "end" nothing that is there now.
+
+        The files it had are kept beside under a new name. Returns the new offset.
+        """
+        checked_name("agent", agent_id)
+        return queuecheck.repair_cursor(self._session(session), agent_id, to, self._now_ns())
+
+    def repair_body(self, msg_id: str, body: str, session: str | None = None) -> None:
+        """Put back a side file that is missing or damaged, from a copy that fits the line's checksum."""
+        checked_name("message id", msg_id)
+        queuecheck.repair_body(self._session(session), msg_id, _encoded_body(body), self._now_ns())
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """Start afresh after a failed fsync: forget the dead descriptors."""
+        with self._opening:
+            for files in self._sessions.values():
+                files.reopen()
+            self._audit.close()
+
+    def close(self) -> None:
+        """Close every file. The queue can be used again; it opens them anew."""
+        with self._opening:
+            for files in self._sessions.values():
+                files.close()
+            self._audit.close()
+
+    def after_fork(self) -> None:
+        """A child starts with its own descriptors, locks and ids."""
+        self._opening = threading.Lock()
+        self._token = os.urandom(4).hex()
+        self._audit.after_fork()
+        for files in self._sessions.values():
+            files.after_fork()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _session(self, session: str | None) -> SessionFiles:
+        name = queue_session(os.environ) if session is None else session
+        files = self._sessions.get(name) if isinstance(name, str) else None
+        return files if files is not None else self._open_session(name)
+
+    def _open_session(self, name: str) -> SessionFiles:
+        checked_name("session", name)
+        with self._opening:
+            if len(self._sessions) >= SESSIONS_OPEN_MAX:
+                self._sessions.pop(next(iter(self._sessions))).close()
+            folder = self.root / "sessions" / name
+            return self._sessions.setdefault(
+                name, SessionFiles(folder, self._durability, self._lock_timeout_s)
+            )
+
+    def _report(self, files: SessionFiles, offset: int, line: bytes, reason: str) -> None:
+        if line.strip():
+            _log.warning(
+                "%s: passed over an unreadable line of %d bytes at offset %d: %s",
+                files.messages, len(line), offset, reason,
+            )  # fmt: skip
+
+
+# A miss through os.environ raises inside and costs as much as the write of a line: every send and poll asks
+# its dict directly whether a kill switch is set at all.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_SWITCHES = [
+    os.environ.encodekey(name) if _environment is not os.environ else name
+    for name in ("POSTROOM_QUEUE_DISABLED", "ZOS_MQ_DISABLED")
+]
+
+
+def _disabled() -> bool:
+    """Whether the kill switch is on now."""
+    ours, original = _SWITCHES
+    return (ours in _environment or original in _environment) and queue_disabled(os.environ)
+
+
+def _offsets(lines: list[bytes], start: int) -> list[int]:
+    """Where each line starts. Only what is unusual needs to know."""
+    return list(itertools.accumulate((len(line) + 1 for line in lines), initial=start))
+
+
+def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
+    return lambda: epoch_ns_of(clock())
+
+
+def _encoded_body(body: str) -> bytes:
+    if not isinstance(body, str):
+        raise InvalidMessage(f"the body must be text, not {type(body).__name__}")
+    try:
+        raw = body.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage("the body holds lone surrogates, which are not Unicode text") from None
+    if len(raw) > wire.BODY_BYTES_MAX:
+        raise InvalidMessage(f"the body is longer than {wire.BODY_BYTES_MAX} bytes: send a path instead")
+    return raw
+
+
+def _fingerprint(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_ino, info.st_size

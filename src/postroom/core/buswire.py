@@ -1,0 +1,493 @@
+"""The bus file format: YAML documents that a person can read and that no body can forge.
+
+Rule 1: a record starts only at a line `---` that is directly followed by `msg_id: `, and never right
+        behind a checksum line: there it closes a header, and the body happens to begin like a record.
+Rule 2: what we write carries `body_bytes` and `crc`, always both. A record with one of them alone, or
+        with a checksum that does not fit, is damage: it is named, skipped and left where it is.
+Rule 3: a record without either is foreign (conductor-loop wrote it): its body runs to the next record.
+Rule 4: a record that the data ends in is not judged; it may still be on its way.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import yaml
+
+from postroom.core.times import parse_utc
+from postroom.errors import InvalidMessage
+from postroom.message import BusMessage, Damage
+
+HEADER_BYTES_MAX = 64 * 1024
+FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # leaves room for the id, the time, the length and the checksum
+BODY_BYTES_MAX = 64 * 1024 * 1024
+RECORD_BYTES_MAX = HEADER_BYTES_MAX + BODY_BYTES_MAX
+YAML_DEPTH_MAX = 16  # the original nests three levels; deeper headers are not worth the stack
+
+START = b"---\nmsg_id: "
+MARKER = b"\n" + START
+LEGACY_PREFIX = "LEGACY-LINE-"
+CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
+_HEADER_END = b"\n---\n"
+_CHECKSUM_LINE = re.compile(rb"\ncrc: [0-9a-f]{8}")
+
+# A body line that a reader could take for a separator, and the same line after escaping.
+_SEPARATOR_LIKE = re.compile(rb"(?m)^---(?= *\r*$)")
+_ESCAPED = re.compile(rb"(?m)^--- (?= *\r*$)")
+_ESCAPE_LINE = b"body_escape: dash-space\n"
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
+_YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+_NEEDS_ESCAPE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+_OURS = re.compile(
+    rb"---\nmsg_id: ([^\n]+)\nts: ([^\n]+)\ntype: ([^\n]+)\nproject_id: ([^\n]+)\n"
+    rb"task_id: ([^\n]+)\nrun_id: ([^\n]+)\n"
+    rb"(?:parents:\n((?:  - [^\n]+\n)+))?(?:attachment_path: ([^\n]+)\n)?(body_escape: dash-space\n)?"
+    rb"body_bytes: (\d{1,9})\ncrc: ([0-9a-f]{8})\n---\n"
+)
+_OUR_KEYS = re.compile(rb"\n(?:body_bytes|crc):")
+_LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
+_LEGACY_TIME_CHARS_MAX = 64
+_KNOWN_KEYS = frozenset(
+    {"msg_id", "ts", "type", "project_id", "task_id", "run_id", "parents", "attachment_path"}
+)
+
+
+_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C part
+
+
+# ---- writing ---------------------------------------------------------------------------------
+
+
+class Draft(msgspec.Struct, frozen=True, gc=False):
+    """A checked message without its id and time, which are decided while the lock is held."""
+
+    fields: bytes
+    body: bytes
+    preset_ts: str = ""
+
+
+def draft(
+    kind: str,
+    project_id: str,
+    task_id: str,
+    run_id: str,
+    parents: Iterable[str],
+    attachment_path: str,
+    body: str,
+    preset_ts: str = "",
+) -> Draft:
+    """Check a message and lay out everything but its id and time."""
+    try:
+        stored = body.encode()
+    except (UnicodeEncodeError, AttributeError):
+        stored = _encode_unusual(body)
+    try:
+        fields = _common_fields(kind, project_id, task_id, run_id)
+    except TypeError:  # what cannot be hashed is no text either
+        fields = _common_fields.__wrapped__(kind, project_id, task_id, run_id)
+    if parents:
+        fields += _parents_field(parents)
+    if attachment_path:
+        fields += b"attachment_path: " + _scalar("attachment", attachment_path) + b"\n"
+    if b"---" in stored and _SEPARATOR_LIKE.search(stored):
+        stored = _SEPARATOR_LIKE.sub(b"--- ", stored)
+        fields += _ESCAPE_LINE
+    if len(fields) > FIELDS_BYTES_MAX:
+        msg = f"the header is longer than {FIELDS_BYTES_MAX} bytes: put long text into the body"
+        raise InvalidMessage(msg)
+    if len(stored) > BODY_BYTES_MAX:
+        msg = f"the body is longer than {BODY_BYTES_MAX} bytes: attach a file instead"
+        raise InvalidMessage(msg)
+    return Draft(b"%bbody_bytes: %d\n" % (fields, len(stored)), stored, preset_ts)
+
+
+def encode(message: Draft, msg_id: str, ts: str) -> bytes:
+    """The bytes of one record."""
+    head = f"msg_id: {msg_id}\nts: {message.preset_ts or ts}\n".encode() + message.fields
+    body = message.body
+    end = b"" if body[-1:] == b"\n" else b"\n"
+    return b"---\n%bcrc: %08x\n---\n%b%b" % (head, zlib.crc32(head + body), body, end)
+
+
+def _encode_unusual(body: str) -> bytes:
+    """Bytes that are not UTF-8 travel as surrogate escapes, the way Python reads file names."""
+    if not isinstance(body, str):
+        msg = f"the body must be text, not {type(body).__name__}"
+        raise InvalidMessage(msg)
+    try:
+        raw = body.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raw = b""
+    if raw.decode("utf-8", "surrogateescape") != body:
+        msg = "the body holds lone surrogates, which are not Unicode text"
+        raise InvalidMessage(msg)
+    return raw
+
+
+@lru_cache(maxsize=1024)
+def _common_fields(kind: str, project_id: str, task_id: str, run_id: str) -> bytes:
+    return b"type: %b\nproject_id: %b\ntask_id: %b\nrun_id: %b\n" % (
+        _scalar("type", kind, required=True),
+        _scalar("project_id", project_id, required=True),
+        _scalar("task_id", task_id),
+        _scalar("run_id", run_id),
+    )
+
+
+def _parents_field(parents: Iterable[str]) -> bytes:
+    if isinstance(parents, str):
+        msg = "parents must be a list of message ids, not one text"
+        raise InvalidMessage(msg)
+    try:
+        items = [b"  - " + _scalar("parent", parent, required=True) + b"\n" for parent in parents]
+    except TypeError:
+        msg = f"parents must be a list of message ids, not {type(parents).__name__}"
+        raise InvalidMessage(msg) from None
+    # An iterator says only here that it is empty, and a key without items would read as damage.
+    return b"parents:\n" + b"".join(items) if items else b""
+
+
+def _scalar(field: str, text: str, *, required: bool = False) -> bytes:
+    """One YAML scalar on one line, quoted whenever any reader could take it for something else."""
+    if not isinstance(text, str):
+        msg = f"{field} must be text, not {type(text).__name__}"
+        raise InvalidMessage(msg)
+    if required and not text.strip():
+        msg = f"{field} is empty"
+        raise InvalidMessage(msg)
+    if _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS:
+        return text.encode()
+    quoted = _NEEDS_ESCAPE.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(text, ensure_ascii=False))
+    try:
+        return quoted.encode()
+    except UnicodeEncodeError:
+        msg = f"{field} holds lone surrogates, which are not Unicode text"
+        raise InvalidMessage(msg) from None
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+class Decoded(msgspec.Struct):
+    """What one stretch of a bus file holds."""
+
+    messages: list[BusMessage] = []
+    damaged: list[Damage] = []
+    consumed: int = 0
+    """Bytes that are settled. What follows them is shown again, with more behind it."""
+    last_start: int = -1
+    """File offset of the last message; -1 when there is none."""
+    legacy_line: int | None = None
+    """Lines already seen of the part before the first record; None once that part is over."""
+    unchecked: int = 0
+    held_back: bool = False
+    """The data ends in a foreign record that may still grow; see `settled_tail`."""
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Unfinished(Exception):
+    """The data ends inside the record."""
+
+
+def decode(
+    data: bytes,
+    *,
+    offset: int = 0,
+    legacy_line: int | None = None,
+    at_file_end: bool = True,
+    settled_tail: bool = True,
+) -> Decoded:
+    """Decode `data`, which starts at a record's start, or at the file's own start with `legacy_line=0`.
+
+    `settled_tail` says that no writer is at work, so that a foreign record at the very end is whole.
+    """
+    out = Decoded(legacy_line=legacy_line)
+    position = 0
+    if legacy_line is not None:
+        position = _decode_legacy(data, offset, out, at_file_end=at_file_end)
+    while position < len(data):
+        start = _next_start(data, position)
+        if start < 0:
+            break
+        _note_gap(data, position, start, offset, out)
+        out.consumed = start
+        try:
+            position = _decode_record(data, start, offset, out, at_file_end, settled_tail)
+        except _Unfinished:
+            if out.held_back or _next_start(data, start + len(START)) < 0:
+                break
+            position = _skip_damaged(data, start, offset, out, "cut short", at_file_end)
+        except _Damaged as reason:
+            position = _skip_damaged(data, start, offset, out, str(reason), at_file_end)
+            if position < 0:
+                break
+        out.consumed = position
+    if not at_file_end and len(data) - out.consumed > RECORD_BYTES_MAX:
+        _give_up_on_rest(data, offset, out)
+    return out
+
+
+def _next_start(data: bytes, position: int) -> int:
+    """Offset of the next record start at or after `position`."""
+    if position == 0 and data.startswith(START):
+        return 0
+    found = data.find(MARKER, max(position - 1, 0))
+    while found > 0 and closes_header(data, found):
+        found = data.find(MARKER, found + 1)
+    return found + 1 if found >= 0 else -1
+
+
+def may_grow_into_record(rest: bytes) -> bool:
+    """Whether the last bytes of a file are blank or the beginning of a record."""
+    begun = rest.lstrip(b"\n")
+    return START.startswith(begun[: len(START)])
+
+
+def closes_header(data: bytes, marker: int) -> bool:
+    """Whether the separator at `marker` ends one of our headers, with a body behind it like `msg_id: ...`."""
+    if data.endswith(b"\n", 0, marker):
+        return False  # a blank line stands before every record that we write
+    return _CHECKSUM_LINE.fullmatch(data, max(0, marker - CHECKSUM_LINE_BYTES), marker) is not None
+
+
+def _note_gap(data: bytes, position: int, start: int, offset: int, out: Decoded) -> None:
+    if start - position > 1 and data[position:start].strip():
+        out.damaged.append(Damage(offset + position, start - position, "not a record"))
+
+
+def _decode_record(
+    data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
+) -> int:
+    match = _OURS.match(data, start)
+    if match is not None:
+        message, end = _ours(data, match)
+    else:
+        message, end = _foreign(data, start, at_file_end)
+        if end == len(data) and not settled_tail:
+            out.held_back = True
+            raise _Unfinished
+        out.unchecked += 1
+    out.messages.append(message)
+    out.last_start = offset + start
+    return end
+
+
+def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
+    msg_id, ts, kind, project, task, run, parents, attachment, escaped, size, crc = match.groups()
+    body_start = match.end()
+    body_end = body_start + int(size)
+    if body_end - body_start > BODY_BYTES_MAX:
+        raise _Damaged("the length is over the limit")
+    body = data[body_start:body_end]
+    end = body_end if body.endswith(b"\n") else body_end + 1
+    if end > len(data):
+        raise _Unfinished
+    head = data[match.start() + 4 : match.start(11) - 5]
+    if zlib.crc32(head + body) != int(crc, 16):
+        raise _Damaged("the checksum does not fit")
+    if escaped is not None:
+        body = _ESCAPED.sub(b"---", body)
+    try:
+        return BusMessage(
+            _text(msg_id),
+            _moment(ts),
+            _text(kind),
+            _text(project),
+            _text(task),
+            _text(run),
+            tuple(_text(line[4:]) for line in parents.splitlines()) if parents is not None else (),
+            _text(attachment) if attachment is not None else "",
+            body.decode("utf-8", "surrogateescape"),
+        ), end
+    except (ValueError, InvalidMessage) as error:
+        raise _Damaged(f"a header line cannot be read: {error}") from error
+
+
+def _text(raw: bytes) -> str:
+    if raw[:1] != b'"':
+        return raw.decode()
+    value = json.loads(raw)
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return value
+
+
+def _moment(raw: bytes) -> datetime:
+    moment = datetime.fromisoformat(raw.decode())
+    if moment.tzinfo is not UTC:
+        raise ValueError("not a UTC time")
+    return moment
+
+
+def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
+    """The end of a damaged record is the next record's start, or unknown (-1) until there is one."""
+    following = _next_start(data, start + len(START))
+    if following < 0 and not (at_file_end and data.endswith(b"\n")):
+        return -1
+    end = following if following >= 0 else len(data)
+    out.damaged.append(Damage(offset + start, end - start, reason))
+    return end
+
+
+def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
+    """More bytes than any record may have, and no end: not a record. Memory stays bounded."""
+    end = len(data) - len(MARKER)
+    out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record in sight"))
+    out.consumed = end
+
+
+# ---- foreign records: what conductor-loop itself writes -------------------------------------------
+
+
+def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int]:
+    header_end = data.find(_HEADER_END, start + 4)
+    following = _next_start(data, start + len(START))
+    if header_end < 0 or 0 <= following <= header_end + 1:
+        return _unclosed_header(data, start, following)
+    header = data[start + 4 : header_end + 1]
+    if _OUR_KEYS.search(header):
+        raise _Damaged("length and checksum do not stand where we write them")
+    if following < 0 and not (at_file_end and data.endswith(b"\n")):
+        raise _Unfinished
+    end = following if following >= 0 else len(data)
+    body = data[header_end + len(_HEADER_END) : end]
+    if following >= 0:
+        body = body.removesuffix(b"\n")  # the separator in front of the next record
+    return _foreign_message(header, body.removesuffix(b"\n")), end
+
+
+def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessage, int]:
+    if following >= 0 or len(data) - start > HEADER_BYTES_MAX:
+        raise _Damaged("the header has no end")
+    raise _Unfinished
+
+
+def _foreign_message(header: bytes, body: bytes) -> BusMessage:
+    fields = _yaml_header(header)
+    try:
+        parents, detailed = _parents(fields.get("parents"))
+        extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
+        if detailed:
+            extra["parents"] = fields["parents"]
+        return BusMessage(
+            _as_text(fields["msg_id"]),
+            parse_utc(_as_text(fields["ts"])),
+            _as_text(fields.get("type")),
+            _as_text(fields.get("project_id")),
+            _as_text(fields.get("task_id")),
+            _as_text(fields.get("run_id")),
+            parents,
+            _as_text(fields.get("attachment_path")),
+            body.decode("utf-8", "surrogateescape"),
+            extra,
+        )
+    except (KeyError, TypeError, InvalidMessage) as error:
+        raise _Damaged(f"a header field is missing or malformed: {error}") from error
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TypeError("text expected")
+    return value
+
+
+def _parents(value: Any) -> tuple[tuple[str, ...], bool]:
+    """Parent ids, from a list of ids or of objects with `msg_id`; and whether there were objects."""
+    if value is None or value == "":
+        return (), False
+    if not isinstance(value, list):
+        raise TypeError("parents is not a list")
+    detailed = any(isinstance(item, dict) for item in value)
+    ids = (item["msg_id"] if isinstance(item, dict) else item for item in value)
+    return tuple(_as_text(item) for item in ids if item), detailed
+
+
+def _yaml_header(header: bytes) -> dict[str, Any]:
+    """A YAML mapping in which every scalar is text: no implicit types, aliases or deep nesting."""
+    if len(header) > HEADER_BYTES_MAX:
+        raise _Damaged("the header is over the limit")
+    try:
+        _refuse_tricks(header)
+        fields = yaml.load(header, Loader=_Loader)  # noqa: S506 - builds text, lists and dicts only
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _Damaged("the header is not YAML") from error
+    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+        raise _Damaged("the header is not a mapping")
+    return fields
+
+
+def _refuse_tricks(header: bytes) -> None:
+    depth = 0
+    for event in yaml.parse(header, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise _Damaged("the header uses aliases")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > YAML_DEPTH_MAX:
+                raise _Damaged("the header is nested too deeply")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+# ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` in front of the first record --------------------
+
+
+def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool) -> int:
+    """Read the part before the first record; returns where it ends."""
+    position = 0
+    while out.legacy_line is not None:
+        end = data.find(b"\n", position) + 1
+        if end == 0:
+            break
+        line = data[position:end]
+        if line.rstrip(b"\r\n") == b"---":
+            if at_file_end and len(data) - position < len(START):
+                break  # perhaps the first bytes of a record
+            out.legacy_line = None
+            break
+        out.legacy_line += 1
+        message = _legacy_message(line, out.legacy_line)
+        if message is not None:
+            out.messages.append(message)
+            out.last_start = offset + position
+            out.unchecked += 1
+        elif line.strip():
+            out.damaged.append(Damage(offset + position, len(line), "text before the first record"))
+        position = end
+    out.consumed = position
+    return position
+
+
+def _legacy_message(raw: bytes, line_number: int) -> BusMessage | None:
+    line = raw.decode("utf-8", "surrogateescape").strip()
+    closing = line.find("]", 0, _LEGACY_TIME_CHARS_MAX)
+    moment = _legacy_moment(line[1:closing].strip()) if line.startswith("[") and closing > 0 else None
+    body = line[closing + 1 :].strip()
+    if moment is None or not body:
+        return None
+    kind = "INFO"
+    word, colon, rest = body.partition(":")
+    if colon and rest.strip() and _LEGACY_TYPE.fullmatch(word.strip()):
+        kind, body = word.strip().upper(), rest.strip()
+    return BusMessage(f"{LEGACY_PREFIX}{line_number:09d}", moment, kind, "", "", "", (), "", body)
+
+
+def _legacy_moment(text: str) -> datetime | None:
+    for candidate in (text, f"{text}Z"):
+        try:
+            return parse_utc(candidate)
+        except InvalidMessage:
+            continue
+    return None

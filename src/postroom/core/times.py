@@ -1,0 +1,80 @@
+"""Instants as text: RFC 3339 in, UTC out.
+
+Rule: nothing here reads a clock; an instant is always an argument.
+"""
+
+import re
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+
+from postroom.errors import InvalidMessage
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+NANOS_PER_S = 1_000_000_000
+MICROSECOND = timedelta(microseconds=1)
+
+_RFC3339 = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+
+
+@lru_cache(maxsize=64)
+def second_texts(epoch_s: int) -> tuple[str, str]:
+    """One second of UTC as it stands in a message id and as it stands in a timestamp."""
+    moment = EPOCH + timedelta(seconds=epoch_s)
+    in_ts = moment.isoformat()[: len("2026-02-05T14:30:52")]  # strftime writes the year 1 without its zeros
+    return in_ts.replace("-", "").replace(":", "").replace("T", "-"), in_ts
+
+
+def utc_text(epoch_ns: int) -> str:
+    """RFC 3339 with microseconds, the resolution of a datetime."""
+    nanos = str(NANOS_PER_S + epoch_ns % NANOS_PER_S)  # a leading 1, cut off below, keeps the zeros
+    return f"{second_texts(epoch_ns // NANOS_PER_S)[1]}.{nanos[1:7]}Z"
+
+
+def epoch_ns_of(moment: datetime) -> int:
+    """Nanoseconds since 1970 of an aware datetime."""
+    if moment.tzinfo is None or moment.utcoffset() is None:
+        msg = f"the time {moment.isoformat()} has no time zone: use an aware datetime"
+        raise InvalidMessage(msg)
+    return (moment - EPOCH) // MICROSECOND * 1000
+
+
+def parse_utc(text: str) -> datetime:
+    """RFC 3339 text as an aware UTC datetime. Digits below a microsecond are cut off."""
+    match = _RFC3339.fullmatch(text)
+    if match is None:
+        msg = f"{text!r} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z"
+        raise InvalidMessage(msg)
+    try:
+        return datetime.fromisoformat(text.upper()).astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        msg = f"{text!r} is not a time that exists: {error}"
+        raise InvalidMessage(msg) from error
+
+
+def _instant_text(moment: datetime) -> str:
+    try:
+        return utc_text(epoch_ns_of(moment))
+    except OverflowError as error:
+        msg = f"{moment.isoformat()} is not a time that exists in UTC"
+        raise InvalidMessage(msg) from error
+
+
+def checked_seconds(name: str, seconds: object) -> float:
+    """A length of time that ends."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        msg = f"{name} must be a number of seconds >= 0, not {seconds!r}"
+        raise InvalidMessage(msg)
+    return seconds
+
+
+def normal_utc(value: datetime | str) -> str:
+    """A preset time as it is stored: moved to UTC, with every digit the caller gave."""
+    if isinstance(value, datetime):
+        return _instant_text(value)
+    if not isinstance(value, str):
+        msg = f"a time must be an aware datetime or RFC 3339 text, not {type(value).__name__}"
+        raise InvalidMessage(msg)
+    moment = parse_utc(value)
+    match = _RFC3339.fullmatch(value)
+    fraction = (match and match[3]) or ""
+    return f"{moment.replace(microsecond=0, tzinfo=None).isoformat()}{fraction}Z"

@@ -1,0 +1,140 @@
+"""Every error that postroom raises on purpose, in one tree.
+
+    PostroomError
+    ├── Rejected                  the caller's fault: the same call will fail again
+    │   ├── InvalidMessage        a field is missing, of the wrong kind or over its limit
+    │   ├── InvalidName           an agent, session or recipient name that is not allowed
+    │   ├── InvalidSetting        a value in the environment or in postroom.toml that does not fit
+    │   ├── UnsafePath            a symlink, a special file, or a path outside its root
+    │   ├── SinceIdNotFound       the position a reader asked for is not in the log
+    │   └── TopicError            a topic outside the closed set          (also a QueueError)
+    ├── Unavailable               ours or the machine's fault: trying again can work
+    │   ├── LockTimeout           another process held the lock for too long
+    │   ├── WriteFailed           the write or fsync failed; nothing of it is acknowledged
+    │   ├── HandleDead            an earlier fsync failed: reopen before writing again
+    │   └── QueueDisabledError    the kill switch is on                   (also a QueueError)
+    └── QueueError                base of what `Queue` raises
+        └── DamagedState          a cursor or journal that cannot be trusted; `repair` mends it
+
+`EXIT_CODES` maps the tree to what the command line returns.
+"""
+
+from pathlib import Path
+
+
+class PostroomError(Exception):
+    """Base of all errors raised by postroom."""
+
+
+class Rejected(PostroomError):
+    """The caller's fault. Never retry the same call."""
+
+
+class Unavailable(PostroomError):
+    """Ours or the machine's fault. A retry can succeed."""
+
+
+class QueueError(PostroomError):
+    """Base of the errors of `Queue`."""
+
+
+class InvalidMessage(Rejected, ValueError):
+    """A message that breaks a rule of its contract."""
+
+
+class InvalidName(Rejected, ValueError):
+    """A name outside the allowed alphabet."""
+
+    def __init__(self, kind: str, name: object) -> None:
+        self.kind = kind
+        self.name = name
+        super().__init__(
+            f"{kind} {name!r} is not allowed: use 1 to 128 ASCII letters, digits, '.', '_' or '-', "
+            "starting with a letter or digit"
+        )
+
+
+class InvalidSetting(Rejected, ValueError):
+    """A variable or a key of postroom.toml with a value that it cannot have."""
+
+
+class UnsafePath(Rejected, ValueError):
+    """A path that postroom refuses to follow."""
+
+
+class SinceIdNotFound(Rejected, LookupError):
+    """The id a reader wanted to continue after is not in the log it reads."""
+
+    def __init__(self, since_id: str, path: Path, archive: Path | None = None) -> None:
+        self.since_id = since_id
+        self.path = path
+        self.archive = archive
+        where = (
+            f"it was rotated into {archive.name}; pass archives=True (--archives) to read on from there"
+            if archive
+            else "it is not in this bus"
+        )
+        super().__init__(f"since id {since_id!r} not found in {path}: {where}")
+
+
+class LockTimeout(Unavailable, TimeoutError):
+    """The lock stayed taken for the whole timeout."""
+
+    def __init__(self, path: Path | str, timeout_s: float) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        super().__init__(f"could not lock {path} within {timeout_s:g} s: another process holds it")
+
+
+class WriteFailed(Unavailable, OSError):
+    """A write or fsync failed. The message is not acknowledged."""
+
+    def __init__(self, path: Path | str, cause: OSError, *, rolled_back: bool = True) -> None:
+        self.path = path
+        self.rolled_back = rolled_back
+        rest = "nothing of it was kept" if rolled_back else "it may or may not have been kept"
+        reason = cause.strerror or str(cause)
+        OSError.__init__(self, cause.errno, f"could not write {path}: {reason}; {rest}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class HandleDead(Unavailable):
+    """An earlier fsync failed, so nothing more is acknowledged through this handle."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = path
+        super().__init__(f"an earlier fsync of {path} failed: call reopen() before writing again")
+
+
+class TopicError(QueueError, Rejected, ValueError):
+    """A topic outside the closed set."""
+
+
+class QueueDisabledError(QueueError, Unavailable, RuntimeError):
+    """The kill switch is on: nothing is sent."""
+
+
+class DamagedState(QueueError, Unavailable):
+    """A cursor, topic list or journal that cannot be trusted."""
+
+
+EXIT_OK = 0
+EXIT_RUNTIME = 1
+EXIT_USAGE = 2
+
+EXIT_CODES: dict[type[BaseException], int] = {
+    # What the command line alone is to blame for. A path or a position can be right tomorrow.
+    InvalidMessage: EXIT_USAGE,
+    InvalidName: EXIT_USAGE,
+    InvalidSetting: EXIT_USAGE,
+    TopicError: EXIT_USAGE,
+    PostroomError: EXIT_RUNTIME,
+}
+"""The first class in an error's family that is named here decides."""
+
+
+def exit_code(error: BaseException) -> int:
+    """What the command line returns for an error."""
+    return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), EXIT_RUNTIME)

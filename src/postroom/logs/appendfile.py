@@ -1,0 +1,186 @@
+"""One file that several processes append to, each append whole or not at all.
+
+The caller holds the lock that belongs to the file while it calls `current_size` and `append`.
+"""
+
+import errno
+import os
+import stat
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from postroom.errors import HandleDead, LockTimeout, UnsafePath, WriteFailed
+from postroom.logs import lock
+from postroom.logs.atomic import make_folder, open_safely, sync_folder, write_all
+from postroom.logs.durability import GroupSync
+from postroom.message import Durability
+
+
+class _Unsynced(NamedTuple):
+    """An append that waits for the group's fsync."""
+
+    ticket: int
+    start: int
+    end: int
+
+
+class AppendFile:
+    """A kept descriptor, the identity of its file, and what a failed write leaves behind."""
+
+    def __init__(self, path: Path, durability: Durability, *, file_mode: int, folder_mode: int) -> None:
+        self.path = path
+        self.fd = -1
+        self._device = self._inode = -1
+        self.dead = False
+        self._name = os.fspath(path)
+        self._durability = durability
+        self._file_mode = file_mode
+        self._folder_mode = folder_mode
+        self._group = GroupSync()
+        self._unsynced: deque[_Unsynced] = deque()
+        self._group_rolled_back = False
+
+    def __del__(self) -> None:
+        self._drop()  # nobody closed it: as a file object would
+
+    def open(self) -> int:
+        """Open (and create) the file unless it is open already."""
+        if self.dead:
+            raise HandleDead(self.path)
+        if self.fd >= 0:
+            return self.fd
+        try:
+            self._open_new()
+        except FileNotFoundError:
+            make_folder(self.path.parent, self._durability, self._folder_mode)
+            self._open_new()
+        return self.fd
+
+    def _open_new(self) -> None:
+        self.fd = open_safely(self._name, os.O_RDWR | os.O_APPEND | os.O_CREAT, self._file_mode)
+        info = os.fstat(self.fd)
+        self._device, self._inode = info.st_dev, info.st_ino
+        if self._durability != "os":
+            self._sync_name()
+
+    def _sync_name(self) -> None:
+        """Also when another process made the file: it may not have come to this yet."""
+        try:
+            sync_folder(self.path.parent)
+        except OSError as error:
+            self.dead = True
+            self._drop()
+            raise WriteFailed(self.path, error) from error
+
+    def current_size(self) -> int:
+        """The file's size, or -1 when its name now means another file (it was rotated or replaced)."""
+        try:
+            info = os.lstat(self._name)
+        except FileNotFoundError:
+            return -1
+        if info.st_ino == self._inode and info.st_dev == self._device:
+            return info.st_size
+        if stat.S_ISLNK(info.st_mode):
+            msg = f"{self.path} is a symlink, which is refused"
+            raise UnsafePath(msg)
+        return -1
+
+    def append(self, data: bytes, size: int) -> int:
+        """Write `data` at the end, which is at `size`. Returns a ticket for `settle`."""
+        try:
+            if os.write(self.fd, data) != len(data):
+                self._write_rest(data, size)
+            if self._durability == "fsync":
+                self._sync_now()
+        except OSError as error:
+            rolled_back = self._roll_back(size)
+            if self.dead:
+                self._drop()
+            raise WriteFailed(self.path, error, rolled_back=rolled_back) from error
+        if self._durability != "group":
+            return 0
+        while self._unsynced and self._group.covers(self._unsynced[0].ticket):
+            self._unsynced.popleft()
+        ticket = self._group.ticket()
+        self._unsynced.append(_Unsynced(ticket, size, size + len(data)))
+        return ticket
+
+    def _write_rest(self, data: bytes, size: int) -> None:
+        """The first write was short: a full disk says so only when asked for the rest."""
+        written = os.fstat(self.fd).st_size - size
+        write_all(self.fd, data[written:])
+
+    def _sync_now(self) -> None:
+        try:
+            os.fsync(self.fd)
+        except OSError:
+            # The kernel may have dropped the pages and forgotten the error: a second fsync proves nothing.
+            self.dead = True
+            raise
+
+    def _roll_back(self, size: int) -> bool:
+        try:
+            os.ftruncate(self.fd, size)
+        except OSError:
+            return False
+        return True
+
+    def settle(self, ticket: int) -> None:
+        """Return when the append is durable in its class. Call without the lock: others may join."""
+        if ticket:
+            group = self._group
+            if ticket < group.first_ticket:
+                raise OSError(errno.EIO, "the handle was reopened before this was synced")
+            group.wait(ticket, self._sync_now)
+
+    def roll_back_group(
+        self, lock_fd: int, timeout_s: float, was_read: Callable[[int], bool] = lambda _offset: False
+    ) -> bool:
+        """After a failed group fsync: remove what was never durable, if that is all there is at the end.
+
+        `was_read` says whether somebody holds a position behind an offset; then it stays.
+        """
+        if self.fd >= 0 and self.dead:  # not when another thread has reopened it meanwhile
+            with suppress(LockTimeout):  # somebody writes behind it
+                lock.acquire(lock_fd, timeout_s, self.path)
+                try:
+                    self._group_rolled_back = self._take_back_unsynced(was_read)
+                finally:
+                    lock.release(lock_fd)
+            self._drop()
+        return self._group_rolled_back
+
+    def _take_back_unsynced(self, was_read: Callable[[int], bool]) -> bool:
+        """Never what an earlier fsync covered, and never what another process wrote."""
+        ours = [append for append in self._unsynced if not self._group.covers(append.ticket)]
+        unbroken = all(earlier.end == later.start for earlier, later in pairwise(ours))
+        if not ours or not unbroken or self.current_size() != ours[-1].end or was_read(ours[0].start):
+            return False
+        return self._roll_back(ours[0].start)
+
+    def close(self) -> None:
+        """Close the descriptor; what was written through it is made durable first if its class says so."""
+        if self.fd < 0:
+            return
+        if not self.dead:
+            with suppress(OSError):  # those who wait for it are told by the group
+                self._group.flush(self._sync_now)
+        self._drop()
+
+    def forget(self) -> None:
+        """Drop everything that a forked child shares with its parent, and every memory of a failure."""
+        self._drop()
+        self._group = GroupSync(self._group.next_ticket)
+        self._unsynced.clear()
+        self._group_rolled_back = False
+        self.dead = False
+
+    def _drop(self) -> None:
+        fd, self.fd = self.fd, -1
+        self._inode = -1
+        if fd >= 0:
+            os.close(fd)

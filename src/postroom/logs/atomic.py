@@ -1,0 +1,103 @@
+"""Whole-file updates that a crash leaves either old or new."""
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from postroom.errors import UnsafePath, WriteFailed
+from postroom.message import Durability
+
+PRIVATE_FILE_MODE = 0o600
+PRIVATE_FOLDER_MODE = 0o700
+TEMPORARY_SUFFIX = ".tmp"
+
+# A FIFO or device in our place must be refused, not waited for; a symlink must not be followed.
+SAFE_FLAGS = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> int:
+    """`os.open` that follows no symlink and opens nothing but a regular file."""
+    try:
+        fd = os.open(path, flags | SAFE_FLAGS, mode)
+    except OSError as error:
+        if os.path.islink(path):
+            msg = f"{path} is a symlink, which is refused"
+            raise UnsafePath(msg) from error
+        if os.path.exists(path) and not os.path.isfile(path):
+            msg = f"{path} is not a regular file"
+            raise UnsafePath(msg) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        msg = f"{path} is not a regular file"
+        raise UnsafePath(msg)
+    return fd
+
+
+def read_file(path: Path) -> bytes:
+    """The whole file, symlinks refused."""
+    fd = open_safely(path, os.O_RDONLY)
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def replace_file(path: Path, data: bytes, durability: Durability) -> None:
+    """Put `data` at `path` in one step. `group` and `fsync` also survive a power cut."""
+    # With a leading dot, which no name of ours has: nobody lists it as an agent, a body or a cursor.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        write_new_file(temporary, data, durability)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise WriteFailed(path, error) from error
+    if durability != "os":
+        try:
+            sync_folder(path.parent)
+        except OSError as error:
+            raise WriteFailed(path, error, rolled_back=False) from error
+
+
+def write_new_file(path: Path, data: bytes, durability: Durability) -> None:
+    """Write `data` to a file that is ours alone until it is renamed."""
+    fd = open_safely(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(fd, data)
+        if durability != "os":
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write every byte, however many calls it takes."""
+    written = os.write(fd, data)
+    while written < len(data):
+        written += os.write(fd, memoryview(data)[written:])
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(folder: Path, durability: Durability, mode: int = PRIVATE_FOLDER_MODE) -> None:
+    """Create `folder` and its parents, durably if the class asks for it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, durability, mode)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=mode)
+    if durability != "os":
+        sync_folder(folder.parent)

@@ -1,0 +1,422 @@
+"""Reading a bus file and its archives: forward in bounded memory, backward at the cost of what is new.
+
+Rule 1: no reader takes the writers' lock. (A look whether it is free decides one case: a foreign record at
+        the very end, which carries no length and could still be growing.)
+Rule 2: a position is only believed while the record it was taken from is still where it was.
+Rule 3: after a rotation a reader finishes the old file before it opens the next.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from postroom.core.buswire import (
+    CHECKSUM_LINE_BYTES,
+    LEGACY_PREFIX,
+    MARKER,
+    RECORD_BYTES_MAX,
+    START,
+    Decoded,
+    closes_header,
+    decode,
+)
+from postroom.errors import SinceIdNotFound
+from postroom.logs import lock
+from postroom.logs.atomic import open_safely
+from postroom.message import BusMessage, Damage
+
+Report = Callable[[list[Damage]], None]
+
+WINDOW_BYTES = 256 * 1024
+BACKWARD_FIRST_BYTES = 8 * 1024
+BACKWARD_LAST_BYTES = 1024 * 1024
+ID_BYTES_MAX = 512
+SETTLE_PATIENCE_S = 0.05
+SETTLE_PAUSE_S = 0.001
+
+_ARCHIVE_TAIL = re.compile(r"\.(\d{8}-\d{6})(?:-(\d{4,}))?\.archived", re.ASCII)
+
+
+# ---- one open file ---------------------------------------------------------------------------------
+
+
+def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Decoded]:
+    """Decode from `position` to the end of the file, a window at a time."""
+    window = WINDOW_BYTES
+    carried = 0
+    while True:
+        wanted = carried + window
+        data, decoded = _decode_window(fd, position, wanted, legacy_line)
+        yield decoded
+        if len(data) < wanted:
+            return
+        carried = len(data) - decoded.consumed
+        # A record longer than the window: look further each time, so that the work stays linear.
+        window = min(window * 2, RECORD_BYTES_MAX) if decoded.consumed == 0 else WINDOW_BYTES
+        position += decoded.consumed
+        legacy_line = decoded.legacy_line
+
+
+def _decode_window(fd: int, position: int, wanted: int, legacy_line: int | None) -> tuple[bytes, Decoded]:
+    data = os.pread(fd, wanted, position)
+    decoded = _decode(data, position, wanted, legacy_line, settled=False)
+    if decoded.damaged:
+        # A failed append that was rolled back and overwritten while we read looks like damage: look again.
+        data = os.pread(fd, wanted, position)
+        decoded = _decode(data, position, wanted, legacy_line, settled=False)
+    if decoded.held_back:
+        settled_size = _settled_size(fd)
+        if settled_size is not None:
+            readable = max(0, min(wanted, settled_size - position))
+            data = os.pread(fd, readable, position)
+            # The file may have outgrown the window meanwhile: then this is not its end.
+            beyond = readable + 1 if readable < wanted else wanted
+            decoded = _decode(data, position, beyond, legacy_line, settled=True)
+    return data, decoded
+
+
+def _decode(data: bytes, position: int, wanted: int, legacy_line: int | None, *, settled: bool) -> Decoded:
+    return decode(
+        data,
+        offset=position,
+        legacy_line=legacy_line,
+        at_file_end=len(data) < wanted,
+        settled_tail=settled,
+    )
+
+
+def _settled_size(fd: int) -> int | None:
+    """The size of the file at a moment when nobody was writing; None when writers never paused."""
+    deadline = time.monotonic() + SETTLE_PATIENCE_S
+    while True:
+        size = lock.size_at_rest(fd)
+        if size is not None:
+            return size
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(SETTLE_PAUSE_S)
+
+
+def find_record(fd: int, msg_id: str) -> int:
+    """Offset of the record with this id, searched from the end; -1 when there is none."""
+    start = _start_line(msg_id)
+    marker = b"\n" + start
+    for begin, data in _backward(fd, len(marker) - 1):
+        found = len(data)
+        while (found := data.rfind(marker, 0, found + len(marker) - 1)) >= 0:
+            if _starts_record(fd, begin, data, found):
+                return begin + found + 1
+        if begin == 0 and data.startswith(start):
+            return 0
+    return -1
+
+
+def _start_line(msg_id: str) -> bytes:
+    """The first bytes of the record with this id. No record has an id that cannot be encoded."""
+    return START + msg_id.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _starts_record(fd: int, begin: int, data: bytes, found: int) -> bool:
+    """Whether the marker at `found` in a window of the file is a record's, and not the end of a header."""
+    if found >= CHECKSUM_LINE_BYTES:
+        return not closes_header(data, found)
+    before = min(CHECKSUM_LINE_BYTES, begin + found)
+    return before == 0 or not closes_header(os.pread(fd, before, begin + found - before), before)
+
+
+def start_of_last(fd: int, n: int) -> int:
+    """Offset of the n-th last record start; 0 when the file has fewer."""
+    left = n
+    for begin, data in _backward(fd, len(MARKER) - 1):
+        position = len(data)
+        while (position := data.rfind(MARKER, 0, position + len(MARKER) - 1)) >= 0:
+            left -= _starts_record(fd, begin, data, position)
+            if left == 0:
+                return begin + position + 1
+    return 0
+
+
+def last_id(fd: int) -> str:
+    """The id of the last record that has one; empty when there is none."""
+    return next((msg_id for _, msg_id in _ids_backward(fd)), "")
+
+
+def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:
+    """Offsets and ids of records, from the last to the first; one may come twice."""
+    for begin, data in _backward(fd, ID_BYTES_MAX):
+        position = len(data)
+        while (position := data.rfind(MARKER, 0, position)) >= 0:
+            end = data.find(b"\n", position + len(MARKER))
+            if end >= 0 and _starts_record(fd, begin, data, position):
+                yield begin + position + 1, data[position + len(MARKER) : end].decode("utf-8", "replace")
+        if begin == 0 and data.startswith(START) and b"\n" in data[len(START) :]:
+            yield 0, data[len(START) : data.index(b"\n", len(START))].decode("utf-8", "replace")
+
+
+def _backward(fd: int, overlap: int) -> Iterator[tuple[int, bytes]]:
+    """Windows from the end to the start, each with `overlap` bytes of the one behind it."""
+    end = os.fstat(fd).st_size
+    size = BACKWARD_FIRST_BYTES
+    while end > 0:
+        begin = max(0, end - size)
+        yield begin, os.pread(fd, end - begin + overlap, begin)
+        end = begin
+        size = min(size * 2, BACKWARD_LAST_BYTES)
+
+
+def tail(fd: int, n: int, report: Report) -> list[BusMessage]:
+    """The last n messages. Damaged records among them make it look further back."""
+    wanted = n
+    while wanted:
+        start = start_of_last(fd, wanted)
+        parts = list(decode_from(fd, start, 0 if start == 0 else None))
+        messages = [message for part in parts for message in part.messages]
+        if len(messages) >= n or start == 0:
+            report([damage for part in parts for damage in part.damaged])
+            return messages[-n:]
+        wanted *= 2
+    return []
+
+
+# ---- archives --------------------------------------------------------------------------------------
+
+
+def archives(path: Path) -> list[Path]:
+    """The rotated files of a bus, oldest first."""
+    return [archive for _, archive in sorted(_stamped_archives(path))]
+
+
+def _stamped_archives(path: Path) -> list[tuple[tuple[str, int], Path]]:
+    found = []
+    try:
+        names = os.listdir(path.parent)
+    except FileNotFoundError:
+        return []
+    for name in names:
+        match = _ARCHIVE_TAIL.fullmatch(name[len(path.name) :]) if name.startswith(path.name) else None
+        if match is not None:
+            found.append(((match[1], int(match[2] or 0)), path.with_name(name)))
+    return found
+
+
+def next_archive(path: Path, stamp: str) -> Path:
+    """A free archive name that sorts behind every other, also when the clock stepped back."""
+    newest = max((key for key, _ in _stamped_archives(path)), default=("", 0))
+    if stamp > newest[0]:
+        return path.with_name(f"{path.name}.{stamp}.archived")
+    return path.with_name(f"{path.name}.{newest[0]}-{newest[1] + 1:04d}.archived")
+
+
+def newest_archived_id(path: Path) -> str:
+    """The last id before the current file began."""
+    for archive in reversed(archives(path)):
+        found = _last_id_of(archive)
+        if found:
+            return found
+    return ""
+
+
+def _last_id_of(path: Path) -> str:
+    try:
+        fd = open_safely(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        return last_id(fd)
+    finally:
+        os.close(fd)
+
+
+# ---- a reader that keeps its place --------------------------------------------------------------------
+
+
+class Place(msgspec.Struct):
+    """Where a reader stands in one open file."""
+
+    fd: int
+    identity: tuple[int, int]
+    position: int = 0
+    legacy_line: int | None = 0
+    last_start: int = -1
+
+
+class BusReader:
+    """Reads on from where it stopped, across rotations, without repeating or leaving out a message."""
+
+    def __init__(self, path: Path, since_id: str, report: Report, *, search_archives: bool) -> None:
+        self._path = path
+        self._report = report
+        self._last_id = since_id
+        self._passed: frozenset[Path] = frozenset()
+        self._place: Place | None = None
+        if since_id:
+            self._place = self._locate(since_id, search_archives=search_archives)
+        elif not search_archives:
+            self._place = _open_place(path)
+        if self._place is None and not search_archives:
+            # No file yet. Whatever is archived from here on was written after we began to read.
+            self._passed = frozenset(archives(path))
+
+    def __del__(self) -> None:
+        self.close()  # an iterator that nobody started never gets to its `finally`
+
+    def close(self) -> None:
+        """Close the file that is being read."""
+        place, self._place = self._place, None
+        if place is not None:
+            os.close(place.fd)
+
+    def batches(self) -> Iterator[list[BusMessage]]:
+        """Everything new, a window at a time, until nothing more is there."""
+        while True:
+            place = self._place
+            if place is not None:
+                yield from self._read_on(place)
+                if not self._replaced(place):
+                    return
+                # Once more: what was written between the last read and the rename.
+                yield from self._read_on(place)
+            following = self._open_following(place)
+            if following is None:
+                return
+            self.close()
+            self._place = following
+
+    def _read_on(self, place: Place) -> Iterator[list[BusMessage]]:
+        self._check_place(place)
+        start = place.position
+        for part in decode_from(place.fd, start, place.legacy_line):
+            place.position += part.consumed
+            place.legacy_line = part.legacy_line
+            if part.damaged:
+                self._report(part.damaged)
+            messages = part.messages
+            if messages:
+                # The first record after locating `since_id` is that record itself.
+                if place.last_start == start and messages[0].msg_id == self._last_id:
+                    messages = messages[1:]
+                place.last_start = part.last_start
+                self._last_id = part.messages[-1].msg_id
+            if messages:
+                yield messages
+
+    def _check_place(self, place: Place) -> None:
+        """A failed append that we saw may have been taken back: then stand where our last message is.
+
+        If that one itself is gone, what was written instead of it has a larger id, as everything new has.
+        """
+        if place.last_start < 0 or self._last_id.startswith(LEGACY_PREFIX):
+            return
+        expected = _start_line(self._last_id)
+        whole = os.fstat(place.fd).st_size >= place.position
+        if whole and os.pread(place.fd, len(expected), place.last_start) == expected:
+            return
+        for start, msg_id in _ids_backward(place.fd):
+            if msg_id <= self._last_id:
+                place.position = place.last_start = start
+                self._last_id = msg_id
+                return
+        place.position, place.last_start = 0, -1
+
+    def _replaced(self, place: Place) -> bool:
+        """Whether a file follows the one we stand in: under the bus's name, or archived in its turn."""
+        current = _identity(self._path)
+        if current is None:
+            return bool(self._archives_behind(place))
+        return current != place.identity
+
+    def _open_following(self, place: Place | None) -> Place | None:
+        """The file behind `place`; None while there is none.
+
+        Between a look at the archives and the opening of the bus's name, a rotation can put a file
+        between the two. So the archives are looked at again, and a file that slipped in comes first.
+        """
+        while True:
+            behind = self._archives_behind(place)
+            following = _open_place(behind[0] if behind else self._path)
+            if behind and following is not None:
+                return following
+            if not self._archives_behind(place):
+                return following
+            if following is not None:
+                os.close(following.fd)
+
+    def _archives_behind(self, place: Place | None) -> list[Path]:
+        chain = archives(self._path)
+        if place is None:
+            return [archive for archive in chain if archive not in self._passed]
+        here = [archive for archive in chain if _identity(archive) == place.identity]
+        if here:
+            return chain[chain.index(here[0]) + 1 :]
+        # Somebody removed the archive we stood in.
+        return [archive for archive in chain if _last_id_of(archive) > self._last_id]
+
+    def _locate(self, since_id: str, *, search_archives: bool) -> Place | None:
+        current = _open_place(self._path)
+        if current is not None and _stand_at(current, since_id):
+            return current
+        if current is not None:
+            os.close(current.fd)
+        chain = archives(self._path)
+        for archive in reversed(chain):
+            place = _open_place(archive)
+            if place is not None and _stand_at(place, since_id):
+                if search_archives:
+                    return place
+                os.close(place.fd)
+                raise SinceIdNotFound(since_id, self._path, archive)
+            if place is not None:
+                os.close(place.fd)
+        if current is None and not chain:
+            return None  # nothing was ever written here: everything to come is new
+        raise SinceIdNotFound(since_id, self._path)
+
+
+def _open_place(path: Path) -> Place | None:
+    try:
+        fd = open_safely(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    info = os.fstat(fd)
+    return Place(fd, (info.st_dev, info.st_ino))
+
+
+def _stand_at(place: Place, msg_id: str) -> bool:
+    """Move to the record with this id; it is skipped when reading on."""
+    if msg_id.startswith(LEGACY_PREFIX):
+        return _stand_after_legacy(place, msg_id)
+    found = find_record(place.fd, msg_id)
+    if found < 0:
+        return False
+    place.position = place.last_start = found
+    place.legacy_line = None
+    return True
+
+
+def _stand_after_legacy(place: Place, msg_id: str) -> bool:
+    """Legacy lines have their number for an id, so the place is found by counting."""
+    wanted = msg_id.removeprefix(LEGACY_PREFIX)
+    for part in decode_from(place.fd, 0, 0):
+        ids = [message.msg_id for message in part.messages]
+        if msg_id in ids:
+            break
+    else:
+        return False
+    with open(os.dup(place.fd), "rb") as file:
+        file.seek(0)
+        for _ in range(int(wanted)):
+            place.position += len(file.readline())
+    place.legacy_line = int(wanted)
+    return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino

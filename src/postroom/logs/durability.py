@@ -1,0 +1,77 @@
+"""Group commit: threads that wait for the disk at the same time share one fsync.
+
+Rule 1: a ticket is synced only by an fsync that began after its bytes were written.
+Rule 2: a failure is final. The kernel may drop the pages and forget the error, so that the next fsync
+        would succeed without them.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class GroupSync:
+    """Hands out tickets for writes and returns from `wait` once an fsync has covered them.
+
+    A group that takes the place of a failed one goes on with its numbers, so that a late waiter of the old
+    one cannot take an fsync of the new one for its own.
+    """
+
+    def __init__(self, first_ticket: int = 1) -> None:
+        self.first_ticket = first_ticket
+        self._changed = threading.Condition()
+        self._issued = first_ticket - 1
+        self._synced = first_ticket - 1
+        self._running = False
+        self._failure: OSError | None = None
+
+    @property
+    def next_ticket(self) -> int:
+        """The next number. Read without the lock, which in a forked child nobody may be left to release."""
+        return self._issued + 1
+
+    def ticket(self) -> int:
+        """Call after the bytes are written."""
+        with self._changed:
+            self._issued += 1
+            return self._issued
+
+    def covers(self, ticket: int) -> bool:
+        """Whether an fsync has covered this ticket."""
+        with self._changed:
+            return ticket <= self._synced
+
+    def flush(self, sync: Callable[[], None]) -> None:
+        """Cover every ticket issued so far."""
+        with self._changed:
+            newest = self._issued
+        self.wait(newest, sync)
+
+    def wait(self, ticket: int, sync: Callable[[], None]) -> None:
+        """Return when `ticket` is on disk. One waiter runs `sync` for all; its failure is everybody's."""
+        with self._changed:
+            while self._running and self._synced < ticket and self._failure is None:
+                self._changed.wait()
+            if self._synced >= ticket:
+                return
+            if self._failure is not None:
+                raise self._failure
+            self._running = True
+            covered = self._issued
+        self._lead(covered, sync)
+
+    def _lead(self, covered: int, sync: Callable[[], None]) -> None:
+        failure: OSError | None = None
+        done = False
+        try:
+            sync()
+            done = True
+        except OSError as error:
+            failure = error
+            raise
+        finally:
+            with self._changed:
+                self._running = False
+                self._failure = failure or self._failure
+                if done:  # an interrupt is neither: the next waiter tries
+                    self._synced = max(self._synced, covered)
+                self._changed.notify_all()

@@ -1,0 +1,33 @@
+"""Open handles across fork.
+
+A child shares its parent's open files, and with them the parent's locks: both would believe to be alone.
+So every handle that keeps descriptors registers here and is reset in the child before anything else runs.
+"""
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forkable(Protocol):
+    """A handle that can start afresh in a forked child."""
+
+    def after_fork(self) -> None:
+        """Drop descriptors and thread locks that belong to the parent."""
+
+
+_handles: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
+
+
+def reset_after_fork(handle: Forkable) -> None:
+    """Have `handle.after_fork()` called in every child forked from now on."""
+    _handles.add(handle)
+
+
+def _reset_all() -> None:
+    for handle in list(_handles):
+        handle.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)

@@ -1,0 +1,90 @@
+"""Wake up when a file changes: inotify on Linux, a plain pause elsewhere or when inotify is exhausted.
+
+Use: `arm()`, look at the file, `wait()`, and again. A change between the look and the wait still wakes.
+The wait never exceeds the poll interval, so a lost nudge costs that much and nothing else.
+"""
+
+import ctypes
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_IN_MODIFY = 0x002
+_IN_ATTRIB = 0x004
+_IN_MOVED_TO = 0x080
+_IN_CREATE = 0x100
+_IN_MOVE_SELF = 0x800
+_FILE_EVENTS = _IN_MODIFY | _IN_ATTRIB | _IN_MOVE_SELF
+_FOLDER_EVENTS = _IN_CREATE | _IN_MOVED_TO
+_EVENTS_BYTES_MAX = 64 * 1024
+_NONE = -1  # no descriptor, no watch
+
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+
+    def _inotify_new() -> int:
+        """A new instance, or -1 when the user's limit of instances is reached."""
+        return int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def _inotify_add(fd: int, path: Path, events: int) -> int:
+        """A watch, the same one for the same inode; -1 when the path is missing or a limit is reached."""
+        return int(_libc.inotify_add_watch(fd, os.fsencode(path), events))
+
+    def _inotify_remove(fd: int, watch: int) -> None:
+        _libc.inotify_rm_watch(fd, watch)
+
+else:
+
+    def _inotify_new() -> int:
+        return _NONE
+
+    def _inotify_add(fd: int, path: Path, events: int) -> int:  # noqa: ARG001 - as on Linux
+        return _NONE
+
+    def _inotify_remove(fd: int, watch: int) -> None:
+        """There is nothing to remove."""
+
+
+class Watch:
+    """Waits for changes of one file, which need not exist yet."""
+
+    def __init__(self, path: Path, poll_interval_s: float) -> None:
+        self._path = path
+        self._poll_interval_s = poll_interval_s
+        self._fd = _inotify_new()
+        self._file_watch = _NONE
+        self._folder_watch = _NONE
+
+    def arm(self) -> None:
+        """Watch the file that has the name now. Call before looking at it."""
+        if self._fd < 0:
+            return
+        if self._folder_watch < 0:
+            self._folder_watch = _inotify_add(self._fd, self._path.parent, _FOLDER_EVENTS)
+        watch = _inotify_add(self._fd, self._path, _FILE_EVENTS)
+        if watch != self._file_watch and self._file_watch >= 0:
+            _inotify_remove(self._fd, self._file_watch)
+        self._file_watch = watch
+
+    def wait(self, timeout_s: float) -> None:
+        """Return on a change, or after the poll interval or `timeout_s`, whichever is shorter."""
+        pause_s = max(0.0, min(timeout_s, self._poll_interval_s))
+        if self._fd < 0 or max(self._file_watch, self._folder_watch) < 0:
+            time.sleep(pause_s)
+        elif self._changes(pause_s):
+            with suppress(BlockingIOError):
+                os.read(self._fd, _EVENTS_BYTES_MAX)
+
+    def _changes(self, pause_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(pause_s * 1000))
+
+    def close(self) -> None:
+        """Give the inotify instance back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = _NONE

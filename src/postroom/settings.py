@@ -1,0 +1,281 @@
+"""What can be set, and where: defaults < postroom.toml < environment < flags (or arguments).
+
+Rule 1: nothing here looks for anything itself; a file and an environment are handed in.
+Rule 2: a value that does not fit is refused with the name it was given under, never replaced by a default.
+Rule 3: an empty variable counts as not set.
+
+The library reads the environment only. The command line also reads postroom.toml, whose relative paths are
+relative to that file.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Meta
+
+from postroom.errors import InvalidSetting
+from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
+
+DEFAULT_SESSION = "default"
+DEFAULT_AGENT_ID = "anonymous"
+SECONDS_MAX = 86_400  # a wait of more than a day is a slip of the keyboard
+
+_A_PATH = "a path"
+_SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
+_DURABILITY = "os, group or fsync"
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[bus]` table."""
+
+    path: Annotated[
+        Path | None,
+        Meta(description="The bus file.", extra={"env": ("POSTROOM_BUS",), "wants": _A_PATH}),
+    ] = None
+    lock_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=SECONDS_MAX,
+            description="How long a writer waits for the lock before it gives up.",
+            extra={"env": ("POSTROOM_BUS_LOCK_TIMEOUT_S",), "wants": _SECONDS},
+        ),
+    ] = 10.0
+    poll_interval_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=SECONDS_MAX,
+            description="How often a follower looks at the file where the system cannot wake it.",
+            extra={"env": ("POSTROOM_BUS_POLL_INTERVAL_S",), "wants": _SECONDS},
+        ),
+    ] = 0.2
+    rotate_bytes: Annotated[
+        Annotated[int, Meta(gt=0)] | None,
+        Meta(
+            description="Archive the file before a write would make it larger than this. Not set: never.",
+            extra={"env": ("POSTROOM_BUS_ROTATE_BYTES",), "wants": "a whole number of bytes above 0"},
+        ),
+    ] = None
+    durability: Annotated[
+        Durability,
+        Meta(
+            description="When an append counts as stored: os (page cache), group (shared fsync), fsync.",
+            extra={"env": ("POSTROOM_BUS_DURABILITY",), "wants": _DURABILITY},
+        ),
+    ] = "os"
+
+
+class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[queue]` table."""
+
+    root: Annotated[
+        Path,
+        Meta(
+            description="The folder of the queue. Not set: `$ZOS_HOME/agent-mq`, else "
+            "`$XDG_DATA_HOME/postroom/queue`, else `~/.local/share/postroom/queue`.",
+            extra={"env": ("POSTROOM_QUEUE_ROOT", "ZOS_MQ_ROOT"), "wants": _A_PATH},
+        ),
+    ]
+    session: Annotated[
+        str,
+        Meta(
+            description="The session used when none is given.",
+            extra={"env": ("POSTROOM_QUEUE_SESSION", "ZOS_MQ_SESSION"), "wants": "a name"},
+        ),
+    ] = DEFAULT_SESSION
+    agent_id: Annotated[
+        str,
+        Meta(
+            description="The sender used when none is given.",
+            extra={"env": ("POSTROOM_QUEUE_AGENT_ID", "ZOS_MQ_AGENT_ID"), "wants": "a name"},
+        ),
+    ] = DEFAULT_AGENT_ID
+    body_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bodies of more UTF-8 bytes than this go to a side file.",
+            extra={
+                "env": ("POSTROOM_QUEUE_BODY_THRESHOLD", "ZOS_MQ_BODY_THRESHOLD"),
+                "wants": "a whole number of bytes, 0 or more",
+            },
+        ),
+    ] = DEFAULT_BODY_THRESHOLD
+    disabled: Annotated[
+        bool,
+        Meta(
+            description="The kill switch: nothing is sent, polled or expired, and nothing is lost.",
+            extra={"env": ("POSTROOM_QUEUE_DISABLED", "ZOS_MQ_DISABLED"), "wants": "1 or 0, true or false"},
+        ),
+    ] = False
+    durability: Annotated[
+        Durability,
+        Meta(
+            description="When a send counts as stored: os (page cache), group (shared fsync), fsync.",
+            extra={"env": ("POSTROOM_QUEUE_DURABILITY",), "wants": _DURABILITY},
+        ),
+    ] = "os"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be set."""
+
+    bus: BusSettings
+    queue: QueueSettings
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One row of the reference, and how a value is checked."""
+
+    key: str
+    type: Any
+    default: Any
+    variables: tuple[str, ...]
+    """The environment variables that set it, the strongest first."""
+    wants: str
+    description: str
+
+
+@cache
+def described(table: type[BusSettings] | type[QueueSettings]) -> tuple[Setting, ...]:
+    """The settings of one table, in their order."""
+    hints = get_type_hints(table, include_extras=True)
+    return tuple(_described(field, hints[field.name]) for field in msgspec.structs.fields(table))
+
+
+def _described(field: msgspec.structs.FieldInfo, hint: Any) -> Setting:
+    meta: Meta = hint.__metadata__[0]
+    extra = meta.extra or {}
+    default = None if field.default is msgspec.NODEFAULT else field.default
+    return Setting(field.name, hint, default, extra["env"], extra["wants"], meta.description or "")
+
+
+def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
+    """The defaults, over them the file (if one is named), over that the environment."""
+    tables = {} if config is None else _read(config)
+    bus = {**tables.get("bus", {}), **_from_environment(BusSettings, environ)}
+    queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
+    return Settings(bus=BusSettings(**bus), queue=_queue(queue, environ))
+
+
+def queue_from_environment(environ: Mapping[str, str], root: Path | None = None) -> QueueSettings:
+    """What `Queue()` takes for what it is not told. A `root` that is told is not looked for."""
+    given = _from_environment(QueueSettings, environ)
+    return _queue(given if root is None else {**given, "root": root}, environ)
+
+
+def queue_disabled(environ: Mapping[str, str]) -> bool:
+    """The kill switch alone: it is looked at in every call, and the whole table would cost too much there."""
+    if environ.get("POSTROOM_QUEUE_DISABLED") or environ.get("ZOS_MQ_DISABLED"):
+        return _one(_queue_setting("disabled"), environ) is True
+    return False
+
+
+def queue_session(environ: Mapping[str, str]) -> str:
+    """The session for a call that names none."""
+    return str(_one(_queue_setting("session"), environ))
+
+
+def queue_agent_id(environ: Mapping[str, str]) -> str:
+    """The sender for a call that names none."""
+    return str(_one(_queue_setting("agent_id"), environ))
+
+
+@cache
+def _queue_setting(key: str) -> Setting:
+    return next(setting for setting in described(QueueSettings) if setting.key == key)
+
+
+def _queue(given: dict[str, Any], environ: Mapping[str, str]) -> QueueSettings:
+    if "root" not in given:
+        given["root"] = _default_root(environ)
+    return QueueSettings(**given)
+
+
+def _default_root(environ: Mapping[str, str]) -> Path:
+    if environ.get("ZOS_HOME"):
+        return Path(environ["ZOS_HOME"], "agent-mq")
+    data_home = Path(environ.get("XDG_DATA_HOME", ""))
+    if not data_home.is_absolute():  # the XDG rule: a relative one is ignored
+        data_home = _home(environ) / ".local" / "share"
+    return data_home / "postroom" / "queue"
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    if environ.get("HOME"):
+        return Path(environ["HOME"])
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise InvalidSetting("there is no home folder for the queue: set POSTROOM_QUEUE_ROOT") from None
+
+
+def _from_environment(
+    table: type[BusSettings] | type[QueueSettings], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    found = ((setting.key, _one(setting, environ, UNSET)) for setting in described(table))
+    return {key: value for key, value in found if value is not UNSET}
+
+
+def _one(setting: Setting, environ: Mapping[str, str], default: object = None) -> Any:
+    for variable in setting.variables:
+        if text := environ.get(variable):
+            return _checked(setting, variable, text, strict=False)
+    return setting.default if default is None else default
+
+
+def _checked(setting: Setting, name: str, value: object, *, strict: bool) -> Any:
+    try:
+        return msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
+    except (msgspec.ValidationError, ValueError):
+        raise InvalidSetting(f"{name} must be {setting.wants}, not {value!r}") from None
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError
+    return Path(value)
+
+
+def _read(config: Path) -> dict[str, dict[str, Any]]:
+    """The tables of a postroom.toml, every value checked."""
+    document = _document(config)
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    _refuse_unknown(config, document, kinds, "")
+    return {
+        name: dict(_entries(config, name, table, described(kinds[name]))) for name, table in document.items()
+    }
+
+
+def _document(config: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config.read_text("utf-8"))
+    except OSError as error:
+        raise InvalidSetting(f"cannot read {config}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"{config} is not TOML: {error}") from None
+
+
+def _entries(
+    config: Path, name: str, table: object, settings: tuple[Setting, ...]
+) -> Iterator[tuple[str, Any]]:
+    if not isinstance(table, dict):
+        raise InvalidSetting(f"{config}: {name} must be a table, not {table!r}")
+    known = {setting.key: setting for setting in settings}
+    _refuse_unknown(config, table, known, f"{name}.")
+    for key, value in table.items():
+        # Whole numbers may stand for true and false, as in the environment; texts never for numbers.
+        checked = _checked(known[key], f"{config}: {name}.{key}", value, strict=not isinstance(value, int))
+        yield key, config.parent / checked.expanduser() if isinstance(checked, Path) else checked
+
+
+def _refuse_unknown(config: Path, found: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> None:
+    for key in found:
+        if key not in known:
+            names = ", ".join(prefix + name for name in known)
+            raise InvalidSetting(f"{config}: unknown key {prefix + key!r}; known are {names}")
