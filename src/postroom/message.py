@@ -25,7 +25,7 @@ class BusMessage(msgspec.Struct, frozen=True, gc=False):
     project_id: str
     task_id: str
     run_id: str
-    parents: tuple[str, ...]
+    parents: list[str]
     attachment_path: str
     body: str
     extra: dict[str, Any] = {}

@@ -147,7 +147,7 @@ def tail(
 def expire(shell: Shell, /, session: str | None, root: Path | None = None) -> None:
     """Remove expired messages and print how many."""
     with shell.queue(root) as mailbox:
-        dropped = mailbox.expire(session)
+        dropped = mailbox.expire(chosen_session(shell, session))
     shell.output.number(dropped, f"{dropped} expired messages were removed")
 
 
@@ -431,7 +431,7 @@ add(
     "postroom queue poll --agent builder --topic ask --keep-filtered",
 )
 add("tail", tail, tail_options(), "postroom queue tail -n 3 --session nightly")
-add("expire", expire, [every_session_option()], "postroom queue expire --session nightly")
+add("expire", expire, [session_option()], "postroom queue expire --session nightly")
 add("status", status, [every_session_option()], "postroom queue status --session nightly")
 add("inbox", inbox, [agent_option(), session_option()], "postroom queue inbox --agent builder")
 add(

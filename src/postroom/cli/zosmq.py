@@ -44,7 +44,7 @@ cli.add_command(
 )
 cli.add_command(queue.command("tail", queue.tail, queue.tail_options(), "zos-mq tail -n 3 --include-expired"))
 cli.add_command(
-    queue.command("expire", queue.expire, [queue.every_session_option()], "zos-mq expire --session nightly")
+    queue.command("expire", queue.expire, [queue.session_option()], "zos-mq expire --session nightly")
 )
 cli.add_command(
     queue.command("status", queue.status, [queue.every_session_option()], "zos-mq status --session nightly")

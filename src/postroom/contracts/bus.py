@@ -129,12 +129,35 @@ class Bus:
             body,
             normal_utc(ts) if ts is not None else "",
         )
-        return self._write([draft])[0]
+        if self._rotate_bytes is not None:
+            return self._write(buswire.batch([draft]))[0]
+        # The steps of `_write`, spelled out for one message: every call on this path shows in its speed.
+        file = self._file
+        with self._mutex:
+            try:
+                size = file.lock_end(self._lock_timeout_s)
+                if size != self._known_end:
+                    size = self._catch_up(size)
+                msg_id, ts = ids.bus_id(self._now_ns(), self._origin, next(_sequence), self._last_id)
+                data = buswire.encode(draft, msg_id, ts, self._separator)
+                self._last_id = msg_id
+                ticket = file.append(data, size)
+                self._known_end = size + len(data)
+                self._separator = b"\n"
+            finally:
+                if file.fd >= 0:
+                    lock.flock(file.fd, lock.UNLOCK)
+        if ticket:
+            self._settle(ticket)
+        return msg_id
 
     def append_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
         """Append messages, each given by `append`'s keywords, under one lock and with one write."""
-        drafts = [self._draft_of(message) for message in messages]
-        return self._write(drafts) if drafts else []
+        messages = list(messages)
+        batch = buswire.everyday_batch(messages)
+        if batch is None:
+            batch = buswire.batch(map(self._draft_of, messages))
+        return self._write(batch) if batch.bodies else []
 
     def _draft_of(self, message: Mapping[str, Any]) -> buswire.Draft:
         unknown = set(message) - _APPEND_KEYWORDS
@@ -152,16 +175,16 @@ class Bus:
             normal_utc(ts) if ts is not None else "",
         )
 
-    def _write(self, drafts: list[buswire.Draft]) -> list[str]:
+    def _write(self, batch: buswire.Batch) -> list[str]:
         file = self._file
         with self._mutex:
             try:
                 size = self._lock_current()
-                msg_ids, data = self._encode(drafts)
+                msg_ids, data = self._encode(batch)
                 while self._rotate_bytes is not None and 0 < size > self._rotate_bytes - len(data):
                     self._rotate_locked()
                     size = self._lock_current()
-                    msg_ids, data = self._encode(drafts)
+                    msg_ids, data = self._encode(batch)
                 # Before the write: a reader may see the id even if the write fails, so it is not given again.
                 self._last_id = msg_ids[-1]
                 ticket = file.append(data, size)
@@ -174,50 +197,40 @@ class Bus:
             self._settle(ticket)
         return msg_ids
 
-    def _encode(self, drafts: list[buswire.Draft]) -> tuple[list[str], bytes]:
+    def _encode(self, batch: buswire.Batch) -> tuple[list[str], bytes]:
         """Ids and bytes, made while the lock is held."""
-        now_ns = self._now_ns()
-        last = self._last_id
-        msg_ids = []
-        records = []
-        for draft in drafts:
-            last, ts = ids.bus_id(now_ns, self._origin, next(_sequence), last)
-            msg_ids.append(last)
-            records.append(buswire.encode(draft, last, ts))
-        return msg_ids, self._separator + (b"\n".join(records) if len(records) > 1 else records[0])
+        sequences = list(itertools.islice(_sequence, len(batch.bodies)))
+        msg_ids, ts = ids.bus_ids(self._now_ns(), self._origin, sequences, self._last_id)
+        return msg_ids, buswire.encode_batch(batch, msg_ids, ts, self._separator)
 
     def _lock_current(self) -> int:
         """Take the lock of the file that the name means now; returns its size."""
-        file = self._file
-        if file.fd >= 0:
-            lock.acquire(file.fd, self._lock_timeout_s, self.path)
-            size = file.current_size()
-            if size == self._known_end:
-                return size
-        return self._lock_changed()
+        size = self._file.lock_end(self._lock_timeout_s)
+        return size if size == self._known_end else self._catch_up(size)
 
-    def _lock_changed(self) -> int:
-        """The file is new to us, or another process wrote to it, or its name now means another one."""
+    def _catch_up(self, size: int) -> int:
+        """Another process wrote to the file, or (-1) it is new to us, or its name now means another one."""
         file = self._file
         for _ in range(REOPENS_MAX):
-            lock.acquire(file.open(), self._lock_timeout_s, self.path)
-            size = file.current_size()
             if size >= 0:
                 self._learn_end(size)
                 return size
             file.close()
+            file.open()
+            size = file.lock_end(self._lock_timeout_s)
         raise Unavailable(f"{self.path} is replaced faster than it can be locked")
 
     def _learn_end(self, size: int) -> None:
         """Another process wrote last: take over its id, and fence off a line that it left unfinished."""
-        fd = self._file.fd
-        found = busfile.last_id(fd) if size else busfile.newest_archived_id(self.path)
-        self._last_id = max(self._last_id, found)
-        self._known_end = size
-        if not size:
-            self._separator = b""
+        if size:
+            found, last_byte = busfile.last_id_and_byte(self._file.fd, size)
+            self._separator = b"\n" if last_byte == b"\n" else b"\n\n"
         else:
-            self._separator = b"\n" if os.pread(fd, 1, size - 1) == b"\n" else b"\n\n"
+            found, self._separator = "", b""
+        found = found or busfile.newest_archived_id(self.path)
+        if found > self._last_id and ids.is_ordered(found):
+            self._last_id = found
+        self._known_end = size
 
     def _settle(self, ticket: int) -> None:
         file = self._file

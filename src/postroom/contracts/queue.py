@@ -511,14 +511,9 @@ class Queue:
     # ---- keeping -------------------------------------------------------------------------------
 
     def expire(self, session: str | None = None) -> int:
-        """Remove expired messages and their side files; returns how many. Without a session: in all."""
-        if _disabled():
-            return 0
-        names = self.sessions() if session is None else [session]
-        return sum(self._expire(self._session(name)) for name in names)
-
-    def _expire(self, files: SessionFiles) -> int:
-        if not files.exists():
+        """Remove expired messages of a session and their side files; returns how many."""
+        files = self._session(session)
+        if _disabled() or not files.exists():
             return 0
         now_ns = self._now_ns()
 

@@ -173,11 +173,6 @@ def checked_topic(topic: object) -> str:
     return topic
 
 
-def checked_recipient(to: object) -> str | None:
-    """None for everyone, or a name ("all" and "broadcast" mean everyone, too)."""
-    return None if to is None else checked_name("recipient", to)
-
-
 def checked_ttl(ttl_s: Any) -> float | int | None:
     """None for never, or a finite number of seconds that is not negative."""
     if ttl_s is None:

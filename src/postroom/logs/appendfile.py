@@ -37,6 +37,7 @@ class AppendFile:
         self._device = self._inode = -1
         self.dead = False
         self._name = os.fspath(path)
+        self._encoded_name = os.fsencode(path)  # spares the encoding at every look
         self._durability = durability
         self._file_mode = file_mode
         self._folder_mode = folder_mode
@@ -76,10 +77,29 @@ class AppendFile:
             self._drop()
             raise WriteFailed(self.path, error) from error
 
+    def lock_end(self, timeout_s: float) -> int:
+        """Take the file's own lock. Returns the size, or -1 as `current_size` does, or when nothing is open.
+
+        Both steps are spelled out here, because every append comes by.
+        """
+        fd = self.fd
+        if fd < 0:
+            return -1
+        try:
+            lock.flock(fd, lock.EXCLUSIVE_NOW)
+        except BlockingIOError:
+            lock.wait(fd, timeout_s, self.path)
+        try:
+            info = os.lstat(self._encoded_name)
+        except FileNotFoundError:
+            return -1
+        same_file = info.st_ino == self._inode and info.st_dev == self._device
+        return info.st_size if same_file else self.current_size()
+
     def current_size(self) -> int:
         """The file's size, or -1 when its name now means another file (it was rotated or replaced)."""
         try:
-            info = os.lstat(self._name)
+            info = os.lstat(self._encoded_name)
         except FileNotFoundError:
             return -1
         if info.st_ino == self._inode and info.st_dev == self._device:
@@ -94,15 +114,16 @@ class AppendFile:
         try:
             if os.write(self.fd, data) != len(data):
                 self._write_rest(data, size)
+            if self._durability == "os":
+                return 0
             if self._durability == "fsync":
                 self._sync_now()
+                return 0
         except OSError as error:
             rolled_back = self._roll_back(size)
             if self.dead:
                 self._drop()
             raise WriteFailed(self.path, error, rolled_back=rolled_back) from error
-        if self._durability != "group":
-            return 0
         while self._unsynced and self._group.covers(self._unsynced[0].ticket):
             self._unsynced.popleft()
         ticket = self._group.ticket()
@@ -120,6 +141,14 @@ class AppendFile:
         except OSError:
             # The kernel may have dropped the pages and forgotten the error: a second fsync proves nothing.
             self.dead = True
+            raise
+
+    def sync(self) -> None:
+        """Make all that stands in the file durable, whoever wrote it. After a failure the handle is dead."""
+        try:
+            self._sync_now()
+        except OSError:
+            self._drop()
             raise
 
     def _roll_back(self, size: int) -> bool:

@@ -1,5 +1,6 @@
 """Whole-file updates that a crash leaves either old or new."""
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -26,7 +27,7 @@ def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> 
     try:
         fd = os.open(path, flags | SAFE_FLAGS, mode)
     except OSError as error:
-        if os.path.islink(path):
+        if error.errno == errno.ELOOP or os.path.islink(path):  # by now the link may be gone again
             msg = f"{path} is a symlink, which is refused"
             raise UnsafePath(msg) from error
         if os.path.exists(path) and not os.path.isfile(path):

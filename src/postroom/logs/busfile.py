@@ -35,6 +35,7 @@ WINDOW_BYTES = 256 * 1024
 BACKWARD_FIRST_BYTES = 8 * 1024
 BACKWARD_LAST_BYTES = 1024 * 1024
 ID_BYTES_MAX = 512
+USUAL_RECORD_BYTES = 2 * 1024
 SETTLE_PATIENCE_S = 0.05
 SETTLE_PAUSE_S = 0.001
 
@@ -143,6 +144,20 @@ def start_of_last(fd: int, n: int) -> int:
 def last_id(fd: int) -> str:
     """The id of the last record that has one; empty when there is none."""
     return next((msg_id for _, msg_id in _ids_backward(fd)), "")
+
+
+def last_id_and_byte(fd: int, size: int) -> tuple[str, bytes]:
+    """What a writer needs to go on behind another one: the last record's id, and the file's last byte.
+
+    Writers that compete ask before every append, so one read finds both behind a record of usual size.
+    """
+    begin = max(0, size - USUAL_RECORD_BYTES)
+    data = os.pread(fd, size - begin, begin)
+    position = data.rfind(MARKER)
+    end = data.find(b"\n", position + len(MARKER))
+    if position >= CHECKSUM_LINE_BYTES and end >= 0 and not closes_header(data, position):
+        return data[position + len(MARKER) : end].decode("utf-8", "replace"), data[-1:]
+    return last_id(fd), data[-1:]
 
 
 def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:

@@ -13,84 +13,68 @@ from pathlib import Path
 
 from postroom.errors import LockTimeout
 
-SPINS_BEFORE_SLEEP = 20  # a writer holds the lock for microseconds: giving up the slice is often enough
-SLEEP_FIRST_S = 0.000_03
-SLEEP_LAST_S = 0.001
+# A writer holds the lock for microseconds, so the first look again is worth it. After that, the longer the
+# others sleep, the more often a holder finds itself alone and the less its file changes under it.
+SPINS_BEFORE_SLEEP = 3
+SLEEP_FIRST_S = 0.000_1
+SLEEP_LAST_S = 0.004
 
 if sys.platform == "win32":
     import msvcrt
 
-    def _try_lock(fd: int) -> bool:
+    EXCLUSIVE_NOW, SHARED_NOW, UNLOCK = msvcrt.LK_NBLCK, msvcrt.LK_NBLCK, msvcrt.LK_UNLCK
+
+    def flock(fd: int, operation: int) -> None:
+        """As `fcntl.flock`, by a lock on the first byte. There are no shared locks, so all are exclusive."""
+        os.lseek(fd, 0, os.SEEK_SET)
         try:
-            os.lseek(fd, 0, os.SEEK_SET)
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            msvcrt.locking(fd, operation, 1)
         except OSError as error:
+            if operation == UNLOCK:
+                return
             if error.errno in (errno.EACCES, errno.EDEADLK):
-                return False
+                raise BlockingIOError(error.errno, error.strerror) from None
             raise
-        return True
-
-    def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
-        """Take the lock, or raise `LockTimeout` after `timeout_s`."""
-        if not _try_lock(fd):
-            _acquire_contended(fd, timeout_s, path)
-
-    def release(fd: int) -> None:
-        """Give the lock back; harmless when it is not held."""
-        try:
-            os.lseek(fd, 0, os.SEEK_SET)
-            msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
-        except OSError:
-            pass
-
-    def size_at_rest(fd: int) -> int | None:
-        """The file's size while nobody holds the lock; None when somebody does."""
-        if not _try_lock(fd):
-            return None
-        size = os.fstat(fd).st_size
-        release(fd)
-        return size
 
     def _yield_slice() -> None:
         time.sleep(0)
 
 else:
     import fcntl
+    from fcntl import flock as flock  # noqa: PLC0414 - for those who spell `acquire` out on a hot path
 
-    _EXCLUSIVE_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
-    _SHARED_NOW = fcntl.LOCK_SH | fcntl.LOCK_NB
+    EXCLUSIVE_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+    SHARED_NOW = fcntl.LOCK_SH | fcntl.LOCK_NB
+    UNLOCK = fcntl.LOCK_UN
     _yield_slice = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0)
 
-    def _try_lock(fd: int) -> bool:
-        try:
-            fcntl.flock(fd, _EXCLUSIVE_NOW)
-        except BlockingIOError:
-            return False
-        return True
 
-    def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
-        """Take the lock, or raise `LockTimeout` after `timeout_s`."""
-        try:
-            fcntl.flock(fd, _EXCLUSIVE_NOW)
-        except BlockingIOError:
-            _acquire_contended(fd, timeout_s, path)
-
-    def release(fd: int) -> None:
-        """Give the lock back; harmless when it is not held."""
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-    def size_at_rest(fd: int) -> int | None:
-        """The file's size while nobody holds the lock; None when somebody does."""
-        try:
-            fcntl.flock(fd, _SHARED_NOW)
-        except BlockingIOError:
-            return None
-        size = os.fstat(fd).st_size
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        return size
+def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
+    """Take the lock, or raise `LockTimeout` after `timeout_s`."""
+    try:
+        flock(fd, EXCLUSIVE_NOW)
+    except BlockingIOError:
+        wait(fd, timeout_s, path)
 
 
-def _acquire_contended(fd: int, timeout_s: float, path: Path | str) -> None:
+def release(fd: int) -> None:
+    """Give the lock back; harmless when it is not held."""
+    flock(fd, UNLOCK)
+
+
+def size_at_rest(fd: int) -> int | None:
+    """The file's size while nobody holds the lock; None when somebody does."""
+    try:
+        flock(fd, SHARED_NOW)
+    except BlockingIOError:
+        return None
+    size = os.fstat(fd).st_size
+    flock(fd, UNLOCK)
+    return size
+
+
+def wait(fd: int, timeout_s: float, path: Path | str) -> None:
+    """Take a lock that somebody held a moment ago, or raise `LockTimeout` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for _ in range(SPINS_BEFORE_SLEEP):
         _yield_slice()
@@ -103,3 +87,11 @@ def _acquire_contended(fd: int, timeout_s: float, path: Path | str) -> None:
             raise LockTimeout(path, timeout_s)
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 2, SLEEP_LAST_S)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        flock(fd, EXCLUSIVE_NOW)
+    except BlockingIOError:
+        return False
+    return True

@@ -329,7 +329,7 @@ class SessionFiles:
         """A cursor must not survive a power cut that the lines it has passed do not."""
         if self._durability != "os":
             try:
-                os.fsync(self._file.fd)
+                self._file.sync()
             except OSError as error:
                 raise WriteFailed(self.messages, error, rolled_back=False) from error
 

@@ -1,0 +1,71 @@
+"""Forked children for tests: run a job, wait for it, end it with SIGKILL at a chosen step."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+STEPS_MAX = 1000
+
+
+def start(job: Callable[[], object]) -> int:
+    """Fork a child that does `job` and ends; gives its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        job()
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, it must not run the rest of the tests twice
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(*pids: int) -> None:
+    """Every child ended well."""
+    codes = {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+    assert set(codes.values()) <= {0}, f"children ended with {codes}"
+
+
+def run(*jobs: Callable[[], object]) -> None:
+    """Do the jobs at the same time, each in a process of its own."""
+    wait(*[start(job) for job in jobs])
+
+
+def killed(job: Callable[[], object]) -> bool:
+    """Do a job in a child; whether SIGKILL ended it. Any other failure is an error."""
+    code = os.waitstatus_to_exitcode(os.waitpid(start(job), 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
+    return code != 0
+
+
+def die() -> None:
+    """What kill -9 does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(step: int, names: Iterable[str], *, after: bool = False) -> None:
+    """In a child: die at the n-th call (from 0) of these functions of `os`, before it or right after it."""
+    made = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal made
+            made += 1
+            if made == step + 1 and not after:
+                die()
+            result = real(*args, **kwargs)
+            if made == step + 1:
+                die()
+            return result
+
+        return call
+
+    for name in names:
+        setattr(os, name, counted(getattr(os, name)))

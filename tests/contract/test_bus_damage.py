@@ -1,0 +1,163 @@
+"""Damaged files: a message is delivered right or not at all, and nothing is changed or deleted."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from postroom import Bus
+from postroom.logs import busfile
+
+BODIES = [
+    "plain",
+    "final newline\n",
+    "a\n---\nb\n--- \n---\r\n",
+    "",
+    "msg_id: MSG-20260205-143052-000000001-PID00001-0001\nts: 2026-01-01T00:00:00Z\ntype: no\nproject_id: p",
+    "\r\n\0é漢😀",
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "postroom.bus")
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> Bus:
+    bus = Bus(tmp_path / "bus.yaml")
+    parents: list[str] = []
+    for body in BODIES:
+        parents = [bus.append(type="t", project_id="p", task_id="k", body=body, parents=parents)]
+    return bus
+
+
+def record_ends(bus: Bus) -> list[int]:
+    """Where each record ends, by the writer's own account."""
+    data = bus.path.read_bytes()
+    starts = [data.index(f"msg_id: {message.msg_id}\nts".encode()) - len("---\n") for message in bus.read()]
+    return [start - len("\n") for start in starts[1:]] + [len(data)]
+
+
+def test_a_file_cut_at_every_byte_gives_the_whole_messages_before_the_cut(bus: Bus) -> None:
+    """As a writer killed in the middle leaves it; then others go on behind its torn record."""
+    whole = bus.path.read_bytes()
+    messages = bus.read()
+    ends = record_ends(bus)
+    for size in range(len(whole) + 1):
+        bus.path.write_bytes(whole[:size])
+        before = [message for message, end in zip(messages, ends, strict=True) if end <= size]
+        reader = Bus(bus.path)
+        assert reader.read() == before
+        assert reader.tail(3) == before[-3:]
+        report = reader.verify()
+        assert (report.messages, report.damaged, report.bytes) == (len(before), (), size)
+        assert bus.path.read_bytes() == whole[:size]
+
+        made = [reader.append(type="t", project_id="p", body=body) for body in ("next", "and one more")]
+        after = [message.msg_id for message in reader.read()]
+        kept = [message.msg_id for message in before]
+        assert after[-2:] == made
+        # Where only newlines were missing, the writer behind it supplies them: whole after all.
+        torn = [
+            message.msg_id
+            for message, end in zip(messages, ends, strict=True)
+            if whole[size:end] in {b"\n", b"\n\n"}
+        ]
+        assert after[:-2] == kept + torn
+        assert after == sorted(after)
+        assert bus.path.read_bytes().startswith(whole[:size]), "nothing unparseable is deleted"
+
+
+def test_no_flipped_bit_delivers_a_wrong_message_or_changes_the_file(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    messages = bus.read()
+    fd = os.open(bus.path, os.O_RDWR)
+    losses = 0
+    for position, byte in enumerate(whole):
+        for bit in range(8):
+            damaged = bytes([byte ^ 1 << bit])
+            os.pwrite(fd, damaged, position)
+            got = bus.read()
+            if got != messages:
+                losses += 1
+                missing = [message for message in messages if message not in got]
+                assert len(missing) == 1
+                assert got == [message for message in messages if message is not missing[0]]
+            if got != messages and bit == position % 8:  # the slower looks, at one bit of each byte
+                report = bus.verify()
+                assert report.damaged or report.torn_tail_bytes
+                assert report.messages == len(got)
+                assert bus.tail(len(messages)) == got
+            assert os.pread(fd, len(whole) + 1, 0) == whole[:position] + damaged + whole[position + 1 :]
+        os.pwrite(fd, bytes([byte]), position)
+    os.close(fd)
+    assert bus.read() == messages
+    assert losses > len(whole) * 7, "nearly every bit is covered by a checksum or by the format"
+
+
+def test_torn_tails_may_follow_each_other(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    record = whole[: record_ends(bus)[0]]
+    made = [message.msg_id for message in bus.read()]
+    for cut in range(1, len(record) - 1, 5):
+        with bus.path.open("ab") as file:
+            file.write(b"\n" + record[:cut])
+        made.append(bus.append(type="t", project_id="p", body=f"after {cut}"))
+    assert [message.msg_id for message in bus.read()] == made
+    assert len(bus.verify().damaged) == len(range(1, len(record) - 1, 5))
+
+
+def test_a_reader_that_stands_before_a_torn_record_goes_on_behind_it(tmp_path: Path, bus: Bus) -> None:
+    follower = Bus(bus.path, poll_interval_s=0.01).follow()
+    for body in BODIES:
+        assert next(follower).body == body
+    whole = bus.path.read_bytes()
+    with bus.path.open("ab") as file:
+        file.write(b"\n" + whole[:100])
+    assert Bus(bus.path).poll(bus.tail(1)[0].msg_id, timeout_s=0) == []
+    bus.append(type="t", project_id="p", body="next")
+    assert next(follower).body == "next"
+
+
+@pytest.mark.parametrize("block", [b"\0" * 4096, b"\xff" * 512, b"\n" * 100, b"---\n" * 50, os.urandom(2000)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_foreign_block_in_the_middle_costs_only_what_it_hit(
+    bus: Bus, block: bytes, overwrite: bool
+) -> None:
+    whole = bus.path.read_bytes()
+    messages = bus.read()
+    middle = record_ends(bus)[2]
+    rest = whole[middle + len(block) :] if overwrite else whole[middle:]
+    bus.path.write_bytes(whole[:middle] + block + rest)
+    got = bus.read()
+    assert got[:3] == messages[:3]
+    assert [message for message in messages if message in got] == got
+    if not overwrite:
+        assert got == messages
+    bus.append(type="t", project_id="p", body="still writes")
+    assert bus.read()[-1].body == "still writes"
+
+
+def test_damage_seen_only_because_a_failed_append_was_taken_back_while_reading_is_not_reported(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look catches half of the old bytes and half of the new ones; a second look does not."""
+    messages = bus.read()
+    real = os.pread
+    looks = []
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        data = real(fd, count, offset)
+        looks.append(offset)
+        return data.replace(b"plain", b"PLAIN") if len(looks) == 1 else data
+
+    reported: list[object] = []
+    fd = os.open(bus.path, os.O_RDONLY)
+    monkeypatch.setattr(os, "pread", pread)
+    parts = list(busfile.decode_from(fd, 0, 0))
+    os.close(fd)
+    reported += [damage for part in parts for damage in part.damaged]
+    assert [message for part in parts for message in part.messages] == messages
+    assert reported == []

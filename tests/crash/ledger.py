@@ -1,0 +1,115 @@
+"""What was acknowledged, compared with what readers are given.
+
+Every message carries a token, `writer.number.size`, and a body that follows from the token. So a checker that
+knows nothing but tokens can tell a whole body from a torn one, and one delivery from two.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+BROKEN_MAX = 20  # sentences kept of what else was broken; the first ones say enough
+
+
+class Delivery(NamedTuple):
+    """What a reader was given."""
+
+    token: str
+    msg_id: str
+    body: str
+
+
+class Tally(msgspec.Struct):
+    """The figures of one scenario. Everything but `acknowledged` and `facts` has to stay 0 or empty."""
+
+    acknowledged: int = 0
+    lost: int = 0
+    torn: int = 0
+    doubled: int = 0
+    broken: list[str] = []
+    """Other rules that did not hold, one sentence each."""
+    facts: dict[str, int] = {}
+    """What happened on the way: kills, torn tails that were skipped, hand-overs that a kill cut off."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.lost or self.torn or self.doubled or self.broken)
+
+    def count(self, fact: str, number: int = 1) -> None:
+        self.facts[fact] = self.facts.get(fact, 0) + number
+
+    def breaks(self, sentence: str) -> None:
+        self.count("rules_broken")
+        if len(self.broken) < BROKEN_MAX:
+            self.broken.append(sentence)
+
+    def add(self, other: "Tally") -> None:
+        self.acknowledged += other.acknowledged
+        self.lost += other.lost
+        self.torn += other.torn
+        self.doubled += other.doubled
+        self.broken = (self.broken + other.broken)[:BROKEN_MAX]
+        for fact, number in other.facts.items():
+            self.count(fact, number)
+
+
+def token_of(writer: str, number: int, size: int) -> str:
+    return f"{writer}.{number}.{size}"
+
+
+def writer_of(token: str) -> str:
+    return token.rsplit(".", 2)[0]
+
+
+def number_of(token: str) -> int:
+    return int(token.rsplit(".", 2)[1])
+
+
+def body_of(token: str) -> str:
+    """The body that belongs to a token: as long as that says, and full of what a careless reader believes."""
+    size = int(token.rsplit(".", 1)[1])
+    unit = (
+        f"{token}\n---\nmsg_id: forged-{token}\nts: 2026-01-01T00:00:00Z\ntype: forged\nproject_id: p\n---\n"
+        f'{{"msg_id":"forged","body":"@file:../{token}"}}\n\n'
+    )
+    return (unit * (size // len(unit) + 1))[:size]
+
+
+def acknowledged_in(lines: Iterable[str]) -> dict[str, str]:
+    """Token to id, from the lines `token id` that a writer reported."""
+    return dict(line.split(" ", 1) for line in lines)
+
+
+def compare(acknowledged: Mapping[str, str], delivered: Iterable[Delivery], tally: Tally) -> None:
+    """Count what one reader, who read everything, was not given, was given torn, or was given twice."""
+    tokens: set[str] = set()
+    ids: set[str] = set()
+    for token, msg_id, body in delivered:
+        if not _is_whole(token, body):
+            tally.torn += 1
+        if token in tokens or msg_id in ids:
+            tally.doubled += 1
+        elif acknowledged.get(token, msg_id) != msg_id:
+            tally.breaks(f"{token} was acknowledged as {acknowledged[token]} and delivered as {msg_id}")
+        tokens.add(token)
+        ids.add(msg_id)
+    tally.lost += len(acknowledged.keys() - tokens)
+    tally.count("unacknowledged_but_whole", len(tokens - acknowledged.keys()))
+
+
+def _is_whole(token: str, body: str) -> bool:
+    try:
+        return body == body_of(token)
+    except (ValueError, IndexError):
+        return False  # not even a token: something forged
+
+
+def check_writers_in_order(tokens: Iterable[str], tally: Tally) -> None:
+    """Each writer's messages stand in the order it wrote them, and none is left out before a later one."""
+    following: dict[str, int] = {}
+    for token in tokens:
+        writer, number = writer_of(token), number_of(token)
+        if number != following.get(writer, 0):
+            tally.breaks(f"{writer}: message {number} stands where {following.get(writer, 0)} belongs")
+        following[writer] = number + 1

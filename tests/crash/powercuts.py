@@ -1,0 +1,321 @@
+"""Power cuts: an ext4 file system in a loop image, copied while programs write to it: what a cut leaves.
+
+One cut:
+1. Stop every worker (SIGSTOP). What they had reported by then is what was acknowledged.
+2. Sometimes write back one file that nobody asked to, as the kernel may at any time.
+3. Copy the image. What only the page cache knows is not in it. Copy until two in a row are equal, so that
+   it is one instant of the disk and not a mixture of several.
+4. Mount the copy, which replays the journal, and compare. Then let the workers go on.
+
+Runs in a mount namespace of its own: whatever happens, no mount is left behind.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from postroom import Bus, Queue
+from postroom.errors import DamagedState
+from postroom.message import BusMessage, Durability, QueueMessage
+from tests.crash import child
+from tests.crash.kills import check_hand_overs
+from tests.crash.ledger import Delivery, Tally, acknowledged_in, body_of, compare, token_of
+from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
+
+IMAGE_BYTES = 16 * 1024 * 1024
+CUTS_PER_ROUND = 25  # then the file system is made anew, so that it stays small
+LINES_MAX = 20  # reports that a worker gets to make between two cuts, at most
+WRITEBACK_CHANCE = 0.25
+COPIES_MAX = 200
+UNMOUNT_TRIES = 25
+
+Tick = Callable[[int], None]
+
+
+class NotPermitted(Exception):
+    """This machine lets us make no loop mounts."""
+
+
+def run(side: str, durability: Durability, cuts: int, seed: int, tick: Tick = lambda _: None) -> Tally:
+    """Cut the power that often under a bus or a queue of one durability class."""
+    tally = Tally()
+    rng = Random(f"{side}/{durability}/{seed}")
+    with _folder() as folder:
+        while (left := cuts - tally.facts.get("cuts", 0)) > 0:
+            cuts_now = min(left, CUTS_PER_ROUND)
+            _round(folder, _Bus if side == "bus" else _Queue, durability, cuts_now, rng, tally)
+            tick(cuts_now)
+    return tally
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="postroom-powercuts-", dir=scratch_parent(1)))
+    try:
+        yield folder
+    finally:
+        for mounted in (folder / "copy", folder / "live"):
+            if mounted.is_mount():
+                _system("umount", "--lazy", mounted)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _round(
+    folder: Path,
+    kind: "type[_Bus | _Queue]",
+    durability: Durability,
+    cuts: int,
+    rng: Random,
+    tally: Tally,
+) -> None:
+    image = folder / "live.img"
+    with image.open("wb") as file:
+        file.truncate(IMAGE_BYTES)
+    _system("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", image)
+    with _mounted(image, folder / "live") as live, Crew() as crew:
+        scene = kind(live, durability, crew, rng)
+        for _ in range(cuts):
+            crew.await_lines(rng.choice(scene.workers), rng.randint(1, LINES_MAX))
+            _stop(crew)
+            if rng.random() < WRITEBACK_CHANCE:
+                _write_back_one(live, rng)
+            copied = _copied(image, folder / "copy.img", tally)
+            with _mounted(copied, folder / "copy") as after:
+                _look(scene, after, tally)
+            tally.count("cuts")
+            _go_on(crew)
+        tally.acknowledged += len(scene.acknowledged())
+
+
+def _look(scene: "_Bus | _Queue", after: Path, tally: Tally) -> None:
+    try:
+        scene.compare(after, tally)
+    except DamagedState as error:
+        if scene.durability != "os":
+            tally.breaks(f"after a cut: {error}")
+        tally.count("cursors_ahead_of_their_lines")  # refused, for a person to decide
+
+
+# ---- one cut ---------------------------------------------------------------------------------------
+
+
+def _stop(crew: Crew) -> None:
+    """Stop every worker and take what it reported before: that much was acknowledged."""
+    for worker in crew.living():
+        os.kill(worker.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + STUCK_S
+    while not all(_is_stopped(worker.pid) for worker in crew.living()):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a worker does not stop")
+    crew.drain()
+    while any(_has_more(worker) for worker in crew.living()):
+        crew.drain()
+
+
+def _has_more(worker: Worker) -> bool:
+    before = len(worker.lines)
+    worker.read()
+    return len(worker.lines) > before
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether every thread of the process stands still, also one that was inside an fsync."""
+    return all(
+        Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(") ")[2][0] == "T"
+        for thread in os.listdir(f"/proc/{pid}/task")
+    )
+
+
+def _go_on(crew: Crew) -> None:
+    for worker in crew.living():
+        os.kill(worker.pid, signal.SIGCONT)
+
+
+def _write_back_one(live: Path, rng: Random) -> None:
+    files = sorted(path for path in live.rglob("*") if path.is_file())
+    if files:
+        fd = os.open(rng.choice(files), os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _copied(image: Path, target: Path, tally: Tally) -> Path:
+    """The image as it was at one instant: two copies in a row that are equal."""
+    before = image.read_bytes()
+    for _ in range(COPIES_MAX):
+        now = image.read_bytes()
+        if now == before:
+            target.write_bytes(now)
+            return target
+        tally.count("copies_repeated")
+        before = now
+    raise TimeoutError("the disk does not come to rest")
+
+
+@contextlib.contextmanager
+def _mounted(image: Path, folder: Path) -> Iterator[Path]:
+    folder.mkdir(exist_ok=True)
+    _system("mount", "-o", "loop", image, folder)
+    try:
+        yield folder
+    finally:
+        _unmount(folder)
+
+
+def _unmount(folder: Path) -> None:
+    """A worker that was just killed may hold its last file for another moment."""
+    for _ in range(UNMOUNT_TRIES):
+        if subprocess.run(["umount", folder], check=False, stderr=subprocess.DEVNULL).returncode == 0:
+            return
+        time.sleep(0.02)
+    _system("umount", "--lazy", folder)
+
+
+def _system(*command: str | Path) -> None:
+    """A file system tool, which an ordinary user has not on the PATH."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
+    except FileNotFoundError:
+        raise NotPermitted(f"{command[0]} is not installed") from None
+    if done.returncode:
+        raise NotPermitted(f"{command[0]}: {done.stderr.strip()}")
+
+
+# ---- what runs, and what must be left of it ------------------------------------------------------------
+
+
+class _Bus:
+    """Two processes with two threads each append to one bus that rotates now and then."""
+
+    def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
+        self._crew = crew
+        self.durability = durability
+        options = {
+            "path": str(folder / "bus.yaml"),
+            "durability": durability,
+            "threads": 2,
+            "sizes": (0, 3_000),
+            "rotate_bytes": 200_000,
+        }
+        self.workers = [
+            crew.start(name, child.bus_writer, name=name, seed=rng.getrandbits(32), **options)
+            for name in ("a", "b")
+        ]
+
+    def acknowledged(self) -> dict[str, str]:
+        return acknowledged_in(self._crew.lines())
+
+    def compare(self, folder: Path, tally: Tally) -> None:
+        bus = Bus(folder / "bus.yaml")
+        delivered = bus.read(archives=True)
+        _count(self.acknowledged(), map(_from_bus, delivered), self.durability, tally)
+        ids = [message.msg_id for message in delivered]
+        if ids != sorted(set(ids)):
+            tally.breaks("the ids do not rise through the file")
+        token = token_of("after", 0, 100)
+        msg_id = bus.append(type="t", project_id="p", task_id=token, body=body_of(token))
+        if [message.msg_id for message in bus.read(archives=True)] != [*ids, msg_id]:
+            tally.breaks("an append after the cut did not simply add its message")
+        bus.close()
+
+
+def _from_bus(message: BusMessage) -> Delivery:
+    return Delivery(message.task_id, message.msg_id, message.body)
+
+
+class _Queue:
+    """A sender with two threads, one of the class `os`, and a consumer that also expires."""
+
+    def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
+        self.durability = durability
+        root = str(folder / "queue")
+        sending = {"root": root, "sizes": (0, 1_500), "body_threshold": 700}
+        self._sender = crew.start(
+            "sender",
+            child.queue_sender,
+            name="s",
+            seed=rng.getrandbits(32),
+            durability=durability,
+            threads=2,
+            gone_chance=0.2,
+            **sending,
+        )
+        # Its messages may be gone after a cut, but no cursor may stand behind lines that are gone.
+        crew.start("careless", child.queue_sender, name="careless", seed=rng.getrandbits(32), **sending)
+        self._poller = crew.start(
+            "poller",
+            child.queue_poller,
+            root=root,
+            agent="consumer",
+            seed=rng.getrandbits(32),
+            durability=durability,
+            expire_chance=0.1,
+        )
+        self.workers = [self._sender]
+
+    def acknowledged(self) -> dict[str, str]:
+        return acknowledged_in(self._sender.lines)
+
+    def compare(self, folder: Path, tally: Tally) -> None:
+        with Queue(folder / "queue") as queue:
+            everything = queue.poll("fresh")
+            whole = [message for message in everything if "_body_error" not in message]
+            tally.count("side_files_missing_as_reported", len(everything) - len(whole))
+            _count(self.acknowledged(), map(_from_queue, whole), self.durability, tally)
+            self._compare_hand_overs(queue, everything, tally)
+            msg_id = queue.send("status", "after")
+            if [message["msg_id"] for message in queue.poll("consumer")] != [msg_id]:
+                tally.breaks("a message sent after the cut was not what the consumer got")
+
+    def _compare_hand_overs(self, queue: Queue, everything: list[QueueMessage], tally: Tally) -> None:
+        """What the consumer was given before the cut does not come again."""
+        before = [_by_id(line) for line in self._poller.lines]
+        after = [_by_id(line) for line in child.lines_of(queue.poll("consumer"))]
+        if self.durability == "os":
+            tally.count("handed_over_again", len(set(before) & set(after)))
+            return
+        part = Tally()
+        order = [_by_id(line) for line in child.lines_of(everything)]
+        in_file = set(order)
+        still_there = [line for line in before if line in in_file]
+        check_hand_overs(order, [still_there, after], part)
+        tally.doubled += part.doubled
+        tally.lost += part.lost
+        tally.count("cut_off_by_the_cut", part.facts["cut_off_by_a_kill"])
+
+
+def _by_id(line: str) -> str:
+    """A poller's line without topic and token: a side file may be gone, and the token with it."""
+    return "any " + line.rpartition(" ")[2]
+
+
+def _from_queue(message: QueueMessage) -> Delivery:
+    token, _, body = message["body"].partition("\n")
+    return Delivery(token, message["msg_id"], body)
+
+
+def _count(
+    acknowledged: dict[str, str], delivered: Iterator[Delivery], durability: Durability, tally: Tally
+) -> None:
+    """`os` promises nothing after a cut: what it loses is a fact, and not a failure."""
+    part = Tally()
+    compare(acknowledged, delivered, part)
+    tally.count("acknowledged_before_a_cut", len(acknowledged))
+    tally.doubled += part.doubled
+    tally.torn += part.torn
+    tally.broken += part.broken
+    if durability == "os":
+        tally.count("lost_as_documented", part.lost)
+    else:
+        tally.lost += part.lost
+    tally.count("unacknowledged_but_whole", part.facts["unacknowledged_but_whole"])

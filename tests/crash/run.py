@@ -1,0 +1,366 @@
+"""`make crash`: kills, flipped bits, crashes and errors at every system call, power cuts.
+
+    python -m tests.crash.run                                       everything
+    python -m tests.crash.run --only kills-expire --kills 500       what begins with that name
+    python -m tests.crash.run --only powercuts-queue --cuts 100 --seed 7
+
+Prints for each scenario what was acknowledged, lost, torn and doubled: a table on a terminal, JSON lines
+when piped. Exit code 1 when anything is not 0 or could not run.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import IO, Any
+
+import msgspec
+
+from postroom.message import Durability
+from tests.crash import flips, kills, powercuts, syscalls
+from tests.crash.ledger import Tally
+from tests.crash.workers import die_with_parent
+
+KILLS = 10_000
+CUTS = 1_000
+JOB_S_MAX = 3600.0  # a job that takes longer hangs
+PROGRESS_TERMINAL_S = 1.0
+PROGRESS_PIPED_S = 60.0
+SPLIT_ABOVE = 100  # smaller counts run as one job, so that a seed means the same everywhere
+
+KILL_SHARES = {
+    "kills-append": 0.07,
+    "kills-append-pages": 0.07,
+    "kills-append-many": 0.06,
+    "kills-rotation": 0.2,
+    "kills-side-file": 0.2,
+    "kills-cursor": 0.2,
+    "kills-expire": 0.2,
+}
+"""The five updates get the same: append in its three forms, rotation, side files, cursors, expiry."""
+SIDES = ("bus", "queue")
+CALL_POINTS = {"syscalls-bus": 380, "syscalls-queue": 1950, "errors-bus": 450, "errors-queue": 2250}
+"""About how many there are, for the progress line alone."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A part of a scenario that one process does."""
+
+    scenario: str
+    first: int
+    count: int
+    seed: int
+
+
+class Answer(msgspec.Struct):
+    """A line from a job to us: progress, or how it ended."""
+
+    done: int = 0
+    tally: Tally | None = None
+    missing: str = ""
+    error: str = ""
+
+
+class Result(msgspec.Struct):
+    """One scenario, as its jobs come in."""
+
+    scenario: str
+    jobs: int
+    seed: int
+    tally: Tally = msgspec.field(default_factory=Tally)
+    missing: str = ""
+    error: str = ""
+    ended: int = 0
+    work_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.tally.ok and not self.error and not self.missing
+
+
+# ---- which jobs there are --------------------------------------------------------------------------
+
+
+def planned(options: argparse.Namespace) -> list[Job]:
+    """Every job of the scenarios that were asked for."""
+    chosen = _chosen(options.only)
+    total = sum(share for name, share in KILL_SHARES.items() if name in chosen)
+    jobs = []
+    for name in chosen:
+        match name.split("-")[0]:
+            case "kills":
+                jobs += _split(name, round(options.kills * KILL_SHARES[name] / total), 2, options.seed)
+            case "flips":
+                jobs += _split(name, flips.FLIPS, 8, options.seed)
+            case "powercuts":
+                jobs += _split(name, options.cuts, 2, options.seed)
+            case _:
+                jobs.append(Job(name, 0, CALL_POINTS[name], options.seed))
+    return jobs
+
+
+def _chosen(only: str) -> list[str]:
+    """The scenario of that name, or all whose names begin with it."""
+    names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS]
+    names += [f"powercuts-{side}-{durability}" for side in SIDES for durability in syscalls.DURABILITIES]
+    return [only] if only in names else [name for name in names if name.startswith(only)]
+
+
+def _split(scenario: str, count: int, parts: int, seed: int) -> list[Job]:
+    parts = parts if count > SPLIT_ABOVE else 1
+    edges = [count * part // parts for part in range(parts + 1)]
+    return [
+        Job(scenario, first, stop - first, seed + part)
+        for part, (first, stop) in enumerate(itertools.pairwise(edges))
+    ]
+
+
+def done_here(job: Job, tick: Callable[[int], None]) -> Tally:
+    """Do a job in this process."""
+    match job.scenario.split("-"):
+        case ["kills", *_]:
+            return kills.run(job.scenario, job.count, job.seed, tick)
+        case ["flips", side]:
+            return flips.run(side, job.first, job.first + job.count, tick)
+        case ["syscalls", side]:
+            return syscalls.run("crash", side, tick)
+        case ["errors", side]:
+            return syscalls.run("error", side, tick)
+        case ["powercuts", side, durability]:
+            chosen = msgspec.convert(durability, Durability)
+            return powercuts.run(side, chosen, job.count, job.seed, tick)
+    raise ValueError(job.scenario)
+
+
+# ---- a job, in its own process -----------------------------------------------------------------------
+
+
+def job_main(text: str) -> int:
+    """Answer on standard output; leave nothing behind when asked to end."""
+    die_with_parent(os.getppid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    logging.getLogger("postroom").setLevel(logging.CRITICAL)
+    answer = Answer()
+    try:
+        tally = done_here(msgspec.json.decode(text, type=Job), lambda more: _say(sys.stdout, {"done": more}))
+        answer = Answer(tally=tally)
+    except (powercuts.NotPermitted, syscalls.Unavailable) as error:
+        answer = Answer(missing=str(error))
+    except KeyboardInterrupt:
+        return 1
+    except Exception:  # noqa: BLE001 - the parent prints it
+        answer = Answer(error=traceback.format_exc())
+    _say(sys.stdout, msgspec.to_builtins(answer))
+    return 0
+
+
+def _say(stream: IO[str], value: Any) -> None:
+    stream.write(json.dumps(value, ensure_ascii=False) + "\n")
+    stream.flush()
+
+
+class Running:
+    """A job's process."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.started = time.monotonic()
+        self.done = 0
+        command = [sys.executable, "-m", "tests.crash.run", "--job", msgspec.json.encode(job).decode()]
+        if job.scenario.startswith("powercuts"):
+            command = ["unshare", "--mount", *command]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the job
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        if self.process.stdout is None:
+            raise AssertionError("a pipe was asked for")
+        self.output = self.process.stdout
+
+    def ended(self) -> Answer:
+        """The process closed its output without an answer."""
+        code = self.process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().strip()
+        if self.job.scenario.startswith("powercuts") and said.startswith("unshare:"):
+            return Answer(missing=said)
+        return Answer(error=f"the job ended with exit code {code}: {said}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+        self.output.close()
+        self._errors.close()
+
+
+# ---- all jobs ----------------------------------------------------------------------------------------
+
+
+class Board:
+    """What is waiting, running and known, and what the person is shown of it."""
+
+    def __init__(self, jobs: list[Job], seed: int) -> None:
+        self.waiting = deque(jobs)
+        self.running: dict[int, Running] = {}
+        self.results: dict[str, Result] = {}
+        for job in jobs:
+            known = self.results.setdefault(job.scenario, Result(job.scenario, 0, seed))
+            known.jobs += 1
+        self._units = {name: sum(job.count for job in jobs if job.scenario == name) for name in self.results}
+        self._done = dict.fromkeys(self.results, 0)
+        self._shown = 0.0
+        self._started = time.monotonic()
+
+    def work(self, processes: int) -> None:
+        """Run the jobs, so many at a time."""
+        selector = selectors.DefaultSelector()
+        try:
+            while self.waiting or self.running:
+                while self.waiting and len(self.running) < processes:
+                    running = Running(self.waiting.popleft())
+                    self.running[running.output.fileno()] = running
+                    selector.register(running.output, selectors.EVENT_READ)
+                for key, _ in selector.select(timeout=1.0):
+                    self._hear(self.running[key.fd], selector)
+                self._end_overdue(selector)
+                self._show_progress()
+        finally:
+            for running in self.running.values():
+                running.close()
+
+    def _hear(self, running: Running, selector: selectors.BaseSelector) -> None:
+        line = running.output.readline()
+        answer = msgspec.json.decode(line, type=Answer) if line else running.ended()
+        if answer.done:
+            self._done[running.job.scenario] += answer.done
+            return
+        self._settle(running, answer, selector)
+
+    def _settle(self, running: Running, answer: Answer, selector: selectors.BaseSelector) -> None:
+        selector.unregister(running.output)
+        del self.running[running.output.fileno()]
+        running.close()
+        result = self.results[running.job.scenario]
+        result.ended += 1
+        result.work_s += time.monotonic() - running.started
+        result.missing = result.missing or answer.missing
+        result.error = result.error or answer.error
+        if answer.tally is not None:
+            result.tally.add(answer.tally)
+        if result.ended == result.jobs:
+            clear_progress()
+            show(result)
+
+    def _end_overdue(self, selector: selectors.BaseSelector) -> None:
+        for running in list(self.running.values()):
+            if time.monotonic() - running.started > JOB_S_MAX:
+                self._settle(running, Answer(error=f"stopped after {JOB_S_MAX:g} s"), selector)
+
+    def _show_progress(self) -> None:
+        now = time.monotonic()
+        terminal = sys.stderr.isatty()
+        if now - self._shown < (PROGRESS_TERMINAL_S if terminal else PROGRESS_PIPED_S):
+            return
+        self._shown = now
+        names = sorted({running.job.scenario for running in self.running.values()})
+        parts = [f"{name} {100 * self._done[name] // (self._units[name] or 1)} %" for name in names]
+        text = f"{now - self._started:6.0f} s  {', '.join(parts)}; {len(self.waiting)} jobs waiting"
+        sys.stderr.write(f"\r\x1b[K{text}" if terminal else f"{text}\n")
+        sys.stderr.flush()
+
+
+def clear_progress() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+# ---- showing -----------------------------------------------------------------------------------------
+
+COLUMNS = ("acknowledged", "lost", "torn", "doubled")
+
+
+def show_head() -> None:
+    if sys.stdout.isatty():
+        print(f"{'scenario':<24}" + "".join(f"{name:>14}" for name in COLUMNS) + "   notes", flush=True)
+
+
+def show(result: Result) -> None:
+    figures = {name: getattr(result.tally, name) for name in COLUMNS}
+    if not sys.stdout.isatty():
+        row = {"scenario": result.scenario, **figures, "ok": result.ok, "seed": result.seed}
+        row |= {"facts": result.tally.facts, "work_s": round(result.work_s, 1)}
+        row |= {"broken": result.tally.broken, "missing": result.missing, "error": result.error}
+        _say(sys.stdout, row)
+        return
+    facts = ", ".join(f"{fact.replace('_', ' ')} {number:,}" for fact, number in result.tally.facts.items())
+    print(
+        f"{result.scenario:<24}"
+        + "".join(f"{figure:>14,}" for figure in figures.values())
+        + f"   {facts} ({result.work_s:.0f} s)",
+        flush=True,
+    )
+    for sentence in result.tally.broken:
+        print(f"    BROKEN: {sentence}")
+    if result.error:
+        print(f"    FAILED: {result.error}")
+    if result.missing:
+        print(f"    NOT RUN: {result.missing}")
+
+
+def verdict(results: list[Result], allow_missing: bool) -> int:
+    missing = [result for result in results if result.missing]
+    failed = [result for result in results if not result.ok and not (result.missing and allow_missing)]
+    for result in missing:
+        say = "allowed by --allow-missing" if allow_missing else "a failure unless --allow-missing is given"
+        print(f"NOT RUN: {result.scenario}: {result.missing} ({say})", file=sys.stderr)
+    for result in failed:
+        again = f"python -m tests.crash.run --only {result.scenario} --seed {result.seed}"
+        print(f"FAILED: {result.scenario}; again: {again}", file=sys.stderr)
+    if not failed:
+        print(f"crash: {len(results)} scenarios, everything that must be 0 is 0", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.crash.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="NAME", help="scenarios that begin with NAME")
+    parser.add_argument("--kills", type=int, default=KILLS, help=f"in all ({KILLS:,})")
+    parser.add_argument("--cuts", type=int, default=CUTS, help=f"for each class and contract ({CUTS:,})")
+    parser.add_argument("--seed", type=int, default=None, help="of every random choice")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--allow-missing", action="store_true", help="do not fail for what may not run here")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job:
+        return job_main(options.job)
+    if options.seed is None:
+        options.seed = secrets.randbits(31)
+    jobs = planned(options)
+    if not jobs:
+        parser.error(f"no scenario begins with {options.only!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    print(f"crash: seed {options.seed}, {options.jobs} processes", file=sys.stderr, flush=True)
+    show_head()
+    board = Board(jobs, options.seed)
+    try:
+        board.work(options.jobs)
+    except KeyboardInterrupt:
+        clear_progress()
+        print("crash: interrupted; nothing is left behind", file=sys.stderr)
+        return 1
+    return verdict(list(board.results.values()), options.allow_missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,258 @@
+"""What the pages say is true: their programs run, their output is what they show, their links lead somewhere.
+
+Rule 1: every `python` and `sh` block of a page runs, in the page's order, each as a process of its own, all
+        in one empty folder. A `python` block that begins with a comment such as `# worker.py` is saved under
+        that name instead; a later block runs it.
+Rule 2: when the next block of the page is a `text` block, it is what the one before it printed. Ids, times
+        and checksums may differ; nothing else may.
+Rule 3: a block without a language is neither run nor checked. Other languages are only shown, and must be
+        known here.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from postroom import Bus, Queue, errors
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+HANG_GUARD_S = 60.0  # no block comes near it
+
+README = ROOT / "README.md"
+CONTRACTS = ROOT / "docs" / "contracts"
+LIVE = [
+    README,
+    *(page for part in ("tutorial", "howto", "contracts") for page in (ROOT / "docs" / part).glob("*.md")),
+]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for part in ("docs", "bench", "examples") for page in (ROOT / part).rglob("*.md")),
+]
+PROGRAMS_WITH_OWN_TEST = {"demo.py"}
+PROGRAMS = sorted(
+    path
+    for path in (ROOT / "examples").iterdir()
+    if path.suffix in {".py", ".sh"} and path.name not in PROGRAMS_WITH_OWN_TEST
+)
+FIRST_EXAMPLE_LINES_MAX = 14
+
+RUN = {"python", "sh"}
+SHOWN = {"", "text", "toml", "yaml", "json"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+# What differs from run to run, and what it is written as before two outputs are compared.
+CHANGING = {
+    re.compile(r"MSG-\d{8}-\d{6}-\d{9}-PID\d{5}-\d{4}"): "MSG-ID",
+    re.compile(r"\bm-\d{19}-[0-9a-f]{8}-\d+"): "m-ID",
+    re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"): "TIME",
+    re.compile(r"\.\d{8}-\d{6}(-\d{4})?\.archived"): ".STAMP.archived",
+    re.compile(r"\.damaged-\d{19}"): ".damaged-NANOSECONDS",
+    re.compile(r'(crc"?: ?"?)[0-9a-f]{8}'): r"\1CHECKSUM",
+}
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    return [
+        Block(found[1], found[2], text.count("\n", 0, found.start()) + 2) for found in FENCE.finditer(text)
+    ]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def masked(output: str) -> list[str]:
+    for pattern, word in CHANGING.items():
+        output = pattern.sub(word, output)
+    return [line.rstrip() for line in output.rstrip().splitlines()]
+
+
+@pytest.fixture(name="environ")
+def clean_environ(tmp_path: Path) -> dict[str, str]:
+    """The installed commands first on the PATH, and nothing of the settings of whoever runs the tests."""
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("POSTROOM_", "ZOS_", "XDG_"))
+    }
+    return {**kept, "PATH": f"{BIN}{os.pathsep}{kept.get('PATH', '')}", "HOME": str(tmp_path / "home")}
+
+
+def run(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
+    """Exit code and everything printed, in the order a terminal would show it."""
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_GUARD_S,
+    )
+    return done.returncode, done.stdout
+
+
+# ---- what the pages run ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", LIVE, ids=name)
+def test_every_block_of_a_page_does_what_the_page_shows(
+    page: Path, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    for block, following in pairwise([*blocks(page), Block("", "", 0)]):
+        if block.language not in RUN:
+            continue
+        where = f"{name(page)}:{block.line}"
+        saved = FILE_NAME.match(block.text)
+        if block.language == "python" and saved:
+            (folder / saved[1]).write_text(block.text, "utf-8")
+            continue
+        command = ["python", "-c"] if block.language == "python" else ["sh", "-e", "-c"]
+        code, output = run([*command, block.text], folder, environ)
+        assert code == 0, f"{where} failed:\n{output}"
+        if following.language == "text":
+            assert masked(output) == masked(following.text), f"{where} printed:\n{output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_block_has_a_language_that_is_known(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= RUN | SHOWN
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name)
+def test_every_example_runs(program: Path, tmp_path: Path, environ: dict[str, str]) -> None:
+    code, output = run(["python" if program.suffix == ".py" else "sh", str(program)], tmp_path, environ)
+    assert code == 0, output
+    assert output.strip()
+
+
+def test_the_first_example_of_the_readme_is_short_and_shows_its_output() -> None:
+    languages = [block.language for block in blocks(README)]
+    first = languages.index("python")
+    assert languages[first + 1] == "text"
+    assert blocks(README)[first].text.count("\n") <= FIRST_EXAMPLE_LINES_MAX
+
+
+# ---- where the pages lead ----------------------------------------------------------------------
+
+
+def outside_fences(page: Path) -> str:
+    return FENCE.sub("", page.read_text("utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a heading can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", outside_fences(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The relative links of a page: the file, and the heading in it."""
+    for target in LINK.findall(outside_fences(page)):
+        if ":" not in target:
+            path, _, anchor = target.partition("#")
+            yield ((page.parent / path).resolve() if path else page), anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target, anchor in links(page):
+        assert target.exists(), f"{name(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(target), f"{name(page)} links to {target}#{anchor}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached: set[Path] = set()
+    waiting = [README]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached and page.suffix == ".md" and page.exists():
+            reached.add(page)
+            waiting += [target for target, _ in links(page)]
+    assert set(PAGES) - reached == set()
+
+
+# ---- what the pages promise --------------------------------------------------------------------
+
+LIMITED = (
+    "core.buswire",
+    "core.queuewire",
+    "core.names",
+    "contracts.bus",
+    "contracts.queue",
+    "logs.busfile",
+    "logs.queuefile",
+)
+INTERNAL = {"after_fork"}  # public to the module that calls it, and to nobody else
+LIMIT = re.compile(r"^([A-Z]\w*_MAX) = ", re.MULTILINE)
+LIMIT_ROW = re.compile(r"^\| `([a-z_.]+)\.([A-Z_]+)` \| ([\d,.]+) ", re.MULTILINE)
+
+
+def test_the_limits_on_the_pages_are_those_of_the_code() -> None:
+    documented = [
+        row for page in CONTRACTS.glob("*.md") for row in LIMIT_ROW.findall(page.read_text("utf-8"))
+    ]
+    assert documented
+    for module, constant, value in documented:
+        assert float(value.replace(",", "")) == getattr(
+            importlib.import_module(f"postroom.{module}"), constant
+        )
+    for module in LIMITED:
+        own = set(
+            LIMIT.findall((ROOT / "src/postroom" / f"{module.replace('.', '/')}.py").read_text("utf-8"))
+        )
+        assert own - {constant for where, constant, _ in documented if where == module} == set()
+
+
+def test_every_error_is_on_a_contract_page() -> None:
+    pages = "".join(page.read_text("utf-8") for page in CONTRACTS.glob("*.md"))
+    kinds = [
+        found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, Exception)
+    ]
+    assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in pages] == []
+
+
+def call(contract: type, name: str) -> str:
+    """A method as a page writes it, such as `tail(n=100)`."""
+    parts = []
+    parameters = list(inspect.signature(getattr(contract, name)).parameters.values())[1:]
+    for parameter, before in zip(parameters, [None, *parameters], strict=False):
+        if parameter.kind is parameter.KEYWORD_ONLY and (before is None or before.kind is not parameter.kind):
+            parts.append("*")
+        default = parameter.default
+        shown = f'"{default}"' if isinstance(default, str) else repr(default)
+        parts.append(parameter.name if default is parameter.empty else f"{parameter.name}={shown}")
+    return f"{contract.__name__ if name == '__init__' else name}({', '.join(parts)})"
+
+
+@pytest.mark.parametrize(("contract", "page"), [(Bus, "bus.md"), (Queue, "queue.md")])
+def test_every_public_method_is_on_its_contract_page_as_it_is_called(contract: type, page: str) -> None:
+    text = (CONTRACTS / page).read_text("utf-8")
+    public = {found: value for found, value in vars(contract).items() if not found.startswith("_")}
+    methods = [found for found, value in public.items() if isinstance(value, types.FunctionType)]
+    calls = {call(contract, found) for found in ["__init__", *methods] if found not in INTERNAL}
+    properties = {found for found, value in public.items() if isinstance(value, property)}
+    assert {shown for shown in calls | properties if f"`{shown}`" not in text} == set()

@@ -1,0 +1,34 @@
+"""`make demo` does what it says: it finishes, it kills, and it proves."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+
+
+def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, DEMO, "--folder", tmp_path / "files"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.rstrip().endswith("Nothing acknowledged was lost.")
+    assert "kill -9" in run.stdout
+    assert "answers_missing" in run.stdout
+    counts = re.findall(r"acknowledged +(\d+) +stored +(\d+) +lost (\d+) +doubled (\d+)", run.stdout)
+    assert len(counts) == 2
+    for acknowledged, stored, lost, doubled in counts:
+        assert int(stored) >= int(acknowledged) > 0
+        assert (lost, doubled) == ("0", "0")
+
+
+def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    run = subprocess.run(
+        [sys.executable, DEMO, "--folder", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 1
+    assert "is not empty" in run.stderr
+    assert (tmp_path / "mine").read_text() == "precious"

@@ -1,0 +1,506 @@
+"""The bus file format as pure functions: what is written reads back, and nothing else reads as a message."""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from postroom.core import buswire
+from postroom.core.buswire import decode, draft, encode
+from postroom.errors import InvalidMessage
+from postroom.message import BusMessage
+from tests.bustexts import FIRST, SECOND, TS, bodies, names, structured
+
+MOMENT = datetime(2026, 2, 5, 14, 30, 52, 123456, tzinfo=UTC)
+
+
+def wire(body: str = "", msg_id: str = FIRST, **fields: Any) -> bytes:
+    """One record as it stands in a file."""
+    return encode(
+        draft(
+            fields.get("type", "note"),
+            fields.get("project_id", "p"),
+            fields.get("task_id", ""),
+            fields.get("run_id", ""),
+            fields.get("parents", ()),
+            fields.get("attachment_path", ""),
+            body,
+            fields.get("ts", ""),
+        ),
+        msg_id,
+        TS,
+    )
+
+
+def foreign(body: str, msg_id: str = FIRST, extra: str = "") -> bytes:
+    """One record as the original program writes it."""
+    end = "" if body.endswith("\n") else "\n"
+    return (
+        f"---\nmsg_id: {msg_id}\nts: {TS}\ntype: note\nproject_id: p\ntask_id: t\nrun_id: r\n{extra}---\n"
+        f"{body}{end}"
+    ).encode()
+
+
+def read(data: bytes) -> list[BusMessage]:
+    return decode(data, legacy_line=0).messages
+
+
+def bodies_in(data: bytes) -> list[str]:
+    return [message.body for message in read(data)]
+
+
+# ---- what we write ------------------------------------------------------------------------------
+
+
+def test_a_record_stands_in_the_file_as_documented() -> None:
+    data = wire("hello", type="agent_started", task_id="task-001", parents=[SECOND], attachment_path="a/b.md")
+    head = (
+        f"msg_id: {FIRST}\nts: {TS}\ntype: agent_started\nproject_id: p\ntask_id: task-001\n"
+        f'run_id: ""\nparents:\n  - {SECOND}\nattachment_path: a/b.md\nbody_bytes: 5\n'
+    ).encode()
+    crc = b"%08x" % zlib.crc32(head + b"hello")
+    assert data == b"---\n" + head + b"crc: " + crc + b"\n---\nhello\n"
+
+
+def test_optional_keys_are_absent_when_there_is_nothing_to_say() -> None:
+    data = wire("hello")
+    for key in (b"parents", b"attachment_path", b"body_escape"):
+        assert key not in data
+
+
+def test_every_field_reads_back() -> None:
+    data = wire("b", type="t", task_id="k", run_id="r", parents=[FIRST, SECOND], attachment_path="x y/é.md")
+    assert read(data) == [
+        BusMessage(FIRST, MOMENT, "t", "p", "k", "r", [FIRST, SECOND], "x y/é.md", "b", {}),
+    ]
+
+
+def test_a_preset_time_takes_the_place_of_the_clocks() -> None:
+    data = wire(ts="2001-02-03T04:05:06.7Z")
+    assert b"\nts: 2001-02-03T04:05:06.7Z\n" in data
+    assert read(data)[0].ts == datetime(2001, 2, 3, 4, 5, 6, 700_000, tzinfo=UTC)
+
+
+@given(bodies)
+@example("")
+@example("---")
+@example("a\n---\nb\n--- \n---   \r\r\n----\n")
+@example(f"msg_id: {SECOND}\n")
+@example("no final newline")
+@example("many\n\n\n")
+@example("\r\n")
+@example("\ud83d".encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape"))
+def test_every_body_reads_back_exactly_alone_and_among_others(body: str) -> None:
+    record = wire(body)
+    assert bodies_in(record) == [body]
+    among = b"\n".join([wire("before"), wire(body, SECOND), wire("after")])
+    decoded = decode(among, legacy_line=0)
+    assert [message.body for message in decoded.messages] == ["before", body, "after"]
+    assert decoded.damaged == []
+    assert decoded.consumed == len(among)
+
+
+@given(names, names, st.text(max_size=30), st.text(max_size=30), st.lists(names, max_size=3))
+@example("no", "012", "1:30", "~", ["null"])
+@example("---", "- a", "a: b", "#", ["'", '"', "\\"])
+@example(" lead", "trail ", "\n", "\r\n", ["\x85\u2028\ufeff\ufffe\x7f\0"])
+def test_every_field_reads_back_exactly_here_and_as_yaml(
+    kind: str, project_id: str, task_id: str, run_id: str, parents: list[str]
+) -> None:
+    data = wire("b", type=kind, project_id=project_id, task_id=task_id, run_id=run_id, parents=parents)
+    message = read(data)[0]
+    assert (message.type, message.project_id, message.task_id, message.run_id, message.parents) == (
+        kind, project_id, task_id, run_id, parents
+    )  # fmt: skip
+    header = yaml.safe_load(data.split(b"\n---\n")[0])
+    assert (header["type"], header["project_id"], header["task_id"], header["run_id"]) == (
+        kind, project_id, task_id, run_id
+    )  # fmt: skip
+    assert header.get("parents", []) == parents
+
+
+@pytest.mark.parametrize(
+    "word", ["no", "Yes", "ON", "null", "True", "y", "N", "012", "1:30", "1e3", ".inf", "~"]
+)
+def test_words_that_yaml_takes_for_something_else_are_quoted(word: str) -> None:
+    """Defect 6 of the original: implicit types."""
+    assert f'\ntask_id: "{word}"\n'.encode() in wire(task_id=word)
+
+
+everyday = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["note", "no", "a: b"]),
+        "project_id": st.sampled_from(["p", "q"]),
+        "task_id": st.sampled_from(["", "t"]),
+        "run_id": st.just("r"),
+        "body": bodies,
+    }
+)
+
+
+def one_by_one(messages: list[Mapping[str, Any]]) -> list[buswire.Draft]:
+    return [
+        draft(m["type"], m["project_id"], m["task_id"], m["run_id"], (), "", m["body"]) for m in messages
+    ]  # fmt: skip
+
+
+@given(st.lists(everyday, min_size=1, max_size=6), st.sampled_from([b"", b"\n", b"\n\n"]))
+def test_a_batch_has_the_bytes_of_its_messages_one_by_one(
+    messages: list[Mapping[str, Any]], before: bytes
+) -> None:
+    drafts = one_by_one(messages)
+    msg_ids = [f"{FIRST[:-4]}{number:04d}" for number in range(len(messages))]
+    records = [encode(drafted, msg_id, TS) for drafted, msg_id in zip(drafts, msg_ids, strict=True)]
+    expected = before + b"\n".join(records)
+    assert buswire.encode_batch(buswire.batch(drafts), msg_ids, TS, before) == expected
+    together = buswire.everyday_batch(messages)
+    if not any("---" in message["body"] or not message["body"].isprintable() for message in messages):
+        assert together is not None, "this is what it is made for"
+    if together is not None:
+        assert buswire.encode_batch(together, msg_ids, TS, before) == expected
+
+
+EVERYDAY = {"type": "t", "project_id": "p", "task_id": "k", "run_id": "r", "body": "b"}
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {**EVERYDAY, "body": "a\n---\nb"},
+        {**EVERYDAY, "body": "\udcff"},
+        {**EVERYDAY, "body": None},
+        {**EVERYDAY, "body": ["b"]},
+        {**EVERYDAY, "task_id": ["unhashable"]},
+        {**EVERYDAY, "parents": []},
+        {"type": "t", "project_id": "p"},
+        {**{key: value for key, value in EVERYDAY.items() if key != "run_id"}, "ts": TS},
+        {},
+    ],
+)
+def test_an_unusual_message_sends_a_batch_the_longer_way(unusual: dict[str, Any]) -> None:
+    assert buswire.everyday_batch([EVERYDAY, EVERYDAY]) is not None
+    assert buswire.everyday_batch([EVERYDAY, unusual, EVERYDAY]) is None
+    assert buswire.everyday_batch([]) is None
+
+
+def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one text it could be under no limit that is meant for each."""
+    monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 40)
+    assert buswire.everyday_batch([EVERYDAY] * 5) is not None
+    assert buswire.everyday_batch([EVERYDAY, {**EVERYDAY, "body": "x" * 41}]) is None
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"type": ""}, "type is empty"),
+        ({"type": " \t\u3000"}, "type is empty"),
+        ({"project_id": ""}, "project_id is empty"),
+        ({"type": 5}, "type must be text, not int"),
+        ({"type": ["t"]}, "type must be text, not list"),
+        ({"task_id": None}, "task_id must be text, not NoneType"),
+        ({"run_id": b"r"}, "run_id must be text, not bytes"),
+        ({"run_id": "\ud800"}, "run_id holds lone surrogates, which are not Unicode text"),
+        ({"parents": FIRST}, "parents must be a list of message ids, not one text"),
+        ({"parents": 5}, "parents must be a list of message ids, not int"),
+        ({"parents": [None]}, "parent must be text, not NoneType"),
+        ({"parents": [FIRST, ""]}, "parent is empty"),
+        ({"body": b"bytes"}, "the body must be text, not bytes"),
+        ({"body": None}, "the body must be text, not NoneType"),
+        ({"body": "\ud800"}, "the body holds lone surrogates, which are not Unicode text"),
+        ({"body": "\udcc3\udca9"}, "the body holds lone surrogates, which are not Unicode text"),
+    ],
+)
+def test_a_wrong_field_is_refused_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        wire(**fields)
+    assert str(caught.value) == sentence
+
+
+def test_a_header_over_the_limit_is_refused() -> None:
+    with pytest.raises(InvalidMessage, match="the header is longer than 65280 bytes"):
+        wire(task_id="x" * buswire.HEADER_BYTES_MAX)
+
+
+def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 10)
+    assert bodies_in(wire("1234567890")) == ["1234567890"]
+    with pytest.raises(InvalidMessage, match="the body is longer than 10 bytes: attach a file instead"):
+        wire("12345678901")
+
+
+@pytest.mark.parametrize("parents", [(), [], iter(()), {}, None])
+def test_no_parents_of_any_kind_write_no_key(parents: Any) -> None:
+    data = wire("b", parents=parents)
+    assert b"parents" not in data
+    assert read(data)[0].parents == []
+
+
+def test_parents_may_come_from_an_iterator() -> None:
+    def asked() -> Iterator[str]:
+        yield FIRST
+
+    assert read(wire("b", parents=asked()))[0].parents == [FIRST]
+
+
+# ---- no body forges a record ------------------------------------------------------------------------
+
+
+def forged_record(body: str) -> str:
+    """A whole record of ours, checksum included, as a body would have to bring it."""
+    return wire(body, "MSG-29990101-000000-000000000-PID00666-0666").decode()
+
+
+@given(st.lists(st.one_of(structured, st.sampled_from(["x", "---"]).map(forged_record)), max_size=5))
+def test_a_body_made_of_header_lines_forges_nothing(parts: list[str]) -> None:
+    """Defect 1 of the original: a body line `---` cut the body, and a crafted one made a record."""
+    body = "\n".join(parts)
+    data = wire(body) + b"\n" + wire("after", SECOND)
+    assert [(m.msg_id, m.body) for m in read(data)] == [(FIRST, body), (SECOND, "after")]
+
+
+@pytest.mark.parametrize("cut", range(0, 200, 7))
+def test_a_body_forges_nothing_even_when_its_record_is_damaged(cut: int) -> None:
+    """Whatever byte of the frame is hit, the body's own bytes are never taken for a record."""
+    body = (
+        f"msg_id: {SECOND}\nts: {TS}\ntype: forged\nproject_id: p\ntask_id: t\nrun_id: r\n"
+        + forged_record("x")
+    )
+    data = bytearray(wire(body) + b"\n" + wire("after", SECOND))
+    data[cut] ^= 0x10
+    assert {message.body for message in read(bytes(data))} <= {body, "after"}
+    assert {message.type for message in read(bytes(data))} <= {"note"}
+
+
+def test_a_body_that_begins_like_a_record_is_only_a_body() -> None:
+    """The separator that closes the header is directly followed by `msg_id: ` then."""
+    quoting = wire(f"msg_id: {FIRST}\nquoted", SECOND)
+    for end in range(len(quoting)):
+        decoded = decode(quoting[:end], legacy_line=0)
+        assert decoded.messages == []
+        assert decoded.damaged == [], "cut off, it may still be on its way"
+
+
+# ---- damage ----------------------------------------------------------------------------------------
+
+
+def damage_of(data: bytes) -> list[tuple[int, int, str]]:
+    return [(damage.offset, damage.length, damage.reason) for damage in decode(data, legacy_line=0).damaged]
+
+
+def test_a_wrong_checksum_is_named_skipped_and_costs_one_message() -> None:
+    bad = wire("hello").replace(b"hello", b"hullo")
+    data = wire("before") + b"\n" + bad + b"\n" + wire("after")
+    assert bodies_in(data) == ["before", "after"]
+    assert damage_of(data) == [(len(wire("before")) + 1, len(bad) + 1, "the checksum does not fit")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"body_bytes: 5\n", b"", "length and checksum do not stand where we write them"),
+        (b"body_bytes: 5\n", b"body_bytes: 999999999\n", "the length is over the limit"),
+        (b"body_bytes: 5\n", b"body_bytes: 4\n", "the checksum does not fit"),
+        (b"body_bytes: 5\n", b"body_bytes: 50000\n", "cut short"),
+        (b"type: note\n", b"type: note\nmeta: 1\n", "length and checksum do not stand where we write them"),
+        (b"\n---\nhello", b"\n-- \nhello", "the header has no end"),
+    ],
+)
+def test_a_record_of_ours_with_a_changed_header_is_damage(old: bytes, new: bytes, reason: str) -> None:
+    data = wire("hello").replace(old, new) + b"\n" + wire("after", SECOND)
+    assert bodies_in(data) == ["after"]
+    assert [why for _, _, why in damage_of(data)] == [reason]
+
+
+def test_a_valid_checksum_does_not_make_a_bad_header_a_message() -> None:
+    """Somebody else wrote it with our keys: recognised, and still not delivered."""
+    for old, new in ((b"Z\n", b"+01:00\n"), (b"Z\n", b"\n"), (b'task_id: ""', b'task_id: "a" "b"')):
+        data = wire("hello").replace(old, new, 1)
+        head = data[4 : data.index(b"crc: ")]
+        crc = b"crc: %08x" % zlib.crc32(head + b"hello")
+        data = re.sub(rb"crc: [0-9a-f]{8}", crc, data)
+        assert read(data) == []
+        assert "a header line cannot be read" in damage_of(data)[0][2]
+
+
+def test_bytes_between_records_are_damage_and_blank_lines_are_not() -> None:
+    assert damage_of(wire("a") + b"\n\n\n" + wire("b", SECOND)) == []
+    data = wire("a") + b"junk\n\n" + wire("b", SECOND)
+    assert bodies_in(data) == ["a", "b"]
+    assert damage_of(data) == [(len(wire("a")), 6, "not a record")]
+
+
+def test_a_torn_header_does_not_swallow_the_next_message() -> None:
+    """Defect 3 of the original."""
+    for torn in (wire("lost"), foreign("lost")):
+        for end in range(1, torn.index(b"\n---\n", 4)):
+            data = torn[:end] + b"\n\n" + wire("kept", SECOND)
+            assert bodies_in(data) == ["kept"], torn[:end]
+
+
+def test_a_record_at_the_end_of_the_data_is_not_judged() -> None:
+    record = wire("hello")
+    for end in range(len(record)):
+        decoded = decode(record[:end], legacy_line=0)
+        assert (decoded.messages, decoded.damaged, decoded.consumed) == ([], [], 0)
+
+
+def test_a_stretch_longer_than_any_record_is_given_up_so_that_memory_stays_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
+    decoded = decode(b"x" * 1100, at_file_end=False)
+    assert [damage.reason for damage in decoded.damaged] == ["no record in sight"]
+    assert 1100 - decoded.consumed == len(buswire.MARKER), "a record's start may be on the edge"
+
+
+@given(st.binary(max_size=300), st.integers(0, 4))
+def test_any_bytes_decode_without_an_error_and_never_twice(noise: bytes, where: int) -> None:
+    records = [wire(str(number), f"{FIRST[:-1]}{number}") for number in range(4)]
+    data = b"\n".join([*records[:where], noise, *records[where:]])
+    decoded = decode(data, legacy_line=0)
+    ours = [message.body for message in decoded.messages if message.type == "note"]
+    assert ours == sorted(set(ours)), "in order, none twice"
+    assert decoded.consumed <= len(data)
+
+
+# ---- foreign records -----------------------------------------------------------------------------
+
+
+def test_a_foreign_body_runs_to_the_next_record() -> None:
+    data = foreign("a\n---\nb") + b"\n" + foreign("", SECOND) + b"\n" + wire("c", SECOND)
+    assert bodies_in(data) == ["a\n---\nb", "", "c"]
+    assert decode(data, legacy_line=0).unchecked == 2
+
+
+def test_a_last_foreign_record_without_a_final_newline_is_not_judged() -> None:
+    data = foreign("hello")
+    assert bodies_in(data) == ["hello"]
+    assert bodies_in(data[:-1]) == []
+
+
+def test_a_foreign_record_at_the_end_waits_while_a_writer_is_at_work() -> None:
+    decoded = decode(foreign("hello"), legacy_line=0, settled_tail=False)
+    assert (decoded.messages, decoded.held_back, decoded.consumed) == ([], True, 0)
+    decoded = decode(foreign("hello") + b"\n" + wire("next"), legacy_line=0, settled_tail=False)
+    assert [message.body for message in decoded.messages] == ["hello", "next"]
+
+
+def test_extra_keys_and_object_parents_are_kept() -> None:
+    extra = (
+        f"parents:\n    - msg_id: {SECOND}\n      kind: reply\nmeta:\n    k: 'no'\n    n: 012\nissue_id: X\n"
+    )
+    message = read(foreign("b", extra=extra))[0]
+    assert message.parents == [SECOND]
+    assert message.extra == {
+        "parents": [{"msg_id": SECOND, "kind": "reply"}],
+        "meta": {"k": "no", "n": "012"},
+        "issue_id": "X",
+    }
+
+
+@pytest.mark.parametrize("value", ["no", "012", "1:30", "true", "null_", "2026-01-01", "1e3"])
+def test_foreign_scalars_have_no_implicit_types(value: str) -> None:
+    data = foreign("b").replace(b"task_id: t\n", b"task_id: %b\n" % value.encode())
+    assert read(data)[0].task_id == value
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ("a: &x 1\nb: *x\n", "the header uses aliases"),
+        (f"a: {'[' * 20}{']' * 20}\n", "the header is nested too deeply"),
+        ("a: [\n", "the header is not YAML"),
+        ("\t: \n", "the header is not YAML"),
+        ("? [a]\n: b\n", "the header is not YAML"),
+        ("parents: one\n", "a header field is missing or malformed"),
+        ("parents:\n  - kind: reply\n", "a header field is missing or malformed"),
+        ("attachment_path: [a]\n", "a header field is missing or malformed"),
+        (f"a: {'x' * buswire.HEADER_BYTES_MAX}\n", "the header is over the limit"),
+    ],
+)
+def test_a_tricky_foreign_header_is_damage(extra: str, reason: str) -> None:
+    data = foreign("b", extra=extra) + b"\n" + wire("after", SECOND)
+    assert bodies_in(data) == ["after"]
+    assert damage_of(data)[0][2].startswith(reason)
+
+
+def test_a_foreign_record_without_a_time_is_damage() -> None:
+    data = re.sub(rb"ts: [^\n]+\n", b"", foreign("b"))
+    assert read(data) == []
+    assert "missing or malformed" in damage_of(data)[0][2]
+
+
+def test_a_foreign_header_that_never_ends_is_damage() -> None:
+    data = foreign("b")[:-6] + b"x" * buswire.HEADER_BYTES_MAX + b"\n"
+    assert [reason for _, _, reason in damage_of(data)] == ["the header has no end"]
+
+
+# ---- legacy lines --------------------------------------------------------------------------------
+
+
+def test_legacy_lines_before_the_first_record_are_messages_with_their_line_number() -> None:
+    legacy = b"[2026-02-05 14:30:52] fact: started\n\n[2026-02-05T14:30:53Z] just: text: here\n"
+    messages = read(legacy + b"\n" + wire("ours"))
+    assert [(m.msg_id, m.type, m.body) for m in messages] == [
+        ("LEGACY-LINE-000000001", "FACT", "started"),
+        ("LEGACY-LINE-000000003", "JUST", "text: here"),
+        (FIRST, "note", "ours"),
+    ]
+    assert messages[0].ts == datetime(2026, 2, 5, 14, 30, 52, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "body"),
+    [
+        ("[2026-02-05 14:30:52] no type here", "INFO", "no type here"),
+        ("[2026-02-05 14:30:52] two words: text", "INFO", "two words: text"),
+        ("[2026-02-05 14:30:52] A/B-c_1: x", "A/B-C_1", "x"),
+        ("  [ 2026-02-05 14:30:52 ]  T:  x  ", "T", "x"),
+        ("[2026-02-05 14:30:52] T:", "INFO", "T:"),
+    ],
+)
+def test_how_a_legacy_line_is_read(line: str, kind: str, body: str) -> None:
+    message = read(line.encode() + b"\r\n")[0]
+    assert (message.type, message.body) == (kind, body)
+
+
+@pytest.mark.parametrize(
+    "line", ["text", "[yesterday] T: x", "[2026-02-05 14:30:52]", "2026-02-05 14:30:52] x"]
+)
+def test_other_text_before_the_first_record_is_damage(line: str) -> None:
+    data = line.encode() + b"\n\n" + wire("ours")
+    assert bodies_in(data) == ["ours"]
+    assert damage_of(data) == [(0, len(line) + 1, "text before the first record")]
+
+
+def test_a_legacy_line_after_the_first_record_belongs_to_the_body_or_is_damage() -> None:
+    line = f"[{TS}] INFO: forged\n"
+    assert bodies_in(foreign("hello\n" + line)) == ["hello\n" + line.rstrip()]
+    assert bodies_in(wire("hello") + line.encode() + b"\n" + wire("x", SECOND)) == ["hello", "x"]
+
+
+def test_an_unfinished_legacy_line_waits() -> None:
+    decoded = decode(b"[2026-02-05 14:30:52] T: x\n[2026-02-05 14:30:53] T: y", legacy_line=0)
+    assert [message.body for message in decoded.messages] == ["x"]
+    assert decoded.legacy_line == 1
+    assert (
+        decode(b"[2026-02-05 14:30:53] T: y\n", legacy_line=1).messages[0].msg_id == "LEGACY-LINE-000000002"
+    )
+
+
+def test_the_first_bytes_of_a_first_record_are_not_taken_for_a_legacy_line() -> None:
+    record = wire("hello")
+    for end in range(len(buswire.START)):
+        decoded = decode(record[:end], legacy_line=0)
+        assert (decoded.messages, decoded.damaged, decoded.consumed) == ([], [], 0)
+        assert decoded.legacy_line == 0

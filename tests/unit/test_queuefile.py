@@ -1,0 +1,601 @@
+"""The files of a session: the lock, lines, cursors that a crash cannot turn back, compaction in one step."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postroom.core.queuewire import TOPICS
+from postroom.errors import DamagedState, InvalidName, LockTimeout, Unavailable, UnsafePath, WriteFailed
+from postroom.logs import queuefile
+from postroom.logs.queuefile import Journal, Reading, SessionFiles
+
+SMALL_WINDOW_BYTES = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "root" / "sessions" / "s"
+
+
+@pytest.fixture
+def files(folder: Path) -> Iterator[SessionFiles]:
+    opened = SessionFiles(folder, "os", 10.0)
+    yield opened
+    opened.close()
+
+
+def add(files: SessionFiles, *lines: bytes) -> None:
+    for line in lines:
+        size = files.lock()
+        try:
+            files.append(line, size)
+        finally:
+            files.unlock()
+
+
+def place(files: SessionFiles, agent_id: str, reading: Reading) -> None:
+    with files.locked():
+        files.write_reading(agent_id, Reading(-1, {"": -1}, [-1]), reading)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+@contextmanager
+def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterator[list[str]]:
+    """Instead of the n-th of these calls of `os` (counted from 0), nothing more happens."""
+    made: list[str] = []
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if len(made) >= call:
+                raise Crash(name)
+            made.append(name)
+            return real(*args, **kwargs)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(os, name, counted(name, getattr(os, name)))
+        with suppress(Crash):
+            yield made
+
+
+# ---- a reading -------------------------------------------------------------------------------------
+
+
+def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
+    reading = Reading(100, {"ask": 300}, [500])
+    assert reading.has_read("status", 99)
+    assert not reading.has_read("status", 100)
+    assert reading.has_read("ask", 299)
+    assert not reading.has_read("ask", 300)
+    assert reading.has_read("answer", 500)
+
+
+def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
+    reading = Reading(100, {"ask": 300, "answer": 200})
+    assert reading.first_unread(None) == 100
+    assert reading.first_unread(frozenset({"ask"})) == 300
+    assert reading.first_unread(frozenset({"ask", "answer"})) == 200
+    assert reading.first_unread(frozenset({"ask", "status"})) == 100
+    assert reading.first_unread(TOPICS) == 100
+
+
+def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor() -> None:
+    assert Reading(100, {"ask": 300}).first_unread(frozenset()) >= 100
+
+
+# ---- the lock --------------------------------------------------------------------------------------
+
+
+def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path) -> None:
+    assert not files.exists()
+    assert files.open_reader() == -1
+    assert files.reading_agents() == []
+    assert not folder.parent.exists()
+
+
+def test_two_holders_exclude_each_other(files: SessionFiles, folder: Path) -> None:
+    other = SessionFiles(folder, "os", 0.01)
+    with files.locked(), pytest.raises(LockTimeout, match=r"\.lock within 0\.01 s"):
+        other.lock()
+    with other.locked() as size:
+        assert size == 0
+    other.close()
+
+
+def test_a_timeout_leaves_the_lock_with_its_holder(files: SessionFiles, folder: Path) -> None:
+    first, second = (SessionFiles(folder, "os", 0.01) for _ in range(2))
+    with files.locked():
+        for other in (first, first, second):
+            with pytest.raises(LockTimeout):
+                other.lock()
+    first.close()
+    second.close()
+
+
+def test_threads_exclude_each_other(files: SessionFiles) -> None:
+    def send() -> None:
+        for _ in range(50):
+            add(files, b"line\n")
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert files.messages.read_bytes() == b"line\n" * 200
+
+
+@pytest.mark.parametrize("name", ["messages.jsonl", ".lock"])
+def test_a_symlink_in_place_of_a_file_is_refused(files: SessionFiles, folder: Path, name: str) -> None:
+    folder.mkdir(parents=True)
+    victim = folder.parent / "victim"
+    victim.write_text("precious")
+    (folder / name).symlink_to(victim)
+    with pytest.raises(UnsafePath, match="symlink"):
+        files.lock()
+    assert victim.read_text() == "precious"
+
+
+def test_a_symlink_that_comes_later_is_refused(files: SessionFiles, folder: Path) -> None:
+    add(files, b"one\n")
+    files.messages.rename(folder / "moved")
+    files.messages.symlink_to(folder / "moved")
+    with pytest.raises(UnsafePath, match="symlink"):
+        files.lock()
+    assert (folder / "moved").read_bytes() == b"one\n"
+
+
+def test_a_refusal_does_not_keep_the_lock(files: SessionFiles, folder: Path) -> None:
+    test_a_symlink_that_comes_later_is_refused(files, folder)
+    files.messages.unlink()
+    add(files, b"two\n")
+    assert files.messages.read_bytes() == b"two\n"
+
+
+def test_a_removed_session_starts_anew(files: SessionFiles, folder: Path) -> None:
+    add(files, b"one\n")
+    files.messages.unlink()
+    (folder / ".lock").unlink()
+    folder.rmdir()
+    add(files, b"two\n")
+    assert files.messages.read_bytes() == b"two\n"
+
+
+def test_a_session_that_is_replaced_again_and_again_is_given_up(
+    files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queuefile, "REOPENS_MAX", 3)
+    monkeypatch.setattr(files, "_lock_is_current", lambda: False)
+    with pytest.raises(Unavailable, match="replaced faster"):
+        files.lock()
+
+
+def test_a_lock_file_that_was_replaced_while_it_was_waited_for_is_opened_again(
+    files: SessionFiles, folder: Path
+) -> None:
+    with files.locked():
+        (folder / ".lock").unlink()
+        other = SessionFiles(folder, "os", 10.0)
+        with other.locked():
+            assert other._lock_is_current()
+        assert not files._lock_is_current()
+        (folder / ".lock").unlink()
+        assert not other._lock_is_current()
+        other.close()
+
+
+def test_a_reopening_thread_waits_for_the_holder(files: SessionFiles) -> None:
+    add(files, b"one\n")
+    size = files.lock()
+    reopener = threading.Thread(target=files.reopen)
+    reopener.start()
+    reopener.join(0.2)
+    files.append(b"two\n", size)
+    files.unlock()
+    reopener.join()
+    add(files, b"three\n")
+    assert files.messages.read_bytes() == b"one\ntwo\nthree\n"
+
+
+# ---- lines -----------------------------------------------------------------------------------------
+
+
+def test_a_line_does_not_grow_onto_a_half_line(files: SessionFiles, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    files.messages.write_bytes(b"half")
+    add(files, b"one\n", b"two\n")
+    assert files.messages.read_bytes() == b"half\none\ntwo\n"
+
+
+def test_a_half_line_that_comes_later_is_noticed(files: SessionFiles) -> None:
+    add(files, b"one\n")
+    with files.messages.open("ab") as foreign:
+        foreign.write(b"half")
+    add(files, b"two\n")
+    assert files.messages.read_bytes() == b"one\nhalf\ntwo\n"
+
+
+def test_lines_come_whole_from_windows_smaller_than_they_are(
+    files: SessionFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queuefile, "WINDOW_BYTES", SMALL_WINDOW_BYTES)
+    content = b"a\n" + b"b" * 50 + b"\n\n" + b"c" * SMALL_WINDOW_BYTES + b"\nhalf"
+    add(files, content)
+    with files.locked() as size:
+        found = list(files.lines(0, size))
+        assert [line for _, line in found] == content.split(b"\n")[:-1]
+        assert all(content[offset:].startswith(line + b"\n") for offset, line in found)
+        assert list(files.lines(2, size)) == found[1:]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"", 0), (b"half", 0), (b"one\n", 4), (b"one\nhalf", 4), (b"\n" + b"x" * 100, 1), (b"x" * 100, 0)],
+)
+def test_the_high_water_mark_is_the_end_of_the_last_whole_line(
+    files: SessionFiles, monkeypatch: pytest.MonkeyPatch, content: bytes, expected: int
+) -> None:
+    monkeypatch.setattr(queuefile, "WINDOW_BYTES", SMALL_WINDOW_BYTES)
+    add(files, b"")
+    files.messages.write_bytes(content)
+    with files.locked() as size:
+        assert files.high_water(size) == expected
+
+
+# ---- cursors ---------------------------------------------------------------------------------------
+
+
+def test_an_agent_without_files_starts_at_the_beginning(files: SessionFiles) -> None:
+    assert files.reading_of("a") == Reading()
+
+
+@pytest.mark.parametrize("text", [b"4\n", b"4", b" 4 \n", b"0004\n"])
+def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
+    add(files, b"one\n")
+    files.cursors.mkdir()
+    (files.cursors / "a.cursor").write_bytes(text)
+    with files.locked() as size:
+        assert files.trusted_reading("a", size) == Reading(4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\n", b"-1", b"1.5", b"four", b"\xb2", "٤".encode(), b"4 4", b"\0" * 8, b"9" * 19, b"3", b"5"],
+)
+def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
+    add(files, b"one\n")
+    files.cursors.mkdir()
+    (files.cursors / "a.cursor").write_bytes(text)
+    with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
+        files.trusted_reading("a", size)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"topics":{"ask":"4"},"taken":[]}',
+        b'{"topics":{"ask":4}}',
+        b'{"topics":{"ask":3},"taken":[]}',
+        b'{"topics":{"ask":8},"taken":[]}',
+        b'{"topics":{"ask":-1},"taken":[]}',
+        b"\xff",
+    ],
+)
+def test_damaged_topic_places_are_noticed(files: SessionFiles, text: bytes) -> None:
+    add(files, b"one\n")
+    files.cursors.mkdir()
+    (files.cursors / "a.topics").write_bytes(text)
+    with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
+        files.trusted_reading("a", size)
+
+
+@pytest.mark.parametrize("name", ["a.cursor", "a.topics"])
+@pytest.mark.parametrize("kind", ["symlink", "folder"])
+def test_what_is_no_file_is_a_damaged_cursor(files: SessionFiles, name: str, kind: str) -> None:
+    add(files, b"one\n")
+    files.cursors.mkdir()
+    path = files.cursors / name
+    if kind == "symlink":
+        path.symlink_to(files.messages)
+    else:
+        path.mkdir()
+    with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
+        files.trusted_reading("a", size)
+
+
+def test_agents_are_found_by_their_cursors_alone(files: SessionFiles) -> None:
+    add(files, b"one\n")
+    place(files, "a", Reading(4))
+    place(files, "b.cursor", Reading(0, {"ask": 4}))
+    for name in (".hidden.cursor", "c.cursor.12.tmp", "d.cursor.damaged-1", "e", "-f.cursor"):
+        (files.cursors / name).touch()
+    assert files.reading_agents() == ["a", "b.cursor"]
+
+
+def test_places_come_back(files: SessionFiles) -> None:
+    reading = Reading(4, {"ask": 8, "answer": 12}, [16, 20])
+    place(files, "a", reading)
+    assert files.reading_of("a") == reading
+    assert (files.cursors / "a.cursor").read_bytes() == b"4\n"
+
+
+def test_what_the_cursor_already_says_is_not_kept(files: SessionFiles) -> None:
+    place(files, "a", Reading(4, {"ask": 8}, [8]))
+    place(files, "a", Reading(12, {"ask": 8}, [8]))
+    assert [path.name for path in files.cursors.iterdir()] == ["a.cursor"]
+
+
+OFFSETS = st.integers(0, 5).map(lambda line: line * 4)
+READINGS = st.builds(
+    Reading,
+    OFFSETS,
+    st.dictionaries(st.sampled_from(["ask", "answer"]), OFFSETS),
+    st.lists(OFFSETS, max_size=2),
+)
+
+
+def passed(reading: Reading) -> set[tuple[str, int]]:
+    """What a reading says is read, in a file of six lines."""
+    return {(topic, at) for topic in TOPICS for at in range(0, 24, 4) if reading.has_read(topic, at)}
+
+
+@given(before=READINGS, further=READINGS)
+def test_no_crash_turns_a_place_back(
+    tmp_path_factory: pytest.TempPathFactory, before: Reading, further: Reading
+) -> None:
+    topics = {
+        topic: max(before.topics.get(topic, 0), further.topics.get(topic, 0))
+        for topic in before.topics | further.topics
+    }
+    after = Reading(max(before.cursor, further.cursor), topics, [*before.taken, *further.taken])
+    folder = tmp_path_factory.mktemp("crash")
+    for call in range(10):
+        files = SessionFiles(folder / str(call), "os", 10.0)
+        place(files, "a", before)
+        stored = files.reading_of("a")
+        with crash_at(pytest.MonkeyPatch(), call, "replace", "unlink") as made, files.locked():
+            files.write_reading("a", stored, after)
+        found = files.reading_of("a")
+        files.close()
+        assert passed(before) <= passed(found) <= passed(after)
+        if len(made) < call:
+            assert passed(found) == passed(after)
+            return
+    pytest.fail("a place took ten steps to write")
+
+
+# ---- compaction ------------------------------------------------------------------------------------
+
+LINES = [b"keep-0\n", b"drop-1\n", b"\xff\x00 no text\n", b"drop-3\n", b"drop-4\n", b"\n", b"keep-6\n"]
+STARTS = [sum(map(len, LINES[:index])) for index in range(len(LINES) + 1)]
+KEPT = b"".join(line for line in LINES if not line.startswith(b"drop"))
+READERS = {
+    "start": Reading(0),
+    "middle": Reading(STARTS[3]),
+    "end": Reading(STARTS[7]),
+    "topical": Reading(STARTS[1], {"ask": STARTS[4], "answer": STARTS[6]}, [STARTS[3], STARTS[6]]),
+}
+MOVED = {
+    "start": Reading(0),
+    "middle": Reading(STARTS[3] - 7),
+    "end": Reading(STARTS[7] - 21),
+    "topical": Reading(STARTS[1], {"ask": STARTS[4] - 14, "answer": STARTS[6] - 21}, [STARTS[6] - 21]),
+}
+
+
+def dropped(line: bytes) -> str | None:
+    if not line.startswith(b"drop"):
+        return None
+    return line.decode() if line == b"drop-3" else ""
+
+
+def filled(files: SessionFiles, tail: bytes = b"") -> None:
+    add(files, *LINES)
+    for agent_id, reading in READERS.items():
+        place(files, agent_id, reading)
+    with files.locked():
+        files.write_body("drop-3", b"long")
+        files.write_body("keep-6", b"long")
+    with files.messages.open("ab") as foreign:
+        foreign.write(tail)
+
+
+def compact(files: SessionFiles) -> int:
+    with files.locked() as size:
+        return files.compact(size, dropped)
+
+
+def places(files: SessionFiles) -> dict[str, Reading]:
+    return {agent_id: files.reading_of(agent_id) for agent_id in files.reading_agents()}
+
+
+def leftovers(files: SessionFiles) -> set[str]:
+    known = {"messages.jsonl", "bodies", "cursors", ".lock", "epoch"}
+    return {path.name for path in files.folder.iterdir()} - known
+
+
+def test_compaction_keeps_every_other_byte_and_moves_every_place(files: SessionFiles) -> None:
+    filled(files, b"half a li")
+    assert compact(files) == 3
+    assert files.messages.read_bytes() == KEPT + b"half a li"
+    assert places(files) == MOVED
+    assert [path.name for path in files.bodies.iterdir()] == ["keep-6.txt"]
+    assert files.epoch() == 1
+    assert leftovers(files) == set()
+
+
+def test_compaction_of_nothing_changes_nothing(files: SessionFiles) -> None:
+    add(files, b"keep\n")
+    inode = files.messages.stat().st_ino
+    assert compact(files) == 0
+    assert files.messages.stat().st_ino == inode
+    assert files.epoch() == 0
+
+
+def test_a_window_smaller_than_a_line_changes_nothing(
+    files: SessionFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queuefile, "WINDOW_BYTES", 3)
+    test_compaction_keeps_every_other_byte_and_moves_every_place(files)
+
+
+def test_everything_can_go(files: SessionFiles) -> None:
+    add(files, b"drop-1\n", b"drop-2\n")
+    place(files, "a", Reading(7, {"ask": 14}, [7]))
+    assert compact(files) == 2
+    assert files.messages.read_bytes() == b""
+    assert places(files) == {"a": Reading(0)}
+    add(files, b"keep\n")
+    assert files.messages.read_bytes() == b"keep\n"
+
+
+def test_a_handle_that_was_open_follows_to_the_new_file(files: SessionFiles, folder: Path) -> None:
+    other = SessionFiles(folder, "os", 10.0)
+    filled(other)
+    add(other, b"keep-7\n")
+    add(files, b"keep-8\n")
+    compact(files)
+    add(other, b"keep-9\n")
+    other.close()
+    assert files.messages.read_bytes() == KEPT + b"keep-7\nkeep-8\nkeep-9\n"
+
+
+def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = []
+    for call in range(100):
+        folder = tmp_path / str(call)
+        files = SessionFiles(folder, "os", 10.0)
+        filled(files)
+        with crash_at(monkeypatch, call, "replace", "unlink", "open", "write", "close", "mkdir") as made:
+            compact(files)
+        complete = len(made) < call
+        sender = SessionFiles(folder, "os", 10.0)
+        add(sender, b"keep-7\n")  # a sender does not look at the journal
+        with sender.locked():
+            pass
+        old = sender.messages.read_bytes() == b"".join(LINES) + b"keep-7\n"
+        assert old or sender.messages.read_bytes() == KEPT + b"keep-7\n"
+        assert places(sender) == (READERS if old else MOVED)
+        assert (sender.bodies / "keep-6.txt").exists()
+        assert (sender.bodies / "drop-3.txt").exists() or not old
+        assert not (folder / "expire.journal").exists()
+        # And it can be done (again), with nothing left behind.
+        compact(sender)
+        assert sender.messages.read_bytes() == KEPT + b"keep-7\n"
+        assert places(sender) == MOVED
+        assert not (sender.bodies / "drop-3.txt").exists()
+        assert leftovers(sender) == set()
+        sender.close()
+        outcomes.append(old)
+        if complete:
+            break
+    else:
+        pytest.fail("compaction took a hundred steps")
+    assert outcomes == sorted(outcomes, reverse=True), "one step decides"
+    assert {True, False} <= set(outcomes)
+
+
+def test_a_journal_is_finished_as_often_as_it_is_cut_off(
+    files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(files)
+    journal = folder / "expire.journal"
+    with crash_at(monkeypatch, 2, "replace"):  # the journal, and the new file in its place
+        compact(files)
+    assert journal.exists()
+    step = 0
+    while journal.exists():
+        # Every holder gets one step further than the one before, and then dies, too.
+        with crash_at(monkeypatch, step, "replace", "unlink"), files.locked():
+            pass
+        files.close()
+        step += 1
+    assert step > len(READERS)
+    assert places(files) == MOVED
+    assert files.messages.read_bytes() == KEPT
+
+
+def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
+    files: SessionFiles, folder: Path
+) -> None:
+    filled(files)
+    (folder / "expire.journal").write_bytes(b"")
+    with pytest.raises(DamagedState, match=r"expire\.journal"), files.locked():
+        pass
+    add(files, b"keep-7\n")  # but no sender
+    assert files.messages.read_bytes().endswith(b"keep-7\n")
+
+
+def test_a_journal_names_side_files_only(files: SessionFiles, folder: Path) -> None:
+    add(files, b"one\n")
+    journal = Journal(files.messages.stat().st_ino, 1, {}, ["../messages"])
+    (folder / "expire.journal").write_bytes(msgspec.json.encode(journal))
+    with pytest.raises(InvalidName), files.locked():
+        pass
+    assert files.messages.exists()
+
+
+def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:
+    filled(files)
+    in_a_gap = STARTS[4] + 3
+    for agent_id, text in {"text": b"x", "beyond": b"9999", "gap": b"%d" % in_a_gap, "line": b"3"}.items():
+        (files.cursors / f"{agent_id}.cursor").write_bytes(text)
+    compact(files)
+    with files.locked() as size:
+        for agent_id in ("text", "beyond", "gap", "line"):
+            with pytest.raises(DamagedState):
+                files.trusted_reading(agent_id, size)
+        assert files.trusted_reading("middle", size) == MOVED["middle"]
+
+
+def test_a_damaged_epoch_is_no_reason_to_lose_anything(files: SessionFiles, folder: Path) -> None:
+    filled(files)
+    (folder / "epoch").write_bytes(b"one\n")
+    with pytest.raises(DamagedState, match="epoch"):
+        compact(files)
+    assert files.messages.read_bytes() == b"".join(LINES)
+    assert places(files) == READERS
+
+
+def test_a_failed_rewrite_says_so_and_leaves_the_file(
+    files: SessionFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(files)
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(target) == files.messages:
+            raise OSError(5, "Input/output error")
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        with pytest.raises(WriteFailed, match="Input/output error"):
+            compact(files)
+    assert files.messages.read_bytes() == b"".join(LINES)
+    with files.locked():
+        assert places(files) == READERS
+    assert leftovers(files) == set()
+
+
+def test_a_file_that_shrinks_under_its_lock_is_not_replaced(files: SessionFiles) -> None:
+    filled(files)
+    with files.locked() as size, pytest.raises(Unavailable, match="became shorter"):
+        files._copy_without(os.open(os.devnull, os.O_WRONLY), [], size + 1)
