@@ -1,19 +1,36 @@
-"""Forked children for tests: run a job, wait for it, end it with SIGKILL at a chosen step."""
+"""Forked children for tests: run a job, wait for it, end it with SIGKILL at a chosen step.
+
+A test that forks asks for `no_child_left`, so that its failure leaves no process behind.
+"""
 
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
+
 STEPS_MAX = 1000
+
+_running: set[int] = set()
+
+
+@pytest.fixture
+def no_child_left() -> Iterator[None]:
+    yield
+    while _running:
+        pid = _running.pop()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def start(job: Callable[[], object]) -> int:
     """Fork a child that does `job` and ends; gives its pid."""
     pid = os.fork()
     if pid:
+        _running.add(pid)
         return pid
     code = 1
     try:
@@ -29,8 +46,14 @@ def start(job: Callable[[], object]) -> int:
 
 def wait(*pids: int) -> None:
     """Every child ended well."""
-    codes = {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+    codes = {pid: _exit_code(pid) for pid in pids}
     assert set(codes.values()) <= {0}, f"children ended with {codes}"
+
+
+def _exit_code(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    _running.discard(pid)
+    return os.waitstatus_to_exitcode(status)
 
 
 def run(*jobs: Callable[[], object]) -> None:
@@ -40,7 +63,7 @@ def run(*jobs: Callable[[], object]) -> None:
 
 def killed(job: Callable[[], object]) -> bool:
     """Do a job in a child; whether SIGKILL ended it. Any other failure is an error."""
-    code = os.waitstatus_to_exitcode(os.waitpid(start(job), 0)[1])
+    code = _exit_code(start(job))
     assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
     return code != 0
 

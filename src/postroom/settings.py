@@ -163,10 +163,15 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     return Settings(bus=BusSettings(**bus), queue=_queue(queue, environ))
 
 
-def queue_from_environment(environ: Mapping[str, str], root: Path | None = None) -> QueueSettings:
-    """What `Queue()` takes for what it is not told. A `root` that is told is not looked for."""
-    given = _from_environment(QueueSettings, environ)
-    return _queue(given if root is None else {**given, "root": root}, environ)
+def queue_root(environ: Mapping[str, str]) -> Path:
+    """The folder of a `Queue` that was given none."""
+    found = _one(_queue_setting("root"), environ, UNSET)
+    return _default_root(environ) if found is UNSET else Path(found)
+
+
+def queue_body_threshold(environ: Mapping[str, str]) -> int:
+    """The threshold of a `Queue` that was given none."""
+    return int(_one(_queue_setting("body_threshold"), environ))
 
 
 def queue_disabled(environ: Mapping[str, str]) -> bool:
@@ -257,7 +262,7 @@ def _document(config: Path) -> dict[str, Any]:
         return tomllib.loads(config.read_text("utf-8"))
     except OSError as error:
         raise InvalidSetting(f"cannot read {config}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise InvalidSetting(f"{config} is not TOML: {error}") from None
 
 
@@ -271,7 +276,15 @@ def _entries(
     for key, value in table.items():
         # Whole numbers may stand for true and false, as in the environment; texts never for numbers.
         checked = _checked(known[key], f"{config}: {name}.{key}", value, strict=not isinstance(value, int))
-        yield key, config.parent / checked.expanduser() if isinstance(checked, Path) else checked
+        yield key, _resolved(config, checked) if isinstance(checked, Path) else checked
+
+
+def _resolved(config: Path, path: Path) -> Path:
+    """Relative to the file that names it, with `~` as in a shell."""
+    try:
+        return config.parent / path.expanduser()
+    except RuntimeError:
+        raise InvalidSetting(f"{config}: {str(path)!r} names a home folder that does not exist") from None
 
 
 def _refuse_unknown(config: Path, found: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> None:

@@ -31,12 +31,16 @@ from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSe
 from postroom.logs.queuefile import Reading
 from postroom.nudges.watch import Watch
 from tests import children
+from tests.children import no_child_left
 
 START = datetime(2026, 6, 10, tzinfo=UTC)
 KEYS = ["msg_id", "ts", "from", "to", "topic", "body", "in_reply_to", "ttl_s"]
 SWITCHES = ["ZOS_MQ_DISABLED", "POSTROOM_QUEUE_DISABLED"]
 BAD_NAMES = ["", "..", ".a", "-a", "a/b", "a\n", "a b", "\u0430gent", "a" * 129]
 CANARY = "canary-4711"
+
+__all__ = ["no_child_left"]  # a fixture
+pytestmark = pytest.mark.usefixtures("no_child_left")
 
 
 class Clock:
@@ -219,7 +223,7 @@ def test_an_unknown_topic_is_refused_and_nothing_is_stored(queue: Queue, topic: 
     assert not session_of(queue).exists()
 
 
-@pytest.mark.parametrize("ttl_s", [-1, -0.5, math.nan, math.inf, True, "600"])
+@pytest.mark.parametrize("ttl_s", [-1, -0.5, math.nan, math.inf, 10**400, True, "600"])
 def test_a_ttl_below_zero_or_no_number_is_refused(queue: Queue, ttl_s: Any) -> None:
     with pytest.raises(ValueError, match="ttl_s"):
         queue.send("ask", "x", ttl_s=ttl_s)
@@ -689,6 +693,62 @@ def test_no_foreign_line_stops_a_poll(queue: Queue) -> None:
     assert bodies(queue.poll("a")) == ["1", "2", "3", "@file:.txt", "x"]
     assert queue.status("default")["messages"] == 5
     assert queue.expire() == 0
+
+
+@pytest.mark.parametrize("keep_filtered", [False, True])
+def test_a_limit_leaves_the_rest_for_later(queue: Queue, keep_filtered: bool) -> None:
+    for number in range(7):
+        queue.send("ask", str(number), to="b" if number == 3 else "a")
+    wanted = "ask" if keep_filtered else None
+    parts = [bodies(queue.poll("a", wanted, limit=2, keep_filtered=keep_filtered)) for _ in range(4)]
+    assert parts == [["0", "1"], ["2", "4"], ["5", "6"], []]
+    assert queue.poll("a") == []
+
+
+def test_a_limit_of_zero_moves_nothing(queue: Queue) -> None:
+    queue.send("ask", "x", to="b")
+    queue.send("ask", "y", to="a")
+    assert queue.poll("a", limit=0) == []
+    assert queue.poll("a", limit=0, wait_s=60) == []
+    assert cursor_of(queue, "a") == 0
+    assert bodies(queue.poll("a", limit=10**9)) == ["y"]
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "2"])
+def test_a_limit_is_a_number_of_messages(queue: Queue, limit: Any) -> None:
+    queue.send("ask", "x")
+    with pytest.raises(InvalidMessage, match="number of messages"):
+        queue.poll("a", limit=limit)
+    with pytest.raises(InvalidMessage, match="number of messages"):
+        queue.tail(limit)
+    assert bodies(queue.poll("a")) == ["x"]
+
+
+def test_long_bodies_are_handed_out_in_parts_and_none_is_too_long(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "POLL_BYTES_MAX", 10_000)
+    sizes = [4000, 4000, 4000, 20_000, 4000]
+    for size in sizes:
+        queue.send("ask", "x" * size)
+    parts = [list(map(len, bodies(queue.poll("a")))) for _ in range(5)]
+    assert [size for part in parts for size in part] == sizes
+    assert parts[0] == [4000, 4000]
+
+
+def test_a_body_that_cannot_be_held_is_not_lost(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.send("ask", "x" * 5000)
+
+    def too_little_memory(path: Path) -> bytes:
+        if path.parent.name == "bodies":
+            raise MemoryError
+        return path.read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("postroom.logs.queuefile.read_file", too_little_memory)
+        with pytest.raises(MemoryError):
+            queue.poll("a")
+    assert bodies(queue.poll("a")) == ["x" * 5000]
 
 
 def test_a_long_backlog_is_handed_out_in_parts(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1340,7 +1400,7 @@ def test_an_answer_that_was_polled_is_not_given_again(queue: Queue) -> None:
         (question,) = other.poll("helper", wait_s=60)
         with other._session(None).locked() as size:  # nobody else gets in between
             line = b'{"msg_id":"f","ts":"","from":"h","topic":"answer","body":"42","in_reply_to":"%b"}\n'
-            other._session(None).append(line % question["msg_id"].encode(), size)
+            other._session(None)._file.append(line % question["msg_id"].encode(), size)
             other._session(None).write_reading(
                 "me", Reading(), Reading(0, {"answer": messages_of(queue).stat().st_size})
             )
@@ -1431,18 +1491,31 @@ def test_an_inbox_proves_what_was_read(queue: Queue) -> None:
     assert queue.inbox("a") == {"cursor": 0, "high_water": size, "epoch": 0, "topics": {}, "empty": False}
     queue.poll("a", "ask", keep_filtered=True)
     assert queue.inbox("a")["topics"] == {"ask": size}
+    assert queue.inbox("a")["empty"]
+    queue.send("status", "y")
     assert not queue.inbox("a")["empty"]
+    size = messages_of(queue).stat().st_size
     queue.poll("a")
     raw(queue, b"torn")
     assert queue.inbox("a") == {"cursor": size, "high_water": size, "epoch": 0, "topics": {}, "empty": True}
 
 
-def test_an_inbox_is_empty_when_every_topic_was_read_on_its_own(queue: Queue) -> None:
-    queue.send("ask", "x")
-    for topic in TOPICS:
+def test_an_inbox_is_empty_only_when_every_topic_was_read(queue: Queue) -> None:
+    for topic in sorted(TOPICS):
+        queue.send(topic, "x")
+    for topic in sorted(TOPICS):
         assert not queue.inbox("a")["empty"]
         queue.poll("a", topic, keep_filtered=True)
     assert queue.inbox("a")["empty"]
+
+
+def test_a_foreign_topic_that_waits_makes_an_inbox_not_empty(queue: Queue) -> None:
+    queue.send("ask", "a")
+    raw(queue, b'{"msg_id":"f1","ts":"","from":"x","topic":"gossip","body":"b"}\n')
+    queue.poll("ada", sorted(TOPICS), keep_filtered=True)
+    assert not queue.inbox("ada")["empty"]
+    assert bodies(queue.poll("ada")) == ["b"]
+    assert queue.inbox("ada")["empty"]
 
 
 # ---- beyond: registered agents -----------------------------------------------------------------------

@@ -4,7 +4,9 @@ Every message carries a token, `writer.number.size`, and a body that follows fro
 knows nothing but tokens can tell a whole body from a torn one, and one delivery from two.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -113,3 +115,27 @@ def check_writers_in_order(tokens: Iterable[str], tally: Tally) -> None:
         if number != following.get(writer, 0):
             tally.breaks(f"{writer}: message {number} stands where {following.get(writer, 0)} belongs")
         following[writer] = number + 1
+
+
+class AppendOnly:
+    """Watches that a log only grows: what cannot be parsed is kept like everything else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: list[tuple[int, int]] = []
+
+    def look(self) -> None:
+        """Remember what the file holds now."""
+        data = self._path.read_bytes() if self._path.exists() else b""
+        self._seen.append((len(data), zlib.crc32(data)))
+
+    def check(self, tally: Tally) -> None:
+        """Every earlier content has to be a beginning of the last."""
+        data = self._path.read_bytes()
+        end = checksum = 0
+        for size, expected in self._seen:
+            checksum = zlib.crc32(data[end:size], checksum)
+            end = size
+            if size > len(data) or checksum != expected:
+                tally.breaks(f"of the first {size} bytes of {self._path.name} some were changed or removed")
+                return

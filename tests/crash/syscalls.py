@@ -26,7 +26,7 @@ from postroom.errors import HandleDead, PostroomError, WriteFailed
 from postroom.message import Durability
 from tests.crash.ledger import Tally
 from tests.crash.updates import ATTEMPTS_MAX, BUS_UPDATES, QUEUE_UPDATES, Attempt, Expected, Update
-from tests.crash.workers import STUCK_S, die_with_parent, scratch_parent
+from tests.crash.workers import STUCK_S, die_with_parent, let_be_traced, scratch_parent
 
 POINTS_MAX = 500  # of one system call in one update: far above what any of them does
 DURABILITIES: tuple[Durability, ...] = ("os", "group", "fsync")
@@ -188,6 +188,7 @@ def _forked(
         return pid
     try:
         die_with_parent(parent)
+        let_be_traced()
         logging.getLogger("postroom").setLevel(logging.CRITICAL)
         signal.sigwait({signal.SIGUSR1})
         _attempt(update, folder, durability, to_parent, tries=ATTEMPTS_MAX if retry else 1)

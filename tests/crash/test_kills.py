@@ -5,11 +5,20 @@
 """
 
 import secrets
+from pathlib import Path
 
 import pytest
 
 from tests.crash import kills
-from tests.crash.ledger import Delivery, Tally, body_of, check_writers_in_order, compare, token_of
+from tests.crash.ledger import (
+    AppendOnly,
+    Delivery,
+    Tally,
+    body_of,
+    check_writers_in_order,
+    compare,
+    token_of,
+)
 
 KILLS = {
     "kills-append": 8,
@@ -65,6 +74,22 @@ def test_the_checker_counts_what_is_lost_torn_and_doubled() -> None:
 def test_the_checker_sees_a_gap_in_what_one_writer_wrote() -> None:
     tally = Tally()
     check_writers_in_order([delivery(0).token, delivery(2).token], tally)
+    assert tally.broken
+
+
+def test_the_checker_sees_that_a_torn_tail_was_removed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"whole\nto")
+    kept = AppendOnly(log)
+    kept.look()
+    log.write_bytes(b"whole\nto\nnext\n")
+    kept.look()
+    fine = Tally()
+    kept.check(fine)
+    assert fine.ok
+    log.write_bytes(b"whole\nnext\nafter that\n")
+    tally = Tally()
+    kept.check(tally)
     assert tally.broken
 
 

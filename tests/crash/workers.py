@@ -29,6 +29,7 @@ READ_BYTES = 1 << 16
 REPORTS_AHEAD_MAX = 8  # unread reports before a worker has to wait; a power of two
 GAP_FIRST_S = 0.000_3
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 
 Report = Callable[..., None]
 """Called with the words of one line, or with several lines' worth as one list."""
@@ -198,6 +199,12 @@ def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def let_be_traced() -> None:
+    """Where only an ancestor may trace a process, strace beside it is none: say that anybody may."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1))
 
 
 def scratch_parent(number: int) -> Path | None:

@@ -271,7 +271,7 @@ def test_a_file_that_is_not_there_reads_as_empty_but_not_silently(path: Path) ->
     for command in ("read", "tail", "query", "count"):
         done = postroom("bus", command, "--bus", path)
         assert (done.code, done.out.strip("0\n")) == (0, "")
-        assert f"there is no file {path}" in done.error
+        assert f"there is nothing at {path} yet" in done.error
     assert not path.exists()
 
 

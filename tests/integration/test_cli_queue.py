@@ -143,7 +143,9 @@ def test_expire_and_tail(root: Path) -> None:
 
 
 def test_status_is_one_line_for_each_session() -> None:
-    assert postroom("queue", "status") == Result(0, b"", "")
+    empty = postroom("queue", "status")
+    assert (empty.code, empty.raw) == (0, b"")
+    assert "there is nothing at" in empty.error
     send("--topic", "ask", "--body", "1")
     send("--topic", "status", "--session", "night", "--body", "2")
     poll("a")

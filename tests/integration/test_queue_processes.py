@@ -15,6 +15,7 @@ import pytest
 
 from postroom import Queue
 from tests import children
+from tests.children import no_child_left
 from tests.quick import quick_path
 
 SENDERS = 8
@@ -22,7 +23,8 @@ EACH = 120
 LONG = 5000
 HANG_GUARD_S = 60.0
 START = datetime(2026, 6, 10, tzinfo=UTC)
-__all__ = ["quick_path"]  # a fixture
+__all__ = ["no_child_left", "quick_path"]  # fixtures
+pytestmark = pytest.mark.usefixtures("no_child_left")
 STEPS = ("open", "write", "close", "replace", "rename", "unlink", "mkdir", "ftruncate", "fsync")
 
 
@@ -233,7 +235,6 @@ def test_a_poll_that_waits_for_a_session_that_nobody_made_yet_is_woken(root: Pat
 
     pid = children.start(poller)
     wait_until_polled(root, "a")
-    shutil.rmtree(root / "sessions" / "new")
     with Queue(root) as queue:
         queue.send("ask", "wake up", session="new")
     children.wait(pid)

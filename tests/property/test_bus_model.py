@@ -271,7 +271,7 @@ class BusMachine(RuleBasedStateMachine):
 
 def test_the_bus_holds_what_the_model_holds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "postroom.bus")
-    run_state_machine_as_test(BusMachine, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(BusMachine, settings=settings(max_examples=40, stateful_step_count=30))
 
 
 # ---- concurrent histories --------------------------------------------------------------------------

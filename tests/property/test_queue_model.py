@@ -20,16 +20,20 @@ from postroom import TOPICS, Queue
 from postroom.contracts import queue as contract
 from postroom.nudges.watch import Watch
 from tests import children
+from tests.children import no_child_left
 from tests.quick import QUICK
 
 EXAMPLES = settings().max_examples
 AGENTS = ["a", "b", "c"]
 THRESHOLD_BYTES = 16
 
+__all__ = ["no_child_left"]  # a fixture
+
 agents = st.sampled_from(AGENTS)
 topics = st.sampled_from(sorted(TOPICS))
 filters = st.sets(topics, min_size=1)
 recipients = st.sampled_from([None, "all", "broadcast", *AGENTS])
+limits = st.sampled_from([None, None, 0, 1, 2])
 lives = st.sampled_from([None, None, 0, 0.5, 1, 5])
 texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=THRESHOLD_BYTES * 2),
@@ -77,11 +81,23 @@ class Model:
             self.torn = b""
         self.lines.append(message)
 
-    def poll(self, agent: str, wanted: set[str] | None, *, keep: bool) -> list[Sent]:
-        unread = [message for message in self.sent if message.msg_id not in self.through[agent]]
-        chosen = [message for message in unread if wanted is None or message.topic in wanted]
-        self.through[agent].update(message.msg_id for message in (chosen if keep else unread))
-        return [message for message in chosen if message.is_for(agent) and message.is_live(self.now)]
+    def poll(self, agent: str, wanted: set[str] | None, limit: int | None, *, keep: bool) -> list[Sent]:
+        found: list[Sent] = []
+        for message in self.unread(agent):
+            if limit is not None and len(found) >= limit:
+                break
+            chosen = wanted is None or message.topic in wanted
+            if chosen or not keep:
+                self.through[agent].add(message.msg_id)
+            if chosen and message.is_for(agent) and message.is_live(self.now):
+                found.append(message)
+        return found
+
+    def unread(self, agent: str) -> list[Sent]:
+        return [message for message in self.sent if message.msg_id not in self.through[agent]]
+
+    def is_empty(self, agent: str) -> bool:
+        return not any(m.is_for(agent) and m.is_live(self.now) for m in self.unread(agent))
 
     def expire(self) -> int:
         live = [line for line in self.lines if isinstance(line, bytes) or line.is_live(self.now)]
@@ -172,18 +188,18 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(agent=agents)
     def poll_all(self, agent: str) -> None:
-        self.compare(agent, self.queue.poll(agent), self.model.poll(agent, None, keep=False))
+        self.compare(agent, self.queue.poll(agent), self.model.poll(agent, None, None, keep=False))
         assert self.queue.inbox(agent)["empty"]
 
-    @rule(agent=agents, wanted=filters)
-    def poll_some_and_eat_the_rest(self, agent: str, wanted: set[str]) -> None:
-        self.compare(agent, self.queue.poll(agent, wanted), self.model.poll(agent, wanted, keep=False))
-        assert self.queue.inbox(agent)["empty"]
+    @rule(agent=agents, wanted=st.none() | filters, limit=limits)
+    def poll_some_and_eat_the_rest(self, agent: str, wanted: set[str] | None, limit: int | None) -> None:
+        expected = self.model.poll(agent, wanted, limit, keep=False)
+        self.compare(agent, self.queue.poll(agent, wanted, limit=limit), expected)
 
-    @rule(agent=agents, wanted=filters)
-    def poll_some_and_keep_the_rest(self, agent: str, wanted: set[str]) -> None:
-        found = self.queue.poll(agent, wanted, keep_filtered=True)
-        self.compare(agent, found, self.model.poll(agent, wanted, keep=True))
+    @rule(agent=agents, wanted=filters, limit=limits)
+    def poll_some_and_keep_the_rest(self, agent: str, wanted: set[str], limit: int | None) -> None:
+        expected = self.model.poll(agent, wanted, limit, keep=True)
+        self.compare(agent, self.queue.poll(agent, wanted, keep_filtered=True, limit=limit), expected)
 
     def compare(self, agent: str, found: list[Any], expected: list[Sent]) -> None:
         assert as_seen(found) == as_seen(expected)
@@ -252,8 +268,7 @@ class QueueMachine(RuleBasedStateMachine):
     def inbox(self, agent: str) -> None:
         proof = self.queue.inbox(agent)
         assert 0 <= proof["cursor"] <= proof["high_water"]
-        if proof["empty"]:
-            assert {message.msg_id for message in self.model.sent} <= self.model.through[agent]
+        assert proof["empty"] == self.model.is_empty(agent)
 
     # ---- time and processes
 
@@ -312,6 +327,7 @@ steps = st.one_of(
     st.tuples(st.just("send"), topics, st.sampled_from([None, "w0", "w1", "w2", POOL]), st.integers(0, 40)),
     st.tuples(st.just("send-expired"), topics, st.integers(0, 40)),
     st.tuples(st.just("poll")),
+    st.tuples(st.just("poll-one")),
     st.tuples(st.just("keep"), filters),
     st.tuples(st.just("pool")),
     st.tuples(st.just("expire")),
@@ -339,6 +355,8 @@ def work(queue: Queue, number: int, program: list[Any], history: History) -> Non
                 queue.send(topic, "x" * size, ttl_s=0, sender=me)
             case ("poll",):
                 history.got.append(ids(queue.poll(me)))
+            case ("poll-one",):
+                history.got.append(ids(queue.poll(me, limit=1)))
             case ("keep", wanted):
                 history.got.append(ids(queue.poll(me, wanted, keep_filtered=True)))
             case ("pool",):
@@ -405,6 +423,7 @@ def test_threads_lose_double_and_reorder_nothing(programs: list[Any], shared: bo
         judge(root, histories)
 
 
+@pytest.mark.usefixtures("no_child_left")
 @settings(max_examples=max(10, EXAMPLES // 10))
 @given(programs=programs, inherited=st.booleans())
 def test_processes_lose_double_and_reorder_nothing(programs: list[Any], inherited: bool) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from postroom.core import buswire
 from postroom.core.buswire import decode, draft, encode
+from postroom.core.ids import bus_id, origin
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage
 from tests.bustexts import FIRST, SECOND, TS, bodies, names, structured
@@ -164,6 +165,22 @@ def test_a_batch_has_the_bytes_of_its_messages_one_by_one(
         assert together is not None, "this is what it is made for"
     if together is not None:
         assert buswire.encode_batch(together, msg_ids, TS, before) == expected
+
+
+@given(
+    st.integers(-(10**18), 4 * 10**18),
+    st.integers(0, 30_000),
+    st.sampled_from(["", FIRST, "zzz", "MSG-20991231-235959-999999999-PID99999-9999"]),
+    bodies,
+    st.sampled_from(["", TS]),
+)
+def test_the_next_record_is_what_its_two_steps_make(
+    epoch_ns: int, sequence: int, last: str, body: str, preset_ts: str
+) -> None:
+    drafted = draft("note", "p", "t", "r", (), "", body, preset_ts)
+    msg_id, ts = bus_id(epoch_ns, origin(7), sequence, last)
+    expected = msg_id, encode(drafted, msg_id, ts, b"\n")
+    assert buswire.encode_next(drafted, epoch_ns, origin(7), sequence, last, b"\n") == expected
 
 
 EVERYDAY = {"type": "t", "project_id": "p", "task_id": "k", "run_id": "r", "body": "b"}

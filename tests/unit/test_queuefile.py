@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom.core.queuewire import TOPICS
-from postroom.errors import DamagedState, InvalidName, LockTimeout, Unavailable, UnsafePath, WriteFailed
+from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
-from postroom.logs.queuefile import Journal, Reading, SessionFiles
+from postroom.logs.queuefile import Reading, SessionFiles
 
 SMALL_WINDOW_BYTES = 7
 
@@ -32,13 +32,14 @@ def files(folder: Path) -> Iterator[SessionFiles]:
     opened.close()
 
 
+def hold(files: SessionFiles) -> None:
+    with files.locked():
+        pass
+
+
 def add(files: SessionFiles, *lines: bytes) -> None:
     for line in lines:
-        size = files.lock()
-        try:
-            files.append(line, size)
-        finally:
-            files.unlock()
+        files.append(line, lambda: None)
 
 
 def place(files: SessionFiles, agent_id: str, reading: Reading) -> None:
@@ -109,7 +110,7 @@ def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path
 def test_two_holders_exclude_each_other(files: SessionFiles, folder: Path) -> None:
     other = SessionFiles(folder, "os", 0.01)
     with files.locked(), pytest.raises(LockTimeout, match=r"\.lock within 0\.01 s"):
-        other.lock()
+        hold(other)
     with other.locked() as size:
         assert size == 0
     other.close()
@@ -120,7 +121,7 @@ def test_a_timeout_leaves_the_lock_with_its_holder(files: SessionFiles, folder: 
     with files.locked():
         for other in (first, first, second):
             with pytest.raises(LockTimeout):
-                other.lock()
+                hold(other)
     first.close()
     second.close()
 
@@ -145,7 +146,7 @@ def test_a_symlink_in_place_of_a_file_is_refused(files: SessionFiles, folder: Pa
     victim.write_text("precious")
     (folder / name).symlink_to(victim)
     with pytest.raises(UnsafePath, match="symlink"):
-        files.lock()
+        hold(files)
     assert victim.read_text() == "precious"
 
 
@@ -154,7 +155,7 @@ def test_a_symlink_that_comes_later_is_refused(files: SessionFiles, folder: Path
     files.messages.rename(folder / "moved")
     files.messages.symlink_to(folder / "moved")
     with pytest.raises(UnsafePath, match="symlink"):
-        files.lock()
+        hold(files)
     assert (folder / "moved").read_bytes() == b"one\n"
 
 
@@ -180,7 +181,7 @@ def test_a_session_that_is_replaced_again_and_again_is_given_up(
     monkeypatch.setattr(queuefile, "REOPENS_MAX", 3)
     monkeypatch.setattr(files, "_lock_is_current", lambda: False)
     with pytest.raises(Unavailable, match="replaced faster"):
-        files.lock()
+        hold(files)
 
 
 def test_a_lock_file_that_was_replaced_while_it_was_waited_for_is_opened_again(
@@ -199,15 +200,14 @@ def test_a_lock_file_that_was_replaced_while_it_was_waited_for_is_opened_again(
 
 def test_a_reopening_thread_waits_for_the_holder(files: SessionFiles) -> None:
     add(files, b"one\n")
-    size = files.lock()
-    reopener = threading.Thread(target=files.reopen)
-    reopener.start()
-    reopener.join(0.2)
-    files.append(b"two\n", size)
-    files.unlock()
+    with files.locked() as size:
+        reopener = threading.Thread(target=files.reopen)
+        reopener.start()
+        reopener.join(0.2)
+        assert files.read(0, size) == b"one\n"
     reopener.join()
-    add(files, b"three\n")
-    assert files.messages.read_bytes() == b"one\ntwo\nthree\n"
+    add(files, b"two\n")
+    assert files.messages.read_bytes() == b"one\ntwo\n"
 
 
 # ---- lines -----------------------------------------------------------------------------------------
@@ -544,13 +544,26 @@ def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
     assert files.messages.read_bytes().endswith(b"keep-7\n")
 
 
-def test_a_journal_names_side_files_only(files: SessionFiles, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"bodies": ["../messages"]},
+        {"readings": {"../agent": {"cursor": 0, "topics": {}, "taken": []}}},
+        {"epoch": -1},
+    ],
+)
+def test_a_journal_is_believed_as_a_whole_or_not_at_all(
+    files: SessionFiles, folder: Path, part: dict[str, object]
+) -> None:
     add(files, b"one\n")
-    journal = Journal(files.messages.stat().st_ino, 1, {}, ["../messages"])
+    journal = {"inode": files.messages.stat().st_ino, "epoch": 1, "readings": {}, "bodies": [], **part}
     (folder / "expire.journal").write_bytes(msgspec.json.encode(journal))
-    with pytest.raises(InvalidName), files.locked():
+    with pytest.raises(DamagedState), files.locked():
         pass
-    assert files.messages.exists()
+    assert files.messages.read_bytes() == b"one\n"
+    assert (folder / "expire.journal").exists()
+    assert not (folder / "agent.cursor").exists()
+    assert files.epoch() == 0
 
 
 def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom import DEFAULT_BODY_THRESHOLD, Rejected
+from postroom import DEFAULT_BODY_THRESHOLD, Queue, Rejected
 from postroom.errors import InvalidSetting, exit_code
 from postroom.settings import (
     BusSettings,
@@ -13,7 +13,7 @@ from postroom.settings import (
     load,
     queue_agent_id,
     queue_disabled,
-    queue_from_environment,
+    queue_root,
     queue_session,
 )
 
@@ -93,30 +93,39 @@ def test_the_folder_of_the_queue_is_looked_for_in_order() -> None:
     }
     expected = ["1", "2", "3/agent-mq", "/4/postroom/queue", "/5/.local/share/postroom/queue"]
     for variable, folder in zip(list(environ), expected, strict=True):
-        assert queue_from_environment(environ).root == Path(folder)
+        assert queue_root(environ) == Path(folder)
         assert load(None, environ).queue.root == Path(folder)
         del environ[variable]
-    assert queue_from_environment({"XDG_DATA_HOME": "relative", **HOME}).root.is_relative_to("/home/me")
+    assert queue_root({"XDG_DATA_HOME": "relative", **HOME}).is_relative_to("/home/me")
 
 
-def test_a_folder_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert queue_from_environment({"ZOS_MQ_ROOT": "x"}, Path("y")).root == Path("y")
-
+def test_without_a_home_the_folder_must_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def homeless() -> Path:
         raise RuntimeError
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert queue_from_environment({}, Path("y")).root == Path("y")
     with pytest.raises(InvalidSetting, match="POSTROOM_QUEUE_ROOT"):
-        queue_from_environment({})
+        queue_root({})
+    for variable in ("HOME", "XDG_DATA_HOME", "ZOS_HOME", "ZOS_MQ_ROOT", "POSTROOM_QUEUE_ROOT"):
+        monkeypatch.delenv(variable, raising=False)
+    assert Queue(tmp_path).root == tmp_path
+
+
+def test_what_is_given_is_stronger_than_a_bad_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("POSTROOM_QUEUE_BODY_THRESHOLD", "-1")
+    assert Queue(tmp_path, 5).body_threshold == 5
+    with pytest.raises(InvalidSetting, match="POSTROOM_QUEUE_BODY_THRESHOLD"):
+        Queue(tmp_path)
 
 
 def test_our_own_variables_are_stronger_than_those_of_the_original() -> None:
     for key in ("ROOT", "SESSION", "AGENT_ID", "BODY_THRESHOLD", "DISABLED"):
         both = {f"ZOS_MQ_{key}": "0", f"POSTROOM_QUEUE_{key}": "1", **HOME}
         only_theirs = {f"ZOS_MQ_{key}": "1", f"POSTROOM_QUEUE_{key}": "", **HOME}  # empty is not set
-        assert str(getattr(queue_from_environment(both), key.lower())) in ("1", "True")
-        assert str(getattr(queue_from_environment(only_theirs), key.lower())) in ("1", "True")
+        assert str(getattr(load(None, both).queue, key.lower())) in ("1", "True")
+        assert str(getattr(load(None, only_theirs).queue, key.lower())) in ("1", "True")
 
 
 def test_what_is_looked_up_in_every_call() -> None:

@@ -18,6 +18,7 @@ from postroom.cli.shell import (
     Stopped,
     add_json_option,
     as_path,
+    note_missing,
     parse_wait,
     read_body,
     reader_gone,
@@ -361,12 +362,6 @@ def print_report(shell: Shell, report: "BusReport") -> None:
         shell.output.text(f"{report.torn_tail_bytes:,} bytes of an unfinished record at the end")
     if damaged:
         shell.output.rows(["offset", "length", "reason"], damaged, empty="")
-
-
-def note_missing(shell: Shell, path: Path) -> None:
-    """Nothing there reads as an empty bus, but a slip in the path should not look like one."""
-    if not path.exists():
-        warn(shell.program, f"warning: there is no file {path} yet")
 
 
 # ---- rotating ----------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from postroom.cli.shell import COUNT, HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait, read_body
+from postroom.cli.shell import (
+    COUNT,
+    HELP_OPTIONS,
+    Shell,
+    add_json_option,
+    as_path,
+    note_missing,
+    parse_wait,
+    read_body,
+)
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
 
 if TYPE_CHECKING:
@@ -54,7 +63,9 @@ root_option = option(
     "else a folder of the user]",
 )
 session_option = option(
-    "--session", metavar="NAME", help="The session.  [default: $ZOS_MQ_SESSION, else default]"
+    "--session",
+    metavar="NAME",
+    help="The session.  [default: $POSTROOM_QUEUE_SESSION, $ZOS_MQ_SESSION, else default]",
 )
 every_session_option = option("--session", metavar="NAME", help="One session only.  [default: every session]")
 agent_option = option("--agent", "agent_id", required=True, metavar="ID", help="Who reads.")
@@ -64,7 +75,9 @@ ttl_option = option(
     "--ttl", "ttl_s", type=parse_seconds, metavar="S", help="Seconds until it expires.  [default: never]"
 )
 sender_option = option(
-    "--sender", metavar="ID", help="Who sends.  [default: $ZOS_MQ_AGENT_ID, else anonymous]"
+    "--sender",
+    metavar="ID",
+    help="Who sends.  [default: $POSTROOM_QUEUE_AGENT_ID, $ZOS_MQ_AGENT_ID, else anonymous]",
 )
 durability_option = option(
     "--durability",
@@ -139,9 +152,9 @@ def tail(
 ) -> None:
     """Print the last messages of a session, and change nothing."""
     with shell.queue(root) as mailbox:
-        print_messages(
-            shell, mailbox.tail(count, chosen_session(shell, session), include_expired=include_expired)
-        )
+        messages = mailbox.tail(count, chosen_session(shell, session), include_expired=include_expired)
+        note_missing(shell, mailbox.root)
+    print_messages(shell, messages)
 
 
 def expire(shell: Shell, /, session: str | None, root: Path | None = None) -> None:
@@ -155,6 +168,7 @@ def status(shell: Shell, /, session: str | None, root: Path | None = None) -> No
     """Count the messages of each session."""
     with shell.queue(root) as mailbox:
         counts = mailbox.status(session)
+        note_missing(shell, mailbox.root)
     if shell.output.form == "zos":
         shell.output.pretty(counts)
         return
@@ -206,10 +220,11 @@ def tail_options() -> list[click.Parameter]:
 def inbox(shell: Shell, /, agent_id: str, session: str | None, root: Path | None) -> None:
     """Say how far an agent has read.
 
-    `empty` is true only when every line of the queue was passed: silence is proved, not assumed.
+    `empty` is true only when no line holds anything new for the agent: silence is proved, not assumed.
     """
     with shell.queue(root) as mailbox:
         facts = mailbox.inbox(agent_id, chosen_session(shell, session))
+        note_missing(shell, mailbox.root)
     state = "nothing is waiting" if facts["empty"] else "something is waiting"
     place = f"{facts['cursor']} of {facts['high_water']} bytes in epoch {facts['epoch']}"
     shell.output.facts({"agent_id": agent_id, **facts}, f"{agent_id}: {state}; it has read {place}")
@@ -268,6 +283,7 @@ def check(shell: Shell, /, session: str | None, root: Path | None) -> int:
     with shell.queue(root) as mailbox:
         names = mailbox.sessions() if session is None else [session]
         reports = [mailbox.check(name) for name in names]
+        note_missing(shell, mailbox.root)
     for report in reports:
         print_report(shell, report)
     return EXIT_OK if all(report.ok for report in reports) else EXIT_RUNTIME
@@ -351,6 +367,7 @@ def print_report(shell: Shell, report: "QueueReport") -> None:
     )
     shell.output.text(f"{report.session}: {verdict}, {report.messages:,} lines")
     faults = [
+        *({"what": "session", "reason": reason} for reason in report.state),
         *({"what": f"line at {d.offset}", "reason": d.reason} for d in report.unreadable),
         *({"what": f"cursor of {agent}", "reason": reason} for agent, reason in report.cursors.items()),
         *({"what": f"body of {b.msg_id}", "reason": b.reason} for b in report.bodies),

@@ -87,11 +87,12 @@ class Shell:
 
         self.show_warnings()
         chosen = self.settings.queue
-        if chosen.disabled:
-            # The library looks for its kill switch in the environment; postroom.toml may be what said it.
-            os.environ["POSTROOM_QUEUE_DISABLED"] = "1"
-        folder = root or self.queue_root or chosen.root
-        return Queue(folder, chosen.body_threshold, durability=durability or chosen.durability)
+        return Queue(
+            root or self.queue_root or chosen.root,
+            chosen.body_threshold,
+            durability=durability or chosen.durability,
+            disabled=chosen.disabled,
+        )
 
     def show_warnings(self) -> None:
         """What the library logs, such as damage that it skipped, one line each on stderr."""
@@ -311,3 +312,9 @@ def add_json_option(group: click.Group) -> None:
     """Every command of a group takes --json, besides the program itself."""
     for command in group.commands.values():
         command.params.append(json_option())
+
+
+def note_missing(shell: Shell, path: Path) -> None:
+    """Nothing there reads as empty, but a slip in the path should not look like that."""
+    if not path.exists():
+        warn(shell.program, f"warning: there is nothing at {path} yet")

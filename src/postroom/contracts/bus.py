@@ -23,7 +23,7 @@ from postroom.core.times import NANOS_PER_S, checked_seconds, epoch_ns_of, norma
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import busfile, lock
 from postroom.logs.appendfile import AppendFile
-from postroom.logs.atomic import open_safely, sync_folder
+from postroom.logs.atomic import absolute_path, open_safely, sync_folder
 from postroom.logs.handles import reset_after_fork
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
@@ -79,23 +79,23 @@ class Bus:
         durability: Durability = "os",
         clock: Callable[[], datetime] | None = None,
     ) -> None:
-        if not os.fspath(path).strip():
-            raise InvalidMessage("the bus path is empty")
         for name, value in (("lock_timeout_s", lock_timeout_s), ("poll_interval_s", poll_interval_s)):
             if not checked_seconds(name, value):
                 raise InvalidMessage(f"{name} must be positive, not {value!r}")
-        if rotate_bytes is not None and not rotate_bytes > 0:
+        if rotate_bytes is not None and not _checked_limit("rotate_bytes", rotate_bytes):
             raise InvalidMessage(f"rotate_bytes must be positive, not {rotate_bytes!r}")
         if durability not in DURABILITIES:
             raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
+        # `path` is as given, for people; `_at` means the same file after the process has changed its folder.
+        self._at = absolute_path("the bus path", path)
         self.path = Path(path)
-        self.root = Path(root) if root is not None else self.path.parent
+        self.root = absolute_path("the root", root) if root is not None else self._at.parent
         self._lock_timeout_s = lock_timeout_s
         self._poll_interval_s = poll_interval_s
         self._rotate_bytes = rotate_bytes
         self._durability: Durability = durability
         self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
-        self._file = AppendFile(self.path, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
+        self._file = AppendFile(self._at, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
         self._mutex = threading.Lock()
         self._known_end = _UNKNOWN
         self._last_id = ""
@@ -138,8 +138,9 @@ class Bus:
                 size = file.lock_end(self._lock_timeout_s)
                 if size != self._known_end:
                     size = self._catch_up(size)
-                msg_id, ts = ids.bus_id(self._now_ns(), self._origin, next(_sequence), self._last_id)
-                data = buswire.encode(draft, msg_id, ts, self._separator)
+                msg_id, data = buswire.encode_next(
+                    draft, self._now_ns(), self._origin, next(_sequence), self._last_id, self._separator
+                )
                 self._last_id = msg_id
                 ticket = file.append(data, size)
                 self._known_end = size + len(data)
@@ -160,6 +161,10 @@ class Bus:
         return self._write(batch) if batch.bodies else []
 
     def _draft_of(self, message: Mapping[str, Any]) -> buswire.Draft:
+        if not isinstance(message, Mapping):
+            raise InvalidMessage(
+                f"a message must be given by append's keywords, not {type(message).__name__}"
+            )
         unknown = set(message) - _APPEND_KEYWORDS
         if unknown:
             raise InvalidMessage(f"unknown message fields: {', '.join(sorted(map(str, unknown)))}")
@@ -210,14 +215,20 @@ class Bus:
 
     def _catch_up(self, size: int) -> int:
         """Another process wrote to the file, or (-1) it is new to us, or its name now means another one."""
+        if size < 0:
+            size = self._lock_opened()
+        self._learn_end(size)
+        return size
+
+    def _lock_opened(self) -> int:
+        """Open what has the name now, and take its lock before the name means yet another file."""
         file = self._file
         for _ in range(REOPENS_MAX):
-            if size >= 0:
-                self._learn_end(size)
-                return size
             file.close()
             file.open()
             size = file.lock_end(self._lock_timeout_s)
+            if size >= 0:
+                return size
         raise Unavailable(f"{self.path} is replaced faster than it can be locked")
 
     def _learn_end(self, size: int) -> None:
@@ -227,7 +238,7 @@ class Bus:
             self._separator = b"\n" if last_byte == b"\n" else b"\n\n"
         else:
             found, self._separator = "", b""
-        found = found or busfile.newest_archived_id(self.path)
+        found = found or busfile.newest_archived_id(self._at)
         if found > self._last_id and ids.is_ordered(found):
             self._last_id = found
         self._known_end = size
@@ -261,11 +272,11 @@ class Bus:
         self, since_id: str = "", limit: int | None = None, *, archives: bool = False
     ) -> list[BusMessage]:
         """Messages after `since_id` (all, without one), at most the first `limit`."""
-        return list(itertools.islice(self.scan(since_id, archives=archives), _checked_limit(limit)))
+        return list(itertools.islice(self.scan(since_id, archives=archives), _most(limit)))
 
     def scan(self, since_id: str = "", *, archives: bool = False) -> Iterator[BusMessage]:
         """As `read`, one by one and in bounded memory."""
-        reader = busfile.BusReader(self.path, since_id, self._report, search_archives=archives)
+        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
         return self._scan(reader)
 
     def _scan(self, reader: busfile.BusReader) -> Iterator[BusMessage]:
@@ -277,12 +288,13 @@ class Bus:
 
     def tail(self, n: int = 100) -> list[BusMessage]:
         """The last n messages, at the cost of those and not of the file."""
+        n = _checked_limit("n", n)
         try:
-            fd = open_safely(self.path, os.O_RDONLY)
+            fd = open_safely(self._at, os.O_RDONLY)
         except FileNotFoundError:
             return []
         try:
-            return busfile.tail(fd, _checked_limit(n) or 0, self._report)
+            return busfile.tail(fd, n, self._report)
         finally:
             os.close(fd)
 
@@ -304,17 +316,22 @@ class Bus:
     def follow(
         self, since_id: str = "", *, archives: bool = False, stop: Callable[[], bool] | None = None
     ) -> Iterator[BusMessage]:
-        """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true."""
+        """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true.
+
+        It is asked after each window of the file, and once in a poll interval while nothing comes.
+        """
         for batches in self._passes(since_id, None, stop, archives=archives):
             for batch in batches:
                 yield from batch
+                if stop is not None and stop():
+                    return
 
     def _passes(
         self, since_id: str, deadline: float | None, stop: Callable[[], bool] | None, *, archives: bool
     ) -> Iterator[Iterator[list[BusMessage]]]:
         """What is new, each time something is: batches to be taken before the next pass."""
-        reader = busfile.BusReader(self.path, since_id, self._report, search_archives=archives)
-        watch = Watch(self.path, self._poll_interval_s)
+        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
+        watch = Watch(self._at, self._poll_interval_s)
         try:
             while True:
                 watch.arm()
@@ -352,22 +369,23 @@ class Bus:
             and (begin is None or message.ts >= begin)
             and (end is None or message.ts < end)
         )
-        return list(itertools.islice(hits, _checked_limit(limit)))
+        return list(itertools.islice(hits, _most(limit)))
 
     # ---- keeping -------------------------------------------------------------------------------
 
     def archives(self) -> list[Path]:
         """The rotated files, oldest first."""
-        return busfile.archives(self.path)
+        return [self.path.with_name(archive.name) for archive in busfile.archives(self._at)]
 
     def rotate(self, min_bytes: int = 1) -> Path | None:
         """Archive the file if it has at least `min_bytes`; returns the archive, or None."""
+        least = max(_checked_limit("min_bytes", min_bytes), 1)
         with self._mutex:
-            if not self.path.exists() and not self.path.is_symlink():
+            if not self._at.exists() and not self._at.is_symlink():
                 return None
             try:
                 size = self._lock_current()
-                return self._rotate_locked() if size >= max(min_bytes, 1) else None
+                return self._rotate_locked() if size >= least else None
             finally:
                 if self._file.fd >= 0:
                     lock.release(self._file.fd)
@@ -375,18 +393,18 @@ class Bus:
     def _rotate_locked(self) -> Path:
         """Rename under the lock: a writer that waits for it sees the new name's file before it writes."""
         stamp = second_texts(self._now_ns() // NANOS_PER_S)[0]
-        archive = busfile.next_archive(self.path, stamp)
-        os.rename(self.path, archive)
+        archive = busfile.next_archive(self._at, stamp)
+        os.rename(self._at, archive)
         if self._durability != "os":
-            sync_folder(self.path.parent)
+            sync_folder(self._at.parent)
         self._file.close()
         self._known_end = _UNKNOWN
-        return archive
+        return self.path.with_name(archive.name)
 
     def verify(self) -> BusReport:
         """Read everything and say what is whole, what is damaged and where."""
         try:
-            fd = open_safely(self.path, os.O_RDONLY)
+            fd = open_safely(self._at, os.O_RDONLY)
         except FileNotFoundError:
             return BusReport(str(self.path), 0, 0, 0, 0, (), 0)
         try:
@@ -497,9 +515,11 @@ def _instant(value: datetime | str | None) -> datetime | None:
     return None if value is None else parse_utc(normal_utc(value))
 
 
-def _checked_limit(limit: int | None) -> int | None:
-    if limit is None:
-        return None
-    if limit < 0:
-        raise InvalidMessage(f"a limit must not be negative, not {limit}")
+def _most(limit: int | None) -> int | None:
+    return None if limit is None else _checked_limit("limit", limit)
+
+
+def _checked_limit(name: str, limit: object) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise InvalidMessage(f"{name} must be a whole number of 0 or more, not {limit!r}")
     return min(limit, sys.maxsize)

@@ -21,7 +21,7 @@ import msgspec
 from postroom.contracts import queuecheck
 from postroom.contracts.queuecheck import QueueReport
 from postroom.core import queuewire as wire
-from postroom.core.names import checked_name, is_name
+from postroom.core.names import checked_name, is_name, plain
 from postroom.core.times import checked_seconds, epoch_ns_of, utc_text
 from postroom.errors import (
     DamagedState,
@@ -30,15 +30,24 @@ from postroom.errors import (
     QueueDisabledError,
     QueueError,
 )
-from postroom.logs.atomic import make_folder, replace_file
+from postroom.logs.atomic import absolute_path, make_folder, replace_file
 from postroom.logs.auditfile import AuditFile
 from postroom.logs.handles import reset_after_fork
 from postroom.logs.queuefile import Reading, SessionFiles
 from postroom.message import Durability, QueueMessage
 from postroom.nudges.watch import Watch
-from postroom.settings import queue_agent_id, queue_disabled, queue_from_environment, queue_session
+from postroom.settings import (
+    DEFAULT_AGENT_ID,
+    DEFAULT_SESSION,
+    queue_agent_id,
+    queue_body_threshold,
+    queue_disabled,
+    queue_root,
+    queue_session,
+)
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
+POLL_MESSAGES_MAX = 10_000_000
 POLL_INTERVAL_S = 0.2  # what a lost wake-up costs
 TAIL_FIRST_BYTES = 64 * 1024
 TAKEN_MAX = 1000  # answers that `ask` took ahead of others that nobody polled
@@ -96,6 +105,7 @@ class Queue:
     `root` is the folder (default: from the environment, else a per-user folder), `body_threshold` the number
     of UTF-8 bytes above which a body goes to a side file. `durability` says when a send counts as stored
     and a cursor as written: "os" (page cache), "group" (an fsync shared by the threads that wait), "fsync".
+    `disabled` is a kill switch for this handle, besides that of the environment.
 
     Safe to share between threads, and across fork.
     """
@@ -107,23 +117,22 @@ class Queue:
         *,
         durability: Durability = "os",
         lock_timeout_s: float = 10.0,
+        disabled: bool = False,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
-        if root is not None and not os.fspath(root):
-            raise InvalidMessage("the queue's root is empty")
-        settings = queue_from_environment(os.environ, None if root is None else Path(root))
         if body_threshold is None:
-            body_threshold = settings.body_threshold
+            body_threshold = queue_body_threshold(os.environ)
         if isinstance(body_threshold, bool) or not isinstance(body_threshold, int) or body_threshold < 0:
             raise InvalidMessage(f"body_threshold must be a number of bytes >= 0, not {body_threshold!r}")
         if durability not in DURABILITIES:
             raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
         if not checked_seconds("lock_timeout_s", lock_timeout_s):
             raise InvalidMessage(f"lock_timeout_s must be positive, not {lock_timeout_s!r}")
-        self.root = settings.root
+        self.root = absolute_path("the queue's root", queue_root(os.environ) if root is None else root)
         self.body_threshold = body_threshold
         self._durability: Durability = durability
         self._lock_timeout_s = lock_timeout_s
+        self._switched_off = disabled
         self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
         self._audit = AuditFile(self.audit_path, durability)
         self._sessions: dict[str, SessionFiles] = {}
@@ -149,17 +158,17 @@ class Queue:
         reply_to: str | None = None,
     ) -> str:
         """Store one message and return its id."""
-        if _disabled():
+        if self._disabled():
             raise QueueDisabledError("the queue is disabled by its kill switch: nothing was sent")
         files = self._session(session)
         now_ns = self._now_ns()
         line = wire.Line(
             f"m-{now_ns}-{self._token}-{next(_counter)}",
             utc_text(now_ns),
-            checked_name("sender", queue_agent_id(os.environ) if sender is None else sender),
+            checked_name("sender", _default_agent_id() if sender is None else sender),
             None if to is None else checked_name("recipient", to),
             wire.checked_topic(topic),
-            body,
+            plain(body) if isinstance(body, str) else body,
             None if reply_to is None else wire.checked_reply_to(reply_to),
             None if ttl_s is None else wire.checked_ttl(ttl_s),
         )
@@ -169,18 +178,14 @@ class Queue:
         if externalized:
             data = self._externalize(files, line, raw)
         entry = SendEntry(
-            line.ts, "send", files.name, line.msg_id, topic, to, line.sender, len(raw), externalized, ttl_s
-        )
-        if to is not None and to not in wire.EVERYONE and self._is_unknown(files, to):
+            line.ts, "send", files.name, line.msg_id, line.topic, line.to, line.sender,
+            len(raw), externalized, line.ttl_s,
+        )  # fmt: skip
+        if line.to is not None and line.to not in wire.EVERYONE and self._is_unknown(files, line.to):
             entry = msgspec.structs.replace(entry, unknown_recipient=True)
             _log.warning("%s is sent to %r, who is not registered in session %r", line.msg_id, to, files.name)
         try:
-            size = files.lock()
-            try:
-                ticket = files.append(data, size)
-                self._audit.write(entry)
-            finally:
-                files.unlock()
+            ticket = files.append(data, lambda: self._audit.write(entry))
             if ticket:
                 files.settle(ticket)
         except PostroomError as error:
@@ -207,29 +212,34 @@ class Queue:
         *,
         wait_s: float = 0.0,
         keep_filtered: bool = False,
+        limit: int | None = None,
     ) -> list[QueueMessage]:
         """New messages for `agent_id`; its cursor is on disk before they are returned.
 
         A topic filter passes over what it leaves out, for good, unless `keep_filtered` keeps that for a later
-        poll. `wait_s` waits for the first message.
+        poll. `wait_s` waits for the first message. At most `limit` messages are returned, the rest later.
         """
-        checked_name("agent", agent_id)
+        agent = checked_name("agent", agent_id)
         chosen = wire.checked_topics(topics)
+        most = POLL_MESSAGES_MAX if limit is None else _checked_limit(limit)
         files = self._session(session)
-        if _disabled():
+        if self._disabled() or not most:
             return []
         if checked_seconds("wait_s", wait_s) == 0:
-            return self._take(files, agent_id, chosen, keep=keep_filtered)
-        found = self._await(files, wait_s, lambda: self._take(files, agent_id, chosen, keep=keep_filtered))
+            return self._take(files, agent, chosen, keep=keep_filtered, limit=most)
+        found = self._await(
+            files, wait_s, lambda: self._take(files, agent, chosen, keep=keep_filtered, limit=most)
+        )
         return found or []
 
     def _take(
-        self, files: SessionFiles, agent_id: str, topics: frozenset[str] | None, *, keep: bool
+        self, files: SessionFiles, agent_id: str, topics: frozenset[str] | None, *, keep: bool, limit: int
     ) -> list[QueueMessage]:
         with files.locked() as size:
             before = files.trusted_reading(agent_id, size)
             start = before.first_unread(topics) if keep else before.cursor
-            found, end = self._scan(files, agent_id, topics, before, start, size)
+            # With the side files: an error or too little memory must show before the cursor moves.
+            found, end = self._scan(files, agent_id, topics, before, start, size, limit)
             if keep and topics is not None:
                 # A long backlog is read in parts: a topic that is further along already stays there.
                 ahead = {topic: max(end, before.topics.get(topic, 0)) for topic in topics}
@@ -241,7 +251,7 @@ class Queue:
             matched = None if topics is None else sorted(topics)
             now = utc_text(self._now_ns())
             self._audit.write(PollEntry(now, "poll", files.name, agent_id, matched, len(found), start, end))
-            return [m if m["body"][:6] != wire.SIDE_FILE_MARK else self._with_body(files, m) for m in found]
+            return found
 
     def _scan(
         self,
@@ -251,8 +261,12 @@ class Queue:
         reading: Reading,
         start: int,
         size: int,
+        limit: int,
     ) -> tuple[list[QueueMessage], int]:
-        """Unread messages for this agent from `start`, and the offset behind the last complete line."""
+        """Unread messages for this agent from `start`, with their bodies, and the offset behind them.
+
+        It stops early at `limit` messages, or when the long bodies together reach `POLL_BYTES_MAX`.
+        """
         data = files.read(start, min(size, start + POLL_BYTES_MAX))
         *lines, torn = data.split(b"\n")
         if len(torn) >= POLL_BYTES_MAX:
@@ -260,7 +274,8 @@ class Queue:
                 f"{files.messages} has a line of more than {POLL_BYTES_MAX} bytes at offset {start}: "
                 "step over it with `postroom queue repair`"
             )
-        found = []
+        found: list[QueueMessage] = []
+        body_bytes = 0
         now_ns = self._now_ns()
         offsets = _offsets(lines, start) if reading.topics or reading.taken else None
         for index, line in enumerate(lines):
@@ -277,7 +292,14 @@ class Queue:
                 and (message["ttl_s"] is None or not wire.is_expired(message, now_ns))
                 and (offsets is None or not reading.has_read(message["topic"], offsets[index]))
             ):
+                if message["body"][:6] == wire.SIDE_FILE_MARK and wire.in_side_file(message):
+                    body_bytes += files.body_size(message["msg_id"])
+                    if body_bytes > POLL_BYTES_MAX and found:
+                        return found, _offsets(lines, start)[index]
+                    message = self._with_body(files, message)
                 found.append(message)
+                if len(found) >= limit:
+                    return found, _offsets(lines, start)[index + 1]
         return found, start + len(data) - len(torn)
 
     def _with_body(self, files: SessionFiles, message: QueueMessage) -> QueueMessage:
@@ -303,7 +325,7 @@ class Queue:
             while True:
                 watch.arm()
                 seen = _fingerprint(files.messages)
-                if _disabled():
+                if self._disabled():
                     return None
                 result = attempt()
                 if result or time.monotonic() >= deadline:
@@ -330,9 +352,9 @@ class Queue:
 
         The answer counts as delivered to the sender; everything else stays for its polls.
         """
-        agent_id = checked_name("sender", queue_agent_id(os.environ) if sender is None else sender)
+        agent_id = checked_name("sender", _default_agent_id() if sender is None else sender)
         checked_seconds("timeout_s", timeout_s)
-        if _disabled():
+        if self._disabled():
             raise QueueDisabledError("the queue is disabled by its kill switch: nothing was asked")
         files = self._session(session)
         with files.locked() as size:
@@ -361,7 +383,7 @@ class Queue:
         """Move the place among the answers up to the first one that is still unread."""
         only = frozenset({"answer"})
         start = reading.first_unread(only)
-        unread, end = self._scan(files, agent_id, only, reading, start, size)
+        unread, end = self._scan(files, agent_id, only, reading, start, size, 1)
         if unread:
             first = unread[0]["msg_id"].encode()
             end = next(offset for offset, line in files.lines(start, size) if first in line)
@@ -395,8 +417,7 @@ class Queue:
         self, n: int = 10, session: str | None = None, *, include_expired: bool = False
     ) -> list[QueueMessage]:
         """The last n messages that are not expired. Moves no cursor, leaves no trace."""
-        if n < 0:
-            raise InvalidMessage(f"n must not be negative, not {n}")
+        n = _checked_limit(n)
         files = self._session(session)
         fd = files.open_reader() if n else -1
         if fd < 0:
@@ -407,18 +428,27 @@ class Queue:
             os.close(fd)
 
     def _last(self, fd: int, n: int, include_expired: bool) -> list[QueueMessage]:
-        size = os.fstat(fd).st_size
+        """Backwards, a window at a time, each line decoded once."""
+        begin = os.fstat(fd).st_size
         window = TAIL_FIRST_BYTES
         now_ns = self._now_ns()
-        while True:
-            begin = max(0, size - window)
-            first, *lines = os.pread(fd, size - begin, begin).split(b"\n")
-            complete = [first, *lines][:-1] if begin == 0 else lines[:-1]
-            messages = [m for m in map(wire.readable, complete) if m is not None]
-            live = [m for m in messages if include_expired or not wire.is_expired(m, now_ns)]
-            if len(live) >= n or begin == 0:
-                return live[-n:]
+        behind = b""  # the start of the file's later part, whose line may begin further in front
+        live: list[QueueMessage] = []
+        torn = True  # what stands behind the last newline is no line yet
+        while begin > 0 and len(live) < n:
+            end, begin = begin, max(0, begin - window)
+            data = os.pread(fd, end - begin, begin) + behind
+            head, *lines = data.split(b"\n")
+            if begin == 0:
+                lines.insert(0, head)
+            if torn and lines:
+                lines.pop()
+                torn = False
+            behind = head
+            found = [message for message in map(wire.readable, lines) if message is not None]
+            live[:0] = [m for m in found if include_expired or not wire.is_expired(m, now_ns)]
             window *= 2
+        return live[-n:]
 
     def status(self, session: str | None = None) -> dict[str, Any]:
         """Counts of one session, or of every session by name."""
@@ -463,7 +493,7 @@ class Queue:
         return counts
 
     def inbox(self, agent_id: str, session: str | None = None) -> dict[str, Any]:
-        """A proof of how far an agent has read: `empty` is true only when every line was passed.
+        """A proof of how far an agent has read: `empty` is true only when no line has anything for it.
 
         Offsets can be compared while `epoch` stays the same; compaction raises it.
         """
@@ -474,13 +504,17 @@ class Queue:
         with files.locked() as size:
             reading = files.trusted_reading(agent_id, size)
             high_water = files.high_water(size)
-            lowest = reading.first_unread(wire.TOPICS)
+            start = reading.cursor
+            waiting = False
+            while not waiting and start < high_water:
+                found, start = self._scan(files, agent_id, None, reading, start, size, 1)
+                waiting = bool(found)
             return {
                 "cursor": reading.cursor,
                 "high_water": high_water,
                 "epoch": files.epoch(),
                 "topics": dict(reading.topics),
-                "empty": lowest >= high_water,
+                "empty": not waiting,
             }
 
     # ---- agents --------------------------------------------------------------------------------
@@ -488,7 +522,7 @@ class Queue:
     def register(self, agent_id: str, session: str | None = None) -> None:
         """Make an agent known. Once one is, messages to unknown recipients are reported when sent."""
         checked_name("agent", agent_id)
-        if _disabled():
+        if self._disabled():
             raise QueueDisabledError("the queue is disabled by its kill switch: nobody was registered")
         files = self._session(session)
         entry = msgspec.json.encode({"agent_id": agent_id, "since": utc_text(self._now_ns())})
@@ -513,7 +547,7 @@ class Queue:
     def expire(self, session: str | None = None) -> int:
         """Remove expired messages of a session and their side files; returns how many."""
         files = self._session(session)
-        if _disabled() or not files.exists():
+        if self._disabled() or not files.exists():
             return 0
         now_ns = self._now_ns()
 
@@ -579,13 +613,17 @@ class Queue:
     ) -> None:
         self.close()
 
+    def _disabled(self) -> bool:
+        """Whether a kill switch is on now: this handle's own, or that of the environment."""
+        return self._switched_off or (_is_set(_DISABLED) and queue_disabled(os.environ))
+
     def _session(self, session: str | None) -> SessionFiles:
-        name = queue_session(os.environ) if session is None else session
+        name = _default_session() if session is None else session
         files = self._sessions.get(name) if isinstance(name, str) else None
         return files if files is not None else self._open_session(name)
 
     def _open_session(self, name: str) -> SessionFiles:
-        checked_name("session", name)
+        name = checked_name("session", name)
         with self._opening:
             if len(self._sessions) >= SESSIONS_OPEN_MAX:
                 self._sessions.pop(next(iter(self._sessions))).close()
@@ -602,19 +640,33 @@ class Queue:
             )  # fmt: skip
 
 
-# A miss through os.environ raises inside and costs as much as the write of a line: every send and poll asks
-# its dict directly whether a kill switch is set at all.
+# A miss through os.environ raises inside and costs as much as the write of a line: every send and poll first
+# asks its dict directly whether a variable is there at all.
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_SWITCHES = [
-    os.environ.encodekey(name) if _environment is not os.environ else name
-    for name in ("POSTROOM_QUEUE_DISABLED", "ZOS_MQ_DISABLED")
-]
 
 
-def _disabled() -> bool:
-    """Whether the kill switch is on now."""
-    ours, original = _SWITCHES
-    return (ours in _environment or original in _environment) and queue_disabled(os.environ)
+def _keys(suffix: str) -> tuple[Any, Any]:
+    """The two names of a variable, as the environment's dict has them."""
+    names = (f"POSTROOM_QUEUE_{suffix}", f"ZOS_MQ_{suffix}")
+    encode = os.environ.encodekey if _environment is not os.environ else str
+    return encode(names[0]), encode(names[1])
+
+
+_DISABLED, _AGENT_ID, _SESSION = _keys("DISABLED"), _keys("AGENT_ID"), _keys("SESSION")
+
+
+def _is_set(keys: tuple[Any, Any]) -> bool:
+    return keys[0] in _environment or keys[1] in _environment
+
+
+def _default_agent_id() -> str:
+    """Who sends when nobody says who."""
+    return queue_agent_id(os.environ) if _is_set(_AGENT_ID) else DEFAULT_AGENT_ID
+
+
+def _default_session() -> str:
+    """The session of a call that names none."""
+    return queue_session(os.environ) if _is_set(_SESSION) else DEFAULT_SESSION
 
 
 def _offsets(lines: list[bytes], start: int) -> list[int]:
@@ -624,6 +676,12 @@ def _offsets(lines: list[bytes], start: int) -> list[int]:
 
 def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
     return lambda: epoch_ns_of(clock())
+
+
+def _checked_limit(limit: object) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise InvalidMessage(f"a number of messages must be 0 or more, not {limit!r}")
+    return min(limit, POLL_MESSAGES_MAX)
 
 
 def _encoded_body(body: str) -> bytes:

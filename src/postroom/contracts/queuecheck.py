@@ -32,18 +32,28 @@ class QueueReport(msgspec.Struct, frozen=True):
     bodies: tuple[BodyFault, ...]
     unused_bodies: tuple[str, ...]
     """Side files that no line names: a sender died before its line, or they are for a line being sent."""
+    state: tuple[str, ...] = ()
+    """What is wrong with the files that hold the session together."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing is damaged. Unused side files are no damage."""
-        return not (self.unreadable or self.cursors or self.bodies)
+        return not (self.unreadable or self.cursors or self.bodies or self.state)
 
 
 def check(files: SessionFiles) -> QueueReport:
     """Read everything in a session and say what is damaged and where."""
     if not files.exists():
         return QueueReport(files.name, 0, (), {}, (), ())
+    try:
+        return _check(files)
+    except DamagedState as error:  # without its journal or epoch nothing else can be judged
+        return QueueReport(files.name, 0, (), {}, (), (), (str(error),))
+
+
+def _check(files: SessionFiles) -> QueueReport:
     with files.locked() as size:
+        files.epoch()
         messages = 0
         unreadable = []
         bodies: dict[str, QueueMessage] = {}
@@ -86,6 +96,8 @@ def _body_ids(files: SessionFiles) -> set[str]:
         names = os.listdir(files.bodies)
     except FileNotFoundError:
         return set()
+    except OSError as error:
+        raise DamagedState(f"{files.bodies} cannot be read: {error.strerror}") from error
     return {name.removesuffix(BODY_SUFFIX) for name in names if name.endswith(BODY_SUFFIX)}
 
 

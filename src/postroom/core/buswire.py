@@ -22,7 +22,9 @@ from typing import Any
 import msgspec
 import yaml
 
-from postroom.core.times import parse_utc
+from postroom.core.ids import SEQUENCE_DIGITS, SEQUENCE_MODULUS, bus_id, second_stems
+from postroom.core.names import plain
+from postroom.core.times import NANOS_PER_S, parse_utc
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage, Damage
 
@@ -32,14 +34,16 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 RECORD_BYTES_MAX = HEADER_BYTES_MAX + BODY_BYTES_MAX
 YAML_DEPTH_MAX = 16  # the original nests three levels; deeper headers are not worth the stack
 
-COMMON_BYTES_MAX = 512  # of the four lines that all messages of a run share: longer ones are not remembered
+_COMMON_BYTES_MAX = 512  # of the four lines that all messages of a run share: longer ones are not remembered
 
 START = b"---\nmsg_id: "
 MARKER = b"\n" + START
 LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
+_NEWLINE = 0x0A
 _HEADER_END = b"\n---\n"
-_CHECKSUM_LINE = re.compile(rb"\ncrc: [0-9a-f]{8}")
+_SEPARATOR = b"---\n"
+_CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
 
 # A body line that a reader could take for a separator, and the same line after escaping.
 _SEPARATOR_LIKE = re.compile(rb"(?m)^---(?= *\r*$)")
@@ -53,6 +57,8 @@ _NEEDS_ESCAPE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _EVERYDAY_HEADER = ("type", "project_id", "task_id", "run_id")
 _EVERYDAY_KEYWORDS = (*_EVERYDAY_HEADER, "body")
 _everyday_header = operator.itemgetter(*_EVERYDAY_HEADER)
+_ID_START = len("msg_id: ")
+_ID_END = len("msg_id: MSG-20260205-143052-000123456-PID12345-0042")
 _UTF8_BYTES_MAX = 4  # of one character
 _NEWLINE = 0x0A
 
@@ -122,6 +128,26 @@ def encode(message: Draft, msg_id: str, ts: str, before: bytes = b"") -> bytes:
     return b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, head, zlib.crc32(head + body), body, end)
 
 
+def encode_next(
+    message: Draft, epoch_ns: int, process: str, sequence: int, last: str, before: bytes = b""
+) -> tuple[str, bytes]:
+    """The next id, and its record: `bus_id` and `encode` in one pass, because every append comes by here."""
+    fields, body, preset_ts = message
+    in_id, in_ts = second_stems(epoch_ns // NANOS_PER_S)
+    digits = str(epoch_ns)
+    head = (
+        f"msg_id: {in_id}{digits[-9:]}-{process}{str(SEQUENCE_MODULUS + sequence)[-SEQUENCE_DIGITS:]}\n"
+        f"ts: {in_ts}{digits[-9:-3]}Z\n{fields}body_bytes: {len(body)}\n"
+    )
+    msg_id = head[_ID_START:_ID_END]
+    if preset_ts or msg_id <= last or epoch_ns < NANOS_PER_S:
+        msg_id, ts = bus_id(epoch_ns, process, sequence, last)
+        return msg_id, encode(message, msg_id, ts, before)
+    raw = head.encode()
+    end = b"" if body and body[-1] == _NEWLINE else b"\n"
+    return msg_id, b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, raw, zlib.crc32(raw + body), body, end)
+
+
 class Batch(msgspec.Struct, frozen=True):
     """Drafts in columns: one step over a whole column costs a fraction of that step for each message."""
 
@@ -144,9 +170,9 @@ def everyday_batch(messages: list[Mapping[str, Any]]) -> Batch | None:
 
     Checked as a whole, and so in half the time. None when one of them differs: then `draft` looks at each.
     """
-    if set(map(len, messages)) != {len(_EVERYDAY_KEYWORDS)}:
-        return None
     try:
+        if set(map(len, messages)) != {len(_EVERYDAY_KEYWORDS)}:
+            return None
         texts = [message["body"] for message in messages]
         text = "\n".join(texts)
         if "---" in text or len(text) > BODY_BYTES_MAX // _UTF8_BYTES_MAX:
@@ -242,6 +268,7 @@ def _scalar(field: str, text: str, *, required: bool = False) -> str:
     if required and not text.strip():
         msg = f"{field} is empty"
         raise InvalidMessage(msg)
+    text = plain(text)
     if _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS:
         return text
     try:
@@ -391,16 +418,20 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     end = body_end if body.endswith(b"\n") else body_end + 1
     if end > len(data):
         raise _Unfinished
+    if end > body_end and data[body_end] != _NEWLINE:
+        end = body_end  # the message is whole; the byte behind it is damage of its own
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
-        raise _Damaged("the checksum does not fit")
+        # No body holds a record's start: one inside means that the writer was killed and others went on.
+        cut = data.find(MARKER, body_start, end) >= 0
+        raise _Damaged("cut short" if cut else "the checksum does not fit")
     if escaped is not None:
         body = _ESCAPED.sub(b"---", body)
     try:
         return BusMessage(
             _text(msg_id),
             _moment(ts),
-            *(_common_texts(fields) if len(fields) <= COMMON_BYTES_MAX else _texts(fields)),
+            *(_common_texts(fields) if len(fields) <= _COMMON_BYTES_MAX else _texts(fields)),
             [_text(line[4:]) for line in parents.splitlines()] if parents is not None else [],
             _text(attachment) if attachment is not None else "",
             body.decode("utf-8", "surrogateescape"),
@@ -469,7 +500,10 @@ def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, in
     body = data[header_end + len(_HEADER_END) : end]
     if following >= 0:
         body = body.removesuffix(b"\n")  # the separator in front of the next record
-    return _foreign_message(header, body.removesuffix(b"\n")), end
+    message = _foreign_message(header, body.removesuffix(b"\n"))
+    if not header.startswith(b"msg_id: %b\n" % message.msg_id.encode("utf-8", "surrogateescape")):
+        raise _Damaged("the id is not written plainly, so that no reader could go on from it")
+    return message, end
 
 
 def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessage, int]:
@@ -480,13 +514,15 @@ def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessag
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:
     fields = _yaml_header(header)
+    if fields.get("msg_id") != header[len(b"msg_id: ") : header.index(b"\n")].decode("utf-8", "replace"):
+        raise _Damaged("the id is not written plainly, so that no reader could go on after it")
     try:
         parents, detailed = _parents(fields.get("parents"))
         extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
         if detailed:
             extra["parents"] = fields["parents"]
         return BusMessage(
-            _as_text(fields["msg_id"]),
+            fields["msg_id"],
             parse_utc(_as_text(fields["ts"])),
             _as_text(fields.get("type")),
             _as_text(fields.get("project_id")),
@@ -563,6 +599,15 @@ def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool)
                 break  # perhaps the first bytes of a record
             out.legacy_line = None
             break
+        if _CHECKSUM_LINE.fullmatch(line.rstrip(b"\n")):
+            if len(data) - end < len(_SEPARATOR) and _SEPARATOR.startswith(data[end:]):
+                break  # perhaps the end of a header: that takes its next line to say
+            if data.startswith(_SEPARATOR, end):
+                # A record whose first line is damaged: its body is not what stands before the first record.
+                out.damaged.append(Damage(offset + position, len(line) + len(_SEPARATOR), "not a record"))
+                position = end + len(_SEPARATOR)
+                out.legacy_line = None
+                break
         out.legacy_line += 1
         message = _legacy_message(line, out.legacy_line)
         if message is not None:

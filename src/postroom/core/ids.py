@@ -36,7 +36,7 @@ def bus_id(epoch_ns: int, process: str, sequence: int, last: str) -> tuple[str, 
 
     On the path of every append. Digits cut from a longer number keep their zeros, faster than by a format.
     """
-    in_id, in_ts = _second_stems(epoch_ns // NANOS_PER_S)
+    in_id, in_ts = second_stems(epoch_ns // NANOS_PER_S)
     nanos = str(epoch_ns if epoch_ns >= NANOS_PER_S else NANOS_PER_S + epoch_ns % NANOS_PER_S)[-9:]
     msg_id = f"{in_id}{nanos}-{process}{str(SEQUENCE_MODULUS + sequence)[-SEQUENCE_DIGITS:]}"
     if msg_id <= last:
@@ -45,7 +45,8 @@ def bus_id(epoch_ns: int, process: str, sequence: int, last: str) -> tuple[str, 
 
 
 @lru_cache(maxsize=64)
-def _second_stems(epoch_s: int) -> tuple[str, str]:
+def second_stems(epoch_s: int) -> tuple[str, str]:
+    """How the ids and the timestamps of one second begin."""
     in_id, in_ts = second_texts(epoch_s)
     return f"MSG-{in_id}-", f"{in_ts}."
 

@@ -1,7 +1,8 @@
 """The queue's line format: one JSON object a line, checked when it carries our checksum.
 
 Rule 1: a line of ours ends in `,"crc":"xxxxxxxx"}`, the CRC-32 of everything before that suffix.
-Rule 2: a line without it is foreign and taken as it is; a line whose checksum does not fit is unreadable.
+Rule 2: a line without a `crc` key is foreign and taken as it is; one with that key anywhere else, or with a
+        checksum that does not fit, is unreadable.
 Rule 3: a body stands in a side file only when it is exactly `@file:` and the line's own id: no text that
         anybody sends can make a reader open a file.
 """
@@ -12,8 +13,8 @@ from zlib import crc32
 
 import msgspec
 
-from postroom.core.names import checked_name
-from postroom.core.times import checked_seconds, epoch_ns_of, parse_utc
+from postroom.core.names import checked_name, plain
+from postroom.core.times import SECONDS_MAX, checked_seconds, epoch_ns_of, parse_utc
 from postroom.errors import InvalidMessage, InvalidName, TopicError
 from postroom.message import QueueMessage
 
@@ -25,10 +26,9 @@ REPLY_TO_CHARS_MAX = 256
 SIDE_FILE_MARK = "@file:"
 
 _SUFFIX_BYTES = 18  # ,"crc":"xxxxxxxx"}
-_SUFFIX_START = b',"crc":"'
+_CRC_KEY = b'"crc":'  # never part of a text: a quote inside one is written with a backslash
 _SEED_KEYS = 8
 _NANOS_PER_S = 1_000_000_000
-_FOREVER_S = 10**12  # thirty thousand years; a longer time to live means the same
 
 
 class Line(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
@@ -66,8 +66,8 @@ def encode_line(line: Line) -> bytes:
 
 def decode_line(line: bytes) -> QueueMessage:
     """A line without its newline; `Unreadable` says why it is no message."""
-    if line[-_SUFFIX_BYTES:-10] == _SUFFIX_START and b"%08x" % crc32(line[:-_SUFFIX_BYTES]) != line[-10:-2]:
-        raise Unreadable("the checksum does not fit")
+    if line[-_SUFFIX_BYTES:] != b',"crc":"%08x"}' % crc32(line[:-_SUFFIX_BYTES]) and _CRC_KEY in line:
+        raise Unreadable("the checksum does not fit, or does not stand where we write it")
     try:
         message = _decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -140,7 +140,7 @@ def is_expired(message: QueueMessage, now_ns: int) -> bool:
     except InvalidMessage:
         return False
     # Whole nanoseconds: a float of them at today's size is only good to a quarter of a microsecond.
-    return now_ns >= sent_ns + round(min(max(ttl_s, 0), _FOREVER_S) * _NANOS_PER_S)
+    return now_ns >= sent_ns + round(min(max(ttl_s, 0), SECONDS_MAX) * _NANOS_PER_S)
 
 
 def is_for(message: QueueMessage, agent_id: str) -> bool:
@@ -170,7 +170,7 @@ def checked_topic(topic: object) -> str:
     if not isinstance(topic, str) or topic not in TOPICS:
         msg = f"topic {topic!r} is not one of {', '.join(sorted(TOPICS))}"
         raise TopicError(msg)
-    return topic
+    return plain(topic)
 
 
 def checked_ttl(ttl_s: Any) -> float | int | None:
@@ -187,4 +187,4 @@ def checked_reply_to(reply_to: object) -> str | None:
     if not isinstance(reply_to, str) or not 0 < len(reply_to) <= REPLY_TO_CHARS_MAX:
         msg = f"reply_to must be a message id of 1 to {REPLY_TO_CHARS_MAX} characters"
         raise InvalidMessage(msg)
-    return reply_to
+    return plain(reply_to)

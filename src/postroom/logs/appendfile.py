@@ -31,6 +31,8 @@ class _Unsynced(NamedTuple):
 class AppendFile:
     """A kept descriptor, the identity of its file, and what a failed write leaves behind."""
 
+    fd = -1
+
     def __init__(self, path: Path, durability: Durability, *, file_mode: int, folder_mode: int) -> None:
         self.path = path
         self.fd = -1

@@ -6,7 +6,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from postroom.errors import UnsafePath, WriteFailed
+from postroom.errors import InvalidMessage, UnsafePath, WriteFailed
 from postroom.message import Durability
 
 PRIVATE_FILE_MODE = 0o600
@@ -20,6 +20,16 @@ SAFE_FLAGS = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
+
+
+def absolute_path(what: str, path: str | os.PathLike[str]) -> Path:
+    """A path that keeps its meaning: agents change their folder, and their files must not move with them."""
+    text = os.fspath(path)
+    if not text.strip():
+        raise InvalidMessage(f"{what} is empty")
+    if not isinstance(text, str) or "\0" in text:
+        raise InvalidMessage(f"{what} {text!r} is not a path")
+    return Path.cwd() / text
 
 
 def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> int:

@@ -26,6 +26,8 @@ _encode = msgspec.json.Encoder().encode
 class AuditFile:
     """An append-only file that every session writes to with single O_APPEND writes."""
 
+    _fd = -1
+
     def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
         self._durability: Durability = durability
@@ -68,6 +70,9 @@ class AuditFile:
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         self._look_again = now + LOOK_EVERY_S
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""

@@ -24,7 +24,7 @@ from postroom.core.buswire import (
     closes_header,
     decode,
 )
-from postroom.errors import SinceIdNotFound
+from postroom.errors import InvalidMessage, SinceIdNotFound, UnsafePath
 from postroom.logs import lock
 from postroom.logs.atomic import open_safely
 from postroom.message import BusMessage, Damage
@@ -39,6 +39,7 @@ USUAL_RECORD_BYTES = 2 * 1024
 SETTLE_PATIENCE_S = 0.05
 SETTLE_PAUSE_S = 0.001
 
+_NEWLINE = 0x0A
 _ARCHIVE_TAIL = re.compile(r"\.(\d{8}-\d{6})(?:-(\d{4,}))?\.archived", re.ASCII)
 
 
@@ -153,10 +154,10 @@ def last_id_and_byte(fd: int, size: int) -> tuple[str, bytes]:
     """
     begin = max(0, size - USUAL_RECORD_BYTES)
     data = os.pread(fd, size - begin, begin)
-    position = data.rfind(MARKER)
-    end = data.find(b"\n", position + len(MARKER))
-    if position >= CHECKSUM_LINE_BYTES and end >= 0 and not closes_header(data, position):
-        return data[position + len(MARKER) : end].decode("utf-8", "replace"), data[-1:]
+    marker = data.rfind(MARKER)
+    end = data.find(b"\n", marker + len(MARKER))
+    if marker > 0 and data[marker - 1] == _NEWLINE and end >= 0:  # a blank line parts it from what was before
+        return data[marker + len(MARKER) : end].decode("utf-8", "replace"), data[-1:]
     return last_id(fd), data[-1:]
 
 
@@ -238,8 +239,8 @@ def newest_archived_id(path: Path) -> str:
 def _last_id_of(path: Path) -> str:
     try:
         fd = open_safely(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return ""
+    except (OSError, UnsafePath):
+        return ""  # moved away, perhaps with a link in its place: an archive's care is its owner's
     try:
         return last_id(fd)
     finally:
@@ -262,12 +263,15 @@ class Place(msgspec.Struct):
 class BusReader:
     """Reads on from where it stopped, across rotations, without repeating or leaving out a message."""
 
+    _place: Place | None = None
+
     def __init__(self, path: Path, since_id: str, report: Report, *, search_archives: bool) -> None:
+        if not isinstance(since_id, str):
+            raise InvalidMessage(f"a since id must be text, not {type(since_id).__name__}")
         self._path = path
         self._report = report
         self._last_id = since_id
         self._passed: frozenset[Path] = frozenset()
-        self._place: Place | None = None
         if since_id:
             self._place = self._locate(since_id, search_archives=search_archives)
         elif not search_archives:
@@ -356,9 +360,14 @@ class BusReader:
             if behind and following is not None:
                 return following
             if not self._archives_behind(place):
+                if place is not None and following is not None and not self._was_archived(place):
+                    _stand_at(following, self._last_id)  # an editor wrote the file anew
                 return following
             if following is not None:
                 os.close(following.fd)
+
+    def _was_archived(self, place: Place) -> bool:
+        return any(_identity(archive) == place.identity for archive in archives(self._path))
 
     def _archives_behind(self, place: Place | None) -> list[Path]:
         chain = archives(self._path)
@@ -378,7 +387,12 @@ class BusReader:
             os.close(current.fd)
         chain = archives(self._path)
         for archive in reversed(chain):
-            place = _open_place(archive)
+            try:
+                place = _open_place(archive)
+            except (OSError, UnsafePath):
+                if search_archives:
+                    raise
+                continue
             if place is not None and _stand_at(place, since_id):
                 if search_archives:
                     return place
@@ -402,7 +416,7 @@ def _open_place(path: Path) -> Place | None:
 
 def _stand_at(place: Place, msg_id: str) -> bool:
     """Move to the record with this id; it is skipped when reading on."""
-    if msg_id.startswith(LEGACY_PREFIX):
+    if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
         return _stand_after_legacy(place, msg_id)
     found = find_record(place.fd, msg_id)
     if found < 0:

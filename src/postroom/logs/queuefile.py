@@ -7,6 +7,7 @@ Rule 3: compaction is decided by one rename. Before it, the journal is void; aft
 """
 
 import bisect
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from postroom.message import Durability, QueueMessage
 WINDOW_BYTES = 1024 * 1024
 CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # our own want, which says nothing about a file
 CURSOR_SUFFIX = ".cursor"
 TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
@@ -78,9 +80,20 @@ class Journal(msgspec.Struct):
     readings: dict[str, Reading]
     bodies: list[str]
 
+    def __post_init__(self) -> None:
+        """It names files that are written and removed: nothing is done before all of it is believed."""
+        if not 0 < self.epoch < 10**CURSOR_DIGITS_MAX:
+            raise ValueError(f"the epoch cannot be {self.epoch}")
+        for agent_id in self.readings:
+            checked_name("agent", agent_id)
+        for msg_id in self.bodies:
+            checked_name("message id", msg_id)
+
 
 class SessionFiles:
     """One session's folder. Opened files are kept; nothing is created before the first lock."""
+
+    _lock_fd = -1
 
     def __init__(self, folder: Path, durability: Durability, lock_timeout_s: float) -> None:
         self.folder = folder
@@ -102,31 +115,35 @@ class SessionFiles:
         self._mutex = threading.Lock()
         self._known_end = -1
 
+    def __del__(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)  # as a file object would; the queue file closes itself
+
     # ---- the lock ------------------------------------------------------------------------------
 
-    def lock(self) -> int:
-        """Take the session for this thread and process; gives the queue file's size. Pair with `unlock`."""
-        self._mutex.acquire()
-        try:
-            if self._lock_fd >= 0:
-                lock.acquire(self._lock_fd, self._lock_timeout_s, self._lock_path)
-                size = self._file.current_size()
-                if size >= 0:
-                    return size
-            return self._lock_changed()
-        except BaseException:
-            self.unlock()
-            raise
+    def _lock_current(self) -> int:
+        """Take the file lock, with the thread lock held; gives the queue file's size."""
+        if self._lock_fd >= 0:
+            try:  # `lock.acquire`, spelled out: every send comes by
+                lock.flock(self._lock_fd, lock.EXCLUSIVE_NOW)
+            except BlockingIOError:
+                lock.wait(self._lock_fd, self._lock_timeout_s, self._lock_path)
+            size = self._file.current_size()
+            if size >= 0:
+                return size
+        return self._lock_changed()
 
-    def unlock(self) -> None:
-        """Give back what `lock` took."""
+    def _unlock(self) -> None:
+        """Give the file lock back. If that fails or is interrupted, it ends with its descriptor."""
         try:
             if self._lock_fd >= 0:
-                lock.release(self._lock_fd)
+                lock.flock(self._lock_fd, lock.UNLOCK)
         except OSError:
-            self._drop()  # a lock ends with its descriptor; whoever waits must not wait for ever
-        finally:
-            self._mutex.release()
+            self._drop()
+        except BaseException:  # what a signal handler raised
+            self._drop()
+            raise
 
     def _lock_changed(self) -> int:
         """Nothing is open yet, or the queue file was compacted or removed: open what has the names now."""
@@ -157,14 +174,15 @@ class SessionFiles:
     @contextmanager
     def locked(self) -> Iterator[int]:
         """Hold the session; gives the queue file's size. Finishes a compaction that was cut off before."""
-        size = self.lock()
-        try:
-            if self._journal_path.exists():
-                self._finish_compaction()
-                size = self._file.current_size()
-            yield size
-        finally:
-            self.unlock()
+        with self._mutex:
+            try:
+                size = self._lock_current()
+                if self._journal_path.exists():
+                    self._finish_compaction()
+                    size = self._file.current_size()
+                yield size
+            finally:
+                self._unlock()
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""
@@ -194,12 +212,18 @@ class SessionFiles:
 
     # ---- lines ---------------------------------------------------------------------------------
 
-    def append(self, line: bytes, size: int) -> int:
-        """Append one line, with the lock held; gives a ticket for `settle`."""
-        if size != self._known_end and size and os.pread(self._file.fd, 1, size - 1) != b"\n":
-            line = b"\n" + line  # a writer died in the middle of its line: ours must not grow onto it
-        ticket = self._file.append(line, size)
-        self._known_end = size + len(line)
+    def append(self, line: bytes, note: Callable[[], None]) -> int:
+        """Append one line and, still under the lock, `note` that; gives a ticket for `settle`."""
+        with self._mutex:
+            try:
+                size = self._lock_current()
+                if size != self._known_end and size and os.pread(self._file.fd, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # a writer died in the middle of its line: ours must not grow onto it
+                ticket = self._file.append(line, size)
+                self._known_end = size + len(line)
+                note()
+            finally:
+                self._unlock()
         return ticket
 
     def settle(self, ticket: int) -> None:
@@ -259,6 +283,13 @@ class SessionFiles:
         with suppress(OSError):
             self.body_path(msg_id).unlink()
 
+    def body_size(self, msg_id: str) -> int:
+        """The size of a side file; 0 for one that is not there."""
+        try:
+            return os.lstat(self.body_path(msg_id)).st_size
+        except OSError:
+            return 0
+
     def side_body(self, message: QueueMessage) -> tuple[str, str]:
         """What is wrong with a message's side file ("" for nothing), and its text."""
         try:
@@ -267,6 +298,8 @@ class SessionFiles:
         except UnicodeDecodeError:
             return "the side file is not UTF-8 text", ""
         except (OSError, UnsafePath) as error:
+            if isinstance(error, OSError) and error.errno in _PASSING:
+                raise Unavailable(f"{self.body_path(message['msg_id'])}: {error.strerror}") from error
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             return f"the side file cannot be read: {reason}", ""
 
@@ -278,6 +311,8 @@ class SessionFiles:
             names = os.listdir(self.cursors)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise DamagedState(f"{self.cursors} cannot be read: {error.strerror}") from error
         agents = set()
         for name in names:
             stem, dot, suffix = name.rpartition(".")
@@ -294,7 +329,7 @@ class SessionFiles:
             ahead = msgspec.json.decode(read_file(path), type=_Topics)
         except FileNotFoundError:
             return Reading(cursor)
-        except (msgspec.DecodeError, UnicodeDecodeError, UnsafePath) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UnsafePath) as error:
             raise DamagedState(
                 f"{path} cannot be read ({error}): mend it with `postroom queue repair`"
             ) from error
@@ -409,16 +444,19 @@ class SessionFiles:
 
     def lines(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Complete lines from `start` and their offsets, with the lock held, a window at a time."""
-        rest = b""
-        while True:
-            begin = start + len(rest)
-            block = os.pread(self._file.fd, max(0, min(WINDOW_BYTES, end - begin)), begin)
-            if not block:
-                return
-            *complete, rest = (rest + block).split(b"\n")
+        begin = start
+        pieces: list[bytes] = []
+        while block := os.pread(self._file.fd, max(0, min(WINDOW_BYTES, end - begin)), begin):
+            begin += len(block)
+            first, *later = block.split(b"\n")
+            pieces.append(first)
+            if not later:
+                continue  # a line longer than a window is joined once, when its end is found
+            *complete, rest = [b"".join(pieces), *later]
             for line in complete:
                 yield start, line
                 start += len(line) + 1
+            pieces = [rest]
 
     def _copy_without(self, fd: int, gaps: list[tuple[int, int]], size: int) -> None:
         position = 0
@@ -456,7 +494,7 @@ class SessionFiles:
         """Do what the journal says, or discard it when the rename never happened. Safe to repeat."""
         try:
             journal = msgspec.json.decode(read_file(self._journal_path), type=Journal)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedState(
                 f"{self._journal_path} cannot be read ({error}): move it away, then set every cursor of this "
                 "session with `postroom queue repair`"
@@ -478,7 +516,7 @@ class SessionFiles:
         replace_file(self._epoch_path, b"%d\n" % journal.epoch, self._durability)
         for msg_id in journal.bodies:
             with suppress(FileNotFoundError):
-                self.body_path(checked_name("message id", msg_id)).unlink()
+                self.body_path(msg_id).unlink()
 
 
 _NO_PLACE = -1  # what is written for an offset inside a line that is gone: it was damaged, and still says so
