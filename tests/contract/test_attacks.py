@@ -42,6 +42,8 @@ class Interrupted(Exception):
     pass
 
 
+# A file that is interrupted between being opened and being entered is closed by the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_out_of_a_signal_handler_leaves_no_lock_behind(queue: Queue, bus: Bus) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted

@@ -514,7 +514,7 @@ def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessag
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:
     fields = _yaml_header(header)
-    if fields.get("msg_id") != header[len(b"msg_id: ") : header.index(b"\n")].decode("utf-8", "replace"):
+    if fields.get("msg_id") != header.partition(b"\n")[0][len(b"msg_id: ") :].decode("utf-8", "replace"):
         raise _Damaged("the id is not written plainly, so that no reader could go on after it")
     try:
         parents, detailed = _parents(fields.get("parents"))
