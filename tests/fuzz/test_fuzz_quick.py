@@ -1,6 +1,5 @@
 """Each parser on some mutated inputs. `make fuzz` tries a million of each."""
 
-import secrets
 from pathlib import Path
 
 import pytest
@@ -8,24 +7,24 @@ import pytest
 from tests.fuzz import fuzzer
 from tests.fuzz.targets import TARGETS, Target, Wrong
 
+SEED = 20_261_115  # the same inputs every time; `make fuzz` takes new ones
 INPUTS = 5_000
 INPUTS_OF_SLOW_ONES = {
     "bus-foreign": 700,
     "bus-records": 1_500,
     "bus-legacy": 2_500,
     "yaml-header": 1_500,
-    "cursor-files": 3_000,
-    "journal": 1_000,
-    "settings-toml": 2_500,
+    "cursor-files": 300,
+    "journal": 200,
+    "settings-toml": 500,
 }
 """They parse YAML or write files for every input, and `make test` has to end."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_crashes_a_parser_or_makes_it_do_something_wrong(name: str) -> None:
-    seed = secrets.randbits(31)
-    figures = fuzzer.run(name, seed, range(INPUTS_OF_SLOW_ONES.get(name, INPUTS)))
-    print(f"python -m tests.fuzz.run --only {name} --seed {seed} --count {figures.inputs}")
+    figures = fuzzer.run(name, SEED, range(INPUTS_OF_SLOW_ONES.get(name, INPUTS)))
+    print(f"python -m tests.fuzz.run --only {name} --seed {SEED} --count {figures.inputs}")
     assert figures.ok, figures.failures[0]
 
 

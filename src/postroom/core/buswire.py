@@ -332,7 +332,7 @@ def decode(
         try:
             position = _decode_record(data, start, offset, out, at_file_end, settled_tail)
         except _Unfinished:
-            if out.held_back or _next_start(data, start + len(START)) < 0:
+            if out.held_back or _next_start(data, start + len(START), start) < 0:
                 break
             position = _skip_damaged(data, start, offset, out, "cut short", at_file_end)
         except _Damaged as reason:
@@ -363,12 +363,13 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
     return position
 
 
-def _next_start(data: bytes, position: int) -> int:
-    """Offset of the next record start at or after `position`."""
+def _next_start(data: bytes, position: int, settled: int | None = None) -> int:
+    """Offset of the next record start at or after `position`. What stands before `settled` is read already."""
     if position == 0 and data.startswith(START):
         return 0
+    floor = position if settled is None else settled
     found = data.find(MARKER, max(position - 1, 0))
-    while found > 0 and closes_header(data, found):
+    while found > 0 and found - CHECKSUM_LINE_BYTES >= floor and closes_header(data, found):
         found = data.find(MARKER, found + 1)
     return found + 1 if found >= 0 else -1
 
@@ -425,6 +426,9 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
         # No body holds a record's start: one inside means that the writer was killed and others went on.
         cut = data.find(MARKER, body_start, end) >= 0
         raise _Damaged("cut short" if cut else "the checksum does not fit")
+    if START in body and (body.startswith(START) or MARKER in body):
+        # We never write that. Whoever did wants readers that come from the end to see another record here.
+        raise _Damaged("a record starts inside it")
     if escaped is not None:
         body = _ESCAPED.sub(b"---", body)
     try:
@@ -468,7 +472,7 @@ def _moment(raw: bytes) -> datetime:
 
 def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
     """The end of a damaged record is the next record's start, or unknown (-1) until there is one."""
-    following = _next_start(data, start + len(START))
+    following = _next_start(data, start + len(START), start)
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
         return -1
     end = following if following >= 0 else len(data)
@@ -488,7 +492,7 @@ def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
 
 def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int]:
     header_end = data.find(_HEADER_END, start + 4)
-    following = _next_start(data, start + len(START))
+    following = _next_start(data, start + len(START), start)
     if header_end < 0 or 0 <= following <= header_end + 1:
         return _unclosed_header(data, start, following)
     header = data[start + 4 : header_end + 1]
@@ -514,15 +518,13 @@ def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessag
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:
     fields = _yaml_header(header)
-    if fields.get("msg_id") != header.partition(b"\n")[0][len(b"msg_id: ") :].decode("utf-8", "replace"):
-        raise _Damaged("the id is not written plainly, so that no reader could go on after it")
     try:
         parents, detailed = _parents(fields.get("parents"))
         extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
         if detailed:
             extra["parents"] = fields["parents"]
         return BusMessage(
-            fields["msg_id"],
+            _as_text(fields["msg_id"]),
             parse_utc(_as_text(fields["ts"])),
             _as_text(fields.get("type")),
             _as_text(fields.get("project_id")),
