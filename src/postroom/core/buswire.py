@@ -364,7 +364,7 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
 
 
 def _next_start(data: bytes, position: int, settled: int | None = None) -> int:
-    """Offset of the next record start at or after `position`. What stands before `settled` is read already."""
+    """Offset of the next record start from `position` on. What stands before `settled` is read already."""
     if position == 0 and data.startswith(START):
         return 0
     floor = position if settled is None else settled
