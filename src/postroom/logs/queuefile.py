@@ -134,17 +134,6 @@ class SessionFiles:
                 return size
         return self._lock_changed()
 
-    def _unlock(self) -> None:
-        """Give the file lock back. If that fails or is interrupted, it ends with its descriptor."""
-        try:
-            if self._lock_fd >= 0:
-                lock.flock(self._lock_fd, lock.UNLOCK)
-        except OSError:
-            self._drop()
-        except BaseException:  # what a signal handler raised
-            self._drop()
-            raise
-
     def _lock_changed(self) -> int:
         """Nothing is open yet, or the queue file was compacted or removed: open what has the names now."""
         for _ in range(REOPENS_MAX):
@@ -182,7 +171,8 @@ class SessionFiles:
                     size = self._file.current_size()
                 yield size
             finally:
-                self._unlock()
+                if self._lock_fd >= 0:
+                    lock.flock(self._lock_fd, lock.UNLOCK)
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""
@@ -223,7 +213,9 @@ class SessionFiles:
                 self._known_end = size + len(line)
                 note()
             finally:
-                self._unlock()
+                # Spelled out, not called: a signal handler may raise wherever a function begins.
+                if self._lock_fd >= 0:
+                    lock.flock(self._lock_fd, lock.UNLOCK)
         return ticket
 
     def settle(self, ticket: int) -> None:
