@@ -40,7 +40,7 @@ START = b"---\nmsg_id: "
 MARKER = b"\n" + START
 LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
-_NEWLINE = 0x0A
+_PASSED_BEHIND_BODY = b"\n-"  # the dash: a record's first line that is glued to a body is not one
 _HEADER_END = b"\n---\n"
 _SEPARATOR = b"---\n"
 _CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
@@ -365,8 +365,8 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
 
 def _next_start(data: bytes, position: int, settled: int | None = None) -> int:
     """Offset of the next record start from `position` on. What stands before `settled` is read already."""
-    if position == 0 and data.startswith(START):
-        return 0
+    if settled is None and data.startswith(START, position):
+        return position  # right behind a whole record, also when the newline between them is gone
     floor = position if settled is None else settled
     found = data.find(MARKER, max(position - 1, 0))
     while found > 0 and found - CHECKSUM_LINE_BYTES >= floor and closes_header(data, found):
@@ -419,7 +419,7 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     end = body_end if body.endswith(b"\n") else body_end + 1
     if end > len(data):
         raise _Unfinished
-    if end > body_end and data[body_end] != _NEWLINE:
+    if end > body_end and data[body_end] not in _PASSED_BEHIND_BODY:
         end = body_end  # the message is whole; the byte behind it is damage of its own
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
