@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -161,38 +162,35 @@ class Queue:
         if self._disabled():
             raise QueueDisabledError("the queue is disabled by its kill switch: nothing was sent")
         files = self._session(session)
-        now_ns = self._now_ns()
-        line = wire.Line(
-            f"m-{now_ns}-{self._token}-{next(_counter)}",
-            utc_text(now_ns),
-            checked_name("sender", _default_agent_id() if sender is None else sender),
-            None if to is None else checked_name("recipient", to),
-            wire.checked_topic(topic),
-            plain(body) if isinstance(body, str) else body,
-            None if reply_to is None else wire.checked_reply_to(reply_to),
-            None if ttl_s is None else wire.checked_ttl(ttl_s),
-        )
         raw = _encoded_body(body)
+        body = plain(body)
+        topic = wire.checked_topic(topic)
+        sender = checked_name("sender", _default_agent_id() if sender is None else sender)
+        to = None if to is None else checked_name("recipient", to)
+        reply_to = None if reply_to is None else wire.checked_reply_to(reply_to)
+        ttl_s = None if ttl_s is None else wire.checked_ttl(ttl_s)
+        now_ns = self._now_ns()
+        msg_id, ts = f"m-{now_ns}-{self._token}-{next(_counter)}", utc_text(now_ns)
+        line = wire.Line(msg_id, ts, sender, to, topic, body, reply_to, ttl_s)
         data = wire.encode_line(line) if len(raw) <= self.body_threshold else b""
         externalized = not data or len(data) > wire.LINE_BYTES_MAX or body[:6] == wire.SIDE_FILE_MARK
         if externalized:
             data = self._externalize(files, line, raw)
         entry = SendEntry(
-            line.ts, "send", files.name, line.msg_id, line.topic, line.to, line.sender,
-            len(raw), externalized, line.ttl_s,
+            ts, "send", files.name, msg_id, topic, to, sender, len(raw), externalized, ttl_s
         )  # fmt: skip
-        if line.to is not None and line.to not in wire.EVERYONE and self._is_unknown(files, line.to):
+        if to is not None and to not in wire.EVERYONE and self._is_unknown(files, to):
             entry = msgspec.structs.replace(entry, unknown_recipient=True)
-            _log.warning("%s is sent to %r, who is not registered in session %r", line.msg_id, to, files.name)
+            _log.warning("%s is sent to %r, who is not registered in session %r", msg_id, to, files.name)
         try:
-            ticket = files.append(data, lambda: self._audit.write(entry))
+            ticket = files.append(data, partial(self._audit.write, entry))
             if ticket:
                 files.settle(ticket)
         except PostroomError as error:
             if externalized and getattr(error, "rolled_back", True):
-                files.remove_body(line.msg_id)  # no line names it
+                files.remove_body(msg_id)  # no line names it
             raise
-        return line.msg_id
+        return msg_id
 
     def _externalize(self, files: SessionFiles, line: wire.Line, raw: bytes) -> bytes:
         """The body is on disk before the line that names it."""

@@ -42,21 +42,19 @@ class AuditFile:
         """Add one line. Nothing is raised: what it describes has happened."""
         with self._mutex:
             try:
-                self._append(entry, time.monotonic())
+                now = time.monotonic()
+                if now >= self._look_again:
+                    self._look(now)
+                data = _encode(entry) + b"\n"
+                if self._torn:
+                    data = b"\n" + data
+                    self._torn = False
+                if os.write(self._fd, data) != len(data):
+                    self._missed("it was cut short")
             except OSError as error:
                 self._missed(error.strerror or str(error))
             except UnsafePath as error:
                 self._missed(str(error))
-
-    def _append(self, entry: msgspec.Struct, now: float) -> None:
-        if now >= self._look_again:
-            self._look(now)
-        data = _encode(entry) + b"\n"
-        if self._torn:
-            data = b"\n" + data
-            self._torn = False
-        if os.write(self._fd, data) != len(data):
-            self._missed("it was cut short")
 
     def _missed(self, reason: str) -> None:
         self._torn = True

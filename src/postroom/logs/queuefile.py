@@ -33,6 +33,7 @@ from postroom.logs.atomic import (
     sync_folder,
     write_all,
 )
+from postroom.logs.lock import EXCLUSIVE_NOW, UNLOCK, flock
 from postroom.message import Durability, QueueMessage
 
 WINDOW_BYTES = 1024 * 1024
@@ -124,11 +125,12 @@ class SessionFiles:
 
     def _lock_current(self) -> int:
         """Take the file lock, with the thread lock held; gives the queue file's size."""
-        if self._lock_fd >= 0:
+        fd = self._lock_fd
+        if fd >= 0:
             try:  # `lock.acquire`, spelled out: every send comes by
-                lock.flock(self._lock_fd, lock.EXCLUSIVE_NOW)
+                flock(fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                lock.wait(self._lock_fd, self._lock_timeout_s, self._lock_path)
+                lock.wait(fd, self._lock_timeout_s, self._lock_path)
             size = self._file.current_size()
             if size >= 0:
                 return size
@@ -172,7 +174,7 @@ class SessionFiles:
                 yield size
             finally:
                 if self._lock_fd >= 0:
-                    lock.flock(self._lock_fd, lock.UNLOCK)
+                    flock(self._lock_fd, UNLOCK)
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""
@@ -204,18 +206,19 @@ class SessionFiles:
 
     def append(self, line: bytes, note: Callable[[], None]) -> int:
         """Append one line and, still under the lock, `note` that; gives a ticket for `settle`."""
+        file = self._file
         with self._mutex:
             try:
                 size = self._lock_current()
-                if size != self._known_end and size and os.pread(self._file.fd, 1, size - 1) != b"\n":
+                if size != self._known_end and size and os.pread(file.fd, 1, size - 1) != b"\n":
                     line = b"\n" + line  # a writer died in the middle of its line: ours must not grow onto it
-                ticket = self._file.append(line, size)
+                ticket = file.append(line, size)
                 self._known_end = size + len(line)
                 note()
             finally:
                 # Spelled out, not called: a signal handler may raise wherever a function begins.
                 if self._lock_fd >= 0:
-                    lock.flock(self._lock_fd, lock.UNLOCK)
+                    flock(self._lock_fd, UNLOCK)
         return ticket
 
     def settle(self, ticket: int) -> None:
