@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files crash fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks crash fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -47,7 +47,10 @@ bench: $(STAMP) ## every benchmark
 bench-files: $(STAMP) ## the benchmark of Bus and Queue
 	@$(PYTHON) bench/bench_files.py
 
-crash: $(STAMP) ## kills, flipped bits, failing system calls, power cuts (long)
+bench-tasks: $(STAMP) ## the benchmark of Tasks beside huey, litequeue and persist-queue
+	@$(PYTHON) bench/bench_tasks.py
+
+crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, soak (long)
 	@$(PYTHON) tools/setup.py --system strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 

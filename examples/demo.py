@@ -4,20 +4,31 @@ Act 1, the file half. A coordinator hands 24 jobs to three workers through a `Qu
 what happens. Half way one worker is killed with -9. The coordinator notices that answers are missing and
 gives those jobs to the others. Every process keeps a ledger of what was acknowledged to it; at the end each
 entry of each ledger must be found in the logs, exactly once.
+
+Act 2, the leased half. A harness serves a task queue, and three agents work on it. One is killed with -9
+while it holds a task. Another is stopped until its lease has run out and its task has gone to somebody else;
+when it wakes up it says that it is done, and is refused. At the end every acknowledged task is done, once,
+and its decision was executed.
 """
 
 import argparse
+import json
+import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from postroom import Bus, Queue
+from postroom import Bus, Queue, Tasks
+from postroom.client import Task, TaskClient
 
 JOBS = 24
 WORKERS = ("ada", "ben", "cho")
@@ -26,6 +37,11 @@ KILL_AFTER_JOBS = 3
 PATIENCE_S = 1.0  # the coordinator asks somebody else when an answer takes longer
 TIME_LIMIT_S = 60.0
 ROTATE_BYTES = 8_000  # small, so that the tour shows rotation too
+
+TASKS = 24
+ZOMBIE = "cho"
+LEASE_S = 1.5  # short, so that nobody has to wait for long
+WORK_S = 0.15
 
 BIN = Path(sys.executable).parent
 
@@ -176,15 +192,160 @@ def act_one(folder: Path) -> bool:
     return prove(folder)
 
 
+# ---- act 2 ---------------------------------------------------------------------------------------
+
+
+def be_agent(name: str) -> None:
+    """An agent: square numbers until told to stop. It does not look whether its task was taken away."""
+
+    def square(task: Task) -> dict[str, int]:
+        time.sleep(WORK_S)  # the work itself
+        return {"square": task.payload["number"] ** 2}
+
+    url, token = os.environ["HARNESS_URL"], os.environ["POSTROOM_TOKEN"]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    with TaskClient(url, agent="squares", token=token, worker=name) as client:
+        client.work(square, lease_s=LEASE_S)
+
+
+class Harness:
+    """The harness and its agents as processes; what an agent complains about is in its log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "harness"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        add: list[Any] = [BIN / "postroom", "tasks", "agent", "add", "squares", "--data", self.data]
+        token = json.loads(subprocess.run(add, check=True, capture_output=True).stdout)["token"]
+        self._environ = {**os.environ, "POSTROOM_TOKEN": token}
+
+    def serve(self) -> None:
+        """Start it. Executing a decision means to note it down."""
+        effects = shlex.join(["tee", "-a", str(self.folder / "effects.jsonl")])
+        serve = [BIN / "postroom", "tasks", "serve", "--data", self.data, "--port", "0", "--execute", effects]
+        server = self.start("harness", serve, stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        self._environ["HARNESS_URL"] = json.loads(server.stdout.readline())["url"]
+
+    def start(self, name: str, command: list[Any], **options: Any) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, env=self._environ, stderr=log, **options)
+        return self.processes[name]
+
+    def start_agents(self) -> None:
+        for name in WORKERS:
+            self.start(name, [sys.executable, __file__, "--role", "agent", "--name", name])
+
+    def end(self) -> dict[str, int]:
+        """Tell everybody to stop, the harness last; with which code each ended."""
+        for process in reversed(self.processes.values()):
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            process.communicate(timeout=TIME_LIMIT_S)
+        return {name: process.returncode for name, process in self.processes.items()}
+
+
+def say(who: str, what: str, more: str = "") -> None:
+    print(f"  {datetime.now(UTC):%H:%M:%S.%f}  {who:<12} {what:<16} {more}", flush=True)
+
+
+def held_by(tasks: Tasks, name: str) -> str | None:
+    """The task that an agent holds now."""
+    lines = tasks.find(agent="squares", state="PROCESSING")
+    return next((line.task_id for line in lines if tasks.get(line.task_id).worker == name), None)
+
+
+def until_holding(tasks: Tasks, harness: Harness, name: str, number: int) -> str:
+    """Send a signal to an agent in a moment in which it holds a task; gives that task."""
+    while True:
+        until(lambda: held_by(tasks, name) is not None, f"a task for {name}")
+        harness.processes[name].send_signal(number)
+        time.sleep(0.02)  # what was on its way arrives
+        held = held_by(tasks, name)
+        if held is not None or number == signal.SIGKILL:
+            return held or "nothing"
+        harness.processes[name].send_signal(signal.SIGCONT)  # it finished right before
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"the demo waited in vain for {what}")
+        time.sleep(0.01)
+
+
+def act_two(folder: Path) -> bool:
+    """The leased half: a harness, three agents, a kill and a zombie."""
+    print("\nAct 2: a harness with a task queue, three agents, one killed, one zombie\n")
+    harness = Harness(folder)
+    with Tasks.open(f"sqlite:///{harness.data / 'queue.db'}") as tasks:
+        acknowledged = [tasks.enqueue(agent="squares", payload={"number": n}) for n in range(1, TASKS + 1)]
+        say("source", "enqueued", f"{TASKS} tasks, before anybody is there to take them")
+        try:
+            harness.serve()
+            harness.start_agents()
+            killed = until_holding(tasks, harness, VICTIM, signal.SIGKILL)
+            say(VICTIM, "kill -9", f"while it held {killed}")
+            stopped = until_holding(tasks, harness, ZOMBIE, signal.SIGSTOP)
+            say(ZOMBIE, "SIGSTOP", f"while it held {stopped}: no heartbeat, and no word")
+            until(lambda: tasks.get(stopped).status in ("completed", "done"), "the stopped agent's task")
+            say(
+                tasks.get(stopped).worker,
+                "took over",
+                f"{stopped} after its lease of {LEASE_S:g} s, and did it",
+            )
+            harness.processes[ZOMBIE].send_signal(signal.SIGCONT)
+            say(ZOMBIE, "SIGCONT", "it goes on as if nothing had happened")
+            until(lambda: tasks.status().totals.get("done", 0) >= TASKS, "all tasks")
+            until(lambda: refusals(folder) > 0, "the refusal")
+            say("harness", "all done", f"{TASKS} decisions executed")
+        finally:
+            codes = harness.end()
+        say("everybody", "ended", ", ".join(f"{name} {code}" for name, code in codes.items()))
+        show(folder, "postroom", "tasks", "status", "--data", str(harness.data))
+        print("\nThe proof: what was acknowledged, against the store and the effects\n")
+        return prove_tasks(tasks, acknowledged, folder, codes)
+
+
+def refusals(folder: Path) -> int:
+    """How often the zombie was told that its task is somebody else's."""
+    return (folder / f"{ZOMBIE}.log").read_text().count("went to somebody else")
+
+
+def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict[str, int]) -> bool:
+    """Every acknowledged task is done, completed once, right, and its effect happened once."""
+    infos = [tasks.get(task_id) for task_id in acknowledged]
+    completions = Counter(
+        event.message_id for event in tasks.events(limit=100_000) if event.kind == "execution_completed"
+    )
+    lines = (folder / "effects.jsonl").read_text().splitlines()
+    effects = Counter(json.loads(line)["task_id"] for line in lines)
+    lost = sum(info.status != "done" for info in infos)
+    doubled = sum(completions[task_id] != 1 or effects[task_id] != 1 for task_id in acknowledged)
+    wrong = sum(info.result != {"square": info.payload["number"] ** 2} for info in infos)
+    deliveries = Counter(info.attempt for info in infos)
+    print(f"  tasks  acknowledged {len(acknowledged):>4}   done   {len(infos) - lost:>4}   "
+          f"lost {lost}   doubled {doubled}   wrong {wrong}")  # fmt: skip
+    delivered = ", ".join(f"{count} tasks {n} times" for n, count in sorted(deliveries.items()))
+    print(f"  delivered: {delivered}")
+    print(f"  late words of the zombie that were refused: {refusals(folder)}")
+    clean = {name: code for name, code in codes.items() if name != VICTIM}
+    return not (lost or doubled or wrong or any(clean.values())) and refusals(folder) > 0
+
+
 def main() -> None:
     """Run the tour, or one of its roles."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--folder", type=Path, help="keep the files here (default: a temporary folder)")
-    parser.add_argument("--role", choices=("coordinator", *WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("coordinator", *WORKERS, "agent"), help=argparse.SUPPRESS)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "coordinator":
         coordinate(arguments.folder)
+    elif arguments.role == "agent":
+        be_agent(arguments.name)
     elif arguments.role:
         work(arguments.folder, arguments.role)
     else:
@@ -199,6 +360,7 @@ def tour(kept: Path | None) -> None:
         if any(folder.iterdir()):
             sys.exit(f"{folder} is not empty: the demo wants a folder of its own")
         fine = act_one(folder)
+        fine = act_two(folder) and fine
     print(f"\n{'Nothing acknowledged was lost.' if fine else 'SOMETHING IS WRONG.'}")
     sys.exit(0 if fine else 1)
 

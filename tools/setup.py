@@ -163,7 +163,15 @@ def write_lock() -> None:
         run(find_python(), "-m", "venv", folder)
         run(Path(folder, "bin", "python"), "-m", "pip", "install", "-qq", "uv")
         run(
-            *(Path(folder, "bin", "uv"), "pip", "compile", "pyproject.toml", "--group", "dev"),
+            *(
+                Path(folder, "bin", "uv"),
+                "pip",
+                "compile",
+                "pyproject.toml",
+                "--all-extras",
+                "--group",
+                "dev",
+            ),
             *("--universal", "--python-version", "{}.{}".format(*PYTHON_OLDEST), "--upgrade"),
             *("--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header"),
             *("--quiet", "--output-file", LOCK.name),

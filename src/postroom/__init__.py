@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from postroom.contracts.bus import Bus
     from postroom.contracts.queue import Queue
+    from postroom.contracts.tasks import Tasks
     from postroom.core.queuewire import TOPICS
     from postroom.errors import (
         LockTimeout,
         PostroomError,
         QueueDisabledError,
         QueueError,
+        QueueFull,
         Rejected,
         SinceIdNotFound,
+        StaleLease,
         TopicError,
         Unavailable,
+        UnknownTask,
+        WrongState,
     )
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
+    from postroom.stores.opening import open_store
 
     __version__: str
 
@@ -34,14 +40,26 @@ __all__ = [
     "Queue",
     "QueueDisabledError",
     "QueueError",
+    "QueueFull",
     "Rejected",
     "SinceIdNotFound",
+    "StaleLease",
+    "Tasks",
     "TopicError",
     "Unavailable",
+    "UnknownTask",
+    "WrongState",
     "__version__",
+    "open_store",
 ]
 
 _HOME = {
+    "StaleLease": "postroom.errors",
+    "Tasks": "postroom.contracts.tasks",
+    "UnknownTask": "postroom.errors",
+    "open_store": "postroom.stores.opening",
+    "QueueFull": "postroom.errors",
+    "WrongState": "postroom.errors",
     "Bus": "postroom.contracts.bus",
     "BusMessage": "postroom.message",
     "DEFAULT_BODY_THRESHOLD": "postroom.message",

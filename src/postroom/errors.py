@@ -7,12 +7,17 @@
     │   ├── InvalidSetting        a value in the environment or in postroom.toml that does not fit
     │   ├── UnsafePath            a symlink, a special file, or a path outside its root
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
-    │   └── TopicError            a topic outside the closed set          (also a QueueError)
+    │   ├── TopicError            a topic outside the closed set          (also a QueueError)
+    │   ├── UnknownTask           no task has this id
+    │   ├── StaleLease            the lease ended, or was never this caller's
+    │   └── WrongState            the task is not in a state in which this can be done
     ├── Unavailable               ours or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           the write or fsync failed; nothing of it is acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
-    │   └── QueueDisabledError    the kill switch is on                   (also a QueueError)
+    │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
+    │   ├── QueueFull             a queue holds as much as it may; says when to try again
+    │   └── StoreDamaged          the database is not what we wrote
     └── QueueError                base of what `Queue` raises
         └── DamagedState          a cursor or journal that cannot be trusted; `repair` mends it
 
@@ -118,6 +123,51 @@ class QueueDisabledError(QueueError, Unavailable, RuntimeError):
 
 class DamagedState(QueueError, Unavailable):
     """A cursor, topic list or journal that cannot be trusted."""
+
+
+class UnknownTask(Rejected, LookupError):
+    """No task has this id, or none that this caller may see."""
+
+    def __init__(self, task_id: str) -> None:
+        self.task_id = task_id
+        super().__init__(f"there is no task {task_id!r}")
+
+
+class StaleLease(Rejected):
+    """The lease is over or belongs to somebody else. Nothing was changed."""
+
+    def __init__(self, task_id: str, lease: int) -> None:
+        self.task_id = task_id
+        self.lease = lease
+        super().__init__(f"lease {lease} of task {task_id!r} is no longer valid: stop working on it")
+
+
+class WrongState(Rejected):
+    """What was asked for cannot be done to a task in this state. Nothing was changed."""
+
+    def __init__(self, task_id: str, verb: str, state: str) -> None:
+        self.task_id = task_id
+        self.verb = verb
+        self.state = state
+        super().__init__(f"cannot {verb} task {task_id!r}: it is {state}")
+
+
+class QueueFull(Unavailable):
+    """A queue is at its `max_depth`. Nothing was stored."""
+
+    def __init__(self, queue: str, depth: int, max_depth: int, retry_after_s: float) -> None:
+        self.queue = queue
+        self.depth = depth
+        self.max_depth = max_depth
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"queue {queue!r} holds {depth} of at most {max_depth} waiting tasks: "
+            f"try again in {retry_after_s:g} s"
+        )
+
+
+class StoreDamaged(Unavailable):
+    """The database cannot be read as what we wrote."""
 
 
 EXIT_OK = 0

@@ -1,6 +1,6 @@
-"""The nouns of the file half: what a message of each contract is, once it is decoded.
+"""The nouns: what a message of each contract is, and what a store knows about its delivery.
 
-Rule 1: nothing here changes after it was made.
+Rule 1: nothing here changes after it was made; a changed record is a new one.
 Rule 2: a message says nothing about its delivery; positions and leases live elsewhere.
 """
 
@@ -59,3 +59,163 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
     offset: int
     length: int
     reason: str
+
+
+# ---- the leased half -------------------------------------------------------------------------------
+
+State = Literal[
+    "SCHEDULED",
+    "QUEUED",
+    "PROCESSING",
+    "FAILED",
+    "RETRYING",
+    "COMPLETED",
+    "EXECUTING",
+    "DONE",
+    "DEAD_LETTER",
+    "CANCELLED",
+    "EXPIRED",
+    "QUARANTINED",
+]
+"""Where a record can be. `FAILED` is a moment on the way to `RETRYING` or `DEAD_LETTER`, never at rest."""
+
+EventKind = Literal[
+    "created",
+    "enqueued",
+    "promoted",
+    "dequeued",
+    "conflict_detected",
+    "conflict_resolved",
+    "conflict_resolution_failed",
+    "execution_started",
+    "execution_completed",
+    "execution_failed",
+    "retry_scheduled",
+    "dead_letter",
+    "heartbeat",
+    "lease_lapsed",
+    "released",
+    "cancelled",
+    "expired",
+    "quarantined",
+    "replayed",
+    "duplicate",
+    "rejected",
+    "delivered",
+    "deleted",
+    "breaker_opened",
+    "breaker_closed",
+    "tokens_reserved",
+    "tokens_returned",
+    "alert",
+]
+"""Everything that can happen to a message, in any contract."""
+
+
+class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A message as it is handed to a store. It never changes."""
+
+    queue: str
+    payload: bytes
+    message_id: str = ""
+    """Empty when the store shall name it."""
+    type: str = ""
+    parent_message_id: str = ""
+    key: str = ""
+    """What makes a second enqueue the same one; unique within its queue, empty for none."""
+    priority: int = 2
+    max_retries: int = 3
+    delay_ns: int = 0
+    ttl_ns: int = 0
+    """How long it may wait for its first delivery; 0 for ever."""
+    durability: Durability = "os"
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """The delivery state of one message in a store: the only thing that changes.
+
+    Deadlines (`lease_until`, `due`, `ready_at`, `expires`) are nanoseconds of the store's own clock, which
+    never steps; the others are microseconds of UTC, for people.
+    """
+
+    seq: int
+    """Unique and increasing with acceptance, never used again."""
+    message_id: str
+    queue: str
+    state: State
+    priority: int
+    place: int
+    """Its turn within queue and priority: the lowest goes first. It is the number of the event that put it
+    there, and of the last one once it is completed."""
+    attempt: int
+    """Deliveries so far."""
+    retries: int
+    """Failures and lapses so far in this life."""
+    max_retries: int
+    lease: int
+    """The fencing token, larger than every earlier one. It stays when its holder said the last word, so that
+    the word can be repeated, negative when that was a release; 0 when the lease was taken away."""
+    worker_id: str
+    lease_ns: int
+    lease_until: int
+    due: int
+    """When it enters its lane; 0 unless it waits for that."""
+    ready_at: int
+    expires: int
+    durability: Durability
+    created_us: int
+    claimed_us: int
+    heartbeat_us: int
+    ended_us: int
+    """When it came to an end; 0 until then."""
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What happened to one message, once. `seq` is gap-free within a store."""
+
+    seq: int
+    ts_us: int
+    kind: EventKind
+    queue: str
+    message_id: str
+    state: State
+    attempt: int = 0
+    priority: int = 2
+    lease: int = 0
+    worker_id: str = ""
+    duration_us: int = 0
+    error_type: str = ""
+    error: str = ""
+    type: str = ""
+    parent_message_id: str = ""
+    body_bytes: int = 0
+    detail: dict[str, Any] = {}
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """A decision, as data: the record after it, and what happened. A store commits both or neither."""
+
+    record: Record
+    events: tuple[Event, ...]
+    result: bytes | None = None
+
+
+class Moment(msgspec.Struct, frozen=True, gc=False):
+    """The facts of a decision that the record does not know."""
+
+    number: int
+    """The sequence number that its first event gets."""
+    steady_ns: int
+    """The store's own clock, which never steps."""
+    wall_us: int
+    """UTC, for people."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """Everything that a store knows about one message."""
+
+    record: Record
+    envelope: Envelope
+    result: bytes | None
+    history: list[Event]
+    """Its events, heartbeats left out."""

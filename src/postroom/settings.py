@@ -4,8 +4,8 @@ Rule 1: nothing here looks for anything itself; a file and an environment are ha
 Rule 2: a value that does not fit is refused with the name it was given under, never replaced by a default.
 Rule 3: an empty variable counts as not set.
 
-The library reads the environment only. The command line also reads postroom.toml, whose relative paths are
-relative to that file.
+A Python program reads no file, and of the environment only what a `Queue` needs where no argument says it.
+The command line also reads postroom.toml, whose relative paths are relative to that file.
 """
 
 import tomllib

@@ -306,7 +306,7 @@ def test_append_many_takes_one_lock_and_one_write(bus: Bus, monkeypatch: pytest.
 
     post(bus, "before")
     monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr("postroom.logs.lock.flock", flock)
+    monkeypatch.setattr("postroom.system.lock.flock", flock)
     made = bus.append_many(
         {"type": "t", "project_id": "p", "task_id": "k", "run_id": "r", "body": str(number)}
         for number in range(100)

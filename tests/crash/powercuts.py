@@ -20,16 +20,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import ClassVar, Protocol
 
 from postroom import Bus, Queue
-from postroom.errors import DamagedState
+from postroom.contracts.tasks import TaskInfo
+from postroom.errors import DamagedState, StoreDamaged
 from postroom.message import BusMessage, Durability, QueueMessage
-from tests.crash import child
+from tests.crash import child, taskprograms
 from tests.crash.kills import check_hand_overs
 from tests.crash.ledger import Delivery, Tally, acknowledged_in, body_of, compare, token_of
+from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of
+from tests.crash.tasks import check_store, delivery_of, ids_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
 IMAGE_BYTES = 16 * 1024 * 1024
+TASKS_IMAGE_BYTES = 48 * 1024 * 1024  # a WAL, the database behind it, and a ballast
 CUTS_PER_ROUND = 25  # then the file system is made anew, so that it stays small
 LINES_MAX = 20  # reports that a worker gets to make between two cuts, at most
 WRITEBACK_CHANCE = 0.25
@@ -44,13 +49,13 @@ class NotPermitted(Exception):
 
 
 def run(side: str, durability: Durability, cuts: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """Cut the power that often under a bus or a queue of one durability class."""
+    """Cut the power that often under a bus, a queue or a task queue of one durability class."""
     tally = Tally()
     rng = Random(f"{side}/{durability}/{seed}")
     with _folder() as folder:
         while (left := cuts - tally.facts.get("cuts", 0)) > 0:
             cuts_now = min(left, CUTS_PER_ROUND)
-            _round(folder, _Bus if side == "bus" else _Queue, durability, cuts_now, rng, tally)
+            _round(folder, SCENES[side], durability, cuts_now, rng, tally)
             tick(cuts_now)
     return tally
 
@@ -69,7 +74,7 @@ def _folder() -> Iterator[Path]:
 
 def _round(
     folder: Path,
-    kind: "type[_Bus | _Queue]",
+    kind: "type[Scene]",
     durability: Durability,
     cuts: int,
     rng: Random,
@@ -77,7 +82,7 @@ def _round(
 ) -> None:
     image = folder / "live.img"
     with image.open("wb") as file:
-        file.truncate(IMAGE_BYTES)
+        file.truncate(kind.image_bytes)
     _system("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", image)
     with _mounted(image, folder / "live") as live, Crew() as crew:
         scene = kind(live, durability, crew, rng)
@@ -94,13 +99,15 @@ def _round(
         tally.acknowledged += len(scene.acknowledged())
 
 
-def _look(scene: "_Bus | _Queue", after: Path, tally: Tally) -> None:
+def _look(scene: "Scene", after: Path, tally: Tally) -> None:
     try:
         scene.compare(after, tally)
     except DamagedState as error:
         if scene.durability != "os":
             tally.breaks(f"after a cut: {error}")
         tally.count("cursors_ahead_of_their_lines")  # refused, for a person to decide
+    except StoreDamaged as error:
+        tally.breaks(f"after a cut: {error}")
 
 
 # ---- one cut ---------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ def _go_on(crew: Crew) -> None:
 
 
 def _write_back_one(live: Path, rng: Random) -> None:
-    files = sorted(path for path in live.rglob("*") if path.is_file())
+    files = sorted(path for path in live.rglob("*") if path.is_file() and path.stat().st_size)
     if files:
         fd = os.open(rng.choice(files), os.O_RDONLY)
         os.fsync(fd)
@@ -148,15 +155,37 @@ def _write_back_one(live: Path, rng: Random) -> None:
 
 def _copied(image: Path, target: Path, tally: Tally) -> Path:
     """The image as it was at one instant: two copies in a row that are equal."""
-    before = image.read_bytes()
+    before = _extents(image)
     for _ in range(COPIES_MAX):
-        now = image.read_bytes()
+        now = _extents(image)
         if now == before:
-            target.write_bytes(now)
+            _write_extents(target, now, image.stat().st_size)
             return target
         tally.count("copies_repeated")
         before = now
     raise TimeoutError("the disk does not come to rest")
+
+
+def _extents(image: Path) -> list[tuple[int, bytes]]:
+    """Everything in a file but its holes, which are most of it."""
+    found: list[tuple[int, bytes]] = []
+    with image.open("rb", buffering=0) as file:
+        end = 0
+        while True:
+            try:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            except OSError:  # only a hole is left
+                return found
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            found.append((start, os.pread(file.fileno(), end - start, start)))
+
+
+def _write_extents(target: Path, extents: list[tuple[int, bytes]], size: int) -> None:
+    with target.open("wb", buffering=0) as file:
+        file.truncate(size)
+        for start, data in extents:
+            file.seek(start)
+            file.write(data)
 
 
 @contextlib.contextmanager
@@ -194,8 +223,24 @@ def _system(*command: str | Path) -> None:
 # ---- what runs, and what must be left of it ------------------------------------------------------------
 
 
+class Scene(Protocol):
+    """Some workers, and what has to be left of their work."""
+
+    image_bytes: ClassVar[int]
+    durability: Durability
+    workers: list[Worker]
+
+    def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None: ...
+
+    def acknowledged(self) -> dict[str, str]: ...
+
+    def compare(self, folder: Path, tally: Tally) -> None: ...
+
+
 class _Bus:
     """Two processes with two threads each append to one bus that rotates now and then."""
+
+    image_bytes: ClassVar[int] = IMAGE_BYTES
 
     def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
         self._crew = crew
@@ -235,6 +280,8 @@ def _from_bus(message: BusMessage) -> Delivery:
 
 class _Queue:
     """A sender with two threads, one of the class `os`, and a consumer that also expires."""
+
+    image_bytes: ClassVar[int] = IMAGE_BYTES
 
     def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
         self.durability = durability
@@ -302,6 +349,72 @@ def _by_id(line: str) -> str:
 def _from_queue(message: QueueMessage) -> Delivery:
     token, _, body = message["body"].partition("\n")
     return Delivery(token, message["msg_id"], body)
+
+
+class _Tasks:
+    """A producer with two threads, one of the class `os`, and a consumer, on one store."""
+
+    image_bytes: ClassVar[int] = TASKS_IMAGE_BYTES
+
+    def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
+        self.durability = durability
+        place = {"folder": str(folder / "tasks"), "wal_pages": rng.choice(WAL_PAGES_FEW)}
+        shared = {"agent": "coder", **place}
+        self._producer = crew.start(
+            "producer",
+            taskprograms.producer,
+            name="p",
+            seed=rng.getrandbits(32),
+            durability=durability,
+            threads=2,
+            batch=3,
+            sizes=(0, 1_500),
+            **shared,
+        )
+        # Its tasks may be gone after a cut, but nothing else with them.
+        crew.start(
+            "careless",
+            taskprograms.producer,
+            name="careless",
+            seed=rng.getrandbits(32),
+            pause_s=0.005,
+            agent="other",
+            **place,
+        )
+        self._consumer = crew.start(
+            "consumer", taskprograms.consumer, name="c", seed=rng.getrandbits(32), batch=3, **shared
+        )
+        self.workers = [self._producer]
+
+    def acknowledged(self) -> dict[str, str]:
+        return acknowledged_in(self._producer.lines)
+
+    def compare(self, folder: Path, tally: Tally) -> None:
+        with open_tasks(folder / "tasks") as tasks:
+            infos = {task_id: tasks.get(task_id) for task_id in ids_of(tasks, "coder")}
+            _count(self.acknowledged(), map(delivery_of, infos.values()), self.durability, tally)
+            gone = [line for line in self._consumer.lines if not _is_kept(line, infos)]
+            if self.durability == "os":
+                tally.count("words_lost_as_documented", len(gone))
+            else:
+                tally.lost += len(gone)
+            check_store(tasks, folder / "tasks", tally)
+            task_id = tasks.enqueue(**task_of(token_of("after", 0, 100), "new"))
+            if [task.task_id for task in tasks.claim(agent="new")] != [task_id]:
+                tally.breaks("a task enqueued after the cut was not what a claim gave")
+
+
+def _is_kept(line: str, infos: dict[str, TaskInfo]) -> bool:
+    """Whether a consumer's word still stands in the task's history, and its result with it."""
+    word, task_id, lease = line.split(" ")[:3]
+    info = infos.get(task_id)
+    kind = {"claimed": "dequeued", "completed": "execution_completed"}[word]
+    if info is None or not any(event.kind == kind and event.lease == int(lease) for event in info.history):
+        return False
+    return word == "claimed" or info.result == {"under": int(lease)}
+
+
+SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks}
 
 
 def _count(

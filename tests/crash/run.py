@@ -1,8 +1,9 @@
-"""`make crash`: kills, flipped bits, crashes and errors at every system call, power cuts.
+"""`make crash`: kills, stops, flipped bits, crashes and errors at every system call, power cuts, long runs.
 
     python -m tests.crash.run                                       everything
     python -m tests.crash.run --only kills-expire --kills 500       what begins with that name
     python -m tests.crash.run --only powercuts-queue --cuts 100 --seed 7
+    python -m tests.crash.run --only soak-tasks --cycles 10000000
 
 Prints for each scenario what was acknowledged, lost, torn and doubled: a table on a terminal, JSON lines
 when piped. Exit code 1 when anything is not 0 or could not run.
@@ -28,12 +29,15 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import flips, kills, powercuts, syscalls
+from tests.crash import flips, kills, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 
-KILLS = 10_000
+KILLS = 15_000
 CUTS = 1_000
+STOPS = 1_000
+CYCLES = 1_000_000
+MIX_S = 60
 JOB_S_MAX = 3600.0  # a job that takes longer hangs
 PROGRESS_TERMINAL_S = 1.0
 PROGRESS_PIPED_S = 60.0
@@ -47,10 +51,20 @@ KILL_SHARES = {
     "kills-side-file": 0.2,
     "kills-cursor": 0.2,
     "kills-expire": 0.2,
+    "kills-tasks": 0.5,
 }
-"""The five updates get the same: append in its three forms, rotation, side files, cursors, expiry."""
+"""The five updates of files get the same: append in its three forms, rotation, side files, cursors, expiry.
+Task queues get as much as half of them together."""
 SIDES = ("bus", "queue")
-CALL_POINTS = {"syscalls-bus": 380, "syscalls-queue": 1950, "errors-bus": 450, "errors-queue": 2250}
+TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
+CALL_POINTS = {
+    "syscalls-bus": 380,
+    "syscalls-queue": 1950,
+    "syscalls-tasks": 4000,
+    "errors-bus": 450,
+    "errors-queue": 2250,
+    "errors-tasks": 3000,
+}
 """About how many there are, for the progress line alone."""
 
 
@@ -105,6 +119,12 @@ def planned(options: argparse.Namespace) -> list[Job]:
                 jobs += _split(name, flips.FLIPS, 8, options.seed)
             case "powercuts":
                 jobs += _split(name, options.cuts, 2, options.seed)
+            case "stops":
+                jobs += _split(name, options.stops, 2, options.seed)
+            case "mix":
+                jobs.append(Job(name, 0, options.mix_s, options.seed))
+            case "soak":
+                jobs.append(Job(name, 0, options.cycles, options.seed))
             case _:
                 jobs.append(Job(name, 0, CALL_POINTS[name], options.seed))
     return jobs
@@ -112,8 +132,10 @@ def planned(options: argparse.Namespace) -> list[Job]:
 
 def _chosen(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
-    names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS]
-    names += [f"powercuts-{side}-{durability}" for side in SIDES for durability in syscalls.DURABILITIES]
+    names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS]
+    names += [
+        f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
+    ]
     return [only] if only in names else [name for name in names if name.startswith(only)]
 
 
@@ -129,6 +151,8 @@ def _split(scenario: str, count: int, parts: int, seed: int) -> list[Job]:
 def done_here(job: Job, tick: Callable[[int], None]) -> Tally:
     """Do a job in this process."""
     match job.scenario.split("-"):
+        case ["kills" | "stops" | "mix" | "soak", "tasks"]:
+            return tasks.run(job.scenario, job.count, job.seed, tick)
         case ["kills", *_]:
             return kills.run(job.scenario, job.count, job.seed, tick)
         case ["flips", side]:
@@ -338,6 +362,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", metavar="NAME", help="scenarios that begin with NAME")
     parser.add_argument("--kills", type=int, default=KILLS, help=f"in all ({KILLS:,})")
     parser.add_argument("--cuts", type=int, default=CUTS, help=f"for each class and contract ({CUTS:,})")
+    parser.add_argument("--stops", type=int, default=STOPS, help=f"of lease holders ({STOPS:,})")
+    parser.add_argument("--cycles", type=int, default=CYCLES, help=f"of the soak ({CYCLES:,})")
+    parser.add_argument("--mix-s", type=int, default=MIX_S, help=f"seconds of the mix ({MIX_S})")
     parser.add_argument("--seed", type=int, default=None, help="of every random choice")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--allow-missing", action="store_true", help="do not fail for what may not run here")

@@ -25,9 +25,11 @@ import msgspec
 from postroom.errors import HandleDead, PostroomError, WriteFailed
 from postroom.message import Durability
 from tests.crash.ledger import Tally
+from tests.crash.taskupdates import TASK_UPDATES
 from tests.crash.updates import ATTEMPTS_MAX, BUS_UPDATES, QUEUE_UPDATES, Attempt, Expected, Update
 from tests.crash.workers import STUCK_S, die_with_parent, let_be_traced, scratch_parent
 
+UPDATES = {"bus": BUS_UPDATES, "queue": QUEUE_UPDATES, "tasks": TASK_UPDATES}
 POINTS_MAX = 500  # of one system call in one update: far above what any of them does
 DURABILITIES: tuple[Durability, ...] = ("os", "group", "fsync")
 WAIT_CALLS = {"rt_sigtimedwait", "restart_syscall"}  # how the process waits for strace
@@ -48,6 +50,9 @@ ERRORS = {
     "ftruncate": ("EIO",),
     "getdents64": ("EIO",),
     "linkat": ("EIO",),
+    "pwrite64": ("ENOSPC", "EIO"),
+    "fdatasync": ("EIO",),
+    "fallocate": ("ENOSPC",),
 }
 """Not close(): an injected error leaves the descriptor open, which the real one never does."""
 VARIANTS = {
@@ -76,9 +81,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def run(kind: str, side: str, tick: Tick = lambda _: None) -> Tally:
-    """`kind` is crash or error, `side` is bus or queue."""
+    """`kind` is crash or error, `side` is bus, queue or tasks."""
     tally = Tally()
-    for update in BUS_UPDATES if side == "bus" else QUEUE_UPDATES:
+    for update in UPDATES[side]:
+        if kind == "error" and not update.repeats:
+            continue
         for durability in DURABILITIES:
             part = (
                 _crashes(update, durability, tick) if kind == "crash" else _errors(update, durability, tick)
@@ -108,7 +115,7 @@ def _errors(update: Update, durability: Durability, tick: Tick) -> Tally:
     for call, names in ERRORS.items():
         calls = ",".join(f"?{variant}" for variant in VARIANTS.get(call, (call,)))
         faults = [[f"{calls}:error={name}"] for name in names]
-        if call in DOUBLE_FAULTS:
+        if call in DOUBLE_FAULTS and update not in TASK_UPDATES:  # SQLite cannot open without ftruncate
             faults.append([f"{calls}:error={names[0]}", DOUBLE_FAULTS[call]])
         for first, *others in faults:
             for k in range(1, POINTS_MAX):

@@ -54,6 +54,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     judge: Callable[[Path, Expected, list[Attempt], Tally], None]
     assist: Callable[[Path], None] | None = None
     """Something another process does meanwhile, again and again."""
+    repeats: bool = True
+    """Whether a second try after an error means the same as the first."""
 
 
 def new_tokens(attempt: int, count: int = 1, size: int = 80) -> list[str]:

@@ -1,16 +1,23 @@
 """The generated pages are what the code says now, and every command explains itself."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 
 from postroom.cli import main, zosmq
+from postroom.contracts.tasks import Tasks
+from postroom.core.lifecycle import TRANSITIONS
+from postroom.message import EventKind, State
+from postroom.runtime.http import OPENAPI, ROUTES
 
 ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
 
 
 def test_the_reference_pages_are_up_to_date() -> None:
@@ -45,10 +52,42 @@ def test_every_command_has_a_help_with_an_example_of_itself(path: str) -> None:
 @pytest.mark.parametrize("path", COMMANDS)
 def test_every_option_says_what_it_is_for(path: str) -> None:
     for parameter in COMMANDS[path].params:
+        if isinstance(parameter, click.Argument):
+            assert parameter.metavar in ("NAME", "TASK_ID"), f"{path} {parameter.name}"  # speaks for itself
+            continue
         assert isinstance(parameter, click.Option)
         assert parameter.help, f"{path} {parameter.opts}"
 
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_the_reference_has_a_section_for_every_command(path: str) -> None:
-    assert f"\n## {path}\n" in (ROOT / "docs" / "reference" / "cli.md").read_text("utf-8")
+    assert f"\n## {path}\n" in (REFERENCE / "cli.md").read_text("utf-8")
+
+
+def test_the_diagram_has_every_arrow_of_the_table_and_no_other() -> None:
+    text = (REFERENCE / "lifecycle.md").read_text("utf-8")
+    drawn = {
+        (source, verb, target)
+        for source, target, verbs in re.findall(r"^    (\S+) --> (\S+): (.+)$", text, re.MULTILINE)
+        for verb in verbs.split(", ")
+    }
+    assert drawn == {(arrow.source or "[*]", arrow.verb, arrow.target) for arrow in TRANSITIONS}
+
+
+@pytest.mark.parametrize(("page", "names"), [("lifecycle.md", State), ("events.md", EventKind)])
+def test_every_state_and_every_kind_of_event_has_its_line(page: str, names: object) -> None:
+    lines = (REFERENCE / page).read_text("utf-8").splitlines()
+    for name in get_args(names):
+        assert sum(line.startswith(f"| `{name}` | ") for line in lines) >= 1, name
+
+
+@pytest.mark.parametrize("page", ["lifecycle.md", "events.md"])
+def test_the_calls_that_a_page_names_exist(page: str) -> None:
+    for name in re.findall(r"`Tasks\.(\w+)", (REFERENCE / page).read_text("utf-8")):
+        assert callable(getattr(Tasks, name)), name
+
+
+def test_every_route_has_its_line() -> None:
+    text = (REFERENCE / "http.md").read_text("utf-8")
+    for route in [*(served.route for served in ROUTES), OPENAPI]:
+        assert f"\n| `{route.method} {route.path}` | " in text

@@ -18,10 +18,18 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     assert "kill -9" in run.stdout
     assert "answers_missing" in run.stdout
     counts = re.findall(r"acknowledged +(\d+) +stored +(\d+) +lost (\d+) +doubled (\d+)", run.stdout)
-    assert len(counts) == 2
+    assert len(counts) == 2  # the bus and the queue of act 1
     for acknowledged, stored, lost, doubled in counts:
         assert int(stored) >= int(acknowledged) > 0
         assert (lost, doubled) == ("0", "0")
+    (act_2,) = re.findall(
+        r"acknowledged +(\d+) +done +(\d+) +lost (\d+) +doubled (\d+) +wrong (\d+)", run.stdout
+    )
+    assert act_2 == ("24", "24", "0", "0", "0")
+    assert run.stdout.count("kill -9 ") == 2
+    assert int(re.findall(r"that were refused: (\d+)", run.stdout)[0]) > 0
+    for step in ("SIGSTOP", "took over", "SIGCONT", "all done"):
+        assert step in run.stdout
 
 
 def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:

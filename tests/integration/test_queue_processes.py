@@ -212,7 +212,7 @@ def test_a_waiting_poll_is_woken_by_another_process(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polling_only: bool
 ) -> None:
     if polling_only:  # as where there is no inotify
-        monkeypatch.setattr("postroom.nudges.watch._inotify_new", lambda: -1)
+        monkeypatch.setattr("postroom.nudges.watch.inotify_new", lambda: -1)
 
     def poller() -> None:
         with Queue(root) as queue:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import HandleDead, UnsafePath, WriteFailed
-from postroom.logs import lock
 from postroom.logs.appendfile import AppendFile
 from postroom.message import Durability
+from postroom.system import lock
 from tests.faultydisk import FaultyDisk, in_background
 
 TIMEOUT_S = 0.05

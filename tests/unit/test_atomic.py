@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import UnsafePath, WriteFailed
-from postroom.logs import atomic
 from postroom.message import Durability
+from postroom.system import atomic
 
 CLASSES: list[Durability] = ["os", "group", "fsync"]
 

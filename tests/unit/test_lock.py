@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import LockTimeout, Unavailable
-from postroom.logs import lock
+from postroom.system import lock
 
 AT_ONCE_S = 0.01
 NO_DESCRIPTOR = 1_000_000

@@ -121,7 +121,7 @@ def test_the_poll_interval_bounds_the_wait(path: Path) -> None:
 def test_without_inotify_it_pauses_for_the_poll_interval(
     path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "_inotify_new" if missing == "instance" else "_inotify_add"
+    name = "inotify_new" if missing == "instance" else "inotify_add"
     monkeypatch.setattr(watch_module, name, lambda *_: -1)
     watch = Watch(path, AT_ONCE_S)
     watch.arm()

@@ -8,6 +8,7 @@ import click
 from postroom.cli.bus import bus
 from postroom.cli.queue import queue
 from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, run
+from postroom.cli.tasks import tasks
 
 PROGRAM = "postroom"
 
@@ -24,7 +25,7 @@ PROGRAM = "postroom"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, also on a terminal.")
 @click.pass_context
 def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
-    """Mailboxes and logs for AI agents, in plain files.
+    """Mailboxes, logs and task queues for AI agents.
 
     Results are JSON lines when they go to a pipe or a file, and readable text on a terminal. The exit code
     is 0 when the work was done, 1 when it failed, 2 when the call was wrong.
@@ -34,12 +35,14 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
       postroom bus post --bus runs/bus.yaml --type note --project demo --body "hello"
       postroom bus tail --bus runs/bus.yaml -n 5
       postroom queue send --topic ask --to builder --body "is it green?"
+      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
     """
     context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
 
 
 cli.add_command(bus)
 cli.add_command(queue)
+cli.add_command(tasks)
 
 
 def main() -> None:

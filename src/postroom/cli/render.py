@@ -80,6 +80,15 @@ class Output:
         else:
             self.json_line(message)
 
+    def record(self, head: Sequence[str], details: Mapping[str, Any], body: str) -> None:
+        """Something with a name, its facts below it, and a body. For people only."""
+        shown = (
+            (name.replace("_", " "), _cell(value))
+            for name, value in details.items()
+            if value not in ("", None)
+        )
+        self._record(head, shown, body)
+
     def msg_id(self, msg_id: str, *, bare: bool = False) -> None:
         """The id of what was stored."""
         if bare or self.readable or self.form == "zos":

@@ -21,12 +21,13 @@ import msgspec
 from postroom.core import buswire, ids
 from postroom.core.times import NANOS_PER_S, checked_seconds, epoch_ns_of, normal_utc, parse_utc, second_texts
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
-from postroom.logs import busfile, lock
+from postroom.logs import busfile
 from postroom.logs.appendfile import AppendFile
-from postroom.logs.atomic import absolute_path, open_safely, sync_folder
-from postroom.logs.handles import reset_after_fork
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
+from postroom.system import lock
+from postroom.system.atomic import absolute_path, open_safely, sync_folder
+from postroom.system.handles import reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
 FOLDER_MODE = 0o755

@@ -31,9 +31,7 @@ from postroom.errors import (
     QueueDisabledError,
     QueueError,
 )
-from postroom.logs.atomic import absolute_path, make_folder, replace_file
 from postroom.logs.auditfile import AuditFile
-from postroom.logs.handles import reset_after_fork
 from postroom.logs.queuefile import Reading, SessionFiles
 from postroom.message import Durability, QueueMessage
 from postroom.nudges.watch import Watch
@@ -46,6 +44,8 @@ from postroom.settings import (
     queue_root,
     queue_session,
 )
+from postroom.system.atomic import absolute_path, make_folder, replace_file
+from postroom.system.handles import reset_after_fork
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
 POLL_MESSAGES_MAX = 10_000_000

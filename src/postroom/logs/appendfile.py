@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from postroom.errors import HandleDead, LockTimeout, UnsafePath, WriteFailed
-from postroom.logs import lock
-from postroom.logs.atomic import make_folder, open_safely, sync_folder, write_all
 from postroom.logs.durability import GroupSync
 from postroom.message import Durability
+from postroom.system import lock
+from postroom.system.atomic import make_folder, open_safely, sync_folder, write_all
 
 
 class _Unsynced(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from postroom.errors import UnsafePath
-from postroom.logs.atomic import PRIVATE_FILE_MODE, make_folder, open_safely
 from postroom.message import Durability
+from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely
 
 LOOK_EVERY_S = 1.0  # how long lines may still go to a file that was moved away
 

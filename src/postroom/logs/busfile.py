@@ -25,9 +25,9 @@ from postroom.core.buswire import (
     decode,
 )
 from postroom.errors import InvalidMessage, SinceIdNotFound, UnsafePath
-from postroom.logs import lock
-from postroom.logs.atomic import open_safely
 from postroom.message import BusMessage, Damage
+from postroom.system import lock
+from postroom.system.atomic import open_safely
 
 Report = Callable[[list[Damage]], None]
 

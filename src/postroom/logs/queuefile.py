@@ -20,9 +20,10 @@ import msgspec
 from postroom.core import queuewire as wire
 from postroom.core.names import checked_name
 from postroom.errors import DamagedState, InvalidName, Unavailable, UnsafePath, WriteFailed
-from postroom.logs import lock
 from postroom.logs.appendfile import AppendFile
-from postroom.logs.atomic import (
+from postroom.message import Durability, QueueMessage
+from postroom.system import lock
+from postroom.system.atomic import (
     PRIVATE_FILE_MODE,
     PRIVATE_FOLDER_MODE,
     TEMPORARY_SUFFIX,
@@ -33,8 +34,7 @@ from postroom.logs.atomic import (
     sync_folder,
     write_all,
 )
-from postroom.logs.lock import EXCLUSIVE_NOW, UNLOCK, flock
-from postroom.message import Durability, QueueMessage
+from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 
 WINDOW_BYTES = 1024 * 1024
 CURSOR_DIGITS_MAX = 18

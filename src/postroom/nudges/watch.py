@@ -13,23 +13,23 @@ from contextlib import suppress
 from pathlib import Path
 
 _IN_MODIFY = 0x002
-_IN_ATTRIB = 0x004
+ATTRIB = 0x004
 _IN_MOVED_TO = 0x080
-_IN_CREATE = 0x100
+CREATE = 0x100
 _IN_MOVE_SELF = 0x800
-_FILE_EVENTS = _IN_MODIFY | _IN_ATTRIB | _IN_MOVE_SELF
-_FOLDER_EVENTS = _IN_CREATE | _IN_MOVED_TO
-_EVENTS_BYTES_MAX = 64 * 1024
+_FILE_EVENTS = _IN_MODIFY | ATTRIB | _IN_MOVE_SELF
+_FOLDER_EVENTS = CREATE | _IN_MOVED_TO
+EVENTS_BYTES_MAX = 64 * 1024
 _NONE = -1  # no descriptor, no watch
 
 if sys.platform == "linux":
     _libc = ctypes.CDLL(None, use_errno=True)
 
-    def _inotify_new() -> int:
+    def inotify_new() -> int:
         """A new instance, or -1 when the user's limit of instances is reached."""
         return int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
 
-    def _inotify_add(fd: int, path: Path, events: int) -> int:
+    def inotify_add(fd: int, path: Path, events: int) -> int:
         """A watch, the same one for the same inode; -1 when the path is missing or a limit is reached."""
         return int(_libc.inotify_add_watch(fd, os.fsencode(path), events))
 
@@ -38,10 +38,10 @@ if sys.platform == "linux":
 
 else:
 
-    def _inotify_new() -> int:
+    def inotify_new() -> int:
         return _NONE
 
-    def _inotify_add(fd: int, path: Path, events: int) -> int:  # noqa: ARG001 - as on Linux
+    def inotify_add(fd: int, path: Path, events: int) -> int:  # noqa: ARG001 - as on Linux
         return _NONE
 
     def _inotify_remove(fd: int, watch: int) -> None:
@@ -54,7 +54,7 @@ class Watch:
     def __init__(self, path: Path, poll_interval_s: float) -> None:
         self._path = path
         self._poll_interval_s = poll_interval_s
-        self._fd = _inotify_new()
+        self._fd = inotify_new()
         self._file_watch = _NONE
         self._folder_watch = _NONE
 
@@ -63,8 +63,8 @@ class Watch:
         if self._fd < 0:
             return
         if self._folder_watch < 0:
-            self._folder_watch = _inotify_add(self._fd, self._path.parent, _FOLDER_EVENTS)
-        watch = _inotify_add(self._fd, self._path, _FILE_EVENTS)
+            self._folder_watch = inotify_add(self._fd, self._path.parent, _FOLDER_EVENTS)
+        watch = inotify_add(self._fd, self._path, _FILE_EVENTS)
         if watch != self._file_watch and self._file_watch >= 0:
             _inotify_remove(self._fd, self._file_watch)
         self._file_watch = watch
@@ -76,7 +76,7 @@ class Watch:
             time.sleep(pause_s)
         elif self._changes(pause_s):
             with suppress(BlockingIOError):
-                os.read(self._fd, _EVENTS_BYTES_MAX)
+                os.read(self._fd, EVENTS_BYTES_MAX)
 
     def _changes(self, pause_s: float) -> bool:
         poller = select.poll()

@@ -4,6 +4,7 @@ A child shares its parent's open files, and with them the parent's locks: both w
 So every handle that keeps descriptors registers here and is reset in the child before anything else runs.
 """
 
+import ctypes
 import os
 import weakref
 from typing import Protocol
@@ -31,3 +32,13 @@ def _reset_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_all)
+
+
+_leaked: list[object] = []
+
+
+def leak(thing: object) -> None:
+    """Never let go of what a child must not close, because its parent still uses it."""
+    _leaked.append(thing)
+    # Also not when the interpreter ends and clears its modules.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

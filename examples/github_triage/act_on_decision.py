@@ -1,0 +1,44 @@
+"""What the harness runs for each decision: its actions, against the GitHub API.
+
+It may run twice for the same decision: a harness can be killed between an action and the note that it was
+done. Labels are a set and do not mind. A comment carries the decision's id, and is posted only once.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+from typing import Any
+
+TIMEOUT_S = 10.0
+
+
+def call(method: str, path: str, body: Any = None) -> Any:
+    """One call of the API. An answer that is an error ends this program, and so the attempt."""
+    request = urllib.request.Request(  # noqa: S310 - the address is configured, not sent by anybody
+        os.environ["GITHUB_API_URL"] + path,
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Accept": "application/vnd.github+json", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - see above
+        return json.load(answer)
+
+
+def act(job: dict[str, Any]) -> None:
+    """Do everything that was decided."""
+    issue = f"/repos/{job['payload']['repo']}/issues/{job['payload']['issue']['number']}"
+    mark = f"<!-- {job['decision_id']} -->"
+    for action in job["decision"]["actions"]:
+        match action:
+            case {"type": "add_labels", "labels": labels}:
+                call("POST", f"{issue}/labels", {"labels": labels})
+            case {"type": "comment", "body": text}:
+                if not any(mark in comment["body"] for comment in call("GET", f"{issue}/comments")):
+                    call("POST", f"{issue}/comments", {"body": f"{text}\n\n{mark}"})
+            case _:
+                sys.exit(f"nobody may ask for {action!r} here")
+
+
+if __name__ == "__main__":
+    act(json.load(sys.stdin))

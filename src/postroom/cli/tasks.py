@@ -1,0 +1,877 @@
+"""`postroom tasks`: the task queue that a harness owns.
+
+A command works on a data folder (`--data`) or through a harness (`--url`). Both ways are the same verbs with
+the same results: `Folder` speaks to the contract, `Remote` to the HTTP protocol.
+"""
+
+import os
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE, ProgramFailed, end_programs, run_program
+from postroom.cli.shell import COUNT, HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
+from postroom.errors import EXIT_USAGE, InvalidMessage
+
+if TYPE_CHECKING:
+    from postroom.client import TaskClient
+    from postroom.contracts.tasks import Task, Tasks
+
+DATABASE = "queue.db"
+HOST_DEFAULT = "127.0.0.1"
+PORT_DEFAULT = 8800
+LEASE_S_DEFAULT = 300.0  # as the contract has it, without importing it
+LIST_DEFAULT = 100
+PORT = click.IntRange(0, 65535)
+STATES = (
+    "SCHEDULED", "QUEUED", "PROCESSING", "RETRYING", "COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER",
+    "CANCELLED", "EXPIRED", "QUARANTINED",
+)  # fmt: skip
+_WRONG_CALL = (400, 413)  # a harness's answers that the command line is to blame for
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class WrongRemoteCall(click.ClickException):
+    """A harness refused what the command line said."""
+
+    exit_code = EXIT_USAGE
+
+
+# ---- the same verbs, here and there --------------------------------------------------------------------
+
+
+class Folder:
+    """The tasks of a data folder."""
+
+    def __init__(self, tasks: "Tasks") -> None:
+        self.tasks = tasks
+
+    def enqueue(self, task: dict[str, Any]) -> str:
+        return self.tasks.enqueue(**task)
+
+    def take(self, agent: str | None, worker: str | None, **terms: Any) -> list[dict[str, Any]]:
+        if agent is None:
+            raise click.UsageError("--data needs --agent: whose tasks?")
+        return [_given(task) for task in self.tasks.claim(agent=agent, worker=worker, **terms)]
+
+    def say(self, verb: str, task_id: str, lease: int, facts: dict[str, Any]) -> None:
+        getattr(self.tasks, verb)(task_id, lease, **facts)
+
+    def order(self, verb: str, task_id: str) -> None:
+        getattr(self.tasks, verb)(task_id)
+
+    def status(self) -> dict[str, Any]:
+        return _plain(self.tasks.status())
+
+    def show(self, task_id: str) -> dict[str, Any]:
+        return _plain(self.tasks.get(task_id))
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        return [_plain(line) for line in self.tasks.find(**wanted)]
+
+
+class Remote:
+    """The tasks of a harness, over HTTP."""
+
+    def __init__(self, client: "TaskClient", agent: str | None) -> None:
+        self._client = client
+        self._agent = {} if agent is None else {"agent": agent}
+
+    def enqueue(self, task: dict[str, Any]) -> str:
+        import uuid
+
+        # With an id of our own the call can be repeated: the same id stores one task.
+        named = {**task, "task_id": task["task_id"] or f"t-{uuid.uuid4().hex}"}
+        wanted = {key: value for key, value in named.items() if value is not None}
+        return str(self._client.request("POST", "/queue/enqueue", wanted)["task_id"])
+
+    def take(self, _agent: str | None, _worker: str | None, **terms: Any) -> list[dict[str, Any]]:
+        """The client knows whose and by whom."""
+        return [_given(task) for task in self._client.next_tasks(**terms)]
+
+    def say(self, verb: str, task_id: str, lease: int, facts: dict[str, Any]) -> None:
+        word = {"decision" if key == "result" else key: value for key, value in facts.items()}
+        body = {**self._agent, "task_id": task_id, "lease": lease, **word}
+        self._client.request("POST", f"/queue/{verb}", body)
+
+    def order(self, verb: str, task_id: str) -> None:
+        self._client.request("POST", f"/tasks/{_quoted(task_id)}/{verb}", {})
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._client.request("GET", "/queue/status"))
+
+    def show(self, task_id: str) -> dict[str, Any]:
+        return dict(self._client.request("GET", f"/tasks/{_quoted(task_id)}"))
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        query = urllib.parse.urlencode({key: value for key, value in wanted.items() if value is not None})
+        return list(self._client.request("GET", f"/tasks?{query}")["tasks"])
+
+
+def _plain(struct: Any) -> dict[str, Any]:
+    import msgspec
+
+    return dict(msgspec.to_builtins(struct))
+
+
+def _given(task: Any) -> dict[str, Any]:
+    names = ("task_id", "payload", "lease", "attempt", "type", "parent", "lease_s")
+    return {name: getattr(task, name) for name in names}
+
+
+def _quoted(task_id: str) -> str:
+    return urllib.parse.quote(task_id, safe="")
+
+
+# ---- which of the two ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def place(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None = None,
+    *,
+    worker: str | None = None,
+    create: bool = False,
+) -> Iterator[Folder | Remote]:
+    """Where the tasks are: in a folder, or behind an address."""
+    if (data is None) == (url is None):
+        raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
+    if data is not None:
+        shell.show_warnings()
+        with open_folder(data, create=create) as tasks:
+            yield Folder(tasks)
+        return
+    with open_client(str(url), agent or "", token, worker=worker) as client, refusals():
+        yield Remote(client, agent)
+
+
+def open_folder(data: Path, *, create: bool = False) -> "Tasks":
+    from postroom.contracts.tasks import Tasks
+
+    database = data / DATABASE
+    if create:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif not database.exists():
+        raise click.ClickException(f"there are no tasks in {data} yet: serve or enqueue starts them")
+    return Tasks.open(f"sqlite:///{database}")
+
+
+def open_client(url: str, agent: str, token: str | None, **options: Any) -> "TaskClient":
+    from postroom.client import TaskClient
+
+    token = token or os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
+    try:
+        return TaskClient(url, agent=agent, token=token, **options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """The client's errors are not ours: it knows nothing of postroom."""
+    from postroom.client import Refused, TaskClientError
+
+    try:
+        yield
+    except Refused as error:
+        kind = WrongRemoteCall if error.status in _WRONG_CALL else click.ClickException
+        raise kind(str(error)) from None
+    except TaskClientError as error:
+        raise click.ClickException(str(error)) from None
+
+
+# ---- options -------------------------------------------------------------------------------------------
+
+
+def _options(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+    """Several options, in the order they are named."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+data_option = click.option(
+    "--data", type=click.Path(), callback=as_path, metavar="DIR", help="The data folder of a harness."
+)
+needed_data_option = click.option(
+    "--data",
+    type=click.Path(),
+    callback=as_path,
+    required=True,
+    metavar="DIR",
+    help="The data folder of the harness.",
+)
+url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
+token_option = click.option(
+    "--token",
+    metavar="TOKEN",
+    help=f"The token for --url. Others can see it in a list of processes.  [default: ${TOKEN_VARIABLE}]",
+)
+where_options = _options(data_option, url_option, token_option)
+agent_option = click.option("--agent", metavar="NAME", help="Whose queue. An agent's token says it already.")
+needed_agent_option = click.option("--agent", required=True, metavar="NAME", help="Whose queue.")
+task_argument = click.argument("task_id", metavar="TASK_ID")
+lease_option = click.option(
+    "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
+)
+lease_s_option = click.option(
+    "--lease-s",
+    type=parse_wait,
+    default=LEASE_S_DEFAULT,
+    show_default=True,
+    metavar="S",
+    help="How long it is ours without a heartbeat.",
+)
+
+
+def durability_option(default: str) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--durability",
+        type=click.Choice(["os", "group", "fsync"]),
+        help="When a task counts as stored: in the page cache, or after an fsync (shared with others, or its "
+        f"own).  [default: {default}]",
+    )
+
+
+def read_json(option: str, text: str | None, file: str | None, default: Any = ...) -> Any:
+    """A JSON value from an option, a file or stdin."""
+    import sys
+
+    import msgspec
+
+    if text is not None and file is not None:
+        raise click.UsageError(f"give it once: {option} or {option}-file, not both")
+    if text is None and file is None:
+        if default is not ...:
+            return default
+        raise click.UsageError(f"give {option} JSON, or {option}-file FILE (- is stdin)")
+    if file is not None:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    else:
+        raw = os.fsencode(str(text))
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"{option} is not JSON: {error}") from None
+
+
+# ---- the harness ---------------------------------------------------------------------------------------
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def tasks() -> None:
+    """The task queue of a harness and its agents.
+
+    Every agent has a queue. A task is leased to whoever takes it; what is not heard of in time goes to
+    somebody else, at least once.
+
+    \b
+    Example:
+      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
+      postroom tasks next --data run --agent triage
+      postroom tasks status --data run
+    """
+
+
+@tasks.command()
+@needed_data_option
+@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
+@click.option(
+    "--port",
+    type=PORT,
+    default=PORT_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="The port; 0 takes a free one.",
+)
+@click.option(
+    "--execute",
+    metavar="CMD",
+    help="A command of the shell that acts on each decision: JSON with task_id, agent, payload and decision "
+    "on its stdin. It has to end with 0.",
+)
+@click.option(
+    "--allow-nudge",
+    "nudge_hosts",
+    multiple=True,
+    metavar="HOST",
+    help="A private host at which agents may be nudged. May be repeated.",
+)
+@durability_option("group")
+@click.pass_obj
+def serve(
+    shell: Shell,
+    data: Path,
+    host: str,
+    port: int,
+    execute: str | None,
+    nudge_hosts: tuple[str, ...],
+    durability: Any,
+) -> None:
+    """Run the harness: HTTP for the agents, and the loops behind it.
+
+    Agents take their tasks there and bring their decisions; --execute acts on those. Without it results stay
+    completed. Its address is printed once it listens; logs are JSON lines on stderr. SIGTERM ends it cleanly.
+
+    \b
+    Example:
+      postroom tasks serve --data run --port 8800
+      postroom tasks serve --data run --execute './act-on-decision'
+    """
+    try:
+        from postroom.runtime.http import serve as run_server
+    except ModuleNotFoundError as error:  # only this command needs more than the core
+        missing = f"the server needs {error.name}, which is not installed: pip install 'postroom[server]'"
+        raise click.ClickException(missing) from None
+
+    def say_where(taken: int) -> None:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
+        shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
+        shell.output.flush()
+
+    with open_folder(data, create=True) as store:
+        acting = None if execute is None else executor(store, execute)
+        try:
+            run_server(
+                data, host=host, port=port, execute=acting, allowed_nudge_hosts=nudge_hosts, ready=say_where,
+                durability=durability or "group",
+            )  # fmt: skip
+        finally:
+            end_programs()
+
+
+def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
+    """What a harness calls for each decision."""
+
+    def execute(decision: "Task") -> None:
+        task = store.get(decision.parent)
+        run_program(
+            command,
+            {
+                "task_id": task.task_id,
+                "agent": task.agent,
+                "type": task.type,
+                "payload": task.payload,
+                "decision": decision.payload,
+                "decision_id": decision.task_id,
+                "attempt": decision.attempt,
+            },
+        )
+
+    return execute
+
+
+# ---- tasks in ------------------------------------------------------------------------------------------
+
+
+@tasks.command()
+@where_options
+@needed_agent_option
+@click.option("--payload", metavar="JSON", help="What is to be done, any JSON.")
+@click.option("--payload-file", metavar="FILE", help="Take the payload from a file; - is stdin.")
+@click.option("--task-id", metavar="ID", help="Its id; the same id stores one task.  [default: a new one]")
+@click.option("--key", "idempotency_key", metavar="TEXT", help="The same key stores one task of an agent.")
+@click.option(
+    "--delay-s", type=parse_wait, default=0.0, metavar="S", help="Hold it back for so many seconds."
+)
+@click.option("--type", "kind", default="", metavar="TYPE", help="What kind of task it is.")
+@click.option("--parent", default="", metavar="ID", help="The task it comes from.")
+@click.option("--max-retries", type=COUNT, metavar="N", help="How often to try again.  [default: 3]")
+@durability_option("os; a harness's own with --url")
+@click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
+@click.pass_obj
+def enqueue(
+    shell: Shell,
+    /,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    payload: str | None,
+    payload_file: str | None,
+    kind: str,
+    id_only: bool,
+    **fields: Any,
+) -> None:
+    """Store one task and print its id.
+
+    \b
+    Example:
+      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
+      postroom tasks enqueue --data run --agent triage --key delivery-93 --payload-file event.json
+    """
+    task = {**fields, "type": kind, "payload": read_json("--payload", payload, payload_file)}
+    with place(shell, data, url, token, create=True) as there:
+        task_id = there.enqueue(task)
+    if id_only or shell.output.readable:
+        shell.output.sentence(task_id)
+    else:
+        shell.output.json_line({"task_id": task_id})
+
+
+# ---- the words of an agent -----------------------------------------------------------------------------
+
+
+@tasks.command(name="next")
+@where_options
+@agent_option
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="At most so many.",
+)
+@click.option(
+    "--wait-s", type=parse_wait, default=0.0, metavar="S", help="Wait up to so many seconds for the first."
+)
+@lease_s_option
+@click.option("--worker", metavar="NAME", help="Who takes it, for the status.")
+@click.pass_obj
+def take(
+    shell: Shell,
+    /,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None,
+    worker: str | None,
+    **terms: Any,
+) -> None:
+    """Lease the next task and print it.
+
+    Nothing is printed when there is none. The lease in it has to be shown with every later word.
+
+    \b
+    Example:
+      postroom tasks next --data run --agent triage
+      postroom tasks next --url http://127.0.0.1:8800 --agent triage --wait-s 30
+    """
+    with place(shell, data, url, token, agent, worker=worker) as there:
+        found = there.take(agent, worker, **terms)
+    for task in found:
+        print_task(shell, task)
+
+
+def print_task(shell: Shell, task: dict[str, Any]) -> None:
+    import json
+
+    if not shell.output.readable:
+        shell.output.json_line(task)
+        return
+    facts = {
+        "lease": task["lease"],
+        "attempt": task["attempt"],
+        "type": task["type"],
+        "parent": task["parent"],
+    }
+    shell.output.record([task["task_id"]], facts, json.dumps(task["payload"], indent=2, ensure_ascii=False))
+
+
+@tasks.command()
+@task_argument
+@where_options
+@agent_option
+@lease_option
+@click.option("--decision", metavar="JSON", help="The result.  [default: null]")
+@click.option("--decision-file", metavar="FILE", help="Take the result from a file; - is stdin.")
+@click.pass_obj
+def complete(
+    shell: Shell,
+    task_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None,
+    lease: int,
+    decision: str | None,
+    decision_file: str | None,
+) -> None:
+    """Say that a task is done, and what was decided.
+
+    \b
+    Example:
+      postroom tasks complete t-1 --data run --lease 17 --decision '{"label": "bug"}'
+    """
+    result = read_json("--decision", decision, decision_file, default=None)
+    with place(shell, data, url, token, agent) as there:
+        there.say("complete", task_id, lease, {"result": result})
+    shell.output.facts({"task_id": task_id, "said": "complete"}, f"{task_id} is complete")
+
+
+@tasks.command()
+@task_argument
+@where_options
+@agent_option
+@lease_option
+@click.pass_obj
+def heartbeat(
+    shell: Shell,
+    task_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None,
+    lease: int,
+) -> None:
+    """Say that somebody still works on a task.
+
+    Its lease runs its whole length from now.
+
+    \b
+    Example:
+      postroom tasks heartbeat t-1 --data run --lease 17
+    """
+    with place(shell, data, url, token, agent) as there:
+        there.say("heartbeat", task_id, lease, {})
+    shell.output.facts({"task_id": task_id, "said": "heartbeat"}, f"{task_id} is still ours")
+
+
+@tasks.command()
+@task_argument
+@where_options
+@agent_option
+@lease_option
+@click.option("--error", required=True, metavar="TEXT", help="Why.")
+@click.option(
+    "--retry-in-s",
+    type=parse_wait,
+    metavar="S",
+    help="When to try it again.  [default: a pause that grows]",
+)
+@click.pass_obj
+def fail(
+    shell: Shell,
+    task_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None,
+    lease: int,
+    error: str,
+    retry_in_s: float | None,
+) -> None:
+    """Say that a task failed.
+
+    It is tried again after a pause, or becomes a dead letter.
+
+    \b
+    Example:
+      postroom tasks fail t-1 --data run --lease 17 --error "no such label" --retry-in-s 60
+    """
+    wish = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
+    with place(shell, data, url, token, agent) as there:
+        there.say("fail", task_id, lease, {"error": error, **wish})
+    shell.output.facts({"task_id": task_id, "said": "fail"}, f"{task_id} has failed")
+
+
+@tasks.command()
+@task_argument
+@where_options
+@agent_option
+@lease_option
+@click.pass_obj
+def release(
+    shell: Shell,
+    task_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None,
+    lease: int,
+) -> None:
+    """Give a task back untouched.
+
+    It keeps its place, and nothing is counted against it.
+
+    \b
+    Example:
+      postroom tasks release t-1 --data run --lease 17
+    """
+    with place(shell, data, url, token, agent) as there:
+        there.say("release", task_id, lease, {})
+    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} waits again")
+
+
+@tasks.command()
+@click.option("--url", required=True, metavar="URL", help="The address of the harness.")
+@needed_agent_option
+@token_option
+@click.option(
+    "--exec",
+    "command",
+    required=True,
+    metavar="CMD",
+    help="A command of the shell: the task as JSON on its stdin, the decision as JSON on its stdout. Ending "
+    "with anything but 0 fails the task, with the last lines of stderr as the error.",
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
+    help="How many tasks at the same time.",
+)  # fmt: skip
+@lease_s_option
+@click.option("--nudge-port", type=PORT, metavar="N", help="Wait at this port for nudges of the harness.")
+@click.option(
+    "--nudge-host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to wait for them."
+)
+@click.option(
+    "--poll-every-s", type=parse_wait, default=10.0, show_default=True, metavar="S",
+    help="How often to look without a nudge.",
+)  # fmt: skip
+@click.option(
+    "--grace-s", type=parse_wait, default=20.0, show_default=True, metavar="S",
+    help="How long what runs may go on after SIGTERM; then it is ended and given back.",
+)  # fmt: skip
+@click.option("--until-empty", is_flag=True, help="End when there is nothing to take.")
+@click.option("--worker", metavar="NAME", help="Who works, for the status.  [default: machine and process]")
+@click.pass_obj
+def work(
+    shell: Shell,
+    /,
+    url: str,
+    agent: str,
+    token: str | None,
+    command: str,
+    poll_every_s: float,
+    worker: str | None,
+    **terms: Any,
+) -> None:
+    """Be an agent: run a program for every task.
+
+    Heartbeats are sent while it runs. SIGTERM lets it finish, and then ends.
+
+    \b
+    Example:
+      export POSTROOM_TOKEN=pr_...
+      postroom tasks work --url http://127.0.0.1:8800 --agent triage --exec './triage.py'
+      postroom tasks work --url http://127.0.0.1:8800 --agent echo --exec 'jq .payload' --until-empty
+    """
+    from postroom.client import TaskFailed
+
+    def handler(task: Any) -> Any:
+        try:
+            return run_program(command, _given(task), task.lost)
+        except ProgramFailed as error:
+            raise TaskFailed(str(error)) from None
+
+    shell.show_warnings()
+    with open_client(url, agent, token, poll_every_s=poll_every_s, worker=worker) as client, refusals():
+        try:
+            client.work(handler, **terms)
+        finally:
+            end_programs()
+
+
+# ---- looking -------------------------------------------------------------------------------------------
+
+
+@tasks.command()
+@where_options
+@click.pass_obj
+def status(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
+    """Show how every queue stands.
+
+    How many tasks wait and for how long, how many are being worked on and by whom, and how many leases ran
+    out.
+
+    \b
+    Example:
+      postroom tasks status --data run
+      postroom tasks status --url http://127.0.0.1:8800 | jq .agents.triage.depth
+    """
+    with place(shell, data, url, token) as there:
+        facts = there.status()
+    if not shell.output.readable:
+        shell.output.json_line(facts)
+        return
+    rows = [{"agent": name, **queue, "oldest_age_s": _age(queue)} for name, queue in facts["agents"].items()]
+    columns = ["agent", "depth", "oldest_age_s", "in_flight", "holders", "lapses", "states"]
+    shell.output.rows(columns, rows, empty="there is no task yet")
+
+
+def _age(queue: Mapping[str, Any]) -> str | None:
+    return None if queue["oldest_age_s"] is None else f"{queue['oldest_age_s']:.1f}"
+
+
+@tasks.command()
+@task_argument
+@where_options
+@click.pass_obj
+def show(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Show everything about a task, with its whole history.
+
+    \b
+    Example:
+      postroom tasks show t-1 --data run
+    """
+    with place(shell, data, url, token) as there:
+        task = there.show(task_id)
+    if not shell.output.readable:
+        shell.output.json_line(task)
+        return
+    history = task.pop("history")
+    shell.output.record([task.pop("task_id"), task.pop("agent"), task.pop("status")], task, "")
+    rows = [{**event, "at": event_time(event), "error": event.get("error")} for event in history]
+    shell.output.rows(["seq", "at", "kind", "state", "attempt", "worker_id", "error"], rows, empty="")
+
+
+def event_time(event: Mapping[str, Any]) -> str:
+    from postroom.cli.render import rfc3339
+    from postroom.core.times import EPOCH, MICROSECOND
+
+    return rfc3339(EPOCH + event["ts_us"] * MICROSECOND)
+
+
+@tasks.command(name="list")
+@where_options
+@click.option("--agent", metavar="NAME", help="Only of this agent.")
+@click.option(
+    "--state", type=click.Choice(STATES), metavar="STATE", help=f"Only in this state: {', '.join(STATES)}."
+)
+@click.option("--after", type=COUNT, default=0, metavar="SEQ", help="Start after the task of this number.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=LIST_DEFAULT, show_default=True, metavar="N",
+    help="Stop after so many.",
+)  # fmt: skip
+@click.pass_obj
+def find(shell: Shell, /, data: Path | None, url: str | None, token: str | None, **wanted: Any) -> None:
+    """List tasks, in the order they came.
+
+    \b
+    Example:
+      postroom tasks list --data run --agent triage
+      postroom tasks list --data run --state DEAD_LETTER
+    """
+    with place(shell, data, url, token) as there:
+        rows = there.find(**wanted)
+    columns = ["seq", "task_id", "agent", "status", "state", "attempt", "created_at"]
+    shell.output.rows(columns, rows, empty="there is no such task")
+
+
+# ---- what an operator says -----------------------------------------------------------------------------
+
+
+@tasks.command()
+@task_argument
+@where_options
+@click.pass_obj
+def retry(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Try a dead, cancelled or expired task again, with all its retries.
+
+    \b
+    Example:
+      postroom tasks retry t-1 --data run
+    """
+    with place(shell, data, url, token) as there:
+        there.order("retry", task_id)
+    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} waits again")
+
+
+@tasks.command()
+@task_argument
+@where_options
+@click.pass_obj
+def cancel(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Have nobody work on a task any more.
+
+    \b
+    Example:
+      postroom tasks cancel t-1 --data run
+    """
+    with place(shell, data, url, token) as there:
+        there.order("cancel", task_id)
+    shell.output.facts({"task_id": task_id, "said": "cancel"}, f"{task_id} is cancelled")
+
+
+add_json_option(tasks)
+
+
+# ---- who may speak -------------------------------------------------------------------------------------
+
+
+@tasks.group(context_settings=HELP_OPTIONS)
+def agent() -> None:
+    """The agents of a harness, and their tokens.
+
+    \b
+    Example:
+      postroom tasks agent add triage --data run
+      postroom tasks agent list --data run
+    """
+
+
+@agent.command()
+@click.argument("name", metavar="NAME")
+@needed_data_option
+@click.option("--url", metavar="URL", help="Where it listens for nudges.")
+@click.option("--operator", is_flag=True, help="It may see and do everything, in every queue.")
+@click.pass_obj
+def add(shell: Shell, name: str, data: Path, url: str | None, operator: bool) -> None:
+    """Make an agent known and print its token.
+
+    The token is shown this once; only its checksum is kept.
+
+    \b
+    Example:
+      postroom tasks agent add triage --data run --url http://127.0.0.1:9001
+      export POSTROOM_TOKEN=$(postroom tasks agent add boss --data run --operator | jq -r .token)
+    """
+    from postroom.runtime.agents import Agents
+
+    role = "operator" if operator else "agent"
+    token = Agents(data).add(name, url, role=role)  # type: ignore[arg-type]
+    shell.output.facts({"name": name, "role": role, "url": url, "token": token}, token)
+
+
+@agent.command(name="list")
+@needed_data_option
+@click.pass_obj
+def list_agents(shell: Shell, data: Path) -> None:
+    """List the agents. Their tokens are not known to anybody else.
+
+    \b
+    Example:
+      postroom tasks agent list --data run
+    """
+    from postroom.runtime.agents import Agents
+
+    rows = [
+        {"name": known.name, "role": known.role, "url": known.url, "created": known.created}
+        for known in Agents(data).list()
+    ]
+    shell.output.rows(["name", "role", "url", "created"], rows, empty="nobody is known yet")
+
+
+@agent.command()
+@click.argument("name", metavar="NAME")
+@needed_data_option
+@click.pass_obj
+def remove(shell: Shell, name: str, data: Path) -> None:
+    """Take an agent's token away. Its tasks stay.
+
+    \b
+    Example:
+      postroom tasks agent remove triage --data run
+    """
+    from postroom.runtime.agents import Agents
+
+    Agents(data).remove(name)
+    shell.output.facts({"name": name, "said": "remove"}, f"{name} is removed")
+
+
+add_json_option(agent)

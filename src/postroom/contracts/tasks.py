@@ -1,0 +1,743 @@
+"""`Tasks`: a task queue that its harness owns, with leases, heartbeats and fencing.
+
+Who remembers what was done: the store. A claimed task is leased, and only who holds the lease can renew,
+finish or give it back. What is not heard of in time goes to somebody else: at least once.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import msgspec
+
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import checked_name
+from postroom.core.retry import RetryPolicy
+from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
+from postroom.errors import InvalidMessage, PostroomError, UnknownTask
+from postroom.message import Durability, Envelope, Event, Moment, Record, State, Step
+from postroom.nudges.bell import Bell
+from postroom.stores.base import (
+    CLAIM_MAX,
+    PURGE_BATCH_MAX,
+    Accepted,
+    ByIds,
+    Claim,
+    Counted,
+    Decide,
+    Delivery,
+    InState,
+    Leased,
+    Limits,
+    Store,
+    Transaction,
+)
+from postroom.stores.opening import open_store
+from postroom.system.clock import Clock
+
+T = TypeVar("T")
+
+LEASE_S = 300.0  # from the last heartbeat
+LEASE_S_MAX = 30 * 86_400.0
+DELAY_S_MAX = 366 * 86_400.0
+RESULT_BYTES_MAX = 1024 * 1024
+LOOK_AGAIN_S = 1.0  # what a lost ring costs
+LOOK_AGAIN_DEAF_S = 0.05  # the same where no ring of another process is heard
+HOLDERS_MAX = 1_000  # of leases that a status looks at, for each queue
+TIDY_EVERY_CALLS = 1_000
+TIDY_EVERY_S = 60.0
+KEEP_FINISHED_S = 7 * 86_400.0
+KEEP_DEAD_S = 90 * 86_400.0
+KEEP_KEYS_S = 30 * 86_400.0
+DECISIONS = "harness.decisions"
+"""The queue of results that the harness has to act on."""
+
+Status = Literal["pending", "claimed", "completed", "done", "failed", "cancelled", "expired", "quarantined"]
+
+STATUS: dict[State, Status] = {
+    "SCHEDULED": "pending",
+    "QUEUED": "pending",
+    "RETRYING": "pending",
+    "PROCESSING": "claimed",
+    "FAILED": "failed",
+    "COMPLETED": "completed",
+    "EXECUTING": "completed",
+    "DONE": "done",
+    "DEAD_LETTER": "failed",
+    "CANCELLED": "cancelled",
+    "EXPIRED": "expired",
+    "QUARANTINED": "quarantined",
+}
+"""Foreman's words for our states."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A claimed task. `lease` is the token that every later word about it must show."""
+
+    task_id: str
+    payload: Any
+    lease: int
+    attempt: int
+    agent: str
+    type: str = ""
+    parent: str = ""
+    lease_s: float = LEASE_S
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """Everything about a task: foreman's columns first, then ours."""
+
+    task_id: str
+    agent: str
+    status: Status
+    payload: Any
+    created_at: datetime
+    claimed_at: datetime | None
+    completed_at: datetime | None
+    result: Any
+    retry_count: int
+    last_heartbeat: datetime | None
+    state: State
+    attempt: int
+    max_retries: int
+    worker: str
+    type: str
+    parent: str
+    idempotency_key: str
+    errors: list[str]
+    history: list[Event]
+
+
+class TaskLine(msgspec.Struct, frozen=True):
+    """A task in a list."""
+
+    seq: int
+    task_id: str
+    agent: str
+    status: Status
+    state: State
+    attempt: int
+    created_at: datetime
+
+
+class AgentStatus(msgspec.Struct, frozen=True):
+    """How one agent's queue stands."""
+
+    depth: int
+    """Tasks that wait, delayed ones included."""
+    oldest_age_s: float | None
+    """For how long the next one has been ready."""
+    in_flight: int
+    holders: dict[str, int]
+    """Who holds how many leases."""
+    lapses: int
+    """Leases that ran out, ever."""
+    states: dict[State, int]
+    max_depth: int
+
+
+class TasksStatus(msgspec.Struct, frozen=True):
+    """How all queues stand."""
+
+    agents: dict[str, AgentStatus]
+    totals: dict[Status, int]
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """How long what is over is kept."""
+
+    finished_s: float = KEEP_FINISHED_S
+    dead_s: float = KEEP_DEAD_S
+    events_s: float = KEEP_FINISHED_S
+    """Of events that nobody has taken elsewhere."""
+    keys_s: float = KEEP_KEYS_S
+
+
+class _NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keywords of `enqueue`."""
+
+    agent: Any
+    payload: Any
+    task_id: Any = None
+    delay_s: Any = 0.0
+    idempotency_key: Any = None
+    type: Any = ""
+    parent: Any = ""
+    max_retries: Any = None
+    durability: Any = None
+
+
+class Tasks:
+    """The task queues of one store, a queue for each agent.
+
+    `durability` is the class of a task that names none: "os" survives the end of any process, "group" and
+    "fsync" also a power cut. Safe to share between threads, and across fork.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        retry: RetryPolicy | None = None,
+        retention: Retention | None = None,
+        durability: Durability = "os",
+    ) -> None:
+        _check_durability(durability)
+        self.store = store
+        self._retry = RetryPolicy() if retry is None else retry
+        self._retention = Retention() if retention is None else retention
+        self._durability: Durability = durability
+        self.bell = Bell(_bell_folder(store.url))
+        store.on_ready = self._ring
+        self._calls = 0
+        self._tidied = time.monotonic()
+        self._purged_to = 0
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        retry: RetryPolicy | None = None,
+        retention: Retention | None = None,
+        durability: Durability = "os",
+    ) -> Self:
+        """The tasks in `sqlite:///dir/queue.db`, or in `memory://`."""
+        return cls(open_store(url, clock=clock), retry=retry, retention=retention, durability=durability)
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        *,
+        agent: str,
+        payload: Any,
+        task_id: str | None = None,
+        delay_s: float = 0.0,
+        idempotency_key: str | None = None,
+        type: str = "",  # noqa: A002 - foreman's word
+        parent: str = "",
+        max_retries: int | None = None,
+        durability: Durability | None = None,
+    ) -> str:
+        """Store one task and return its id. The same `task_id` or `idempotency_key` stores one task."""
+        envelope = self._envelope(
+            agent, payload, task_id, delay_s, idempotency_key, type, parent, max_retries, durability
+        )
+        return self._insert([envelope])[0].message_id
+
+    def enqueue_many(self, tasks: Iterable[dict[str, Any]]) -> list[str]:
+        """As `enqueue`, for each of the keyword sets, in one commit: all or none."""
+        envelopes = []
+        for task in tasks:
+            try:
+                new = msgspec.convert(task, _NewTask)
+            except msgspec.ValidationError as error:
+                raise InvalidMessage(f"not a task: {error}") from None
+            envelopes.append(
+                self._envelope(
+                    new.agent, new.payload, new.task_id, new.delay_s, new.idempotency_key, new.type,
+                    new.parent, new.max_retries, new.durability,
+                )
+            )  # fmt: skip
+        return [accepted.message_id for accepted in self._insert(envelopes)] if envelopes else []
+
+    def _envelope(
+        self,
+        agent: str,
+        payload: Any,
+        task_id: str | None,
+        delay_s: float,
+        key: str | None,
+        kind: str,
+        parent: str,
+        max_retries: int | None,
+        durability: Durability | None,
+    ) -> Envelope:
+        if delay_s and checked_seconds("delay_s", delay_s) > DELAY_S_MAX:
+            raise InvalidMessage(f"delay_s must be at most {DELAY_S_MAX:g}, not {delay_s!r}")
+        if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
+            raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
+        _check_durability(durability)
+        return Envelope(
+            queue=checked_name("agent", agent),
+            payload=encoded("the payload", payload),
+            message_id="" if task_id is None else checked_name("task id", task_id),
+            type=_text("type", kind),
+            parent_message_id=_text("parent", parent),
+            key="" if key is None else _key(key),
+            max_retries=self._retry.max_retries if max_retries is None else max_retries,
+            delay_ns=round(delay_s * NANOS_PER_S) if delay_s else 0,
+            durability=durability or self.store.limits(agent).durability or self._durability,
+        )
+
+    def _insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        return self.store.write(lambda transaction: transaction.insert(envelopes))
+
+    def _ring(self, queues: set[str]) -> None:
+        for queue in queues:
+            self.bell.ring(queue)
+
+    def run_many(self, calls: Sequence[Callable[["Tasks"], Any]], *, makes_room: bool = True) -> list[Any]:
+        """Run calls on these tasks in one commit; gives each one's result, or the error that it raised.
+
+        For a server that speaks for many: `tasks.run_many([lambda tasks: tasks.complete(...), ...])`.
+        `makes_room` marks calls that must also work on a full disk.
+        """
+        self._tidy(len(calls))
+
+        def work(transaction: Transaction) -> list[Any]:
+            inside = Tasks.__new__(Tasks)
+            store = _InTransaction(self.store, transaction)
+            # Tidying is not for inside: it is made of commits, and would wait for the one that is under way.
+            inside.__dict__ = {**self.__dict__, "store": store, "_tidy": lambda _: None}
+            return [_outcome(call, inside, transaction) for call in calls]
+
+        try:
+            return self.store.write(work, makes_room=makes_room)
+        except _HalfDone:
+            return [_alone(call, self) for call in calls]
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        *,
+        agent: str,
+        limit: int = 1,
+        lease_s: float = LEASE_S,
+        wait_s: float = 0.0,
+        worker: str | None = None,
+    ) -> list[Task]:
+        """Lease up to `limit` tasks of an agent, the oldest first. `wait_s` waits for the first one."""
+        terms = self.terms(agent, limit, lease_s, worker)
+        if not checked_seconds("wait_s", wait_s):
+            return self.claim_now(terms)
+        deadline = time.monotonic() + wait_s
+        woken = threading.Event()
+        with self.bell.heard_by(agent, woken.set):
+            while True:
+                woken.clear()
+                tasks = self.claim_now(terms) if self.store.next_work_ns(agent) == 0 else []
+                left_s = deadline - time.monotonic()
+                if tasks or left_s <= 0:
+                    return tasks
+                woken.wait(min(left_s, self.pause_s(agent)))
+
+    def terms(self, agent: str, limit: int, lease_s: float, worker: str | None) -> Claim:
+        """A claim, checked."""
+        checked_name("agent", agent)
+        if type(limit) is not int or not 1 <= limit <= CLAIM_MAX:
+            raise InvalidMessage(f"limit must be from 1 to {CLAIM_MAX}, not {limit!r}")
+        if not 0 < checked_seconds("lease_s", lease_s) <= LEASE_S_MAX:
+            raise InvalidMessage(f"lease_s must be above 0 and at most {LEASE_S_MAX:g}, not {lease_s!r}")
+        holder = agent if worker is None else _text("worker", worker)
+        return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
+
+    def claim_now(self, terms: Claim) -> list[Task]:
+        """What can be leased at once."""
+        self._tidy(terms.limit)
+        deliveries = self.store.write(lambda transaction: transaction.claim(terms))
+        return [_task(delivery) for delivery in deliveries]
+
+    def pause_s(self, agent: str) -> float:
+        """How long one may wait without missing anything, rings aside."""
+        longest = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
+        starts_ns = self.store.next_work_ns(agent)
+        return longest if starts_ns is None else min(longest, starts_ns / NANOS_PER_S)
+
+    # ---- what a holder says --------------------------------------------------------------------
+
+    def heartbeat(self, task_id: str, lease: int) -> None:
+        """The lease runs its length from now. Raises `StaleLease` when it is over."""
+        token = _token(lease)
+        self._say(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
+
+    def complete(self, task_id: str, lease: int, result: Any = None) -> None:
+        """The task is done. Repeating the word under the same lease changes nothing."""
+        self.complete_many([(task_id, lease, result)])
+
+    def complete_many(self, finished: Iterable[tuple[str, int, Any]]) -> None:
+        """As `complete`, for each (task_id, lease, result), in one commit: all or none."""
+        words = {_id(task_id): (_token(lease), _result(result)) for task_id, lease, result in finished}
+        self.store.write(lambda transaction: transaction.complete(words), makes_room=True)
+        self._calls += len(words)
+
+    def fail(
+        self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
+    ) -> None:
+        """The task failed: it is tried again after a pause, or becomes a dead letter."""
+        if retry_in_s is not None and checked_seconds("retry_in_s", retry_in_s) > DELAY_S_MAX:
+            raise InvalidMessage(f"retry_in_s must be at most {DELAY_S_MAX:g}, not {retry_in_s!r}")
+        token, text, kind = _token(lease), _text("error", error, limit=None), _text("error_type", error_type)
+
+        def decide(record: Record, moment: Moment) -> Step | None:
+            delay_ns = self._retry.delay_ns(record.retries, retry_in_s)
+            return lifecycle.fail(record, moment, token, text, error_type=kind, delay_ns=delay_ns)
+
+        self._say(task_id, decide)
+
+    def release(self, task_id: str, lease: int) -> None:
+        """Give the task back untouched: it keeps its place, and nothing is counted."""
+        token = _token(lease)
+        self._say(task_id, lambda record, moment: lifecycle.release(record, moment, token))
+
+    def _say(self, task_id: str, decide: Decide) -> None:
+        pick = ByIds((_id(task_id),))
+        self.store.write(lambda transaction: transaction.apply(pick, decide), makes_room=True)
+
+    # ---- what an operator says -----------------------------------------------------------------
+
+    def cancel(self, task_id: str) -> None:
+        """Nobody shall work on it any more. Raises `WrongState` when it is over already."""
+        pick = ByIds((_id(task_id),))
+        self.store.write(lambda transaction: transaction.apply(pick, lifecycle.cancel), makes_room=True)
+
+    def retry(self, task_id: str) -> None:
+        """Try a dead, cancelled or expired task again, with all its retries."""
+        pick = ByIds((_id(task_id),))
+        self.store.write(lambda transaction: transaction.apply(pick, lifecycle.replay))
+
+    def limit_queue(
+        self,
+        agent: str,
+        *,
+        max_depth: int | None = None,
+        max_payload_bytes: int | None = None,
+        durability: Durability | None = None,
+    ) -> None:
+        """What an agent's queue may hold from now on, and the class of its tasks that name none."""
+        usual = Limits()
+        for name, value in (("max_depth", max_depth), ("max_payload_bytes", max_payload_bytes)):
+            if value is not None and (type(value) is not int or not 1 <= value <= NUMBER_MAX):
+                raise InvalidMessage(f"{name} must be a whole number from 1 to {NUMBER_MAX}, not {value!r}")
+        _check_durability(durability)
+        limits = Limits(
+            max_depth or usual.max_depth, max_payload_bytes or usual.max_payload_bytes, durability
+        )  # fmt: skip
+        self.store.set_limits(checked_name("agent", agent), limits)
+
+    # ---- what a harness does -------------------------------------------------------------------
+
+    def open_decision(self, task_id: str) -> str | None:
+        """Make a completed task's result a message of its own, to be executed; None when that is so."""
+
+        def work(transaction: Transaction) -> str | None:
+            [record] = transaction.find(ByIds((_id(task_id),)))
+            stored = self.store.read(task_id)
+            # Also what is committed: a result of this very commit cannot be read yet, and waits for the next.
+            if record.state != "COMPLETED" or stored is None or stored.result is None:
+                return None
+            envelope = Envelope(
+                queue=DECISIONS,
+                payload=stored.result,
+                key=task_id,
+                type="decision",
+                parent_message_id=task_id,
+                max_retries=self._retry.max_retries,
+                durability=record.durability,
+            )
+            decision_id = transaction.insert([envelope])[0].message_id
+            transaction.apply(
+                ByIds((task_id,)), lambda found, moment: lifecycle.hand_over(found, moment, decision_id)
+            )
+            return decision_id
+
+        return self.store.write(work)
+
+    def settle(self, decision: Task) -> None:
+        """The decision was executed: it is complete, and the task it came from is done, in one commit."""
+
+        def work(transaction: Transaction) -> None:
+            transaction.apply(
+                ByIds((decision.task_id,)),
+                lambda record, moment: lifecycle.complete(record, moment, decision.lease, b"null"),
+            )
+            with suppress(UnknownTask):  # it was kept for its time, and executing took longer
+                [parent] = transaction.find(ByIds((decision.parent,)))
+                if parent.state == "EXECUTING":
+                    transaction.apply(ByIds((decision.parent,)), lifecycle.settle)
+
+        self.store.write(work, makes_room=True)
+
+    def sweep(self, limit: int = PURGE_BATCH_MAX) -> int:
+        """Put back what has run out in any queue, as claims do for theirs; how many tasks that were."""
+        return self.store.write(lambda transaction: transaction.sweep(limit), makes_room=True)
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    def get(self, task_id: str) -> TaskInfo:
+        """Everything about a task, with its whole history. Raises `UnknownTask`."""
+        stored = self.store.read(_id(task_id))
+        if stored is None:
+            raise UnknownTask(task_id)
+        record, envelope = stored.record, stored.envelope
+        return TaskInfo(
+            task_id=record.message_id,
+            agent=record.queue,
+            status=STATUS[record.state],
+            payload=msgspec.json.decode(envelope.payload),
+            created_at=_moment(record.created_us),
+            claimed_at=_moment(record.claimed_us) if record.claimed_us else None,
+            completed_at=_moment(record.ended_us) if record.ended_us else None,
+            result=None if stored.result is None else msgspec.json.decode(stored.result),
+            retry_count=record.retries,
+            last_heartbeat=_moment(record.heartbeat_us) if record.heartbeat_us else None,
+            state=record.state,
+            attempt=record.attempt,
+            max_retries=record.max_retries,
+            worker=record.worker_id,
+            type=envelope.type,
+            parent=envelope.parent_message_id,
+            idempotency_key=envelope.key,
+            errors=[event.error for event in stored.history if event.error and event.kind != "dead_letter"],
+            history=stored.history,
+        )
+
+    def find(
+        self, *, agent: str | None = None, state: State | None = None, after: int = 0, limit: int = 100
+    ) -> list[TaskLine]:
+        """Tasks by acceptance; `after` is the `seq` of the last one seen."""
+        if agent is not None:
+            checked_name("agent", agent)
+        if state is not None and state not in STATUS:
+            raise InvalidMessage(f"state must be one of {', '.join(STATUS)}, not {state!r}")
+        _check_page(after, limit)
+        records = self.store.find(InState(agent, state, after, limit))
+        return [
+            TaskLine(
+                record.seq, record.message_id, record.queue, STATUS[record.state], record.state,
+                record.attempt, _moment(record.created_us),
+            )
+            for record in records
+        ]  # fmt: skip
+
+    def status(self) -> TasksStatus:
+        """How every queue stands."""
+        counts = self.store.count()
+        totals: dict[Status, int] = {}
+        for queue in counts.values():
+            for state, n in queue.items():
+                if state != "LAPSES":
+                    totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
+        return TasksStatus(
+            {agent: self._agent_status(agent, queue) for agent, queue in counts.items()}, totals
+        )
+
+    def _agent_status(self, agent: str, counts: dict[Counted, int]) -> AgentStatus:
+        oldest_ns = self.store.oldest_ns(agent)
+        holders: dict[str, int] = {}
+        for record in self.store.find(Leased(agent, HOLDERS_MAX)):
+            holders[record.worker_id] = holders.get(record.worker_id, 0) + 1
+        return AgentStatus(
+            depth=sum(counts.get(state, 0) for state in lifecycle.WAITING),
+            oldest_age_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
+            in_flight=counts.get("PROCESSING", 0),
+            holders=holders,
+            lapses=counts.get("LAPSES", 0),
+            states={state: n for state, n in counts.items() if state != "LAPSES"},
+            max_depth=self.store.limits(agent).max_depth,
+        )
+
+    def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
+        """What happened after the event of that number, in order."""
+        _check_page(after, limit)
+        return self.store.events(after, limit)
+
+    # ---- keeping -------------------------------------------------------------------------------
+
+    def _tidy(self, calls: int) -> None:
+        """Now and then, forget a little of what is over."""
+        self._calls += calls
+        now = time.monotonic()
+        if self._calls < TIDY_EVERY_CALLS and now < self._tidied + TIDY_EVERY_S:
+            return
+        looks = now >= self._tidied + TIDY_EVERY_S or self._is_over(
+            self.store.find(InState(None, None, 0, 1))
+        )
+        self._calls, self._tidied = 0, now
+        if looks:
+            self.purge()
+
+    def _is_over(self, oldest: list[Record]) -> bool:
+        """Whether the oldest record can be forgotten; then there may be more of them."""
+        long_ago_us = self.store.wall_us() - round(self._retention.finished_s * 1e6)
+        return any(record.ended_us and record.ended_us < long_ago_us for record in oldest)
+
+    def purge(self, rounds: int = 4) -> None:
+        """Forget what ended longer ago than it is kept, in small batches."""
+        keep = self._retention
+        kept_us: dict[State, int] = dict.fromkeys(lifecycle.ENDED, round(keep.finished_s * 1e6))
+        kept_us["DEAD_LETTER"] = kept_us["QUARANTINED"] = round(keep.dead_s * 1e6)
+
+        def work(transaction: Transaction) -> int:
+            return transaction.purge(self._purged_to, kept_us, PURGE_BATCH_MAX)
+
+        for _ in range(rounds):
+            self._purged_to = self.store.write(work, makes_room=True)
+            if self._purged_to == 0:
+                break
+        now_us = self.store.wall_us()
+        self.store.purge_keys(now_us - round(keep.keys_s * 1e6), PURGE_BATCH_MAX)
+        before_us = now_us - round(keep.events_s * 1e6)
+        self.store.purge_events(up_to=NUMBER_MAX, before_us=before_us, limit=PURGE_BATCH_MAX)
+
+    def forget_events(self, up_to: int) -> None:
+        """The events up to this number are kept elsewhere."""
+        self.store.purge_events(up_to=up_to, before_us=NUMBER_MAX, limit=PURGE_BATCH_MAX)
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """Start afresh after an error of the disk."""
+        self.store.reopen()
+
+    def close(self) -> None:
+        """Close every file. The queue can be used again; it opens them anew."""
+        self.bell.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _HalfDone(Exception):
+    """A call failed after it had changed something: the whole commit is void."""
+
+
+class _InTransaction:
+    """A store as one of several calls in a commit sees it."""
+
+    def __init__(self, store: Store, transaction: Transaction) -> None:
+        self._store = store
+        self._transaction = transaction
+
+    def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:  # noqa: ARG002
+        return work(self._transaction)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _COMMITS_OF_THEIR_OWN:
+            raise InvalidMessage(f"{name} is a commit of its own, and cannot be one of several calls")
+        return getattr(self._store, name)
+
+
+_COMMITS_OF_THEIR_OWN = frozenset({"set_limits", "purge_events", "purge_keys", "reopen", "close"})
+
+
+def _outcome(call: Callable[[Tasks], Any], tasks: Tasks, transaction: Transaction) -> Any:
+    before = transaction.number
+    try:
+        return call(tasks)
+    except PostroomError as error:
+        if transaction.number != before:
+            raise _HalfDone from error
+        return error
+
+
+def _alone(call: Callable[[Tasks], Any], tasks: Tasks) -> Any:
+    try:
+        return call(tasks)
+    except PostroomError as error:
+        return error
+
+
+RETRIES_MAX = 1_000
+PAGE_MAX = 100_000
+NUMBER_MAX = 2**63 - 1
+TEXT_CHARS_MAX = 256
+KEY_CHARS_MAX = 512
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+def encoded(what: str, value: Any) -> bytes:
+    """JSON of something that a caller handed in."""
+    try:
+        return _encode(value)
+    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidMessage(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _check_durability(durability: object) -> None:
+    if durability not in (None, "os", "group", "fsync"):
+        raise InvalidMessage(f"durability must be one of os, group, fsync, not {durability!r}")
+
+
+def _result(value: Any) -> bytes:
+    data = encoded("the result", value)
+    if len(data) > RESULT_BYTES_MAX:
+        raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
+    return data
+
+
+def _id(task_id: object) -> str:
+    """Something that can be an id; every id that is given is ASCII."""
+    if not isinstance(task_id, str) or not task_id.isascii():
+        raise UnknownTask(task_id)  # type: ignore[arg-type]
+    return task_id
+
+
+def _check_page(after: object, limit: object) -> None:
+    if type(after) is not int or not 0 <= after <= NUMBER_MAX:
+        raise InvalidMessage(f"after must be the number of the last one seen, or 0, not {after!r}")
+    if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
+        raise InvalidMessage(f"limit must be from 1 to {PAGE_MAX}, not {limit!r}")
+
+
+def _token(lease: object) -> int:
+    if type(lease) is not int:
+        raise InvalidMessage(f"lease must be the number that claim gave, not {lease!r}")
+    return lease
+
+
+def _text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> str:
+    if not isinstance(value, str) or (limit is not None and len(value) > limit):
+        raise InvalidMessage(f"{name} must be text of at most {limit} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage(f"{name} holds lone surrogates, which are not Unicode text") from None
+    return value
+
+
+def _key(key: object) -> str:
+    text = _text("idempotency_key", key, limit=KEY_CHARS_MAX)
+    if not text:
+        raise InvalidMessage("idempotency_key is empty: leave it out instead")
+    return text
+
+
+def _task(delivery: Delivery) -> Task:
+    return Task(
+        delivery.message_id,
+        _decode(delivery.payload),
+        delivery.lease,
+        delivery.attempt,
+        delivery.queue,
+        delivery.type,
+        delivery.parent_message_id,
+        delivery.lease_ns / NANOS_PER_S,
+    )
+
+
+def _moment(us: int) -> datetime:
+    return EPOCH + us * MICROSECOND
+
+
+def _bell_folder(url: str) -> Path | None:
+    """Beside the database; a store in memory is heard in its own process alone."""
+    path = url.removeprefix("sqlite:///")
+    return None if path == url else Path(f"{path}.bells")

@@ -1,0 +1,418 @@
+"""The life of a record: every transition, in one file.
+
+Rule 1: nothing else changes a record. A store only commits the `Step` that a function here returns.
+Rule 2: nothing here reads a clock or counts events: both come in as a `Moment`.
+Rule 3: whoever speaks about a leased record shows the lease's token. A stale one is refused, and nothing
+        changes. The last word of a lease may be repeated: the second time it changes nothing and is no error.
+Rule 4: a function raises before it decides, or not at all.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from postroom.errors import StaleLease, WrongState
+from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step
+
+NANOS_PER_S: Final = 1_000_000_000
+ERROR_CHARS_MAX: Final = 4_000
+LAPSED: Final = "the lease ran out"
+
+
+class Transition(NamedTuple):
+    """One arrow of the diagram."""
+
+    verb: str
+    source: State | None
+    target: State
+    kind: EventKind
+
+
+def _from(sources: tuple[State, ...], verb: str, target: State, kind: EventKind) -> tuple[Transition, ...]:
+    return tuple(Transition(verb, source, target, kind) for source in sources)
+
+
+WAITING: Final[tuple[State, ...]] = ("QUEUED", "SCHEDULED", "RETRYING")
+"""Accepted, and nobody works on it."""
+ENDED: Final[tuple[State, ...]] = (
+    "COMPLETED",
+    "EXECUTING",
+    "DONE",
+    "DEAD_LETTER",
+    "CANCELLED",
+    "EXPIRED",
+    "QUARANTINED",
+)
+"""Nobody will be given it again, unless a person replays it."""
+
+TRANSITIONS: Final = (
+    Transition("accept", None, "QUEUED", "enqueued"),
+    Transition("accept", None, "SCHEDULED", "created"),
+    *_from(("SCHEDULED", "RETRYING"), "wake", "QUEUED", "enqueued"),
+    Transition("promote", "QUEUED", "QUEUED", "promoted"),
+    Transition("lease", "QUEUED", "PROCESSING", "dequeued"),
+    Transition("renew", "PROCESSING", "PROCESSING", "heartbeat"),
+    Transition("complete", "PROCESSING", "COMPLETED", "execution_completed"),
+    Transition("release", "PROCESSING", "QUEUED", "released"),
+    Transition("fail", "PROCESSING", "FAILED", "execution_failed"),
+    Transition("lapse", "PROCESSING", "FAILED", "lease_lapsed"),
+    Transition("retry", "FAILED", "RETRYING", "retry_scheduled"),
+    Transition("retry", "FAILED", "QUEUED", "enqueued"),
+    Transition("bury", "FAILED", "DEAD_LETTER", "dead_letter"),
+    Transition("hand_over", "COMPLETED", "EXECUTING", "execution_started"),
+    Transition("settle", "EXECUTING", "DONE", "delivered"),
+    *_from((*WAITING, "PROCESSING"), "cancel", "CANCELLED", "cancelled"),
+    *_from(WAITING, "expire", "EXPIRED", "expired"),
+    *_from((*WAITING, "PROCESSING", "DEAD_LETTER"), "quarantine", "QUARANTINED", "quarantined"),
+    *_from(("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED"), "replay", "QUEUED", "replayed"),
+)
+
+_ARROWS: Final = {(t.verb, t.source, t.target): t.kind for t in TRANSITIONS}
+
+
+def _arrow(verb: str, record: Record, target: State) -> EventKind:
+    """The kind of event of a transition, which has to stand in the table."""
+    kind = _ARROWS.get((verb, record.state, target))
+    if kind is None:
+        raise WrongState(record.message_id, verb, record.state)
+    return kind
+
+
+def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **facts: Any) -> Event:
+    return Event(
+        moment.number + offset,
+        moment.wall_us,
+        kind,
+        record.queue,
+        record.message_id,
+        record.state,
+        record.attempt,
+        record.priority,
+        **facts,
+    )
+
+
+def _holds(record: Record, moment: Moment, token: int, said: tuple[State, ...] = ()) -> bool:
+    """Whether the lease is alive; False when it ended by this very word, which brought it to `said`.
+
+    A lease that has run out is over, also when nobody has taken the record back so far: else it would depend
+    on the next claim or sweep what a late word is worth.
+    """
+    if record.lease != token or not token:
+        raise StaleLease(record.message_id, token)
+    if record.state == "PROCESSING":
+        if record.lease_until <= moment.steady_ns:
+            raise StaleLease(record.message_id, token)
+        return True
+    if record.state not in said:
+        raise StaleLease(record.message_id, token)
+    return False
+
+
+# ---- coming in -------------------------------------------------------------------------------------
+
+
+def accept(envelope: Envelope, moment: Moment, message_id: str) -> Step:
+    """A new record, ready at once or after its delay."""
+    delayed = envelope.delay_ns > 0
+    now = moment.steady_ns
+    number, wall_us = moment.number, moment.wall_us
+    # By position, here and below: every message comes by, and keywords or `replace` cost three times as much.
+    record = Record(
+        number, message_id, envelope.queue, "SCHEDULED" if delayed else "QUEUED", envelope.priority, number,
+        0, 0, envelope.max_retries, 0, "", 0, 0, now + envelope.delay_ns if delayed else 0, now,
+        now + envelope.ttl_ns if envelope.ttl_ns else 0, envelope.durability, wall_us, 0, 0, 0,
+    )  # fmt: skip
+    first = created(envelope, message_id, number, wall_us)
+    if delayed:
+        return Step(record, (first,))
+    enqueued = Event(
+        number + 1, wall_us, "enqueued", envelope.queue, message_id, "QUEUED", 0, envelope.priority
+    )  # fmt: skip
+    return Step(record, (first, enqueued))
+
+
+def created(envelope: Envelope, message_id: str, number: int, wall_us: int) -> Event:
+    """How every history begins."""
+    return Event(
+        number, wall_us, "created", envelope.queue, message_id,
+        "SCHEDULED" if envelope.delay_ns else "QUEUED", 0, envelope.priority, 0, "", 0, "", "",
+        envelope.type, envelope.parent_message_id, len(envelope.payload),
+    )  # fmt: skip
+
+
+def duplicate(record: Record, moment: Moment, key: str) -> Event:
+    """A second enqueue of something known: the first one stands."""
+    return _event("duplicate", record, moment, detail={"key": key} if key else {})
+
+
+def purged(moment: Moment, records: int) -> Event:
+    """Records that were over were forgotten. It is about many, so it names none."""
+    return Event(moment.number, moment.wall_us, "deleted", "", "", "DONE", detail={"records": records})
+
+
+def wake(record: Record, moment: Moment) -> Step:
+    """Its delay is over: it takes a place at the end of its lane."""
+    kind = _arrow("wake", record, "QUEUED")
+    after = replace(record, state="QUEUED", place=moment.number, due=0, ready_at=moment.steady_ns)
+    return Step(after, (_event(kind, after, moment),))
+
+
+# ---- delivery --------------------------------------------------------------------------------------
+
+
+def effective_priority(priority: int, age_ns: int, promote_after_ns: tuple[int, ...]) -> int:
+    """The lane that a record has risen to by waiting; `promote_after_ns[p]` is how long lane p + 1 takes."""
+    while priority > 0 and priority <= len(promote_after_ns) and age_ns >= promote_after_ns[priority - 1]:
+        priority -= 1
+        age_ns -= promote_after_ns[priority]
+    return priority
+
+
+def promote(record: Record, moment: Moment, priority: int) -> Step:
+    """It has waited long enough to go before others."""
+    kind = _arrow("promote", record, "QUEUED")
+    after = replace(record, priority=priority)
+    return Step(after, (_event(kind, after, moment, detail={"from": record.priority}),))
+
+
+def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int) -> Step:
+    """Hand it to a worker. The event's number is the token: it can only grow."""
+    if record.state != "QUEUED":
+        raise WrongState(record.message_id, "lease", record.state)
+    number, now, wall_us = moment.number, moment.steady_ns, moment.wall_us
+    attempt = record.attempt + 1
+    after = Record(
+        record.seq, record.message_id, record.queue, "PROCESSING", record.priority, record.place,
+        attempt, record.retries, record.max_retries, number, worker_id, lease_ns, now + lease_ns,
+        0, record.ready_at, record.expires, record.durability, record.created_us, wall_us, wall_us, 0,
+    )  # fmt: skip
+    event = Event(
+        number, wall_us, "dequeued", record.queue, record.message_id, "PROCESSING",
+        attempt, record.priority, number, worker_id, (now - record.ready_at) // 1000,
+    )  # fmt: skip
+    return Step(after, (event,))
+
+
+def renew(record: Record, moment: Moment, token: int) -> Step:
+    """A heartbeat: the lease runs its length from now."""
+    _holds(record, moment, token)
+    after = replace(
+        record, lease_until=moment.steady_ns + record.lease_ns, heartbeat_us=moment.wall_us
+    )  # fmt: skip
+    kind = _arrow("renew", record, "PROCESSING")
+    return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
+
+
+def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step | None:
+    """The work is done, and this is its result."""
+    if not _holds(record, moment, token, ("COMPLETED", "EXECUTING", "DONE")):
+        return None
+    wall_us = moment.wall_us
+    after = Record(
+        record.seq, record.message_id, record.queue, "COMPLETED", record.priority, moment.number,
+        record.attempt, record.retries, record.max_retries, token, record.worker_id, record.lease_ns, 0,
+        0, record.ready_at, record.expires, record.durability, record.created_us, record.claimed_us,
+        record.heartbeat_us, wall_us,
+    )  # fmt: skip
+    event = Event(
+        moment.number, wall_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
+        record.attempt, record.priority, token, record.worker_id, _worked_us(record, moment),
+    )  # fmt: skip
+    return Step(after, (event,), result)
+
+
+def release(record: Record, moment: Moment, token: int) -> Step | None:
+    """Given back untouched: it keeps its place, and nothing is counted against it."""
+    if record.lease == -token and record.state == "QUEUED" and token > 0:
+        return None
+    _holds(record, moment, token)
+    kind = _arrow("release", record, "QUEUED")
+    # The sign says which word was the last: a failure under the same token is another one.
+    after = replace(record, state="QUEUED", lease=-token, lease_until=0, ready_at=moment.steady_ns)
+    return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
+
+
+def fail(
+    record: Record,
+    moment: Moment,
+    token: int,
+    error: str,
+    *,
+    error_type: str = "",
+    delay_ns: int | None = 0,
+) -> Step | None:
+    """The work failed. `delay_ns` is when to try again; None says never."""
+    if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
+        return None
+    return _failed(record, moment, "fail", error, error_type, delay_ns)
+
+
+def lapse(record: Record, moment: Moment) -> Step:
+    """The holder was not heard of in time: counted as a failure, and ready again at once."""
+    return _failed(record, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
+
+
+def is_overdue(record: Record, steady_ns: int) -> bool:
+    """Whether a lease has run out."""
+    return record.state == "PROCESSING" and record.lease_until <= steady_ns
+
+
+def _failed(
+    record: Record,
+    moment: Moment,
+    verb: str,
+    error: str,
+    error_type: str,
+    delay_ns: int | None,
+    last_word: int | None = None,
+) -> Step:
+    kind = _arrow(verb, record, "FAILED")
+    token = record.lease if last_word is None else last_word
+    failed = replace(record, state="FAILED", retries=record.retries + 1, lease=token, lease_until=0)
+    happened = _event(
+        kind,
+        failed,
+        moment,
+        lease=record.lease,
+        worker_id=record.worker_id,
+        duration_us=_worked_us(record, moment),
+        error_type=error_type,
+        error=error[:ERROR_CHARS_MAX],
+    )
+    if delay_ns is None or failed.retries > failed.max_retries:
+        return _buried(failed, moment, happened)
+    if delay_ns <= 0:
+        kind = _arrow("retry", failed, "QUEUED")
+        after = replace(failed, state="QUEUED", place=moment.number + 1, ready_at=moment.steady_ns)
+        return Step(after, (happened, _event(kind, after, moment, 1)))
+    kind = _arrow("retry", failed, "RETRYING")
+    now = (
+        moment.steady_ns
+    )  # while it waits, `ready_at` is since when: a store that starts anew goes on from there
+    after = replace(failed, state="RETRYING", due=now + delay_ns, ready_at=now)
+    scheduled = _event(kind, after, moment, 1, detail={"delay_s": delay_ns / NANOS_PER_S})
+    return Step(after, (happened, scheduled))
+
+
+def _buried(failed: Record, moment: Moment, happened: Event) -> Step:
+    kind = _arrow("bury", failed, "DEAD_LETTER")
+    after = replace(failed, state="DEAD_LETTER", ended_us=moment.wall_us)
+    dead = _event(kind, after, moment, 1, error_type=happened.error_type, error=happened.error)
+    return Step(after, (happened, dead))
+
+
+# ---- the harness's part ----------------------------------------------------------------------------
+
+
+def hand_over(record: Record, moment: Moment, decision_id: str) -> Step:
+    """The result became a message of its own, which is to be executed."""
+    kind = _arrow("hand_over", record, "EXECUTING")
+    after = replace(record, state="EXECUTING")
+    return Step(after, (_event(kind, after, moment, detail={"decision": decision_id}),))
+
+
+def settle(record: Record, moment: Moment) -> Step:
+    """The result was acted on."""
+    kind = _arrow("settle", record, "DONE")
+    after = replace(record, state="DONE")
+    return Step(after, (_event(kind, after, moment),))
+
+
+# ---- other ends, and the way back ------------------------------------------------------------------
+
+
+def cancel(record: Record, moment: Moment) -> Step:
+    """Nobody wants it any more. A holder learns of it by its next word."""
+    return _ended(record, moment, "cancel", "CANCELLED")
+
+
+def expire(record: Record, moment: Moment) -> Step:
+    """It waited longer than it was worth."""
+    return _ended(record, moment, "expire", "EXPIRED")
+
+
+def quarantine(record: Record, moment: Moment, error: str) -> Step:
+    """It brings workers down: kept, and given to nobody."""
+    return _ended(record, moment, "quarantine", "QUARANTINED", error=error[:ERROR_CHARS_MAX])
+
+
+def _ended(record: Record, moment: Moment, verb: str, target: State, **facts: Any) -> Step:
+    kind = _arrow(verb, record, target)
+    after = replace(record, state=target, lease=0, lease_until=0, due=0, ended_us=moment.wall_us)
+    if record.state == "PROCESSING":
+        facts |= {"lease": record.lease, "worker_id": record.worker_id}
+    return Step(after, (_event(kind, after, moment, **facts),))
+
+
+def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
+    """A person tries again: a new life of the same message, with all its retries."""
+    kind = _arrow("replay", record, "QUEUED")
+    after = replace(
+        record,
+        state="QUEUED",
+        priority=record.priority if priority is None else priority,
+        place=moment.number,
+        retries=0,
+        lease=0,
+        ready_at=moment.steady_ns,
+        expires=0,
+        ended_us=0,
+    )
+    return Step(after, (_event(kind, after, moment), _event("enqueued", after, moment, 1)))
+
+
+# ---- what happened ---------------------------------------------------------------------------------
+
+_STRAIGHT: Final = frozenset({"created", "dequeued", "execution_completed", "heartbeat"})
+
+
+def trail(before: Record, step: Step) -> list[Event]:
+    """What of a step has to be written down with the record, because the record itself does not say it.
+
+    The straight way is told by the record: when it was created, claimed by whom, completed. Once a step
+    leaves that way, the delivery before it would be forgotten with the next one, so it is written down first.
+    """
+    events = [event for event in step.events if event.kind not in _STRAIGHT]
+    if events and before.state == "PROCESSING":
+        events.insert(0, _delivery(before))
+    return events
+
+
+def history(stored_record: Record, first: Event, trail_events: list[Event]) -> list[Event]:
+    """Everything that happened to a record but heartbeats: the trail, and what the record says itself."""
+    record = stored_record
+    events = [first, *trail_events]
+    if first.state == "QUEUED":
+        events.append(_first_place(first))
+    if record.claimed_us and record.lease > 0 and record.lease not in {event.seq for event in trail_events}:
+        events.append(_delivery(record))
+    if record.state in ("COMPLETED", "EXECUTING", "DONE"):
+        events.append(_completion(record))
+    return sorted(events, key=lambda event: event.seq)
+
+
+def _first_place(first: Event) -> Event:
+    return Event(
+        first.seq + 1, first.ts_us, "enqueued", first.queue, first.message_id, "QUEUED", 0, first.priority
+    )  # fmt: skip
+
+
+def _delivery(record: Record) -> Event:
+    return Event(
+        record.lease, record.claimed_us, "dequeued", record.queue, record.message_id, "PROCESSING",
+        record.attempt, record.priority, record.lease, record.worker_id,
+    )  # fmt: skip
+
+
+def _completion(record: Record) -> Event:
+    return Event(
+        record.place, record.ended_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
+        record.attempt, record.priority, record.lease, record.worker_id, record.ended_us - record.claimed_us,
+    )  # fmt: skip
+
+
+def _worked_us(record: Record, moment: Moment) -> int:
+    """How long the holder had it: up to its last heartbeat by the times for people, from then on exactly."""
+    renewed_us = max(0, record.heartbeat_us - record.claimed_us)
+    return renewed_us + (moment.steady_ns - record.lease_until + record.lease_ns) // 1000

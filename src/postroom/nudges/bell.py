@@ -1,0 +1,154 @@
+"""A bell for each queue: rung when there is something new, heard by who waits, in this process and in others.
+
+Between processes it is a file: who waits leaves a mark in it, and is woken by a touch that inotify reports.
+Where nobody has left a mark, nothing is touched, so that a ring costs nothing. A ring may be lost, doubled or
+late: who waits looks again after a while in any case.
+"""
+
+import mmap
+import os
+import select
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from postroom.nudges.watch import ATTRIB, CREATE, EVENTS_BYTES_MAX, inotify_add, inotify_new
+from postroom.system.atomic import make_folder, open_safely
+from postroom.system.handles import reset_after_fork
+
+OPEN_FILES_MAX = 256  # of queues that were rung last
+MARKS = 4096  # bytes of a bell's file
+_EVENT = struct.Struct("iIII")
+
+Listener = Callable[[], None]
+
+
+class Bell:
+    """The bells of one store. Without a folder, they are heard in this process alone."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._start()
+        reset_after_fork(self)
+
+    def _start(self) -> None:
+        self._mutex = threading.Lock()
+        self._listeners: dict[str, set[Listener]] = {}
+        self._files: dict[str, mmap.mmap] = {}
+        self._watching = False
+        self._stop_fd = -1
+
+    def ring(self, queue: str) -> None:
+        """Wake whoever waits for this queue. Never fails: who waits looks again by itself."""
+        if queue in self._listeners:
+            self._call(queue)
+        if self._folder is not None:
+            with suppress(OSError):
+                marks = self._files.get(queue) or self._open(queue)
+                if marks.find(b"\1") >= 0:
+                    os.utime(self._folder / queue)
+
+    def _open(self, queue: str) -> mmap.mmap:
+        with self._mutex:
+            return self._open_held(queue)
+
+    def _open_held(self, queue: str) -> mmap.mmap:
+        marks = self._files.get(queue)
+        if marks is None:
+            folder = self._folder or Path()
+            make_folder(folder, "os")
+            while len(self._files) >= OPEN_FILES_MAX:
+                del self._files[next(iter(self._files))]
+            fd = open_safely(folder / queue, os.O_RDWR | os.O_CREAT)
+            try:
+                if os.fstat(fd).st_size < MARKS:
+                    os.posix_fallocate(fd, 0, MARKS)  # a hole in it would end us on a full disk
+                marks = self._files[queue] = mmap.mmap(fd, MARKS)
+            finally:
+                os.close(fd)
+        return marks
+
+    def _mark(self, queue: str, mark: int) -> None:
+        """Say to other processes that somebody here waits, or that nobody does. One byte for each process."""
+        if self._folder is not None:
+            with suppress(OSError):
+                self._open_held(queue)[os.getpid() % MARKS] = mark
+
+    def _call(self, queue: str) -> None:
+        with self._mutex:
+            listeners = list(self._listeners.get(queue, ()))
+        for listener in listeners:
+            listener()
+
+    @contextmanager
+    def heard_by(self, queue: str, listener: Listener) -> Iterator[None]:
+        """Call `listener`, from any thread, at every ring until the end of the block."""
+        with self._mutex:
+            self._listeners.setdefault(queue, set()).add(listener)
+            self._mark(queue, 1)
+            if not self._watching and self._folder is not None:
+                self._watch(self._folder)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._listeners[queue].discard(listener)
+                if not self._listeners[queue]:
+                    del self._listeners[queue]
+                    self._mark(queue, 0)
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether a ring of another process is heard; else one has to look often."""
+        return self._watching
+
+    # ---- rings of other processes --------------------------------------------------------------
+
+    def _watch(self, folder: Path) -> None:
+        make_folder(folder, "os")
+        fd = inotify_new()
+        if fd < 0 or inotify_add(fd, folder, ATTRIB | CREATE) < 0:
+            if fd >= 0:
+                os.close(fd)
+            return
+        self._watching = True
+        stopped, self._stop_fd = os.pipe()
+        threading.Thread(target=self._listen, args=(fd, stopped), name="postroom-bell", daemon=True).start()
+
+    def _listen(self, fd: int, stopped: int) -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.register(stopped, select.POLLIN)
+        try:
+            while all(ready != stopped for ready, _ in poller.poll()):
+                for queue in set(_names(os.read(fd, EVENTS_BYTES_MAX))):
+                    self._call(queue)
+        finally:
+            os.close(fd)
+            os.close(stopped)
+
+    def close(self) -> None:
+        """Stop listening, and close the files."""
+        with self._mutex:
+            if self._stop_fd >= 0:
+                os.close(self._stop_fd)
+            self._watching, self._stop_fd = False, -1
+            self._files.clear()
+
+    def after_fork(self) -> None:
+        """A child has no thread that listens, and files of its own."""
+        if self._stop_fd >= 0:
+            os.close(self._stop_fd)
+        self._start()
+
+
+def _names(data: bytes) -> Iterator[str]:
+    """The file names in a block of inotify events."""
+    offset = 0
+    while offset < len(data):
+        *_, length = _EVENT.unpack_from(data, offset)
+        offset += _EVENT.size
+        yield data[offset : offset + length].rstrip(b"\0").decode(errors="replace")
+        offset += length

@@ -1,0 +1,173 @@
+"""Who may speak: the agents and operators of a data folder, known by their tokens.
+
+Rule 1: a token is shown once, when it is made. The file holds its SHA-256 alone.
+Rule 2: who somebody is follows from the token, never from what a request says.
+Rule 3: a file that cannot be read lets nobody in.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Iterator, MutableSequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from postroom.contracts.tasks import DECISIONS
+from postroom.core.names import checked_name
+from postroom.errors import InvalidMessage, StoreDamaged
+from postroom.runtime.nudger import checked_url
+from postroom.system import lock
+from postroom.system.atomic import make_folder, open_safely, read_file, replace_file
+
+FILE_NAME = "agents.json"
+TOKEN_PREFIX = "pr_"  # noqa: S105 - what every token begins with, and no token
+TOKEN_BYTES = 32
+TOKEN_CHARS = len(TOKEN_PREFIX) + 43
+AGENTS_MAX = 10_000
+LOCK_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 0.2  # thousands of requests a second need not each look at the file
+
+Role = Literal["agent", "operator"]
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """One line of the file."""
+
+    name: str
+    role: Role
+    url: str | None
+    token_sha256: str
+    created: datetime
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who a token belongs to."""
+
+    name: str
+    role: Role
+    url: str | None = None
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether every queue is its own."""
+        return self.role == "operator"
+
+
+class _File(msgspec.Struct, frozen=True):
+    agents: list[Agent]
+
+
+class _Known(NamedTuple):
+    """What the file said when it was last read, and how it looked then."""
+
+    looks: tuple[int, int, int]
+    agents: tuple[Agent, ...]
+    by_digest: dict[str, tuple[str, Identity]]
+
+
+_NOBODY = _Known((0, 0, 0), (), {})
+_encoder = msgspec.json.Encoder()
+_decode = msgspec.json.Decoder(_File).decode
+
+
+class Agents:
+    """The agents of a data folder. Other processes may change the file: it is read again when it was."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self._path = data / FILE_NAME
+        self._known = _NOBODY
+        self._looked = -LOOK_EVERY_S
+
+    def add(self, name: str, url: str | None = None, role: Role = "agent") -> str:
+        """A new agent or operator; gives its token, which nothing keeps."""
+        checked_name("agent", name)
+        if name == DECISIONS:
+            raise InvalidMessage(f"{DECISIONS} is the harness's own queue: choose another name")
+        if role not in ("agent", "operator"):
+            raise InvalidMessage(f"role must be agent or operator, not {role!r}")
+        checked = None if url is None else checked_url(url)
+        token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+        with self._changing() as agents:
+            if any(agent.name == name for agent in agents):
+                raise InvalidMessage(f"there is an agent {name!r} already: remove it first")
+            if len(agents) >= AGENTS_MAX:
+                raise InvalidMessage(f"there are {AGENTS_MAX} agents already, and no more are kept")
+            agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC)))
+        return token
+
+    def remove(self, name: str) -> None:
+        """The name's token is worth nothing from now on."""
+        with self._changing() as agents:
+            kept = [agent for agent in agents if agent.name != name]
+            if len(kept) == len(agents):
+                raise InvalidMessage(f"there is no agent {name!r}")
+            agents[:] = kept
+
+    def list(self) -> list[Agent]:
+        """All of them, in the order they were added."""
+        return [*self._read().agents]
+
+    def identify(self, token: str) -> Identity | None:
+        """Whose token it is. A new one is known at once, one that was removed for at most a moment more."""
+        if len(token) != TOKEN_CHARS:
+            return None
+        digest = _digest(token)
+        now = time.monotonic()
+        known = self._known if now < self._looked + LOOK_EVERY_S else self._read()
+        found = known.by_digest.get(digest) or self._read().by_digest.get(digest)
+        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
+
+    def with_url(self) -> dict[str, str]:
+        """Where each agent that has an address listens for nudges."""
+        return {agent.name: agent.url for agent in self._read().agents if agent.url is not None}
+
+    @contextmanager
+    def _changing(self) -> Iterator[MutableSequence[Agent]]:
+        """The agents, to be changed; what they are at the end of the block is kept."""
+        make_folder(self.data, "fsync")
+        fd = open_safely(self._path.with_name(f"{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT)
+        try:
+            lock.acquire(fd, LOCK_TIMEOUT_S, self._path)
+            agents = [*self._read().agents]
+            yield agents
+            data = msgspec.json.format(_encoder.encode(_File(agents)), indent=1)
+            replace_file(self._path, data + b"\n", "fsync")
+        finally:
+            os.close(fd)
+
+    def _read(self) -> _Known:
+        self._looked = time.monotonic()
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            self._known = _NOBODY
+            return _NOBODY
+        except OSError as error:
+            raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
+        looks = (found.st_ino, found.st_mtime_ns, found.st_size)
+        known = self._known
+        if known.looks != looks:
+            known = self._known = self._load(looks)
+        return known
+
+    def _load(self, looks: tuple[int, int, int]) -> _Known:
+        try:
+            agents = _decode(read_file(self._path)).agents
+        except (msgspec.MsgspecError, ValueError, OSError) as error:
+            raise StoreDamaged(f"{self._path} is not a list of agents: {error}") from error
+        by_digest = {
+            agent.token_sha256: (agent.token_sha256, Identity(agent.name, agent.role, agent.url))
+            for agent in agents
+        }
+        return _Known(looks, tuple(agents), by_digest)
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()

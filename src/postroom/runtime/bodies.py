@@ -1,0 +1,217 @@
+"""What goes over the wire: the bodies and queries of every route, and the limits on them.
+
+Rule 1: the server decodes with these structs, and the OpenAPI document is generated from them.
+Rule 2: a field that is not known is refused: whoever sends it expects something of it.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from postroom.contracts.tasks import (
+    DELAY_S_MAX,
+    KEY_CHARS_MAX,
+    LEASE_S,
+    LEASE_S_MAX,
+    RESULT_BYTES_MAX,
+    RETRIES_MAX,
+    TEXT_CHARS_MAX,
+    AgentStatus,
+    Status,
+    TaskLine,
+)
+from postroom.core.names import NAME_CHARS_MAX
+from postroom.message import BusMessage, Durability, State
+from postroom.runtime.harness import HarnessStatus
+from postroom.stores.base import CLAIM_MAX
+
+WAIT_S_MAX = 30.0
+WORD_BYTES_MAX = 64 * 1024  # a body without a payload
+COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + WORD_BYTES_MAX
+ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
+ENQUEUE_MANY_MAX = 1_000
+BUS_POST_BYTES_MAX = 4 * 1024 * 1024
+BUS_ANSWER_BYTES_MAX = 8 * 1024 * 1024  # of bodies; at least one message is given
+PAGE_DEFAULT = 100
+PAGE_MAX = 1_000
+NUMBER_MAX = 2**63 - 1
+URL_QUERY_FIELDS_MAX = 16
+
+Name = Annotated[
+    str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")
+]  # fmt: skip
+Id = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
+Number = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
+Page = Annotated[int, Meta(ge=1, le=PAGE_MAX)]
+
+
+class _Spoken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who speaks is known by the token. An agent may name itself; an operator names the agent it acts for."""
+
+    agent: Name | None = None
+    agent_url: Annotated[str, Meta(max_length=2_048)] | None = None
+
+
+class NextBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/next`."""
+
+    limit: Annotated[int, Meta(ge=1, le=CLAIM_MAX)] = 1
+    lease_s: Annotated[float, Meta(gt=0, le=LEASE_S_MAX)] = LEASE_S
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+    worker: Text | None = None
+
+
+class HolderBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/heartbeat` and `POST /queue/release`."""
+
+    task_id: Id
+    lease: Number
+
+
+class CompleteBody(HolderBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/complete`."""
+
+    decision: Any
+
+
+class FailBody(HolderBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/fail`."""
+
+    error: str
+    retry_in_s: Annotated[float, Meta(ge=0, le=DELAY_S_MAX)] | None = None
+
+
+class ResultBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /harness/result`."""
+
+    task_id: Id
+
+
+class NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`POST /queue/enqueue`: the keywords of `Tasks.enqueue`."""
+
+    agent: Name
+    payload: Any
+    task_id: Name | None = None
+    delay_s: Annotated[float, Meta(ge=0, le=DELAY_S_MAX)] = 0.0
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=KEY_CHARS_MAX)] | None = None
+    type: Text = ""
+    parent: Text = ""
+    max_retries: Annotated[int, Meta(ge=0, le=RETRIES_MAX)] | None = None
+    durability: Durability | None = None
+
+
+class NewTasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/enqueue`: several at once, all or none."""
+
+    tasks: Annotated[list[NewTask], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+
+
+class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bus/{name}/messages`: the keywords of `Bus.append`."""
+
+    type: Annotated[str, Meta(min_length=1)]
+    project_id: Annotated[str, Meta(min_length=1)]
+    task_id: str = ""
+    run_id: str = ""
+    parents: list[str] = []
+    attachment: str | None = None
+    body: str = ""
+    ts: str | None = None
+
+
+class FindQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /tasks`."""
+
+    agent: Name | UnsetType = UNSET  # not None: a query has no null
+    state: State | UnsetType = UNSET
+    after: Number = 0
+    limit: Page = PAGE_DEFAULT
+
+
+class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /events`."""
+
+    after: Number = 0
+
+
+class BusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /bus/{name}/messages`."""
+
+    since: str = ""
+    limit: Page = PAGE_DEFAULT
+
+
+class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A route that takes none."""
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Every refusal."""
+
+    error: str
+    message: str
+
+
+class TaskAnswer(msgspec.Struct, frozen=True):
+    """Which task it was about."""
+
+    task_id: str
+
+
+class TasksAnswer(msgspec.Struct, frozen=True):
+    """The ids of several new tasks."""
+
+    task_ids: list[str]
+
+
+class ClaimedTask(msgspec.Struct, frozen=True):
+    """A task in an agent's hands; `lease` is shown with every later word about it."""
+
+    task_id: str
+    payload: Any
+    lease: int
+    attempt: int
+    lease_s: float
+    type: str
+    parent: str
+
+
+class ClaimedTasks(msgspec.Struct, frozen=True):
+    """The answer to a `limit` above 1."""
+
+    tasks: list[ClaimedTask]
+
+
+class LinesAnswer(msgspec.Struct, frozen=True):
+    """A page of tasks; the next one begins after the last `seq`."""
+
+    tasks: list[TaskLine]
+
+
+class StatusAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the queues stand; an operator also sees the loops."""
+
+    agents: dict[str, AgentStatus]
+    totals: dict[Status, int]
+    harness: HarnessStatus | None = None
+
+
+class HealthAnswer(msgspec.Struct, frozen=True):
+    """`ok`, or what does not run."""
+
+    status: str
+
+
+class BusAnswer(msgspec.Struct, frozen=True):
+    """A page of a bus; the next one begins after the last `msg_id`."""
+
+    messages: list[BusMessage]
+
+
+class BusIdAnswer(msgspec.Struct, frozen=True):
+    """The id that an append gave."""
+
+    msg_id: str

@@ -1,0 +1,568 @@
+"""What every route does, once who asks and what for is known.
+
+Rule 1: whose task it is follows from the token. A body that names somebody else is refused.
+Rule 2: a task of another agent is as unknown as one that does not exist.
+Rule 3: what changes the store goes through the writer; what looks at it, through the readers. Nothing here
+        blocks the event loop.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import Message, Receive, Scope, Send
+
+from postroom.contracts.tasks import DECISIONS, STATUS, AgentStatus, Status, Task, TaskInfo, Tasks
+from postroom.errors import InvalidMessage, PostroomError, Unavailable, UnknownTask
+from postroom.message import Record
+from postroom.runtime.agents import Agents, Identity
+from postroom.runtime.bodies import (
+    PAGE_DEFAULT,
+    BusAnswer,
+    BusIdAnswer,
+    BusQuery,
+    ClaimedTask,
+    ClaimedTasks,
+    CompleteBody,
+    ErrorAnswer,
+    FailBody,
+    FindQuery,
+    HealthAnswer,
+    HolderBody,
+    LinesAnswer,
+    NewBusMessage,
+    NewTask,
+    NewTasks,
+    NextBody,
+    ResultBody,
+    StatusAnswer,
+    TaskAnswer,
+    TasksAnswer,
+)
+from postroom.runtime.buses import Buses
+from postroom.runtime.harness import Harness
+from postroom.runtime.journal import Journal
+from postroom.runtime.openapi import EVENT_STREAM, JSON
+from postroom.runtime.waiting import Waiting
+from postroom.runtime.writer import Writer
+from postroom.stores.base import ByIds, Claim
+
+T = TypeVar("T")
+
+READERS = 2  # threads that look at the store; it has one connection for that
+JSON_DEPTH_MAX = 200  # deeper values could be stored, and then not be read by whoever stands deep in a stack
+STREAMS_MAX = 256
+TERMS_KEPT_MAX = 1_024
+STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
+STREAM_GATHER_S = 0.02
+STREAM_ALIVE_S = 15.0  # a comment, so that a connection that is gone is noticed
+STREAM_PAGE = 500
+
+_encode = msgspec.json.Encoder().encode
+JSON_TYPE = (b"content-type", JSON.encode())
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+
+class Refusal(Exception):
+    """An answer that is not a success, and not an error of a contract."""
+
+    def __init__(self, status: int, error: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = error
+
+
+class Gone(Exception):
+    """Whoever asked has closed the connection."""
+
+
+class Reply(NamedTuple):
+    """An answer, ready to be sent."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
+
+
+NOTHING = Reply(204, b"", ())
+FORBIDDEN = "this token does not allow that"
+
+
+class Call:
+    """One request, decoded."""
+
+    __slots__ = ("body", "identity", "query", "receive", "scope", "send", "token")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.token = ""
+        self.identity: Identity = _NOBODY
+        self.body: Any = None
+        self.query: Any = None
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, or nothing."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return str(value, "latin-1")
+        return ""
+
+    def in_path(self, name: str) -> str:
+        """What stands in the path at that place."""
+        return str(self.scope["path_params"][name])
+
+
+_NOBODY = Identity("", "agent")
+Handler = Callable[[Call], Awaitable[Reply | None]]
+"""Answers a call; None when it has sent everything itself."""
+
+
+class Desk:
+    """Everything that the routes share while the server runs."""
+
+    def __init__(
+        self, tasks: Tasks, agents: Agents, harness: Harness, buses: Buses, journal: Journal
+    ) -> None:  # fmt: skip
+        self.tasks = tasks
+        self.agents = agents
+        self.harness = harness
+        self.buses = buses
+        self.journal = journal
+        self.openapi_json = b"{}"
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self._loop = asyncio.get_running_loop()
+        self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
+        self.writer = Writer(tasks, self._loop)
+        self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
+        self._stirred = self._loop.create_future()
+        self._streams = 0
+        self._terms = lru_cache(TERMS_KEPT_MAX)(tasks.terms)  # an agent asks on the same terms all day
+
+    def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
+        """Look at the store where it may block."""
+        return self._loop.run_in_executor(self._readers, look)
+
+    def stir(self) -> None:
+        """Something happened: those who follow look now."""
+        if self._streams and not self._stirred.done():
+            self._stirred.set_result(None)
+            self._stirred = self._loop.create_future()
+
+    def end_waits(self) -> None:
+        """Send home whoever waits, so that the server can end."""
+        self.waiting.end()
+
+    def close(self) -> None:
+        """Finish what waits for the store."""
+        self.end_waits()
+        self.writer.close()
+        self._readers.shutdown()
+        self.buses.close()
+
+    # ---- tasks for agents ----------------------------------------------------------------------
+
+    async def next(self, call: Call) -> Reply:
+        body: NextBody = call.body
+        agent = _owner(call)
+        if agent is None:
+            raise InvalidMessage("an operator has to name the agent whose tasks it wants")
+        terms = self._terms(agent, body.limit, body.lease_s, body.worker)
+        if body.wait_s:
+            claimed = await self._wait(call, terms, body.wait_s)
+        else:
+            claimed = await self.writer.submit(terms)
+        if not claimed:
+            return NOTHING
+        self.stir()
+        for task in claimed:
+            self.journal.write("claimed", task_id=task.task_id, agent=agent, attempt=task.attempt)
+        shown = [_shown(task) for task in claimed]
+        return Reply(200, _encode(shown[0] if body.limit == 1 else ClaimedTasks(shown)))
+
+    async def _wait(self, call: Call, terms: Claim, wait_s: float) -> list[Task]:
+        """A long poll. What was claimed for somebody who is gone by then is given back at once."""
+        gone = asyncio.ensure_future(_gone(call.receive))
+        try:
+            claimed = await self.waiting.claim(terms, wait_s, gone)
+            if gone.done():
+                await self._release(claimed)
+                raise Gone
+            return claimed
+        finally:
+            gone.cancel()
+
+    async def _release(self, claimed: list[Task]) -> None:
+        for task in claimed:
+            with suppress(PostroomError):
+                await self.writer.submit(_releasing(task), makes_room=True)
+
+    async def complete(self, call: Call) -> Reply:
+        body: CompleteBody = call.body
+        _check_depth(body.decision)
+        owner = _owner(call)
+
+        def work(tasks: Tasks) -> None:
+            if _mine(tasks, body.task_id, owner).queue == DECISIONS:
+                tasks.settle(_decision(tasks.get(body.task_id), body.lease))
+            else:
+                tasks.complete(body.task_id, body.lease, body.decision)
+
+        reply = await self._say(call, "completed", body.task_id, work, makes_room=True)
+        self.harness.wake()
+        return reply
+
+    async def heartbeat(self, call: Call) -> Reply:
+        body: HolderBody = call.body
+        owner = _owner(call)
+
+        def work(tasks: Tasks) -> None:
+            _mine(tasks, body.task_id, owner)
+            tasks.heartbeat(body.task_id, body.lease)
+
+        return await self._say(call, "heartbeat", body.task_id, work, makes_room=True)
+
+    async def fail(self, call: Call) -> Reply:
+        body: FailBody = call.body
+        owner = _owner(call)
+
+        def work(tasks: Tasks) -> None:
+            _mine(tasks, body.task_id, owner)
+            tasks.fail(body.task_id, body.lease, body.error, body.retry_in_s)
+
+        return await self._say(call, "failed", body.task_id, work, makes_room=True)
+
+    async def release(self, call: Call) -> Reply:
+        body: HolderBody = call.body
+        owner = _owner(call)
+
+        def work(tasks: Tasks) -> None:
+            _mine(tasks, body.task_id, owner)
+            tasks.release(body.task_id, body.lease)
+
+        return await self._say(call, "released", body.task_id, work, makes_room=True)
+
+    async def _say(
+        self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
+    ) -> Reply:
+        await self.writer.submit(work, makes_room=makes_room)
+        self.stir()
+        self.journal.write(event, task_id=task_id, agent=call.identity.name)
+        return Reply(202, _encode(TaskAnswer(task_id)))
+
+    # ---- what operators do ---------------------------------------------------------------------
+
+    async def enqueue(self, call: Call) -> Reply:
+        many = isinstance(call.body, NewTasks)
+        new: list[NewTask] = call.body.tasks if many else [call.body]
+        for task in new:
+            _check_depth(task.payload)
+            if task.agent == DECISIONS:
+                raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
+        keywords = [msgspec.structs.asdict(task) for task in new]
+        task_ids: list[str] = await self.writer.submit(lambda tasks: tasks.enqueue_many(keywords))
+        self.stir()
+        for task, task_id in zip(new, task_ids, strict=True):
+            self.journal.write("enqueued", task_id=task_id, agent=task.agent)
+        return Reply(201, _encode(TasksAnswer(task_ids) if many else TaskAnswer(task_ids[0])))
+
+    async def cancel(self, call: Call) -> Reply:
+        task_id = call.in_path("id")
+        return await self._say(
+            call, "cancelled", task_id, lambda tasks: tasks.cancel(task_id), makes_room=True
+        )
+
+    async def retry(self, call: Call) -> Reply:
+        task_id = call.in_path("id")
+        return await self._say(call, "retried", task_id, lambda tasks: tasks.retry(task_id), makes_room=False)
+
+    async def result(self, call: Call) -> Reply:
+        """Only a nudge: whether there is a result, the harness sees for itself."""
+        body: ResultBody = call.body
+        owner = _owner(call)
+        await self.read(lambda: _seen(self.tasks, body.task_id, owner))
+        self.harness.wake()
+        return Reply(202, _encode(TaskAnswer(body.task_id)))
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    async def show(self, call: Call) -> Reply:
+        task_id, owner = call.in_path("id"), _own_queue(call.identity)
+        info = await self.read(lambda: self.tasks.get(task_id))
+        if owner is not None and info.agent != owner:
+            raise UnknownTask(task_id)
+        return Reply(200, _encode(info))
+
+    async def find(self, call: Call) -> Reply:
+        query: FindQuery = call.query
+        owner = _own_queue(call.identity)
+        if owner is not None and query.agent not in (UNSET, owner):
+            raise Refusal(403, "Forbidden", FORBIDDEN)
+        agent = owner or (query.agent or None)
+        state = query.state or None
+        lines = await self.read(
+            lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
+        )
+        return Reply(200, _encode(LinesAnswer(lines)))
+
+    async def status(self, call: Call) -> Reply:
+        found = await self.read(self.tasks.status)
+        owner = _own_queue(call.identity)
+        if owner is None:
+            return Reply(200, _encode(StatusAnswer(found.agents, found.totals, self.harness.status())))
+        own = {agent: status for agent, status in found.agents.items() if agent == owner}
+        return Reply(200, _encode(StatusAnswer(own, _totals(own.values()))))
+
+    async def health(self, call: Call) -> Reply:  # noqa: ARG002 - it is the same for everybody
+        if self.writer.alive and self.harness.alive:
+            return Reply(200, _encode(HealthAnswer("ok")))
+        return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
+
+    async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
+        return Reply(200, self.openapi_json)
+
+    async def metrics(self, call: Call) -> Reply:  # noqa: ARG002
+        status = await self.read(self.tasks.status)
+        lines = [*_queue_metrics(status.agents), *self._own_metrics()]
+        kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+        return Reply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
+
+    def _own_metrics(self) -> Iterable[str]:
+        harness = self.harness.status()
+        yield "# TYPE postroom_loop_runs_total counter"
+        for name, loop in harness.loops.items():
+            yield f'postroom_loop_runs_total{{loop="{name}"}} {loop.runs}'
+        yield "# TYPE postroom_loop_errors_total counter"
+        for name, loop in harness.loops.items():
+            yield f'postroom_loop_errors_total{{loop="{name}"}} {loop.errors}'
+        yield "# TYPE postroom_decisions_executed_total counter"
+        yield f"postroom_decisions_executed_total {harness.executed}"
+        yield "# TYPE postroom_nudges_total counter"
+        yield f'postroom_nudges_total{{outcome="sent"}} {harness.nudges_sent}'
+        yield f'postroom_nudges_total{{outcome="failed"}} {harness.nudges_failed}'
+        yield "# TYPE postroom_commits_total counter"
+        yield f"postroom_commits_total {self.writer.turns}"
+        yield "# TYPE postroom_requests_total counter"
+        for (route, status), count in sorted(self.requests.items()):
+            yield f'postroom_requests_total{{route="{route}",status="{status}"}} {count}'
+
+    # ---- streams -------------------------------------------------------------------------------
+
+    async def events(self, call: Call) -> None:
+        last = call.header(b"last-event-id")
+        if last and not _NUMBER.fullmatch(last):
+            raise InvalidMessage("Last-Event-ID must be the number of an event")
+        owner = _own_queue(call.identity)
+
+        def page(position: int) -> tuple[bytes, int]:
+            events = self.tasks.events(after=position, limit=STREAM_PAGE)
+            shown = [event for event in events if owner is None or event.queue == owner]
+            data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
+            return data, events[-1].seq if events else position
+
+        await self._stream(call, page, int(last) if last else call.query.after)
+
+    async def read_bus(self, call: Call) -> Reply | None:
+        query: BusQuery = call.query
+        name = call.in_path("name")
+        path = self.buses.path(name)
+        if EVENT_STREAM not in call.header(b"accept"):
+            messages = await self.read(lambda: self.buses.read(name, query.since, query.limit))
+            return Reply(200, _encode(BusAnswer(messages)))
+        looks: tuple[int, int] | None = None
+
+        def page(position: str) -> tuple[bytes, str]:
+            nonlocal looks
+            before = _size(path)
+            if before == looks:
+                return b"", position
+            messages = self.buses.read(name, position, PAGE_DEFAULT)
+            if not messages:
+                looks = before
+                return b"", position
+            data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
+            return data, messages[-1].msg_id
+
+        await self._stream(call, page, call.header(b"last-event-id") or query.since)
+        return None
+
+    async def append_bus(self, call: Call) -> Reply:
+        body: NewBusMessage = call.body
+        name = call.in_path("name")
+        msg_id = await self.read(lambda: self.buses.append(name, body))
+        self.stir()
+        self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
+        return Reply(201, _encode(BusIdAnswer(msg_id)))
+
+    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T) -> None:
+        """Send page after page as long as somebody listens whose token is worth something."""
+        if self._streams >= STREAMS_MAX:
+            raise Unavailable(f"{STREAMS_MAX} streams are open already: try again later")
+        self._streams += 1
+        gone = asyncio.ensure_future(_gone(call.receive))
+        try:
+            stirred = self._stirred
+            data, behind = await self.read(lambda: page(position))
+            await call.send(_STREAM_STARTS)
+            await call.send(_piece(data or b": ready\n\n"))
+            await self._follow(call, page, behind, gone, stirred)
+            await call.send({"type": "http.response.body", "body": b""})
+        finally:
+            self._streams -= 1
+            gone.cancel()
+
+    async def _follow(
+        self,
+        call: Call,
+        page: Callable[[T], tuple[bytes, T]],
+        position: T,
+        gone: "asyncio.Future[None]",
+        stirred: "asyncio.Future[None]",
+    ) -> None:
+        quiet_s = 0.0
+        ends = (gone, self.waiting.ending)
+        while not any(end.done() for end in ends) and self.agents.identify(call.token) is not None:
+            at = position
+            data, position = await self.read(lambda at=at: page(at))  # type: ignore[misc]
+            if data:
+                await call.send(_piece(data))
+            if position != at:
+                quiet_s = 0.0
+                continue
+            quiet_s += STREAM_LOOK_S
+            if quiet_s >= STREAM_ALIVE_S:
+                quiet_s = 0.0
+                await call.send(_piece(b": alive\n\n"))
+            await asyncio.wait(
+                (*ends, stirred), timeout=STREAM_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )  # fmt: skip
+            if stirred.done():
+                await asyncio.sleep(STREAM_GATHER_S)
+            stirred = self._stirred
+
+
+_STREAM_STARTS: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+def _piece(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _sse(number: str, kind: str, data: bytes) -> bytes:
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (number.encode(), kind.encode(), data)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the connection is closed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _size(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_size
+
+
+# ---- whose task it is ------------------------------------------------------------------------------
+
+
+def _own_queue(identity: Identity) -> str | None:
+    """The one queue that somebody sees; None for all."""
+    return None if identity.is_operator else identity.name
+
+
+def _owner(call: Call) -> str | None:
+    """Whose tasks a call is about: the token says it. An operator may name an agent, or mean any."""
+    identity, body = call.identity, call.body
+    if identity.is_operator:
+        return str(body.agent) if body.agent is not None else None
+    if body.agent not in (None, identity.name) or body.agent_url not in (None, identity.name, identity.url):
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s, and speaks for nobody else")
+    return identity.name
+
+
+def _mine(tasks: Tasks, task_id: str, owner: str | None) -> Record:
+    """The record as it is within the commit; unknown when it is not the owner's."""
+    [record] = tasks.store.write(lambda transaction: transaction.find(ByIds((task_id,))))
+    if owner is not None and record.queue != owner:
+        raise UnknownTask(task_id)
+    return record
+
+
+def _seen(tasks: Tasks, task_id: str, owner: str | None) -> None:
+    [record] = tasks.store.find(ByIds((task_id,)))
+    if owner is not None and record.queue != owner:
+        raise UnknownTask(task_id)
+
+
+def _releasing(task: Task) -> Callable[[Tasks], None]:
+    return lambda tasks: tasks.release(task.task_id, task.lease)
+
+
+def _decision(info: TaskInfo, lease: int) -> Task:
+    return Task(info.task_id, None, lease, info.attempt, info.agent, info.type, info.parent)
+
+
+def _shown(task: Task) -> ClaimedTask:
+    return ClaimedTask(
+        task.task_id, task.payload, task.lease, task.attempt, task.lease_s, task.type, task.parent
+    )  # fmt: skip
+
+
+def _totals(queues: Iterable[AgentStatus]) -> dict[Status, int]:
+    totals: dict[Status, int] = {}
+    for queue in queues:
+        for state, n in queue.states.items():
+            totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
+    return totals
+
+
+def _queue_metrics(agents: dict[str, AgentStatus]) -> Iterable[str]:
+    yield "# TYPE postroom_queue_depth gauge"
+    yield from (f'postroom_queue_depth{{agent="{name}"}} {agent.depth}' for name, agent in agents.items())
+    yield "# TYPE postroom_in_flight gauge"
+    yield from (f'postroom_in_flight{{agent="{name}"}} {agent.in_flight}' for name, agent in agents.items())
+    yield "# TYPE postroom_oldest_age_seconds gauge"
+    for name, agent in agents.items():
+        yield f'postroom_oldest_age_seconds{{agent="{name}"}} {agent.oldest_age_s or 0:.3f}'
+    yield "# TYPE postroom_lapses_total counter"
+    yield from (f'postroom_lapses_total{{agent="{name}"}} {agent.lapses}' for name, agent in agents.items())
+    yield "# TYPE postroom_tasks gauge"
+    for name, agent in agents.items():
+        for state, n in sorted(agent.states.items()):
+            yield f'postroom_tasks{{agent="{name}",state="{state}"}} {n}'
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what is nested so deeply that somebody else could not read it."""
+    level = [value]
+    for _ in range(JSON_DEPTH_MAX):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise InvalidMessage(f"the value is nested more than {JSON_DEPTH_MAX} levels deep")

@@ -1,0 +1,595 @@
+"""The task server: every word of `Tasks` over HTTP, for agents and operators.
+
+Rule 1: every route but `/health` wants a bearer token.
+Rule 2: every body, head, line and stream has a limit, and what is over it is refused before it is kept.
+Rule 3: every request gets an answer, and an error is one sentence without a path or a payload of ours.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from http import HTTPStatus
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+from starlette.types import Receive, Scope, Send
+
+from postroom.contracts.tasks import TaskInfo, Tasks
+from postroom.errors import (
+    InvalidMessage,
+    PostroomError,
+    QueueFull,
+    Rejected,
+    SinceIdNotFound,
+    StaleLease,
+    Unavailable,
+    UnknownTask,
+    UnsafePath,
+    WrongState,
+)
+from postroom.message import Durability
+from postroom.runtime.agents import Agents
+from postroom.runtime.bodies import (
+    BUS_POST_BYTES_MAX,
+    COMPLETE_BYTES_MAX,
+    ENQUEUE_BYTES_MAX,
+    URL_QUERY_FIELDS_MAX,
+    WORD_BYTES_MAX,
+    BusAnswer,
+    BusIdAnswer,
+    BusQuery,
+    ClaimedTask,
+    ClaimedTasks,
+    CompleteBody,
+    ErrorAnswer,
+    EventsQuery,
+    FailBody,
+    FindQuery,
+    HealthAnswer,
+    HolderBody,
+    LinesAnswer,
+    NewBusMessage,
+    NewTask,
+    NewTasks,
+    NextBody,
+    ResultBody,
+    StatusAnswer,
+    TaskAnswer,
+    TasksAnswer,
+)
+from postroom.runtime.buses import Buses
+from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
+from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
+from postroom.runtime.journal import Journal, JournalHandler, where
+from postroom.runtime.listener import Listener, listener_config
+from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
+from postroom.system.atomic import make_folder
+
+HOST = "127.0.0.1"
+PORT = 8800
+DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a body that is too long, so that its sender hears why
+RETRY_AFTER_S = 1
+LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
+
+STATUS_OF: dict[type[BaseException], int] = {
+    StaleLease: 409,
+    WrongState: 409,
+    UnknownTask: 404,
+    SinceIdNotFound: 404,
+    Rejected: 400,
+    QueueFull: 429,
+    Unavailable: 503,
+    PostroomError: 500,
+}
+"""The first class in an error's family that is named here decides."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+# ---- one route -------------------------------------------------------------------------------------
+
+
+class Endpoint:
+    """An ASGI application for one method of one path: token in, body in, answer out."""
+
+    def __init__(
+        self,
+        app: "TasksApp",
+        route: Route,
+        handler: str,
+        *,
+        operators_only: bool = False,
+        body_bytes_max: int = 0,
+    ) -> None:
+        self.route = route
+        self._app = app
+        self._handler = handler
+        self._operators_only = operators_only
+        self._body_bytes_max = body_bytes_max
+        self._decoders: list[msgspec.json.Decoder[Any]] = [
+            msgspec.json.Decoder(body) for body in route.bodies
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        desk = self._app.desk
+        call = Call(scope, receive, send)
+        try:
+            reply = await self._answer(desk, call)
+        except Gone:
+            return
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - every request gets an answer
+            reply = self._refuse(desk, call, error)
+        if reply is None:
+            desk.requests[self.route.path, 200] += 1
+            return
+        desk.requests[self.route.path, reply.status] += 1
+        await _send(send, reply)
+
+    async def _answer(self, desk: Desk, call: Call) -> Reply | None:
+        if not self.route.is_open:
+            self._identify(desk, call)
+        if self._decoders:
+            body = await _read_body(call, self._body_bytes_max)
+            call.body = self._decode(body)
+        else:
+            call.query = _decode_query(call.scope["query_string"], self.route.query)
+        handler: Handler = getattr(desk, self._handler)
+        return await handler(call)
+
+    def _identify(self, desk: Desk, call: Call) -> None:
+        scheme, _, token = call.header(b"authorization").partition(" ")
+        call.token = token.strip()
+        identity = desk.agents.identify(call.token) if scheme.lower() == "bearer" else None
+        if identity is None:
+            raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
+        call.identity = identity
+        if self._operators_only and not identity.is_operator:
+            raise Refusal(403, "Forbidden", FORBIDDEN)
+
+    def _decode(self, body: bytes) -> Any:
+        """The body as the first of the route's structs that it fits."""
+        for decoder in self._decoders[:-1]:
+            with suppress(msgspec.ValidationError):
+                return _decoded(decoder, body)
+        try:
+            return _decoded(self._decoders[-1], body)
+        except msgspec.ValidationError as error:
+            raise InvalidMessage(f"the body does not fit: {self._why(body, error)}") from None
+
+    def _why(self, body: bytes, error: msgspec.ValidationError) -> str:
+        """The first struct's complaint, unless the body is meant as the last."""
+        if len(self._decoders) > 1 and b'"tasks"' not in body:
+            try:
+                self._decoders[0].decode(body)
+            except msgspec.ValidationError as first:
+                return str(first)
+        return str(error)
+
+    def _refuse(self, desk: Desk, call: Call, error: BaseException) -> Reply:
+        reply = _refusal(error)
+        facts = {"route": self.route.path, "status": reply.status, "error": type(error).__name__}
+        if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            facts["error"] = where(error)
+        task_id = getattr(call.body, "task_id", None) or ""
+        desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
+        return reply
+
+
+def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(f"the body is not JSON: {error}") from None
+
+
+def _decode_query(query: bytes, kind: type) -> Any:
+    try:
+        pairs = parse_qsl(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=URL_QUERY_FIELDS_MAX
+        )  # fmt: skip
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise InvalidMessage("the query names a field twice")
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(f"the query does not fit: {error}") from None
+    except ValueError:
+        raise InvalidMessage(f"the query has more than {URL_QUERY_FIELDS_MAX} fields") from None
+
+
+async def _read_body(call: Call, bytes_max: int) -> bytes:
+    """The whole body. Of one that is too long nothing is kept, and some of it is not even read."""
+    pieces: list[bytes] = []
+    size = 0
+    more = True
+    while more and size <= bytes_max + DISCARDED_BYTES_MAX:
+        message = await call.receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        piece: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(piece)
+        pieces.append(piece)
+        if size > bytes_max:
+            pieces.clear()
+    if size > bytes_max:
+        raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _refusal(error: BaseException) -> Reply:
+    """The answer to whatever went wrong."""
+    if isinstance(error, Refusal):
+        return _error_reply(error.status, error.error, str(error))
+    status = next((STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF), 500)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return _error_reply(status, "InternalError", "the server made a mistake, and has written it down")
+    message = _public(error)
+    retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
+    return _error_reply(status, type(error).__name__, message, retry_after_s)
+
+
+def _public(error: BaseException) -> str:
+    """An error's sentence; where things lie on the server's disk is nobody's business."""
+    match error:
+        case SinceIdNotFound():
+            return f"there is no message {error.since_id!r} in this bus"
+        case UnsafePath():
+            return "the attachment has to lie in the folder of the bus"
+        case Unavailable() if type(error) not in (Unavailable, QueueFull):
+            return "the store cannot be used now: try again soon"
+        case _:
+            return str(error)
+
+
+_EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
+    401: ((b"www-authenticate", b"Bearer"),),
+    413: ((b"connection", b"close"),),
+}
+
+
+def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> Reply:
+    body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
+    headers = (JSON_TYPE, *_EXTRA.get(status, ()))
+    if status in (429, 503):
+        headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)
+    return Reply(status, body, headers)
+
+
+async def _send(send: Send, reply: Reply) -> None:
+    headers = [*reply.headers]
+    if reply.status != NOTHING.status:
+        headers.append((b"content-length", b"%d" % len(reply.body)))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+# ---- all routes ------------------------------------------------------------------------------------
+
+_WORD = (400, 401, 403, 404, 409, 413, 503)
+_OPERATOR = (400, 401, 403, 404, 409, 503)
+_LOOK = (400, 401, 403, 404, 503)
+
+
+class _Served(NamedTuple):
+    """A route, who answers it, and on which terms."""
+
+    route: Route
+    handler: str
+    body_bytes_max: int = 0
+    operators_only: bool = False
+
+
+ROUTES: Sequence[_Served] = (
+    _Served(
+        Route(
+            "POST",
+            "/queue/next",
+            "Lease the next task, or wait for one",
+            {200: (ClaimedTask, ClaimedTasks), 204: None},
+            (400, 401, 403, 413, 503),
+            (NextBody,),
+        ),
+        "next",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/queue/complete", "The task is done", {202: (TaskAnswer,)}, _WORD, (CompleteBody,)),
+        "complete",
+        COMPLETE_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/queue/heartbeat", "Keep the lease", {202: (TaskAnswer,)}, _WORD, (HolderBody,)),
+        "heartbeat",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/queue/fail", "The task failed", {202: (TaskAnswer,)}, _WORD, (FailBody,)),
+        "fail",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/queue/release", "Give the task back", {202: (TaskAnswer,)}, _WORD, (HolderBody,)),
+        "release",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route(
+            "POST",
+            "/queue/enqueue",
+            "Store one task, or several",
+            {201: (TaskAnswer, TasksAnswer)},
+            (400, 401, 403, 413, 429, 503),
+            (NewTask, NewTasks),
+        ),
+        "enqueue",
+        ENQUEUE_BYTES_MAX,
+        operators_only=True,
+    ),
+    _Served(
+        Route("POST", "/harness/result", "A result may be there", {202: (TaskAnswer,)}, _WORD, (ResultBody,)),
+        "result",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/tasks/{id}/cancel", "Nobody shall work on it", {202: (TaskAnswer,)}, _OPERATOR),
+        "cancel",
+        operators_only=True,
+    ),
+    _Served(
+        Route("POST", "/tasks/{id}/retry", "Try a dead task again", {202: (TaskAnswer,)}, _OPERATOR),
+        "retry",
+        operators_only=True,
+    ),
+    _Served(Route("GET", "/tasks/{id}", "A task and its history", {200: (TaskInfo,)}, _LOOK), "show"),
+    _Served(
+        Route("GET", "/tasks", "Tasks by acceptance", {200: (LinesAnswer,)}, _LOOK, query=FindQuery), "find"
+    ),
+    _Served(Route("GET", "/queue/status", "How the queues stand", {200: (StatusAnswer,)}, _LOOK), "status"),
+    _Served(
+        Route("GET", "/events", "What happens, as it happens", {200: EVENT_STREAM}, _LOOK, query=EventsQuery),
+        "events",
+    ),
+    _Served(Route("GET", "/metrics", "Prometheus text", {200: TEXT}, _LOOK), "metrics", operators_only=True),
+    _Served(
+        Route("GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 503), is_open=True),
+        "health",
+    ),
+    _Served(
+        Route(
+            "GET",
+            "/bus/{name}/messages",
+            "Messages of a bus",
+            {200: (BusAnswer,)},
+            _LOOK,
+            query=BusQuery,
+            streams=True,
+        ),
+        "read_bus",
+    ),
+    _Served(
+        Route(
+            "POST",
+            "/bus/{name}/messages",
+            "Append to a bus",
+            {201: (BusIdAnswer,)},
+            (400, 401, 413, 503),
+            (NewBusMessage,),
+        ),
+        "append_bus",
+        BUS_POST_BYTES_MAX,
+    ),
+)
+
+
+OPENAPI = Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 503))
+
+
+def openapi() -> dict[str, Any]:
+    """The OpenAPI document of the server."""
+    return document([*(served.route for served in ROUTES), OPENAPI], version("postroom"))
+
+
+# ---- the application -------------------------------------------------------------------------------
+
+
+class ByMethod:
+    """An ASGI application for all methods of one path."""
+
+    def __init__(self, endpoints: dict[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # HEAD is a GET whose body the server leaves out.
+        endpoint = self._endpoints["GET" if scope["method"] == "HEAD" else scope["method"]]
+        await endpoint(scope, receive, send)
+
+
+class TasksApp(Starlette):
+    """All routes. Those that are called thousands of times a second are found without a search."""
+
+    def __init__(self, opened: Callable[["TasksApp"], Any]) -> None:
+        self._desk: Desk | None = None
+        served = [(entry.route, self._endpoint(entry)) for entry in ROUTES]
+        served.append((OPENAPI, self._endpoint(_Served(OPENAPI, "openapi"))))
+        self._direct = {
+            (route.method, route.path): endpoint for route, endpoint in served if "{" not in route.path
+        }
+        by_path: dict[str, dict[str, Endpoint]] = {}
+        for route, endpoint in served:
+            by_path.setdefault(route.path, {})[route.method] = endpoint
+        super().__init__(
+            routes=[
+                StarletteRoute(path, ByMethod(endpoints), methods=[*endpoints])
+                for path, endpoints in by_path.items()
+            ],
+            lifespan=opened,
+            exception_handlers={HTTPException: _not_served},
+        )
+        self.openapi_json = msgspec.json.encode(openapi())
+
+    def _endpoint(self, served: _Served) -> Endpoint:
+        return Endpoint(
+            self,
+            served.route,
+            served.handler,
+            operators_only=served.operators_only,
+            body_bytes_max=served.body_bytes_max,
+        )
+
+    @property
+    def desk(self) -> Desk:
+        """What the routes share; there is none before the start."""
+        if self._desk is None:
+            raise Unavailable("the server has not started")
+        return self._desk
+
+    @desk.setter
+    def desk(self, desk: Desk | None) -> None:
+        self._desk = desk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            endpoint = self._direct.get((scope["method"], scope["path"]))
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+    def end_waits(self) -> None:
+        """Send home whoever waits, so that the server can end."""
+        if self._desk is not None:
+            self._desk.end_waits()
+
+
+async def _not_served(request: Request, error: Exception) -> Response:  # noqa: ARG001 - as Starlette calls it
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = error.headers if isinstance(error, HTTPException) else None
+    phrase = HTTPStatus(status).phrase
+    body = msgspec.json.encode(ErrorAnswer(phrase.replace(" ", ""), f"{phrase}: see /openapi.json"))
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def create_app(
+    data: Path,
+    tasks: Tasks,
+    *,
+    execute: Execute | None = None,
+    agents: Agents | None = None,
+    harness: Harness | None = None,
+    journal: Journal | None = None,
+    allowed_nudge_hosts: Iterable[str] = (),
+    bus_durability: Durability = "os",
+) -> TasksApp:
+    """The server of a data folder as an ASGI application; its loops run from its start to its end.
+
+    `tasks` stays the caller's, who closes it.
+    """
+    agents = Agents(data) if agents is None else agents
+    journal = Journal() if journal is None else journal
+    if harness is None:
+        harness = Harness(
+            tasks,
+            agents=agents,
+            execute=execute,
+            allowed_nudge_hosts=allowed_nudge_hosts,
+            journal=journal,
+        )
+
+    @asynccontextmanager
+    async def opened(app: TasksApp) -> AsyncIterator[None]:
+        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability), journal)
+        desk.openapi_json = app.openapi_json
+        harness.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(harness.stop)
+            await asyncio.to_thread(desk.close)
+
+    return TasksApp(opened)
+
+
+# ---- the process -----------------------------------------------------------------------------------
+
+
+def serve(
+    data: Path,
+    *,
+    host: str = HOST,
+    port: int = PORT,
+    execute: Execute | None = None,
+    allowed_nudge_hosts: Iterable[str] = (),
+    durability: Durability = "group",
+    drain_every_s: float = DRAIN_EVERY_S,
+    sweep_every_s: float = SWEEP_EVERY_S,
+    journal: Journal | None = None,
+    ready: Callable[[int], None] | None = None,
+) -> None:
+    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to."""
+    make_folder(data, "os")
+    journal = Journal() if journal is None else journal
+    agents = Agents(data)
+    listening = _listen(host, port)
+    with Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks, _as_lines(journal):
+        harness = Harness(
+            tasks,
+            agents=agents,
+            execute=execute,
+            drain_every_s=drain_every_s,
+            sweep_every_s=sweep_every_s,
+            allowed_nudge_hosts=allowed_nudge_hosts,
+            journal=journal,
+        )
+        app = create_app(
+            data, tasks, agents=agents, harness=harness, journal=journal, bus_durability=durability
+        )
+
+        def started() -> None:
+            port = int(listening.getsockname()[1])
+            journal.write("serving", host=host, port=port)
+            if ready is not None:
+                ready(port)
+
+        Listener(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
+        journal.write("stopped")
+    journal.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2_048)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+@contextmanager
+def _as_lines(journal: Journal) -> Iterator[None]:
+    """What libraries log becomes lines of the journal."""
+    handler = JournalHandler(journal)
+    loggers = [logging.getLogger(name) for name in LIBRARY_LOGS]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate

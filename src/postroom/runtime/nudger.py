@@ -1,0 +1,261 @@
+"""Nudges to agents: `POST {url}/task` says that there is work, and nothing else depends on it.
+
+Rule 1: a nudge that fails is logged and forgotten. The queue is the truth, and the agent looks by itself.
+Rule 2: a host is resolved once, and the request goes to exactly the address that was checked.
+Rule 3: only public addresses are spoken to. A host at any other one has to be on the list of those that are
+        allowed.
+Rule 4: nothing of an answer is used but its status line, and no redirect is followed.
+"""
+
+import ipaddress
+import queue
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from postroom.errors import InvalidMessage
+
+NUDGE_TIMEOUT_S = 5.0
+NUDGERS = 4  # threads, started when the first nudge is sent
+WAITING_MAX = 256  # nudges; one more is dropped, which is harmless
+URL_CHARS_MAX = 2_048
+STATUS_LINE_BYTES_MAX = 256
+PORTS = {"http": 80, "https": 443}
+
+# Public by number, and answered by the machine's own host all the same.
+METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+_UNSAFE = re.compile(r"[^\x21-\x7e]")
+_STATUS = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)[ \r]")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Report = Callable[[str, str, str], None]
+"""Called with the agent, the task's id and the reason when a nudge failed."""
+
+
+class Target(NamedTuple):
+    """Where a nudge goes, by name."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @property
+    def authority(self) -> str:
+        """What stands in the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+class Nudge(NamedTuple):
+    """One nudge that waits to be sent."""
+
+    agent: str
+    url: str
+    task_id: str
+
+
+class Refused(Exception):
+    """A target that must not be spoken to."""
+
+
+def checked_url(url: str) -> str:
+    """An agent's address as it was given, or `InvalidMessage`."""
+    parse_url(url)
+    return url
+
+
+def parse_url(url: str) -> Target:
+    """The parts of an agent's address; nothing is resolved."""
+    if not isinstance(url, str) or len(url) > URL_CHARS_MAX or _UNSAFE.search(url):
+        raise InvalidMessage(f"url must be at most {URL_CHARS_MAX} printable ASCII characters")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidMessage(f"url is not an address: {error}") from None
+    if parts.scheme not in PORTS:
+        raise InvalidMessage("url must begin with http:// or https://")
+    if not host or parts.username is not None or parts.password is not None:
+        raise InvalidMessage("url must name a host, and no user")
+    if parts.query or parts.fragment or port == 0:
+        raise InvalidMessage("url must have a port above 0, if any, no query and no fragment")
+    return Target(parts.scheme, host, port or PORTS[parts.scheme], parts.path.rstrip("/"))
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is out in the world, also when it is wrapped in another."""
+    inner = _wrapped(address)
+    if inner is not None:
+        return is_public(inner)
+    return (
+        address.is_global
+        and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+        and address not in METADATA
+    )
+
+
+def _wrapped(address: Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that an IPv6 address stands for."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]
+    return ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF) if address in NAT64 else None
+
+
+class Nudger:
+    """Sends nudges from a few threads of its own. `nudge` returns at once and never fails."""
+
+    def __init__(
+        self,
+        *,
+        allowed_hosts: Iterable[str] = (),
+        timeout_s: float = NUDGE_TIMEOUT_S,
+        report: Report | None = None,
+    ) -> None:
+        self._allowed = frozenset(host.lower().strip("[]") for host in allowed_hosts)
+        self._timeout_s = timeout_s
+        self._report = report
+        self._waiting: queue.Queue[Nudge | None] = queue.Queue(WAITING_MAX)
+        self._mutex = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._pending: set[str] = set()
+        self._closed = False
+        self.sent = 0
+        self.failed = 0
+
+    def nudge(self, agent: str, url: str, task_id: str) -> None:
+        """Say that there is work, some time soon. One nudge for an agent waits at a time: it drains."""
+        with self._mutex:
+            if agent in self._pending or self._closed:
+                return
+            if not self._threads:
+                self._start()
+            try:
+                self._waiting.put_nowait(Nudge(agent, url, task_id))
+            except queue.Full:
+                self.failed += 1
+            else:
+                self._pending.add(agent)
+                return
+        self._tell(agent, task_id, f"{WAITING_MAX} nudges wait already")
+
+    def _start(self) -> None:
+        for number in range(NUDGERS):
+            thread = threading.Thread(target=self._run, name=f"postroom-nudger-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while True:
+            nudge = self._waiting.get()
+            if nudge is None or self._closed:
+                return
+            with self._mutex:
+                self._pending.discard(nudge.agent)
+            try:
+                self.send(nudge.url, nudge.task_id)
+            except Exception as error:  # noqa: BLE001 - a nudge may fail in any way, and costs nothing
+                with self._mutex:
+                    self.failed += 1
+                self._tell(nudge.agent, nudge.task_id, _reason(error))
+            else:
+                with self._mutex:
+                    self.sent += 1
+
+    def _tell(self, agent: str, task_id: str, reason: str) -> None:
+        if self._report is not None:
+            self._report(agent, task_id, reason)
+
+    def send(self, url: str, task_id: str) -> None:
+        """Send one nudge now; raises when it was not taken."""
+        deadline = time.monotonic() + self._timeout_s
+        target = parse_url(url)
+        address = self.resolve(target)
+        with _connected(target, address, deadline) as connection:
+            connection.sendall(_request(target, task_id))
+            status = _status(connection, deadline)
+        if not 200 <= status < 300:  # noqa: PLR2004 - what HTTP calls success
+            raise Refused(f"the agent answered {status}")
+
+    def resolve(self, target: Target) -> str:
+        """The one address that is spoken to. Raises `Refused` when it must not be."""
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in found]
+        if target.host not in self._allowed:
+            for address in addresses:
+                # All of them: who answers with a public and a private one is up to something.
+                if not is_public(ipaddress.ip_address(address.partition("%")[0])):
+                    raise Refused(f"{target.host} is at {address}, which is not public, and not on the list")
+        return addresses[0]
+
+    def close(self) -> None:
+        """Send nothing more. What is under way ends by itself."""
+        self._closed = True
+        with self._mutex:
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            with suppress(queue.Full):  # then each finds something that it will not send
+                self._waiting.put_nowait(None)
+
+
+def _connected(target: Target, address: str, deadline: float) -> socket.socket:
+    raw = socket.create_connection((address, target.port), timeout=_left_s(deadline))
+    try:
+        raw.settimeout(_left_s(deadline))
+        if target.scheme == "http":
+            return raw
+        return ssl.create_default_context().wrap_socket(raw, server_hostname=target.host)
+    except BaseException:
+        raw.close()
+        raise
+
+
+def _request(target: Target, task_id: str) -> bytes:
+    body = msgspec.json.encode({"task_id": task_id})
+    head = (
+        f"POST {target.path}/task HTTP/1.1\r\nHost: {target.authority}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\nUser-Agent: postroom\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+def _status(connection: socket.socket, deadline: float) -> int:
+    """The status of the answer; whoever sends it byte by byte runs into the same deadline."""
+    line = b""
+    while b"\n" not in line and len(line) < STATUS_LINE_BYTES_MAX:
+        connection.settimeout(_left_s(deadline))
+        piece = connection.recv(STATUS_LINE_BYTES_MAX)
+        if not piece:
+            break
+        line += piece
+    found = _STATUS.match(line)
+    if found is None:
+        raise Refused("the agent did not answer in HTTP")
+    return int(found[1])
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the agent took too long")
+    return left_s
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, (Refused, InvalidMessage)) else type(error).__name__

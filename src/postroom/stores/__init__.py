@@ -1,0 +1,1 @@
+"""The leased half: records that are claimed, renewed and finished. One module a backend."""

@@ -1,0 +1,1 @@
+"""The schema: numbered scripts, each a step forward from the one before."""

@@ -1,0 +1,75 @@
+"""A lock for which processes queue up.
+
+A plain flock goes to whoever asks at the right moment, which is mostly the one who just gave it back. Here
+each first passes a gate and holds it until the lock is its own: who comes back finds the gate taken, and
+waits behind the one who came before.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from postroom.errors import LockTimeout
+from postroom.system.atomic import open_safely
+from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
+
+# Only one waits inside the gate, so its looks are cheap; those at the gate take their time.
+INSIDE_PAUSE_S = 0.000_05
+GATE_PAUSE_FIRST_S = 0.000_1
+GATE_PAUSE_LAST_S = 0.002
+
+
+class FairLock:
+    """Exclusive between the processes that open `path`.lock. Threads need a lock of their own in front."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._gate_path = path.with_name(path.name + ".gate")
+        self._timeout_s = timeout_s
+        self._lock_fd = -1
+        self._gate_fd = -1
+
+    def acquire(self) -> None:
+        """Take the lock, or raise `LockTimeout`."""
+        if self._lock_fd < 0:
+            self._open()
+        gate_fd = self._gate_fd
+        try:
+            flock(gate_fd, EXCLUSIVE_NOW)
+        except BlockingIOError:
+            self._wait(gate_fd, self._gate_path, GATE_PAUSE_FIRST_S, GATE_PAUSE_LAST_S)
+        try:
+            flock(self._lock_fd, EXCLUSIVE_NOW)
+        except BlockingIOError:
+            self._wait(self._lock_fd, self._lock_path, INSIDE_PAUSE_S, INSIDE_PAUSE_S)
+        finally:
+            flock(gate_fd, UNLOCK)
+
+    def release(self) -> None:
+        """Give the lock back; harmless when it is not held."""
+        if self._lock_fd >= 0:
+            flock(self._lock_fd, UNLOCK)
+
+    def _open(self) -> None:
+        self._gate_fd = open_safely(self._gate_path, os.O_RDWR | os.O_CREAT)
+        self._lock_fd = open_safely(self._lock_path, os.O_RDWR | os.O_CREAT)
+
+    def _wait(self, fd: int, path: Path, pause_s: float, last_s: float) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, last_s)
+            try:
+                flock(fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise LockTimeout(path, self._timeout_s) from None
+            else:
+                return
+
+    def forget(self) -> None:
+        """Close the descriptors; a forked child must not share them."""
+        for fd in (self._lock_fd, self._gate_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._gate_fd = -1

@@ -1,0 +1,728 @@
+"""Every store keeps the contract; then what SQLite has to prove: processes, threads, disks and damage."""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from postroom import Tasks, open_store
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.errors import (
+    HandleDead,
+    InvalidMessage,
+    LockTimeout,
+    QueueFull,
+    StaleLease,
+    StoreDamaged,
+    WriteFailed,
+)
+from postroom.message import Envelope
+from postroom.stores import sqlite, sqliteverbs
+from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
+from postroom.stores.sql import queries
+from postroom.stores.sqlite import SqliteStore
+from postroom.testing import (
+    Crashed,
+    FaultyStore,
+    ManualClock,
+    MemoryStore,
+    StoreContract,
+    check_books,
+    explained,
+)
+from tests import children
+from tests.children import no_child_left
+from tests.faultydisk import FaultyDisk, in_background
+from tests.smalldisk import small_disk
+
+__all__ = ["no_child_left", "small_disk"]  # fixtures
+
+CHILDREN = 8
+EACH = 25
+LONG_S = 60.0
+
+
+class TestMemory(StoreContract):
+    keeps = False
+
+    def open(self, folder: Path, clock: ManualClock) -> Store:  # noqa: ARG002 - it needs none
+        return MemoryStore(clock=clock)
+
+
+class TestSqlite(StoreContract):
+    def open(self, folder: Path, clock: ManualClock) -> Store:
+        return SqliteStore(folder / "queue.db", clock=clock)
+
+
+class TestFaultyWithoutFaults(StoreContract):
+    def open(self, folder: Path, clock: ManualClock) -> Store:
+        return FaultyStore(SqliteStore(folder / "queue.db", clock=clock))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "queue.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(path)
+    yield store
+    store.close()
+
+
+def insert(store: Store, *payloads: bytes, queue: str = "q", **facts: Any) -> list[str]:
+    envelopes = [Envelope(queue=queue, payload=payload, **facts) for payload in payloads]
+    accepted = store.write(lambda transaction: transaction.insert(envelopes))
+    return [each.message_id for each in accepted]
+
+
+def claim(store: Store, limit: int = 1, queue: str = "q") -> list[tuple[str, int]]:
+    terms = Claim(queue, "w", limit, 300 * NANOS_PER_S)
+    deliveries = store.write(lambda transaction: transaction.claim(terms))
+    return [(delivery.message_id, delivery.lease) for delivery in deliveries]
+
+
+def complete(store: Store, message_id: str, token: int) -> None:
+    store.write(lambda transaction: transaction.complete({message_id: (token, b"1")}), makes_room=True)
+
+
+def fails() -> None:
+    raise KeyError("planned")
+
+
+# ---- addresses -------------------------------------------------------------------------------------
+
+
+def test_a_store_is_opened_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = open_store("sqlite:///sub/queue.db")
+    insert(relative, b"1")
+    relative.close()
+    absolute = open_store(f"sqlite:///{tmp_path}/sub/queue.db")
+    assert absolute.count() == {"q": {"QUEUED": 1}}
+    assert absolute.url == relative.url
+    absolute.close()
+    assert open_store("memory://").url == "memory://"
+
+
+@pytest.mark.parametrize("url", ["", "queue.db", "sqlite://", "sqlite:///", "postgres://x", "sqlite:///a\0b"])
+def test_another_address_is_refused(url: str) -> None:
+    with pytest.raises(InvalidMessage, match="is not a store"):
+        open_store(url)
+
+
+def test_the_files_are_for_their_owner_alone(store: SqliteStore, path: Path) -> None:
+    insert(store, b"1", durability="fsync")
+    names = ("queue.db", "queue.db-wal", "queue.db-shm", "queue.db.lock", "queue.db.gate", "queue.db.ballast")
+    modes = {file.name: file.stat().st_mode & 0o077 for file in path.parent.iterdir()}
+    assert modes == dict.fromkeys(names, 0)
+
+
+# ---- processes and threads -------------------------------------------------------------------------
+
+
+def test_children_share_an_open_handle(store: SqliteStore, no_child_left: None) -> None:
+    """Each child adds and takes through what it inherited; nothing is lost and nothing is doubled."""
+    insert(store, b"0")
+    claim(store)
+    store.find(InState(None, None, 0, 1))  # a reader is open too
+
+    def child() -> None:
+        for number in range(EACH):
+            insert(store, b"%d" % number)
+            for message_id, token in claim(store):
+                complete(store, message_id, token)
+        store.count()
+        store.close()
+
+    pids = [children.start(child) for _ in range(CHILDREN)]
+    for _ in range(EACH):
+        insert(store, b"1", queue="parents")
+    children.wait(*pids)
+    assert store.count() == {
+        "q": {"PROCESSING": 1, "COMPLETED": CHILDREN * EACH},
+        "parents": {"QUEUED": EACH},
+    }
+    check_books(store)
+
+
+def test_a_child_that_dies_takes_nothing_with_it(store: SqliteStore, no_child_left: None) -> None:
+    insert(store, b"0")
+
+    def child() -> None:
+        def work(transaction: Transaction) -> None:
+            transaction.insert([Envelope(queue="q", payload=b"1")])
+            transaction.claim(Claim("q", "w", 1, NANOS_PER_S))
+            children.die()
+
+        store.write(work)
+
+    assert children.killed(child)
+    assert store.count() == {"q": {"QUEUED": 1}}
+    check_books(store)
+
+
+def test_threads_share_a_handle(store: SqliteStore) -> None:
+    errors: list[BaseException] = []
+
+    def thread(number: int) -> None:
+        try:
+            for _ in range(EACH):
+                insert(store, b"%d" % number)
+                for message_id, token in claim(store):
+                    complete(store, message_id, token)
+                store.count()
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            errors.append(error)
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(CHILDREN)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == []
+    assert store.count() == {"q": {"COMPLETED": CHILDREN * EACH}}
+    check_books(store)
+
+
+def test_callers_share_a_commit_and_one_that_fails_spoils_nobodys(store: SqliteStore, path: Path) -> None:
+    insert(store, b"first")
+    answers: dict[int, object] = {}
+
+    def call(number: int) -> None:
+        def work(transaction: Transaction) -> object:
+            accepted = transaction.insert([Envelope(queue="q", payload=b"%d" % number)])
+            if number % 4 == 0:
+                fails()
+            return accepted
+
+        try:
+            answers[number] = store.write(work)
+        except KeyError as error:
+            answers[number] = error
+
+    other = SqliteStore(path)
+    other._lock.acquire()  # nobody can commit, so everybody waits for the same commit
+    threads = [in_background(partial(call, number)) for number in range(12)]
+    while len(store._pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
+        threads[0].join(0.01)
+    other._lock.release()
+    other._lock.forget()
+    for thread in threads:
+        thread.join(LONG_S)
+    refused = {number for number, answer in answers.items() if isinstance(answer, KeyError)}
+    assert (len(answers), refused) == (12, {0, 4, 8})
+    assert store.count() == {"q": {"QUEUED": 10}}
+    check_books(store)
+
+
+def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> None:
+    insert(store, b"first")
+    other = SqliteStore(path)
+    other._lock.acquire()
+    threads = [in_background(lambda: insert(store, b"1")) for _ in range(20)]
+    while len(store._pending) + 2 < len(threads):
+        threads[0].join(0.01)
+    other._lock.release()
+    other._lock.forget()
+    for thread in threads:
+        thread.join(LONG_S)
+    commits = sqlite3.connect(path).execute("SELECT count(*) FROM events").fetchone()[0]
+    assert store.count() == {"q": {"QUEUED": 21}}
+    assert commits <= 4  # the first one, the one that was under way, and everybody's
+
+
+def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteStore, path: Path) -> None:
+    """Its number goes to the next new queue, perhaps one of another process."""
+
+    def work(transaction: Transaction) -> None:
+        transaction.insert([Envelope(queue="gone", payload=b"1", message_id="x")])
+        transaction.claim(Claim("gone", "w", 1, NANOS_PER_S))
+        transaction.find(ByIds(("x",)))
+        transaction.claim(Claim("gone", "w", 1, NANOS_PER_S))
+        fails()
+
+    with pytest.raises(KeyError):
+        store.write(work)
+    other = SqliteStore(path)
+    [name] = insert(other, b"1", queue="new")
+    other.close()
+    assert store.find(ByIds((name,)))[0].queue == "new"
+    assert (store.next_work_ns("gone"), store.next_work_ns("new")) == (None, 0)
+
+
+def test_what_others_did_is_in_the_counters(store: SqliteStore, path: Path, no_child_left: None) -> None:
+    store.set_limits("q", Limits(max_depth=10))
+    insert(store, b"1")
+
+    def child() -> None:
+        other = SqliteStore(path)
+        insert(other, *[b"1"] * 8)
+        claim(other, 2)
+        other.close()
+
+    children.run(child)
+    assert store.count() == {"q": {"QUEUED": 7, "PROCESSING": 2}}
+    insert(store, *[b"1"] * 3)
+    with pytest.raises(QueueFull):
+        insert(store, b"1")
+
+
+def test_counters_outlive_the_events_they_follow_from(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handle that slept while another one wrote the depths down and purged the events sees the depths."""
+    monkeypatch.setattr(sqliteverbs, "FOLD_EVENTS", 20)
+    store.set_limits("q", Limits(max_depth=100))
+    insert(store, b"1")
+    other = SqliteStore(path)
+    for _ in range(40):
+        insert(other, b"1")
+    other.purge_events(up_to=10**9, before_us=10**18, limit=1_000)
+    left = other.events()
+    assert left[0].seq > 20
+    assert left[-1].seq == 82
+    other.close()
+    for _ in range(59):
+        insert(store, b"1")
+    with pytest.raises(QueueFull):
+        insert(store, b"1")
+    assert store.count() == SqliteStore(path).count() == {"q": {"QUEUED": 100}}
+
+
+def test_a_lock_that_stays_taken_is_said(path: Path) -> None:
+    holder, store = SqliteStore(path), SqliteStore(path, lock_timeout_s=0.01)
+    insert(holder, b"1")
+    holder._lock.acquire()
+    with pytest.raises(LockTimeout, match="another process holds it"):
+        insert(store, b"1")
+    holder._lock.release()
+    insert(store, b"1")
+    for each in (holder, store):
+        each.close()
+
+
+def test_another_program_that_reads_the_file_disturbs_nobody(store: SqliteStore, path: Path) -> None:
+    insert(store, b"1")
+    reader = sqlite3.connect(path)
+    rows = reader.execute("SELECT seq FROM records")
+    rows.fetchone()
+    for _ in range(20):
+        insert(store, b"1")
+    assert len(claim(store, 100)) == 21
+    reader.close()
+
+
+# ---- time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_s", [3_600, -3_600, 86_400, -86_400])
+def test_a_step_of_the_clock_changes_no_lease_and_no_order(path: Path, step_s: int) -> None:
+    clock = ManualClock()
+    store = SqliteStore(path, clock=clock)
+    first = insert(store, b"1", b"2")
+    held = claim(store)
+    clock.step_wall(step_s)
+    later = insert(store, b"3")
+    delayed = insert(store, b"4", delay_ns=NANOS_PER_S)
+    assert [name for name, _ in claim(store, 10)] == [*first[1:], *later]
+    clock.step_wall(-2 * step_s)
+    clock.advance(299)
+    assert [name for name, _ in claim(store, 10)] == delayed
+    complete(store, *held[0])
+    clock.advance(1)
+    assert [name for name, _ in claim(store, 10)] == [*first[1:], *later]
+    check_books(store)
+    store.close()
+
+
+def test_the_time_of_a_store_goes_on_after_a_reboot(path: Path) -> None:
+    clock = ManualClock()
+    store = SqliteStore(path, clock=clock)
+    insert(store, b"1")
+    clock.advance(1_000)
+    insert(store, b"2")
+    before = store.steady_ns()
+    store.close()
+    clock.reboot()
+    store = SqliteStore(path, clock=clock)
+    assert store.steady_ns() == before
+    assert store.oldest_ns("q") == 1_000 * NANOS_PER_S
+    store.close()
+
+
+def test_a_pause_before_a_retry_does_not_grow_with_a_reboot(path: Path) -> None:
+    """Also when nothing new came in for days: then the time of the last thing that came in is long ago."""
+    clock = ManualClock()
+    store = SqliteStore(path, clock=clock)
+    [name] = insert(store, b"1")
+    clock.advance(10 * 86_400)
+    [(_, token)] = claim(store)
+    pause_ns = 60 * NANOS_PER_S
+    store.write(
+        lambda transaction: transaction.apply(
+            ByIds((name,)), lambda record, now: lifecycle.fail(record, now, token, "no", delay_ns=pause_ns)
+        )
+    )
+    store.close()
+    clock.reboot()
+    store = SqliteStore(path, clock=clock)
+    assert store.next_work_ns("q") == pause_ns
+    store.close()
+
+
+def test_an_age_is_never_negative(path: Path) -> None:
+    clock = ManualClock()
+    store = SqliteStore(path, clock=clock)
+    name, last = insert(store, b"1", b"2")
+    (_, token), (_, lasts_token) = claim(store, 2)
+    complete(store, last, lasts_token)
+    clock.advance(100)
+    store.write(
+        lambda transaction: transaction.apply(
+            ByIds((name,)), lambda record, now: lifecycle.release(record, now, token)
+        )
+    )
+    store.close()
+    clock.reboot()
+    store = SqliteStore(path, clock=clock)
+    assert store.oldest_ns("q") == 0
+    store.close()
+
+
+# ---- the file --------------------------------------------------------------------------------------
+
+
+def test_a_file_of_a_newer_version_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
+    insert(store, b"1")
+    store.close()
+    newer = sqlite3.connect(path)
+    newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    with pytest.raises(StoreDamaged, match=r"newer postroom \(its version 99\)"):
+        insert(store, b"1")
+    rows = sqlite3.connect(path).execute("SELECT count(*) FROM records").fetchone()
+    assert rows == (1,)
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
+    path.write_bytes(b"these are notes of somebody" * 100)
+    with pytest.raises(StoreDamaged, match="is damaged"):
+        insert(store, b"1")
+    with pytest.raises(StoreDamaged):
+        store.count()
+    assert path.read_bytes() == b"these are notes of somebody" * 100
+
+
+def test_a_damaged_page_is_said(store: SqliteStore, path: Path) -> None:
+    insert(store, *[b"x" * 1_000] * 50)
+    store.close()
+    data = bytearray(path.read_bytes())
+    for page in range(4096, len(data), 4096):
+        data[page : page + 200] = b"\xff" * 200
+    path.write_bytes(data)
+    for look in (lambda: claim(store), store.count, lambda: store.find(InState(None, None, 0, 100))):
+        with pytest.raises(StoreDamaged, match="is damaged"):
+            look()
+
+
+def test_an_old_sqlite_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apsw, "sqlite_lib_version", lambda: "3.45.1")
+    with pytest.raises(StoreDamaged, match=r"SQLite 3\.45\.1 can damage"):
+        SqliteStore(path)
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(store: SqliteStore, path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    path.with_name("queue.db.lock").symlink_to(victim)
+    with pytest.raises(Exception, match="lock"):
+        insert(store, b"1")
+    assert not victim.exists()
+
+
+# ---- the plans of the hot queries ------------------------------------------------------------------
+
+HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "claim": (queries.HEADS, (1, 2, 1)),
+    "claim by priority": (queries.READY, (1, 2, 1)),
+    "heads": (queries.HEAD, (1, 2)),
+    "overdue": (queries.DUE, (1, 9, 0, 1)),
+    "expired": (queries.EXPIRED, (0, 1)),
+    "by name": (queries.BY_NAME, ("x",)),
+    "by number": (queries.BY_SEQ, (1,)),
+    "next work": (queries.NEXT_WORK, (1,)),
+    "new events": (queries.NEW_EVENTS, (1,)),
+    "keys": ("SELECT message_id FROM keys WHERE queue = ? AND key = ?", (1, "k")),
+    "old keys": ("SELECT queue, key FROM keys WHERE seen_us < ? ORDER BY seen_us LIMIT ?", (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_a_hot_query_looks_at_what_it_gives_and_sorts_nothing(store: SqliteStore, name: str) -> None:
+    insert(store, b"1")
+    query, values = HOT[name]
+    assert store._writer is not None
+    plan = [row[3] for row in store._writer.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+    steps = [step for step in plan if step != "SCAN CONSTANT ROW" and "SCALAR SUBQUERY" not in step]
+    assert steps, plan
+    assert all(step.startswith("SEARCH") for step in steps), plan
+    assert not any("TEMP B-TREE" in step for step in plan), plan
+
+
+# ---- disks -----------------------------------------------------------------------------------------
+
+
+def fill(folder: Path) -> Path:
+    """Take every byte that is left."""
+    filler = folder / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(b"x" * size) == size:
+                    pass
+            except OSError:
+                continue
+    return filler
+
+
+def insert_until_full(store: Store) -> list[str]:
+    names: list[str] = []
+    for _ in range(10_000):
+        try:
+            names += insert(store, b"x" * 3_000)
+        except WriteFailed:
+            return names
+    pytest.fail("the disk is never full")
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "started anew"])
+def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, restart: bool) -> None:
+    clock = ManualClock()
+    store = SqliteStore(small_disk / "queue.db", clock=clock)
+    names = insert(store, *[b"1"] * 40)
+    held = claim(store, 20)
+    complete(store, *held[0])
+    if restart:
+        store.close()
+    filler = fill(small_disk)
+    names += insert_until_full(store)
+    if restart:  # the ballast of the one before is what this one has
+        store.close()
+        store = SqliteStore(small_disk / "queue.db", clock=clock)
+    for each in held[1:11]:
+        complete(store, *each)
+    store.write(lambda t: t.apply(ByIds((names[39],)), lifecycle.cancel), makes_room=True)
+    clock.advance(10)
+    keep_us = dict.fromkeys(lifecycle.ENDED, 0)
+    store.write(lambda t: t.purge(0, keep_us, 5), makes_room=True)
+    with pytest.raises(WriteFailed, match="No space left"):
+        insert(store, b"x" * 3_000)
+    another = SqliteStore(
+        small_disk / "queue.db", clock=clock
+    )  # a process that starts now can look and end work
+    assert another.read(names[0]) is None
+    complete(another, *held[11])
+    assert store.count() == another.count()
+    counts = store.count()["q"]
+    assert counts == {"COMPLETED": 7, "CANCELLED": 1, "PROCESSING": 8, "QUEUED": len(names) - 21}
+    filler.unlink()
+    names += insert(store, b"y" * 3_000)
+    assert (small_disk / "queue.db.ballast").stat().st_size == sqlite.BALLAST_BYTES
+    assert len(claim(store, 1_000)) == len(names) - 21
+    check_books(store)
+    store.close()
+    another.close()
+
+
+def test_a_disk_that_is_full_from_the_start_is_said(small_disk: Path) -> None:
+    filler = fill(small_disk)
+    store = SqliteStore(small_disk / "queue.db")
+    for call in (lambda: insert(store, b"1"), store.count):
+        with pytest.raises(WriteFailed, match="No space left"):
+            call()
+    filler.unlink()
+    insert(store, b"1")
+    assert store.count() == {"q": {"QUEUED": 1}}
+    store.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
+    return FaultyDisk(monkeypatch)
+
+
+def test_only_what_asks_for_it_is_synced(store: SqliteStore, disk: FaultyDisk) -> None:
+    insert(store, b"1")
+    claim(store)
+    assert disk.calls == 0
+    [name] = insert(store, b"1", durability="fsync")
+    assert disk.calls == 1
+    insert(store, b"1", durability="group")
+    assert disk.calls == 2
+    complete(store, name, dict(claim(store, 1))[name])  # its end is as durable as its beginning
+    assert disk.calls == 4
+
+
+def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
+    store: SqliteStore, disk: FaultyDisk
+) -> None:
+    kept = insert(store, b"1", durability="fsync")
+    disk.failing = True
+    with pytest.raises(WriteFailed, match="may or may not have been kept"):
+        insert(store, b"2", durability="fsync")
+    disk.failing = False
+    for durability in ("os", "fsync"):
+        with pytest.raises(HandleDead, match="reopen"):
+            insert(store, b"3", durability=durability)
+    assert store.find(ByIds(tuple(kept)))[0].state == "QUEUED"  # looking is still allowed
+    store.reopen()
+    kept += insert(store, b"4", durability="fsync")
+    found = [record.message_id for record in store.find(InState(None, None, 0, 100))]
+    assert set(kept) <= set(found)
+    assert len(found) <= 3
+    check_books(store)
+
+
+def test_a_failed_fsync_is_told_to_everybody_who_shared_it(store: SqliteStore, disk: FaultyDisk) -> None:
+    insert(store, b"1", durability="fsync")
+    disk.hold()
+    disk.failing = True
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            insert(store, b"2", durability="group")
+        except (WriteFailed, HandleDead) as error:
+            failures.append(error)
+
+    threads = [in_background(call) for _ in range(6)]
+    assert disk.entered.wait(LONG_S)
+    disk.gate.set()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(failures) == 6
+
+
+def test_an_interrupt_during_the_fsync_repeats_nobodys_work(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader of a commit is interrupted when it is committed: the others must not do theirs again."""
+    insert(store, b"first", durability="group")
+    real, calls, answers = os.fsync, list[int](), list[str]()
+
+    def fsync(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 2:  # the first one is of the writer that came when nobody else was there
+            raise KeyboardInterrupt
+        real(fd)
+
+    def call() -> None:
+        try:
+            insert(store, b"1", durability="group")
+        except (KeyboardInterrupt, WriteFailed) as error:
+            answers.append(type(error).__name__)
+        else:
+            answers.append("stored")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    other = SqliteStore(path)
+    other._lock.acquire()
+    threads = [in_background(call) for _ in range(8)]
+    while len(store._pending) + 2 < len(threads):
+        threads[0].join(0.01)
+    other._lock.release()
+    other._lock.forget()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(answers) == 8
+    assert answers.count("KeyboardInterrupt") == 1
+    assert store.count() == {"q": {"QUEUED": 9}}
+
+
+# ---- the fault injector ----------------------------------------------------------------------------
+
+
+def test_a_crash_keeps_nothing_and_a_lost_answer_everything() -> None:
+    store = FaultyStore(MemoryStore(), ["crash", "lost_answer"])
+    with pytest.raises(Crashed, match="before its write was committed"):
+        insert(store, b"1")
+    assert store.count() == {}
+    with pytest.raises(Crashed, match="is lost"):
+        insert(store, b"1")
+    assert store.count() == {"q": {"QUEUED": 1}}
+    insert(store, b"1")  # the plan has ended
+    assert store.happened == ["crash", "lost_answer", "none"]
+    check_books(store)
+
+
+def test_a_write_can_arrive_twice_or_late() -> None:
+    clock = ManualClock()
+    store = FaultyStore(MemoryStore(clock=clock), delay=lambda: clock.advance(60))
+    store.inject("duplicate", "duplicate", "delay")
+    insert(store, b"1", key="k")
+    assert store.count() == {"q": {"QUEUED": 1}}
+    insert(store, b"1")
+    assert store.count() == {"q": {"QUEUED": 3}}
+    before = clock.boot_ns()
+    insert(store, b"1")
+    assert clock.boot_ns() - before == 60 * NANOS_PER_S
+
+
+def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
+    store = FaultyStore(MemoryStore(), ["lost_ring"])
+    told: list[set[str]] = []
+    store.on_ready = told.append
+    insert(store, b"1")
+    assert told == []
+    insert(store, b"2")
+    assert told == [{"q"}]
+    assert len(claim(store, 10)) == 2
+
+
+def test_tasks_take_every_fault_without_loss() -> None:
+    faults: list[Any] = ["crash", "lost_answer", "duplicate", "none"] * 10
+    tasks = Tasks(FaultyStore(MemoryStore(), faults))
+    ids = {
+        _until_answered(partial(tasks.enqueue, agent="a", payload=number, task_id=f"t{number}"))
+        for number in range(10)
+    }
+    done: set[str] = set()
+    while tasks.status().totals.get("completed", 0) < 10:
+        claimed = _until_answered(lambda: tasks.claim(agent="a", limit=3, lease_s=0.01))
+        for task in claimed:
+            try:
+                _until_answered(partial(tasks.complete, task.task_id, task.lease, "ok"))
+            except StaleLease:
+                continue
+            done.add(task.task_id)
+    assert done == ids
+    check_books(tasks.store)
+
+
+def _until_answered(call: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return call()
+        except Crashed:
+            continue
+
+
+def test_events_that_do_not_follow_are_noticed() -> None:
+    store = MemoryStore()
+    insert(store, b"1")
+    [(name, token)] = claim(store)
+    complete(store, name, token)
+    events = store.events()
+    assert explained(events)[name].state == "COMPLETED"
+    with pytest.raises(ValueError, match="never created"):
+        explained(events[1:])
+    with pytest.raises(ValueError, match="leads from QUEUED to COMPLETED"):
+        explained([*events[:2], events[3]])

@@ -1,0 +1,820 @@
+"""What `Tasks` promises, on every store."""
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
+from postroom.contracts import tasks as module
+from postroom.contracts.tasks import DECISIONS, Retention, Task
+from postroom.core.retry import RetryPolicy
+from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
+from postroom.message import Event
+from postroom.testing import ManualClock, check_books
+from tests import children
+from tests.children import no_child_left
+from tests.faultydisk import FaultyDisk, in_background
+
+__all__ = ["no_child_left"]  # a fixture
+
+LONG_S = 60.0  # a hang, not a measurement
+FOR_EVER_S = 10 * LONG_S
+DAY_S = 86_400
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+
+
+@pytest.fixture
+def tasks(url: str, clock: ManualClock) -> Iterator[Tasks]:
+    with Tasks.open(url, clock=clock) as tasks:
+        yield tasks
+        check_books(tasks.store)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Tasks]:
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
+        yield tasks
+
+
+def take(tasks: Tasks, **terms: Any) -> Task:
+    [task] = tasks.claim(agent="a", **terms)
+    return task
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+# ---- the straight way ------------------------------------------------------------------------------
+
+
+def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) -> None:
+    task_id = tasks.enqueue(agent="a", payload={"issue": 7}, type="issue.triage", parent="p")
+    clock.advance(2)
+    task = take(tasks, worker="w-1")
+    assert task == Task(
+        task_id, {"issue": 7}, task.lease, 1, "a", type="issue.triage", parent="p", lease_s=300.0
+    )
+    clock.advance(1)
+    tasks.heartbeat(task_id, task.lease)
+    clock.advance(1)
+    tasks.complete(task_id, task.lease, {"decision": "skip"})
+    info = tasks.get(task_id)
+    began = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=clock.wall_us()) - timedelta(seconds=4)
+    assert (info.status, info.state, info.agent, info.payload, info.result) == (
+        "completed",
+        "COMPLETED",
+        "a",
+        {"issue": 7},
+        {"decision": "skip"},
+    )
+    assert (info.created_at, info.claimed_at, info.last_heartbeat, info.completed_at) == tuple(
+        began + timedelta(seconds=seconds) for seconds in (0, 2, 3, 4)
+    )
+    assert (info.retry_count, info.attempt, info.worker, info.type, info.parent, info.errors) == (
+        0,
+        1,
+        "w-1",
+        "issue.triage",
+        "p",
+        [],
+    )
+    assert kinds(info.history) == ["created", "enqueued", "dequeued", "execution_completed"]
+    assert tasks.claim(agent="a") == []
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [None, True, 0, -1.5, "", "ü\n\0", [], {}, {"a": [{"b": None}]}, "x" * 100_000, 2**60, [[[[]]]]],
+)
+def test_any_json_is_a_payload_and_a_result(tasks: Tasks, payload: Any) -> None:
+    tasks.enqueue(agent="a", payload=payload)
+    task = take(tasks)
+    assert task.payload == payload
+    tasks.complete(task.task_id, task.lease, payload)
+    assert tasks.get(task.task_id).result == payload
+
+
+def test_an_agent_has_its_own_queue_in_order(tasks: Tasks) -> None:
+    ids = [tasks.enqueue(agent="a", payload=number) for number in range(5)]
+    tasks.enqueue(agent="b", payload="other")
+    claimed = tasks.claim(agent="a", limit=2) + tasks.claim(agent="a", limit=100)
+    assert [task.task_id for task in claimed] == ids
+    assert [task.payload for task in claimed] == list(range(5))
+    assert [task.payload for task in tasks.claim(agent="b", limit=100)] == ["other"]
+    assert tasks.claim(agent="nobody") == []
+
+
+def test_many_at_once(tasks: Tasks) -> None:
+    ids = tasks.enqueue_many(
+        {"agent": "a", "payload": number, "task_id": f"t{number}"} for number in range(10)
+    )
+    assert ids == [f"t{number}" for number in range(10)]
+    claimed = tasks.claim(agent="a", limit=10)
+    tasks.complete_many([(task.task_id, task.lease, task.payload) for task in claimed])
+    assert tasks.status().totals == {"completed": 10}
+    assert tasks.enqueue_many([]) == []
+    tasks.complete_many([])
+
+
+def test_a_batch_is_all_or_nothing(tasks: Tasks) -> None:
+    first, second = tasks.enqueue_many([{"agent": "a", "payload": 1}, {"agent": "a", "payload": 2}])
+    claimed = {task.task_id: task.lease for task in tasks.claim(agent="a", limit=2)}
+    with pytest.raises(StaleLease):
+        tasks.complete_many([(first, claimed[first], 1), (second, claimed[first], 1)])
+    with pytest.raises(UnknownTask):
+        tasks.complete_many([(first, claimed[first], 1), ("nobody", 1, 1)])
+    assert tasks.status().totals == {"claimed": 2}
+
+
+# ---- the same task twice ---------------------------------------------------------------------------
+
+
+def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
+    assert tasks.enqueue(agent="a", payload=1, task_id="t") == "t"
+    assert tasks.enqueue(agent="a", payload=2, task_id="t") == "t"
+    keyed = tasks.enqueue(agent="a", payload=3, idempotency_key="k")
+    assert tasks.enqueue(agent="a", payload=4, idempotency_key="k") == keyed
+    assert tasks.enqueue(agent="a", payload=5, task_id=keyed) == keyed
+    assert tasks.enqueue(agent="b", payload=6, idempotency_key="k") != keyed
+    assert [task.payload for task in tasks.claim(agent="a", limit=10)] == [1, 3]
+    assert kinds(tasks.events()).count("duplicate") == 3
+    assert tasks.get(keyed).idempotency_key == "k"
+
+
+def test_a_repeated_last_word_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
+    words: list[Callable[[Task], None]] = [
+        lambda task: tasks.complete(task.task_id, task.lease, "first"),
+        lambda task: tasks.release(task.task_id, task.lease),
+        lambda task: tasks.fail(task.task_id, task.lease, "no", retry_in_s=0),
+        lambda task: tasks.fail(task.task_id, task.lease, "no", retry_in_s=60),
+    ]
+    for word in words:
+        tasks.enqueue(agent="a", payload=1)
+        task = take(tasks)
+        word(task)
+        before = tasks.events()
+        word(task)
+        assert tasks.events() == before
+        for left in tasks.claim(agent="a", limit=10):
+            tasks.complete(left.task_id, left.lease)
+
+
+# ---- leases ----------------------------------------------------------------------------------------
+
+
+def words_of(tasks: Tasks) -> list[Callable[[str, int], None]]:
+    return [
+        tasks.heartbeat,
+        tasks.complete,
+        tasks.release,
+        lambda task_id, lease: tasks.fail(task_id, lease, "no"),
+    ]
+
+
+def refused(tasks: Tasks, task_id: str, lease: int, error: type[PostroomError] = StaleLease) -> None:
+    for word in words_of(tasks):
+        before = tasks.events(), tasks.status()
+        with pytest.raises(error):
+            word(task_id, lease)
+        assert (tasks.events(), tasks.status()) == before
+
+
+def test_a_lease_ends_after_300_s_without_a_heartbeat(tasks: Tasks, clock: ManualClock) -> None:
+    tasks.enqueue(agent="a", payload=1)
+    zombie = take(tasks, worker="zombie")
+    clock.advance(299.9)
+    assert tasks.claim(agent="a") == []
+    tasks.heartbeat(zombie.task_id, zombie.lease)
+    clock.advance(299.9)
+    assert tasks.claim(agent="a") == []
+    clock.advance(0.1)
+    refused(tasks, zombie.task_id, zombie.lease)
+    second = take(tasks, worker="second")
+    assert (second.task_id, second.attempt) == (zombie.task_id, 2)
+    assert second.lease > zombie.lease
+    refused(tasks, zombie.task_id, zombie.lease)
+    tasks.complete(second.task_id, second.lease, "mine")
+    refused(tasks, zombie.task_id, zombie.lease)  # what is done is not moved back
+    assert tasks.get(zombie.task_id).result == "mine"
+    assert tasks.get(zombie.task_id).errors == ["the lease ran out"]
+    assert tasks.status().agents["a"].lapses == 1
+
+
+def test_a_late_word_does_not_wake_the_dead(tasks: Tasks, clock: ManualClock) -> None:
+    tasks.enqueue(agent="a", payload=1, max_retries=0)
+    task = take(tasks)
+    clock.advance(300)
+    assert tasks.sweep() == 1
+    assert tasks.get(task.task_id).status == "failed"
+    refused(tasks, task.task_id, task.lease)
+    assert tasks.get(task.task_id).state == "DEAD_LETTER"
+
+
+def test_a_foreign_lease_and_an_unknown_task_are_refused(tasks: Tasks) -> None:
+    first, second = (tasks.enqueue(agent="a", payload=number) for number in range(2))
+    leases = {task.task_id: task.lease for task in tasks.claim(agent="a", limit=2)}
+    for lease in (0, -1, leases[second], 2**70):
+        refused(tasks, first, lease)
+    for unknown in ("nobody", "", "x" * 1_000, f"{first}0", "t-" + "9" * 5_000, "ü", "\ud800", "../etc"):
+        refused(tasks, unknown, leases[first], UnknownTask)
+        for look in (tasks.get, tasks.cancel, tasks.retry, tasks.open_decision):
+            with pytest.raises(UnknownTask):
+                look(unknown)
+
+
+def test_competing_agents_share_a_queue(tasks: Tasks) -> None:
+    ids = [tasks.enqueue(agent="a", payload=number) for number in range(60)]
+    got: dict[str, list[str]] = {"w1": [], "w2": [], "w3": []}
+
+    def work(name: str) -> None:
+        while claimed := tasks.claim(agent="a", limit=3, worker=name):
+            got[name] += [task.task_id for task in claimed]
+            tasks.complete_many([(task.task_id, task.lease, name) for task in claimed])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(task_id for ids_of in got.values() for task_id in ids_of) == sorted(ids)
+    assert all(tasks.get(task_id).worker in got for task_id in ids[:5])
+
+
+def test_the_status_names_the_holders(tasks: Tasks, clock: ManualClock) -> None:
+    for number in range(5):
+        tasks.enqueue(agent="a", payload=number)
+    tasks.enqueue(agent="a", payload=5, delay_s=60)
+    tasks.claim(agent="a", limit=2, worker="w1")
+    tasks.claim(agent="a", worker="w2")
+    clock.advance(7)
+    status = tasks.status()
+    mine = status.agents["a"]
+    assert (mine.depth, mine.oldest_age_s, mine.in_flight, mine.holders, mine.lapses) == (
+        3,
+        7.0,
+        3,
+        {"w1": 2, "w2": 1},
+        0,
+    )
+    assert mine.states == {"QUEUED": 2, "SCHEDULED": 1, "PROCESSING": 3}
+    assert status.totals == {"pending": 3, "claimed": 3}
+
+
+# ---- failures --------------------------------------------------------------------------------------
+
+
+def test_four_attempts_then_failed_with_its_whole_story_and_again_by_hand(
+    tasks: Tasks, clock: ManualClock
+) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    for number in range(2):
+        task = take(tasks)
+        tasks.fail(task_id, task.lease, f"error {number}", error_type="Boom")
+        assert tasks.claim(agent="a") == []  # it waits for a while
+        clock.advance(60)
+    take(tasks)
+    clock.advance(300)  # the third one is not heard of again
+    task = take(tasks)
+    assert task.attempt == 4
+    tasks.fail(task_id, task.lease, "error 3")
+    info = tasks.get(task_id)
+    assert (info.status, info.state, info.retry_count, info.attempt) == ("failed", "DEAD_LETTER", 4, 4)
+    assert info.errors == ["error 0", "error 1", "the lease ran out", "error 3"]
+    assert kinds(tasks.events())[-1] == "dead_letter"
+    assert [event.error_type for event in info.history if event.error][:2] == ["Boom", "Boom"]
+    clock.advance(DAY_S)
+    assert (tasks.claim(agent="a"), tasks.sweep()) == ([], 0)
+
+    tasks.retry(task_id)
+    for _ in range(3):
+        task = take(tasks)
+        tasks.fail(task_id, task.lease, "again", retry_in_s=0)
+    task = take(tasks)
+    assert task.attempt == 8
+    tasks.complete(task_id, task.lease, "at last")
+    info = tasks.get(task_id)
+    assert (info.status, info.result, len(info.errors)) == ("completed", "at last", 7)
+    with pytest.raises(WrongState, match="cannot replay"):
+        tasks.retry(task_id)
+
+
+def test_the_pauses_between_attempts_are_the_policys_or_the_callers(clock: ManualClock, url: str) -> None:
+    tasks = Tasks.open(url, clock=clock, retry=RetryPolicy(max_retries=5, first_delay_s=10, factor=3))
+    task_id = tasks.enqueue(agent="a", payload=1)
+    for wish_s, pause_s in ((None, 10), (None, 30), (5.5, 5.5), (0, 0)):
+        task = take(tasks)
+        tasks.fail(task_id, task.lease, "no", retry_in_s=wish_s)
+        if pause_s:
+            clock.advance(pause_s - 0.1)
+            assert tasks.claim(agent="a") == []
+            clock.advance(0.1)
+    assert take(tasks).attempt == 5
+    tasks.close()
+
+
+def test_how_often_may_be_said_for_one_task(tasks: Tasks) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
+    tasks.fail(task_id, take(tasks).lease, "no")
+    assert (tasks.get(task_id).status, tasks.get(task_id).max_retries) == ("failed", 0)
+
+
+def test_a_long_error_is_cut_and_an_odd_one_is_kept(tasks: Tasks) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    tasks.fail(task_id, take(tasks).lease, "x" * 100_000, retry_in_s=0)
+    tasks.fail(task_id, take(tasks).lease, 'zwei\nZeilen "ü"\u2028\0', retry_in_s=0)
+    assert [len(error) for error in tasks.get(task_id).errors] == [4_000, 17]
+    assert tasks.get(task_id).errors[1] == 'zwei\nZeilen "ü"\u2028\0'
+
+
+def test_what_is_released_is_not_counted_and_keeps_its_place(tasks: Tasks) -> None:
+    first, second = (tasks.enqueue(agent="a", payload=number) for number in range(2))
+    for _ in range(10):
+        task = take(tasks)
+        assert task.task_id == first
+        tasks.release(first, task.lease)
+    assert tasks.get(first).retry_count == 0
+    assert [task.task_id for task in tasks.claim(agent="a", limit=2)] == [first, second]
+
+
+# ---- later, never ----------------------------------------------------------------------------------
+
+
+def test_a_delayed_task_waits_for_its_time(tasks: Tasks, clock: ManualClock) -> None:
+    late = tasks.enqueue(agent="a", payload="late", delay_s=3_600)
+    now = tasks.enqueue(agent="a", payload="now")
+    assert [task.task_id for task in tasks.claim(agent="a", limit=9, lease_s=DAY_S)] == [now]
+    assert tasks.get(late).status == "pending"
+    clock.advance(3_599)
+    assert tasks.claim(agent="a") == []
+    clock.advance(1)
+    assert take(tasks).task_id == late
+
+
+def test_a_cancelled_task_is_over_also_for_its_holder(tasks: Tasks) -> None:
+    waiting, held = (tasks.enqueue(agent="a", payload=number) for number in range(2))
+    tasks.cancel(waiting)
+    task = take(tasks)
+    assert task.task_id == held
+    tasks.cancel(held)
+    refused(tasks, held, task.lease)
+    for task_id in (waiting, held):
+        assert tasks.get(task_id).status == "cancelled"
+        with pytest.raises(WrongState, match="it is CANCELLED"):
+            tasks.cancel(task_id)
+    tasks.retry(held)
+    assert take(tasks).task_id == held
+
+
+# ---- bad input -------------------------------------------------------------------------------------
+
+BAD_TASKS: dict[str, dict[str, Any]] = {
+    "no agent": {"agent": ""},
+    "agent with a slash": {"agent": "a/b"},
+    "agent of the wrong kind": {"agent": 7},
+    "agent too long": {"agent": "a" * 129},
+    "payload that is no JSON": {"payload": object()},
+    "payload with a key that is no text": {"payload": {(1, 2): 3}},
+    "payload with half a character": {"payload": "\ud800"},
+    "payload too long": {"payload": "x" * 1_048_576},
+    "id with a space": {"task_id": "a b"},
+    "id of the wrong kind": {"task_id": 5},
+    "empty id": {"task_id": ""},
+    "negative delay": {"delay_s": -1},
+    "delay that is no number": {"delay_s": "soon"},
+    "delay that never ends": {"delay_s": math.inf},
+    "delay that is not a number": {"delay_s": math.nan},
+    "delay of a year and a day": {"delay_s": 400 * DAY_S},
+    "delay that is true": {"delay_s": True},
+    "empty key": {"idempotency_key": ""},
+    "key too long": {"idempotency_key": "k" * 513},
+    "key of the wrong kind": {"idempotency_key": 1},
+    "key with half a character": {"idempotency_key": "\udcff"},
+    "type of the wrong kind": {"type": None},
+    "type too long": {"type": "t" * 257},
+    "parent of the wrong kind": {"parent": 3},
+    "negative retries": {"max_retries": -1},
+    "retries that are true": {"max_retries": True},
+    "too many retries": {"max_retries": 1_001},
+    "unknown durability": {"durability": "forever"},
+}
+
+
+@pytest.mark.parametrize("why", BAD_TASKS)
+def test_a_bad_task_is_refused_in_one_sentence_and_nothing_is_stored(tasks: Tasks, why: str) -> None:
+    bad: dict[str, Any] = {"agent": "a", "payload": 1, **BAD_TASKS[why]}
+    with pytest.raises(Rejected) as single:
+        tasks.enqueue(**bad)
+    with pytest.raises(Rejected):
+        tasks.enqueue_many([{"agent": "a", "payload": 1}, bad])
+    for text in (str(single.value),):
+        assert text
+        assert "\n" not in text
+        assert len(text) < 400
+    assert isinstance(single.value, InvalidMessage | InvalidName)
+    assert (tasks.events(), tasks.status().totals) == ([], {})
+
+
+@pytest.mark.parametrize("bad", [7, None, {}, {"agent": "a"}, {"agent": "a", "payload": 1, "agnet": "b"}])
+def test_what_is_no_task_is_refused(tasks: Tasks, bad: Any) -> None:
+    with pytest.raises(InvalidMessage, match="not a task"):
+        tasks.enqueue_many([bad])
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"agent": "a b"}, {"limit": 0}, {"limit": 1_001}, {"limit": True}, {"limit": "1"}, {"lease_s": 0},
+        {"lease_s": -1}, {"lease_s": math.nan}, {"lease_s": 31 * DAY_S}, {"lease_s": "x"}, {"wait_s": -1},
+        {"wait_s": math.inf}, {"wait_s": None}, {"worker": 5}, {"worker": "w" * 257}, {"worker": "\ud800"},
+    ],
+)  # fmt: skip
+def test_a_bad_claim_takes_nothing(tasks: Tasks, terms: dict[str, Any]) -> None:
+    tasks.enqueue(agent="a", payload=1)
+    with pytest.raises((InvalidMessage, InvalidName)):
+        tasks.claim(**{"agent": "a", **terms})
+    assert tasks.status().totals == {"pending": 1}
+
+
+def test_a_bad_word_changes_nothing(tasks: Tasks) -> None:
+    tasks.enqueue(agent="a", payload=1)
+    task = take(tasks)
+    bad_words: list[Callable[[], object]] = [
+        lambda: tasks.complete(task.task_id, "7"),  # type: ignore[arg-type]
+        lambda: tasks.complete(task.task_id, True),
+        lambda: tasks.complete(task.task_id, None),  # type: ignore[arg-type]
+        lambda: tasks.complete(task.task_id, task.lease, object()),
+        lambda: tasks.complete(task.task_id, task.lease, "x" * 1_048_576),
+        lambda: tasks.complete(5, task.lease),  # type: ignore[arg-type]
+        lambda: tasks.complete(["t"], task.lease),  # type: ignore[arg-type]
+        lambda: tasks.fail(task.task_id, task.lease, None),  # type: ignore[arg-type]
+        lambda: tasks.fail(task.task_id, task.lease, "\ud800"),
+        lambda: tasks.fail(task.task_id, task.lease, "no", retry_in_s=-1),
+        lambda: tasks.fail(task.task_id, task.lease, "no", retry_in_s=math.nan),
+        lambda: tasks.fail(task.task_id, task.lease, "no", retry_in_s=400 * DAY_S),
+        lambda: tasks.fail(task.task_id, task.lease, "no", error_type=5),  # type: ignore[arg-type]
+        lambda: tasks.fail(task.task_id, task.lease, "no", error_type="\ud800"),
+        lambda: tasks.limit_queue("a b"),
+        lambda: tasks.limit_queue("a", max_depth=0),
+        lambda: tasks.limit_queue("a", max_depth=2**70),
+        lambda: tasks.limit_queue("a", max_payload_bytes=True),
+        lambda: tasks.find(agent="a/b"),
+        lambda: tasks.find(state="LOST"),  # type: ignore[arg-type]
+        lambda: tasks.find(limit=0),
+        lambda: tasks.find(limit="1"),  # type: ignore[arg-type]
+        lambda: tasks.find(after=-1),
+        lambda: tasks.events(after=2**70),
+        lambda: tasks.events(limit=-1),
+    ]
+    before = tasks.events(), tasks.status()
+    for word in bad_words:
+        with pytest.raises(Rejected):
+            word()
+        assert (tasks.events(), tasks.status()) == before
+
+
+def test_an_unknown_durability_is_refused(url: str) -> None:
+    with pytest.raises(InvalidMessage, match="durability must be one of"):
+        Tasks.open(url, durability="forever")  # type: ignore[arg-type]
+
+
+def test_a_full_queue_says_when_to_come_again(tasks: Tasks) -> None:
+    tasks.limit_queue("a", max_depth=2, max_payload_bytes=10)
+    tasks.enqueue_many([{"agent": "a", "payload": 1}] * 2)
+    with pytest.raises(QueueFull, match="try again in 1 s") as full:
+        tasks.enqueue(agent="a", payload=1)
+    assert (full.value.retry_after_s, full.value.depth, full.value.max_depth) == (1.0, 2, 2)
+    tasks.claim(agent="a")
+    with pytest.raises(InvalidMessage, match="takes at most 10"):
+        tasks.enqueue(agent="a", payload="123456789")
+    tasks.enqueue(agent="a", payload=1)
+
+
+# ---- looking ---------------------------------------------------------------------------------------
+
+
+def test_tasks_are_found_page_by_page(tasks: Tasks) -> None:
+    ids = [tasks.enqueue(agent="ab"[number % 2], payload=number) for number in range(6)]
+    tasks.cancel(ids[1])
+    first = tasks.find(limit=4)
+    rest = tasks.find(after=first[-1].seq, limit=4)
+    assert [line.task_id for line in first + rest] == ids
+    assert [line.task_id for line in tasks.find(agent="b")] == ids[1::2]
+    assert [line.task_id for line in tasks.find(state="CANCELLED")] == [ids[1]]
+    assert tasks.find(agent="b", state="CANCELLED")[0].status == "cancelled"
+    assert tasks.find(agent="nobody") == []
+
+
+def test_events_go_on_behind_the_last_one(tasks: Tasks) -> None:
+    for number in range(3):
+        tasks.enqueue(agent="a", payload=number)
+    seen: list[Event] = []
+    while page := tasks.events(after=seen[-1].seq if seen else 0, limit=2):
+        seen += page
+    assert [event.seq for event in seen] == [1, 2, 3, 4, 5, 6]
+    assert kinds(seen) == ["created", "enqueued"] * 3
+
+
+# ---- waiting ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def only_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits does not look by itself, so that only a ring can wake it."""
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", FOR_EVER_S)
+    monkeypatch.setattr(module, "LOOK_AGAIN_DEAF_S", FOR_EVER_S)
+
+
+def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
+    tasks = Tasks.open(url)
+    got: list[Task] = []
+    waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
+    while not tasks.bell._listeners:
+        waiting.join(0.001)
+    tasks.enqueue(agent="b", payload="not for it")
+    task_id = tasks.enqueue(agent="a", payload=1)
+    waiting.join(LONG_S)
+    assert [task.task_id for task in got] == [task_id]
+    tasks.close()
+
+
+def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no_child_left: None) -> None:
+    task_id = on_disk.enqueue(agent="a", payload=1, delay_s=LONG_S)
+    on_disk.claim(agent="a", wait_s=0.01)  # open before the fork
+    if not on_disk.bell.reaches_others:
+        pytest.skip("a ring of another process was NOT tested: this system has no inotify")
+    asleep, fall_asleep = os.pipe()
+
+    def child() -> None:
+        waiting = in_background(take_and_complete)
+        while not on_disk.bell._listeners:
+            waiting.join(0.001)
+        os.write(fall_asleep, b"!")
+        waiting.join(LONG_S)
+        on_disk.close()
+
+    def take_and_complete() -> None:
+        [task] = on_disk.claim(agent="a", wait_s=FOR_EVER_S)
+        on_disk.complete(task.task_id, task.lease, "woken")
+
+    pid = children.start(child)
+    assert os.read(asleep, 1) == b"!"
+    later = on_disk.enqueue(agent="a", payload=2)
+    children.wait(pid)
+    assert (on_disk.get(later).result, on_disk.get(task_id).status) == ("woken", "pending")
+    os.close(asleep)
+    os.close(fall_asleep)
+
+
+@pytest.mark.parametrize("how", ["enqueue", "release", "fail", "retry"])
+def test_everything_that_makes_work_ready_rings(url: str, how: str) -> None:
+    tasks = Tasks.open(url)
+    task_id = tasks.enqueue(agent="a", payload=1, max_retries=9)
+    task = take(tasks)
+    if how == "retry":
+        tasks.cancel(task_id)
+    heard = threading.Event()
+    with tasks.bell.heard_by("a", heard.set):
+        match how:
+            case "enqueue":
+                tasks.enqueue(agent="a", payload=2)
+            case "release":
+                tasks.release(task_id, task.lease)
+            case "fail":
+                tasks.fail(task_id, task.lease, "no", retry_in_s=0)
+            case "retry":
+                tasks.retry(task_id)
+        assert heard.wait(LONG_S)
+    tasks.close()
+
+
+def test_a_wait_without_work_ends_empty_and_looks_by_itself(url: str) -> None:
+    """Also with every ring lost, what becomes ready is found."""
+    tasks = Tasks.open(url)
+    assert tasks.claim(agent="a", wait_s=0.01) == []
+    tasks.enqueue(agent="a", payload="due soon", delay_s=0.05)
+    assert [task.payload for task in tasks.claim(agent="a", wait_s=LONG_S)] == ["due soon"]
+    tasks.enqueue(agent="b", payload=1)
+    tasks.claim(agent="b", lease_s=0.05)
+    [again] = tasks.claim(agent="b", wait_s=LONG_S)
+    assert again.attempt == 2
+    tasks.close()
+
+
+# ---- what a harness does ---------------------------------------------------------------------------
+
+
+def test_a_result_becomes_a_decision_that_is_executed_once(tasks: Tasks) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    assert tasks.open_decision(task_id) is None  # nobody has finished it
+    task = take(tasks)
+    tasks.complete(task_id, task.lease, {"label": "bug"})
+    decision_id = tasks.open_decision(task_id)
+    assert decision_id is not None
+    assert tasks.open_decision(task_id) is None
+    assert (tasks.get(task_id).status, tasks.get(task_id).state) == ("completed", "EXECUTING")
+    [decision] = tasks.claim(agent=DECISIONS)
+    assert (decision.task_id, decision.payload, decision.parent) == (decision_id, {"label": "bug"}, task_id)
+    tasks.settle(decision)
+    tasks.settle(decision)  # a lost answer is asked for again
+    assert tasks.get(task_id).status == "done"
+    tasks.complete(task_id, task.lease, "late")  # the word of the same lease, once more
+    assert (tasks.get(task_id).status, tasks.get(task_id).result) == ("done", {"label": "bug"})
+    assert tasks.claim(agent=DECISIONS) == []
+
+
+def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(tasks: Tasks, clock: ManualClock) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    tasks.complete(task_id, take(tasks).lease, "x")
+    decision_id = tasks.open_decision(task_id)
+    assert decision_id is not None
+    for _ in range(4):
+        [decision] = tasks.claim(agent=DECISIONS)
+        tasks.fail(decision.task_id, decision.lease, "the service is down")
+        clock.advance(60)
+    assert tasks.claim(agent=DECISIONS) == []
+    assert (tasks.get(decision_id).status, tasks.get(task_id).status) == ("failed", "completed")
+    tasks.retry(decision_id)
+    [decision] = tasks.claim(agent=DECISIONS)
+    tasks.settle(decision)
+    assert tasks.get(task_id).status == "done"
+
+
+def test_a_decision_is_settled_only_by_its_holder(tasks: Tasks, clock: ManualClock) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    tasks.complete(task_id, take(tasks).lease, "x")
+    tasks.open_decision(task_id)
+    [zombie] = tasks.claim(agent=DECISIONS)
+    clock.advance(300)
+    [second] = tasks.claim(agent=DECISIONS)
+    with pytest.raises(StaleLease):
+        tasks.settle(zombie)
+    assert tasks.get(task_id).state == "EXECUTING"
+    tasks.settle(second)
+    assert tasks.get(task_id).state == "DONE"
+
+
+# ---- several calls, one commit ---------------------------------------------------------------------
+
+
+def test_several_calls_share_a_commit_and_each_has_its_answer(tasks: Tasks) -> None:
+    held = tasks.enqueue(agent="a", payload=0)
+    task = take(tasks)
+    answers = tasks.run_many(
+        [
+            lambda inside: inside.enqueue(agent="a", payload=1, task_id="one"),
+            lambda inside: inside.complete(held, task.lease, "ok"),
+            lambda inside: inside.complete(held, task.lease + 1, "stale"),
+            lambda inside: inside.claim(agent="a"),
+            lambda inside: inside.cancel("nobody"),
+        ]
+    )
+    assert (answers[0], answers[1], answers[3][0].payload) == ("one", None, 1)
+    assert isinstance(answers[2], StaleLease)
+    assert isinstance(answers[4], UnknownTask)
+    assert tasks.get(held).result == "ok"
+
+
+def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
+    """Else it would be executed without its content where one cannot read what is not committed."""
+    held = tasks.enqueue(agent="a", payload=0)
+    task = take(tasks)
+    tasks.run_many([lambda t: t.complete(held, task.lease, "content"), lambda t: t.open_decision(held)])
+    if tasks.get(held).state == "COMPLETED":
+        tasks.open_decision(held)
+    assert tasks.claim(agent=DECISIONS)[0].payload == "content"
+
+
+def test_tidying_is_not_done_inside_a_commit(
+    url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIDY_EVERY_S", 0.0)
+    tasks = Tasks.open(url, clock=clock)
+    tasks.enqueue(agent="a", payload=1)
+    [[task]] = tasks.run_many([lambda inside: inside.claim(agent="a")])
+    assert task.payload == 1
+    [refusal] = tasks.run_many([lambda inside: inside.limit_queue("a", max_depth=3)])
+    assert isinstance(refusal, InvalidMessage)
+    tasks.close()
+
+
+def test_a_call_that_fails_half_way_spoils_nobodys(tasks: Tasks) -> None:
+    def half_way(inside: Tasks) -> None:
+        inside.enqueue(agent="a", payload="half")
+        inside.cancel("nobody")
+
+    answers = tasks.run_many([lambda inside: inside.enqueue(agent="a", payload="whole"), half_way])
+    assert isinstance(answers[1], UnknownTask)
+    assert tasks.get(answers[0]).payload == "whole"
+
+
+# ---- keeping ---------------------------------------------------------------------------------------
+
+
+def test_the_finished_are_kept_for_a_week_and_the_dead_for_ninety_days(url: str, clock: ManualClock) -> None:
+    tasks = Tasks.open(url, clock=clock)
+    done, dead, waiting = (tasks.enqueue(agent="a", payload=number, max_retries=0) for number in range(3))
+    tasks.complete(done, take(tasks).lease)
+    tasks.fail(dead, take(tasks).lease, "no")
+
+    def kept_after(days: int) -> set[str]:
+        clock.advance(days * DAY_S)
+        tasks.purge()
+        return {line.task_id for line in tasks.find()}
+
+    assert kept_after(6) == {done, dead, waiting}
+    assert kept_after(2) == {dead, waiting}
+    assert kept_after(81) == {dead, waiting}
+    assert kept_after(2) == {waiting}
+    assert tasks.status().totals == {"pending": 1}
+    tasks.close()
+
+
+def test_how_long_may_be_said(url: str, clock: ManualClock) -> None:
+    tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=10, dead_s=20, keys_s=30))
+    first = tasks.enqueue(agent="a", payload=1, idempotency_key="k")
+    tasks.complete(first, take(tasks).lease)
+    clock.advance(11)
+    tasks.purge()
+    assert tasks.find() == []
+    assert tasks.enqueue(agent="a", payload=1, idempotency_key="k") == first  # its key is known for longer
+    clock.advance(20)
+    tasks.purge()
+    assert tasks.enqueue(agent="a", payload=1, idempotency_key="k") != first
+    tasks.close()
+
+
+def test_claims_tidy_up_by_themselves(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIDY_EVERY_CALLS", 5)
+    tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=1))
+    for number in range(20):
+        tasks.enqueue(agent="a", payload=number)
+        tasks.complete(*_ids(take(tasks)))
+        clock.advance(1)
+    assert len(tasks.find()) < 10
+    tasks.close()
+
+
+def _ids(task: Task) -> tuple[str, int]:
+    return task.task_id, task.lease
+
+
+# ---- life ------------------------------------------------------------------------------------------
+
+
+def test_a_closed_queue_can_be_used_again(tasks: Tasks) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    tasks.close()
+    assert tasks.get(task_id).status == "pending"
+    tasks.reopen()
+    assert take(tasks).task_id == task_id
+
+
+def test_the_durability_of_a_task_is_its_own_or_the_queues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk(monkeypatch)
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as plain:
+        plain.enqueue(agent="a", payload=1)
+        assert disk.calls == 0
+        plain.enqueue(agent="a", payload=1, durability="fsync")
+        assert disk.calls == 1
+        plain.limit_queue("careful", durability="group")
+        plain.enqueue(agent="careful", payload=1)
+        assert disk.calls == 2
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db", durability="group") as careful:
+        careful.enqueue(agent="a", payload=1)
+        assert disk.calls == 3
+        careful.enqueue(agent="a", payload=1, durability="os")
+        assert disk.calls == 3
+
+
+def test_children_use_the_tasks_that_they_inherit(on_disk: Tasks, no_child_left: None) -> None:
+    on_disk.enqueue(agent="a", payload="parent's")
+    on_disk.claim(agent="a", wait_s=0.01)
+
+    def child() -> None:
+        for number in range(20):
+            on_disk.enqueue(agent="b", payload=number)
+        while claimed := on_disk.claim(agent="b", limit=3):
+            on_disk.complete_many([(task.task_id, task.lease, None) for task in claimed])
+        on_disk.close()
+
+    children.run(*[child] * 4)
+    assert on_disk.status().totals == {"claimed": 1, "completed": 80}
+    check_books(on_disk.store)

@@ -1,0 +1,432 @@
+"""`postroom tasks`: what it prints, what it stores, how it ends, in a folder and through a harness."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from postroom import Tasks
+from postroom.cli import tasks as commands
+from postroom.cli.program import ProgramFailed, run_program
+from postroom.message import State
+from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start
+from tests.integration.harnesses import Harness, serving, until
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module", name="harness")
+def one_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with serving(tmp_path_factory.mktemp("harness")) as harness:
+        harness.tokens["boss"] = harness.agents.add("boss", role="operator")
+        yield harness
+
+
+@pytest.fixture(params=["folder", "harness"], name="where")
+def both_ways(
+    request: pytest.FixtureRequest, tmp_path: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
+    """The options that say where the tasks are."""
+    if request.param == "folder":
+        return ("--data", str(tmp_path / "data"))
+    monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
+    return ("--url", harness.url)
+
+
+@pytest.fixture
+def agent(request: pytest.FixtureRequest) -> str:
+    return f"agent-{abs(hash(request.node.nodeid))}"
+
+
+def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
+    """The one line that a command prints."""
+    done = postroom("tasks", *arguments, stdin=stdin)
+    assert (done.code, done.errors) == (0, "")
+    return done.line
+
+
+def test_the_states_are_those_of_the_contract() -> None:
+    assert set(commands.STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
+
+
+# ---- both ways -----------------------------------------------------------------------------------------
+
+
+def test_the_whole_life_of_a_task(where: tuple[str, ...], agent: str) -> None:
+    new = ("--agent", agent, "--payload", '{"issue": 7}', "--type", "triage", "--parent", "p1")
+    task_id = tasks_command("enqueue", *where, *new)["task_id"]
+    task = tasks_command("next", *where, "--agent", agent, "--lease-s", 60, "--worker", "me")
+    lease = task["lease"]
+    assert task == {
+        "task_id": task_id, "payload": {"issue": 7}, "lease": lease, "attempt": 1, "type": "triage",
+        "parent": "p1", "lease_s": 60.0,
+    }  # fmt: skip
+    word = (task_id, *where, "--lease", lease)
+    assert tasks_command("heartbeat", *word) == {"task_id": task_id, "said": "heartbeat"}
+    tasks_command("release", *word)
+    again = tasks_command("next", *where, "--agent", agent)
+    assert again["attempt"] == 2
+    word = (task_id, *where, "--lease", again["lease"], "--agent", agent)
+    tasks_command("fail", *word, "--error", "no such label", "--retry-in-s", "0")
+    third = tasks_command("next", *where, "--agent", agent)
+    word = (task_id, *where, "--lease", third["lease"])
+    tasks_command("complete", *word, "--decision", '{"label": "bug"}')
+
+    shown = tasks_command("show", task_id, *where)
+    assert (shown["status"], shown["result"], shown["errors"]) == (
+        "completed", {"label": "bug"}, ["no such label"],
+    )  # fmt: skip
+    assert [event["kind"] for event in shown["history"]][:3] == ["created", "enqueued", "dequeued"]
+    assert tasks_command("status", *where)["agents"][agent]["states"] == {"COMPLETED": 1}
+    (line,) = postroom("tasks", "list", *where, "--agent", agent).lines
+    assert (line["task_id"], line["state"], line["attempt"]) == (task_id, "COMPLETED", 3)
+    assert postroom("tasks", "list", *where, "--agent", agent, "--state", "QUEUED").raw == b""
+
+
+def test_nothing_to_take_prints_nothing(where: tuple[str, ...], agent: str) -> None:
+    tasks_command("enqueue", *where, "--agent", agent, "--payload", "1", "--delay-s", 3600)
+    done = postroom("tasks", "next", *where, "--agent", agent)
+    assert (done.code, done.raw, done.errors) == (0, b"", "")
+
+
+def test_the_same_id_and_the_same_key_store_one_task(where: tuple[str, ...], agent: str) -> None:
+    new = ("enqueue", *where, "--agent", agent, "--payload", "1")
+    name = f"{agent}-t"
+    assert tasks_command(*new, "--task-id", name)["task_id"] == name
+    assert tasks_command(*new, "--task-id", name)["task_id"] == name
+    first = tasks_command(*new, "--key", "delivery-93")
+    assert tasks_command(*new, "--key", "delivery-93") == first
+    assert len(postroom("tasks", "list", *where, "--agent", agent).lines) == 2
+
+
+def test_several_tasks_at_once_and_lists_that_go_on(where: tuple[str, ...], agent: str) -> None:
+    for n in range(5):
+        tasks_command("enqueue", *where, "--agent", agent, "--payload", n)
+    taken = postroom("tasks", "next", *where, "--agent", agent, "--limit", 3).lines
+    assert [task["payload"] for task in taken] == [0, 1, 2]
+    first = postroom("tasks", "list", *where, "--agent", agent, "--limit", 2).lines
+    rest = postroom("tasks", "list", *where, "--agent", agent, "--after", first[-1]["seq"]).lines
+    assert len(first + rest) == 5
+
+
+def test_cancel_and_retry(where: tuple[str, ...], agent: str) -> None:
+    task_id = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1")["task_id"]
+    tasks_command("cancel", task_id, *where)
+    refused = postroom("tasks", "cancel", task_id, *where)
+    assert (refused.code, refused.raw) == (1, b"")
+    assert "CANCELLED" in refused.error
+    tasks_command("retry", task_id, *where)
+    assert tasks_command("next", *where, "--agent", agent)["task_id"] == task_id
+
+
+def test_stale_leases_and_unknown_tasks_are_one_sentence(where: tuple[str, ...], agent: str) -> None:
+    task_id = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1")["task_id"]
+    lease = tasks_command("next", *where, "--agent", agent)["lease"]
+    stale = postroom("tasks", "complete", task_id, *where, "--lease", lease + 1)
+    assert (stale.code, stale.raw) == (1, b"")
+    assert "no longer valid" in stale.error
+    for command in ("show", "cancel", "retry"):
+        unknown = postroom("tasks", command, "nothing", *where)
+        assert (unknown.code, unknown.raw) == (1, b"")
+        assert "'nothing'" in unknown.error
+    assert tasks_command("show", task_id, *where)["status"] == "claimed"
+
+
+def test_a_payload_and_a_decision_come_from_an_option_a_file_or_stdin(
+    where: tuple[str, ...], agent: str
+) -> None:
+    value = {"text": "ünïcödé 漢字 \x1b[31m\u202e", "n": [1, 2.5, None, True]}
+    Path("value.json").write_text(json.dumps(value))
+    raw = json.dumps(value).encode()
+    new = ("enqueue", *where, "--agent", agent)
+    tasks_command(*new, "--payload", raw.decode())
+    tasks_command(*new, "--payload-file", "value.json")
+    tasks_command(*new, "--payload-file", "-", stdin=raw)
+    done = postroom("tasks", "next", *where, "--agent", agent, "--limit", 10)
+    assert [task["payload"] for task in done.lines] == [value] * 3
+    assert b"\x1b" not in done.raw
+    assert "\u202e" not in done.out
+    task = done.lines[0]
+    word = (task["task_id"], *where, "--lease", task["lease"])
+    tasks_command("complete", *word, "--decision-file", "-", stdin=raw)
+    assert tasks_command("show", task["task_id"], *where)["result"] == value
+
+
+# ---- wrong calls ---------------------------------------------------------------------------------------
+
+DATA = ["--data", "data"]
+WRONG_CALLS: dict[str, tuple[list[str], str]] = {
+    "nowhere": (["status"], "--data"),
+    "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data"),
+    "no token": (["status", "--url", "http://127.0.0.1:1"], "POSTROOM_TOKEN"),
+    "no address": (["status", "--url", "here", "--token", "x"], "address"),
+    "bad token": (["status", "--url", "http://127.0.0.1:1", "--token", "a\nb"], "ASCII"),
+    "empty folder": (["status", "--data", ""], "empty"),
+    "no agent": (["enqueue", *DATA, "--payload", "1"], "--agent"),
+    "no agent to take for": (["next", *DATA], "--agent"),
+    "no payload": (["enqueue", *DATA, "--agent", "a"], "--payload"),
+    "two payloads": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--payload-file", "x"], "once"),
+    "payload that is no JSON": (["enqueue", *DATA, "--agent", "a", "--payload", "{"], "not JSON"),
+    "bad agent": (["enqueue", *DATA, "--agent", "../x", "--payload", "1"], "'../x'"),
+    "bad id": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--task-id", "a b"], "'a b'"),
+    "endless delay": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "inf"], "inf"),
+    "no lease": (["complete", "t1", *DATA], "--lease"),
+    "lease that is no number": (["complete", "t1", *DATA, "--lease", "x"], "--lease"),
+    "no task": (["show", *DATA], "TASK_ID"),
+    "lease of no length": (["next", *DATA, "--agent", "a", "--lease-s", "0"], "lease_s"),
+    "unknown state": (["list", *DATA, "--state", "LOST"], "LOST"),
+    "no command to run": (["work", "--url", "http://127.0.0.1:1", "--agent", "a", "--token", "x"], "--exec"),
+    "bad agent name": (["agent", "add", "a/b", *DATA], "'a/b'"),
+    "bad nudge address": (["agent", "add", "a", *DATA, "--url", "ftp://x"], "http"),
+    "unknown agent": (["agent", "remove", "nobody", *DATA], "'nobody'"),
+    "bad port": (["serve", *DATA, "--port", "99999"], "--port"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
+    arguments, expected = WRONG_CALLS[case]
+    with Tasks.open("sqlite:///data/queue.db") as tasks:
+        tasks.enqueue(agent="a", payload=1)
+    done = postroom("tasks", *arguments)
+    assert (done.code, done.raw) == (2, b"")
+    assert expected in done.error
+
+
+def test_what_a_harness_refuses_as_wrong_is_exit_code_2_too(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
+    done = postroom("tasks", "next", "--url", harness.url)
+    assert (done.code, done.raw) == (2, b"")
+    assert "agent" in done.error
+
+
+def test_failures_are_one_sentence_and_exit_code_1(harness: Harness) -> None:
+    for arguments, expected in (
+        (("status", "--data", "nothing"), "there are no tasks in nothing"),
+        (("status", "--url", harness.url, "--token", "pr_wrong"), "token"),
+        (("status", "--url", "http://127.0.0.1:1", "--token", "x"), "cannot reach"),
+    ):
+        done = postroom("tasks", *arguments)
+        assert (done.code, done.raw) == (1, b"")
+        assert expected in done.error
+    assert not Path("nothing").exists()
+
+
+def test_a_token_in_an_option_wins_over_the_environment(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_TOKEN", "pr_wrong")
+    tasks_command("status", "--url", harness.url, "--token", harness.tokens["boss"])
+
+
+# ---- agents --------------------------------------------------------------------------------------------
+
+
+def test_agents_and_their_tokens() -> None:
+    added = tasks_command("agent", "add", "triage", *DATA, "--url", "http://127.0.0.1:9001")
+    assert added["token"].startswith("pr_")
+    assert (added["name"], added["role"], added["url"]) == ("triage", "agent", "http://127.0.0.1:9001")
+    boss = tasks_command("agent", "add", "boss", *DATA, "--operator")
+    assert boss["role"] == "operator"
+    listed = postroom("tasks", "agent", "list", *DATA)
+    assert [(row["name"], row["role"]) for row in listed.lines] == [("triage", "agent"), ("boss", "operator")]
+    for secret in (added["token"], boss["token"]):
+        assert secret not in listed.out
+        assert secret not in Path("data/agents.json").read_text()
+    assert postroom("tasks", "agent", "add", "triage", *DATA).code == 2
+    tasks_command("agent", "remove", "triage", *DATA)
+    assert [row["name"] for row in postroom("tasks", "agent", "list", *DATA).lines] == ["boss"]
+
+
+# ---- on a terminal -------------------------------------------------------------------------------------
+
+
+def test_people_get_tables_and_records(tmp_path: Path) -> None:
+    data = ("--data", tmp_path / "data")
+    payload = json.dumps({"title": "evil \x1b[31m title"})
+    task_id = tasks_command("enqueue", *data, "--agent", "triage", "--payload", payload)["task_id"]
+    shown = {
+        name: run_on_terminal("postroom", "tasks", *arguments, *data)
+        for name, arguments in {
+            "next": ("next", "--agent", "triage"),
+            "status": ("status",),
+            "list": ("list",),
+            "show": ("show", task_id),
+            "token": ("agent", "add", "triage"),
+            "agents": ("agent", "list"),
+        }.items()
+    }
+    assert {result.code for result in shown.values()} == {0}
+    for result in shown.values():
+        assert b"\x1b[31m title" not in result.raw
+    assert "lease:" in text(shown["next"])
+    assert "in flight" in text(shown["status"])
+    assert "PROCESSING" in text(shown["list"])
+    assert "dequeued" in text(shown["show"])
+    assert text(shown["token"]).startswith("pr_")
+    assert "triage" in text(shown["agents"])
+
+
+def text(result: Result) -> str:
+    """Without the colours, which are ours."""
+    return (
+        result.out.replace("\x1b[1m", "")
+        .replace("\x1b[0m", "")
+        .replace("\x1b[36m", "")
+        .replace("\x1b[2m", "")
+    )
+
+
+# ---- serve ---------------------------------------------------------------------------------------------
+
+
+def test_a_harness_executes_decisions_with_a_program_and_ends_at_a_signal(tmp_path: Path) -> None:
+    note = shlex.join(["tee", "-a", str(tmp_path / "effects")])
+    with serving(tmp_path, "--execute", note) as harness, harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent="a", payload={"issue": 7}, type="triage")
+        with harness.client("a") as client:
+            client.work(lambda _: {"label": "bug"}, until_empty=True)
+        until(lambda: tasks.get(task_id).status == "done")
+        assert harness.end(signal.SIGTERM) == 0
+        (effect,) = map(json.loads, (tmp_path / "effects").read_text().splitlines())
+        assert effect.pop("decision_id")
+        assert effect == {
+            "task_id": task_id, "agent": "a", "type": "triage", "payload": {"issue": 7},
+            "decision": {"label": "bug"}, "attempt": 1,
+        }  # fmt: skip
+    log = (tmp_path / "harness.log").read_text().splitlines()
+    assert {"ts", "event", "task_id", "agent"} <= set.intersection(*(set(json.loads(line)) for line in log))
+    assert harness.tokens["a"] not in "".join(log)
+
+
+def test_a_port_that_is_taken_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
+    done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
+    assert done.code == 1
+    assert f"port {harness.port}" in done.error
+
+
+def test_without_the_server_extra_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['starlette'] = None\nfrom postroom.cli.main import main\nmain()"
+    process = start("python", "-c", blocked, "tasks", "serve", "--data", tmp_path / "x")
+    done = finish(process)
+    assert done.code == 1
+    assert "postroom[server]" in done.error
+
+
+# ---- work ----------------------------------------------------------------------------------------------
+
+
+def work(harness: Harness, agent: str, command: str, *options: object, **more: Any) -> Any:
+    environ = {**os.environ, "POSTROOM_TOKEN": harness.token(agent)}
+    where = ("--url", harness.url, "--agent", agent)
+    return start("postroom", "tasks", "work", *where, "--exec", command, *options, env=environ, **more)
+
+
+def python(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code])
+
+
+def test_any_program_can_be_an_agent(harness: Harness, agent: str) -> None:
+    code = "import json, sys; t = json.load(sys.stdin); print(json.dumps([t['payload'] * 2, sorted(t)]))"
+    with harness.tasks() as tasks:
+        ids = [tasks.enqueue(agent=agent, payload=n) for n in (1, 2)]
+        done = finish(work(harness, agent, python(code), "--until-empty"))
+        assert (done.code, done.raw, done.errors) == (0, b"", "")
+        results = [tasks.get(task_id).result for task_id in ids]
+        assert [result[0] for result in results] == [2, 4]
+        assert results[0][1] == ["attempt", "lease", "lease_s", "parent", "payload", "task_id", "type"]
+
+
+def test_a_program_may_be_a_line_of_the_shell_and_may_print_nothing(harness: Harness, agent: str) -> None:
+    with harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent=agent, payload=1)
+        assert finish(work(harness, agent, "cat > /dev/null; true", "--until-empty")).code == 0
+        assert (tasks.get(task_id).status, tasks.get(task_id).result) == ("completed", None)
+
+
+FAILURES = {
+    "exit code": (
+        "echo first >&2; echo 'the model is gone' >&2; exit 3",
+        "exit code 3: first\nthe model is gone",
+    ),
+    "signal": ("kill -9 $$", "signal 9"),
+    "no JSON": ("echo hello", "not JSON"),
+    "too much": ("yes | head -c 2000000", "more than 1048576 bytes"),
+    "no such program": ("/nonexistent/program", "exit code 127"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_program_that_fails_fails_the_task_and_says_why(harness: Harness, agent: str, case: str) -> None:
+    command, expected = FAILURES[case]
+    with harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent=agent, payload=1, max_retries=0)
+        assert finish(work(harness, agent, command, "--until-empty")).code == 0
+        task = tasks.get(task_id)
+        assert task.status == "failed"
+        assert expected in task.errors[0]
+
+
+def test_the_token_is_not_handed_down(harness: Harness, agent: str) -> None:
+    code = "import json, os; print(json.dumps(os.environ.get('POSTROOM_TOKEN')))"
+    with harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent=agent, payload=1)
+        finish(work(harness, agent, python(code), "--until-empty"))
+        assert (tasks.get(task_id).status, tasks.get(task_id).result) == ("completed", None)
+
+
+def test_a_signal_lets_the_program_finish(harness: Harness, agent: str, tmp_path: Path) -> None:
+    go, started = tmp_path / "go", tmp_path / "started"
+    command = f"touch {started}; while [ ! -e {go} ]; do sleep 0.05; done; echo 5"
+    with harness.tasks() as tasks:
+        first, second = (tasks.enqueue(agent=agent, payload=n) for n in range(2))
+        process = work(harness, agent, command)
+        until(started.exists)
+        process.terminate()
+        go.touch()
+        assert finish(process).code == 0
+        assert (tasks.get(first).result, tasks.get(second).attempt) == (5, 0)
+
+
+def test_after_the_grace_the_program_ends_and_its_task_goes_back(
+    harness: Harness, agent: str, tmp_path: Path
+) -> None:
+    started, told = tmp_path / "started", tmp_path / "told"
+    command = f"trap 'touch {told}; exit 1' TERM; touch {started}; sleep 600 & wait"
+    with harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent=agent, payload=1)
+        process = work(harness, agent, command, "--grace-s", "0.1")
+        until(started.exists)
+        process.terminate()
+        assert finish(process).code == 0
+        assert (tasks.get(task_id).status, tasks.get(task_id).retry_count) == ("pending", 0)
+    assert told.exists()
+
+
+def test_a_token_that_is_not_known_ends_the_work_in_one_sentence(harness: Harness) -> None:
+    where = ("--url", harness.url, "--agent", "a", "--token", "pr_wrong")
+    done = finish(start("postroom", "tasks", "work", *where, "--exec", "true"))
+    assert done.code == 1
+    assert "token" in done.error
+
+
+def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) -> None:
+    unwanted = threading.Event()
+    unwanted.set()
+    mark = tmp_path / "ended"
+    command = f"trap 'touch {mark}; exit 1' TERM; sleep 600 & wait"
+    with pytest.raises(ProgramFailed, match="no longer ours"):
+        run_program(command, {}, unwanted)
+    assert mark.exists()

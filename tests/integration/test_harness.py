@@ -1,0 +1,529 @@
+"""The harness's loops on real stores, on a clock that the test moves. Few tests need threads."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from postroom import Tasks
+from postroom.contracts.tasks import DECISIONS, Task
+from postroom.errors import StaleLease, Unavailable
+from postroom.runtime.agents import Agents
+from postroom.runtime.harness import POSITION_FILE, Execute, Harness, newest_event
+from postroom.runtime.journal import Journal
+from postroom.testing import FaultyStore, ManualClock
+
+HANG_GUARD_S = 30.0
+AGENT_POLLS_EVERY_S = 10.0
+
+
+class Room(NamedTuple):
+    """A data folder, its tasks, and a clock that stands."""
+
+    folder: Path
+    clock: ManualClock
+    tasks: Tasks
+    agents: Agents
+
+    def harness(self, execute: Execute | None) -> Harness:
+        return Harness(self.tasks, agents=self.agents, execute=execute, clock=self.clock)
+
+    def completed(self, result: object = "label", agent: str = "triage") -> str:
+        """A task that an agent has completed."""
+        task_id = self.tasks.enqueue(agent=agent, payload={})
+        [task] = self.tasks.claim(agent=agent)
+        self.tasks.complete(task.task_id, task.lease, result)
+        return task_id
+
+    def status(self, task_id: str) -> str:
+        return self.tasks.get(task_id).status
+
+
+@pytest.fixture(params=["sqlite", "memory"])
+def room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Room]:
+    clock = ManualClock()
+    url = "memory://" if request.param == "memory" else f"sqlite:///{tmp_path / 'queue.db'}"
+    with Tasks.open(url, clock=clock) as tasks:
+        yield Room(tmp_path, clock, tasks, Agents(tmp_path))
+
+
+def drain_for(room: Room, harness: Harness, seconds: int) -> None:
+    """Let time pass second by second, with a turn of what is due in each."""
+    for _ in range(seconds):
+        room.clock.advance(1)
+        harness.step()
+
+
+# ---- results become effects ------------------------------------------------------------------------
+
+
+def test_a_result_is_executed_and_then_done(room: Room) -> None:
+    seen: list[Task] = []
+    task_id = room.completed({"decision": "close"})
+    room.harness(seen.append).step()
+    [decision] = seen
+    assert decision.payload == {"decision": "close"}
+    assert (decision.parent, decision.agent) == (task_id, DECISIONS)
+    assert room.status(task_id) == "done"
+    assert room.status(decision.task_id) == "completed"
+
+
+def test_a_result_is_not_done_before_it_was_executed(room: Room) -> None:
+    """Foreman marked a result done, and then executed it: a crash in between lost it."""
+    states: list[str] = []
+    task_id = room.completed()
+    room.harness(lambda decision: states.append(room.status(decision.parent))).step()
+    assert states == ["completed"]
+    assert room.status(task_id) == "done"
+
+
+def test_a_crash_while_executing_executes_again(room: Room) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(_: Task) -> None:
+        raise Died
+
+    task_id = room.completed()
+    with pytest.raises(Died):
+        room.harness(die).step()
+    assert room.status(task_id) == "completed"
+    seen: list[Task] = []
+    second = room.harness(seen.append)
+    second.step()
+    assert seen == []  # the dead harness's lease has not run out
+    room.clock.advance(301)
+    second.step()
+    assert [decision.attempt for decision in seen] == [2]
+    assert room.status(task_id) == "done"
+
+
+def test_every_result_is_executed_once(room: Room) -> None:
+    executed: list[str] = []
+    harness = room.harness(lambda decision: executed.append(decision.parent))
+    expected = [room.completed(number) for number in range(120)]
+    harness.step()
+    expected += [room.completed(number) for number in range(5)]
+    harness.wake()
+    harness.step()
+    drain_for(room, harness, 30)
+    assert executed == expected
+
+
+def test_without_an_executor_results_stay_until_one_comes(room: Room) -> None:
+    task_id = room.completed()
+    drain_for(room, room.harness(None), 30)
+    assert room.status(task_id) == "completed"
+    assert DECISIONS not in room.tasks.status().agents
+    room.harness(lambda _: None).step()
+    assert room.status(task_id) == "done"
+
+
+def test_a_decision_without_a_task_is_executed_and_ends(room: Room) -> None:
+    seen: list[Task] = []
+    decision_id = room.tasks.enqueue(agent=DECISIONS, payload="by hand")
+    room.harness(seen.append).step()
+    assert len(seen) == 1
+    assert room.status(decision_id) == "completed"
+
+
+# ---- loops survive ---------------------------------------------------------------------------------
+
+
+def test_the_drain_loop_survives_any_exception(room: Room) -> None:
+    """Foreman's drain loop died for good on the first exception."""
+    seen: list[str] = []
+    errors: list[BaseException] = [ValueError("no label"), SystemExit(3), RecursionError()]
+
+    def execute(decision: Task) -> None:
+        if errors:
+            raise errors.pop(0)
+        seen.append(decision.parent)
+
+    harness = room.harness(execute)
+    task_ids = [room.completed() for _ in range(4)]
+    harness.step()
+    assert len(seen) == 1
+    drain_for(room, harness, 20)
+    assert sorted(seen) == sorted(task_ids)
+    drain = harness.status().loops["drain"]
+    assert drain.errors == 3
+    assert "RecursionError" in drain.last_error
+    assert drain.last_error_at is not None
+
+
+def test_every_loop_survives_a_store_that_fails(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}", clock=clock) as real:
+        store = FaultyStore(real.store)
+        tasks = Tasks(store)
+        room = Room(tmp_path, clock, tasks, Agents(tmp_path))
+        task_id = room.completed()
+        harness = room.harness(lambda _: None)
+        store.inject("crash", "crash", "crash", "crash", "crash", "crash")
+        for _ in range(6):
+            clock.advance(60)
+            harness.step()
+        loops = harness.status().loops
+        assert loops["drain"].errors + loops["sweep"].errors >= 6
+        assert "crash" in loops["sweep"].last_error.lower()
+        drain_for(room, harness, 20)
+        assert room.status(task_id) == "done"
+
+
+def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(room: Room) -> None:
+    """Foreman retried a decision whose execution raises for ever."""
+    attempts: list[int] = []
+
+    def execute(decision: Task) -> None:
+        attempts.append(decision.attempt)
+        raise OSError("GitHub is down")
+
+    harness = room.harness(execute)
+    task_id = room.completed()
+    drain_for(room, harness, 600)
+    assert attempts == [1, 2, 3, 4]
+    [line] = room.tasks.find(agent=DECISIONS)
+    decision = room.tasks.get(line.task_id)
+    assert (decision.status, decision.parent) == ("failed", task_id)
+    assert decision.errors == ["GitHub is down"] * 4
+    assert room.status(task_id) == "completed"
+
+
+def test_a_dead_decision_can_be_tried_again_by_hand(room: Room) -> None:
+    works = False
+
+    def execute(_: Task) -> None:
+        if not works:
+            raise OSError("GitHub is down")
+
+    harness = room.harness(execute)
+    task_id = room.completed()
+    drain_for(room, harness, 60)
+    [line] = room.tasks.find(agent=DECISIONS, state="DEAD_LETTER")
+    works = True
+    room.tasks.retry(line.task_id)
+    drain_for(room, harness, 11)
+    assert room.status(task_id) == "done"
+
+
+def test_one_failing_decision_holds_up_no_other(room: Room) -> None:
+    bad = room.completed("bad")
+    good = [room.completed("good") for _ in range(3)]
+
+    def execute(decision: Task) -> None:
+        if decision.payload == "bad":
+            raise ValueError("bad")
+
+    room.harness(execute).step()
+    assert [room.status(task_id) for task_id in good] == ["done"] * 3
+    assert room.status(bad) == "completed"
+
+
+def test_an_executor_that_outlives_its_lease_is_counted(room: Room) -> None:
+    def execute(_: Task) -> None:
+        room.clock.advance(301)
+        room.tasks.sweep()
+
+    task_id = room.completed()
+    harness = room.harness(execute)
+    harness.step()
+    assert "StaleLease" in harness.status().loops["drain"].last_error
+    assert room.status(task_id) == "completed"
+
+
+def test_a_beat_keeps_the_lease_of_what_is_executed(room: Room) -> None:
+    harness: Harness
+
+    def execute(_: Task) -> None:
+        for _beat in range(4):
+            room.clock.advance(200)
+            harness.beat()
+
+    task_id = room.completed()
+    harness = room.harness(execute)
+    harness.step()
+    assert room.status(task_id) == "done"
+    assert harness.status().loops["drain"].errors == 0
+
+
+# ---- zombies ---------------------------------------------------------------------------------------
+
+
+def test_a_zombies_late_complete_does_not_run_its_actions_again(room: Room) -> None:
+    """In foreman it moved a done task back to completed, and its actions ran twice."""
+    executed: list[object] = []
+    harness = room.harness(lambda decision: executed.append(decision.payload))
+    task_id = room.tasks.enqueue(agent="triage", payload={})
+    [zombie] = room.tasks.claim(agent="triage")
+    room.clock.advance(301)
+    [second] = room.tasks.claim(agent="triage")
+    room.tasks.complete(task_id, second.lease, "second")
+    drain_for(room, harness, 10)
+    before = room.tasks.get(task_id)
+    with pytest.raises(StaleLease):
+        room.tasks.complete(task_id, zombie.lease, "zombie")
+    drain_for(room, harness, 30)
+    assert room.tasks.get(task_id) == before
+    assert before.status == "done"
+    assert executed == ["second"]
+
+
+def test_a_failed_task_is_not_resurrected_by_a_late_complete(room: Room) -> None:
+    executed: list[Task] = []
+    harness = room.harness(executed.append)
+    task_id = room.tasks.enqueue(agent="triage", payload={}, max_retries=0)
+    [task] = room.tasks.claim(agent="triage")
+    room.clock.advance(301)
+    drain_for(room, harness, 61)
+    assert room.status(task_id) == "failed"
+    with pytest.raises(StaleLease):
+        room.tasks.complete(task_id, task.lease, "late")
+    drain_for(room, harness, 30)
+    assert room.status(task_id) == "failed"
+    assert executed == []
+
+
+def test_the_sweep_gives_a_lapsed_task_to_the_next(room: Room) -> None:
+    task_id = room.tasks.enqueue(agent="triage", payload={})
+    room.tasks.claim(agent="triage")
+    harness = room.harness(lambda _: None)
+    drain_for(room, harness, 299)
+    assert room.status(task_id) == "claimed"
+    drain_for(room, harness, 61)
+    assert room.status(task_id) == "pending"
+    assert room.tasks.status().agents["triage"].lapses == 1
+
+
+# ---- latency without nudges ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset_s", range(0, 30, 4))
+def test_with_every_nudge_lost_a_decision_is_executed_within_30_s(room: Room, offset_s: int) -> None:
+    executed_at: list[int] = []
+    harness = room.harness(lambda _: executed_at.append(room.clock.boot_ns()))
+    harness.step()
+    room.clock.advance(offset_s + 1)
+    started = room.clock.boot_ns()
+    room.tasks.enqueue(agent="triage", payload={})
+    for second in range(60):
+        if second % AGENT_POLLS_EVERY_S == AGENT_POLLS_EVERY_S - 1:
+            for task in room.tasks.claim(agent="triage"):
+                room.tasks.complete(task.task_id, task.lease, "label")
+        room.clock.advance(1)
+        harness.step()
+    [at] = executed_at
+    assert (at - started) / 1e9 < 30
+
+
+# ---- where it stands -------------------------------------------------------------------------------
+
+
+def test_the_position_survives_a_restart(room: Room) -> None:
+    first: list[Task] = []
+    room.completed(1)
+    room.harness(first.append).step()
+    position = json.loads((room.folder / POSITION_FILE).read_bytes())
+    assert position["seq"] > 0
+    second: list[Task] = []
+    harness = room.harness(second.append)
+    harness.step()
+    assert second == []
+    room.completed(2)
+    drain_for(room, harness, 10)
+    assert [decision.payload for decision in second] == [2]
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", '{"seq": -5}', '{"seq": 99999999}', '{"seq": 3, "ts_us": 1}']
+)
+def test_a_lost_or_foreign_position_loses_nothing(room: Room, text: str | None) -> None:
+    room.harness(lambda _: None).step()
+    executed: list[object] = []
+    task_ids = [room.completed(number) for number in range(3)]
+    path = room.folder / POSITION_FILE
+    if text is not None:
+        path.write_text(text)
+    room.harness(lambda decision: executed.append(decision.payload)).step()
+    assert executed == [0, 1, 2]
+    path.unlink()
+    room.harness(lambda decision: executed.append(decision.payload)).step()
+    assert executed == [0, 1, 2]
+    assert {room.status(task_id) for task_id in task_ids} == {"done"}
+
+
+def test_a_crash_between_decision_and_position_opens_nothing_twice(room: Room) -> None:
+    task_id = room.completed()
+    assert room.tasks.open_decision(task_id) is not None
+    executed: list[Task] = []
+    harness = room.harness(executed.append)
+    drain_for(room, harness, 30)
+    assert [decision.parent for decision in executed] == [task_id]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 50])
+def test_the_newest_event_is_found(room: Room, count: int) -> None:
+    for _ in range(count):
+        room.tasks.enqueue(agent="triage", payload={})
+    events = room.tasks.events()
+    assert newest_event(room.tasks) == (events[-1].seq if events else 0)
+
+
+# ---- nudges ----------------------------------------------------------------------------------------
+
+
+class Agent:
+    """A listening socket that takes every nudge."""
+
+    def __init__(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.server.getsockname()[1]}"
+        self.bodies: list[object] = []
+        self.came = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self.server.accept()
+            except OSError:
+                return
+            with connection:
+                self.bodies.append(json.loads(connection.recv(65_536).partition(b"\r\n\r\n")[2]))
+                connection.sendall(b"HTTP/1.1 202 Accepted\r\n\r\n")
+            self.came.release()
+
+    def close(self) -> None:
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.thread.join()
+        self.server.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    listening = Agent()
+    yield listening
+    listening.close()
+
+
+def test_an_agent_is_nudged_with_an_id_when_there_is_work(room: Room, agent: Agent) -> None:
+    room.agents.add("triage", agent.url)
+    room.tasks.enqueue(agent="triage", payload="before the harness came")
+    harness = Harness(
+        room.tasks, agents=room.agents, clock=room.clock, allowed_nudge_hosts=["127.0.0.1"]
+    )  # fmt: skip
+    harness.step()
+    task_id = room.tasks.enqueue(agent="triage", payload={"secret": 1})
+    room.tasks.enqueue(agent="other", payload={})
+    room.clock.advance(10)
+    harness.step()
+    assert agent.came.acquire(timeout=HANG_GUARD_S)
+    harness.stop()
+    assert agent.bodies == [{"task_id": task_id}]
+
+
+def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:
+    room.agents.add("triage", agent.url)
+    harness = Harness(
+        room.tasks, agents=room.agents, clock=room.clock, allowed_nudge_hosts=["127.0.0.1"]
+    )  # fmt: skip
+    harness.step()
+    for _ in range(100):
+        room.tasks.enqueue(agent="triage", payload={})
+    room.clock.advance(10)
+    harness.step()
+    assert agent.came.acquire(timeout=HANG_GUARD_S)
+    harness.stop()
+    assert len(agent.bodies) == 1
+
+
+def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
+    room.agents.add("triage", "http://127.0.0.1:1")
+    log = (tmp_path / "log").open("w+")
+    journal = Journal(log)
+    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, journal=journal)
+    harness.step()
+    task_id = room.tasks.enqueue(agent="triage", payload="secret payload")
+    room.clock.advance(10)
+    harness.step()
+    wait_until(lambda: harness.status().nudges_failed == 1)
+    harness.stop()
+    journal.close()
+    assert [task.task_id for task in room.tasks.claim(agent="triage")] == [task_id]
+    log.seek(0)
+    lines = [json.loads(line) for line in log]
+    log.close()
+    [failed] = [line for line in lines if line["event"] == "nudge_failed"]
+    assert (failed["agent"], failed["task_id"]) == ("triage", task_id)
+    assert "secret" not in str(lines)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for another thread, as long as it takes."""
+    pause = threading.Event()
+    for _ in range(round(HANG_GUARD_S / 0.01)):
+        if holds():
+            return
+        pause.wait(0.01)
+    pytest.fail("it never came true")
+
+
+# ---- as threads ------------------------------------------------------------------------------------
+
+
+def test_the_loops_run_as_threads(tmp_path: Path) -> None:
+    executed: list[object] = []
+    with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
+        agents = Agents(tmp_path)
+        errors = [Unavailable("first fails")]
+
+        def execute(decision: Task) -> None:
+            if errors:
+                raise errors.pop()
+            executed.append(decision.payload)
+
+        harness = Harness(tasks, agents=agents, execute=execute)
+        harness.start()
+        try:
+            assert harness.alive
+            for number in range(20):
+                tasks.enqueue(agent="triage", payload=number)
+            for task in tasks.claim(agent="triage", limit=20):
+                tasks.complete(task.task_id, task.lease, task.payload)
+            harness.wake()
+            wait_until(lambda: len(executed) == 20)
+            wait_until(lambda: harness.status().executed == 20)
+            assert harness.alive
+            assert harness.status().loops["drain"].errors == 1
+        finally:
+            harness.stop()
+        assert not harness.alive
+    assert sorted(executed, key=str) == sorted(range(20), key=str)
+
+
+def test_two_harnesses_execute_nothing_twice(tmp_path: Path) -> None:
+    executed: list[object] = []
+    with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
+        agents = Agents(tmp_path)
+        pair = [
+            Harness(tasks, agents=agents, execute=lambda decision: executed.append(decision.payload))
+            for _ in range(2)
+        ]
+        for harness in pair:
+            harness.start()
+        try:
+            tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(50)])
+            for task in tasks.claim(agent="triage", limit=50):
+                tasks.complete(task.task_id, task.lease, task.payload)
+                for harness in pair:
+                    harness.wake()
+            wait_until(lambda: sum(harness.status().executed for harness in pair) == 50)
+        finally:
+            for harness in pair:
+                harness.stop()
+    assert sorted(executed, key=str) == sorted(range(50), key=str)

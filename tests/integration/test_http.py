@@ -1,0 +1,762 @@
+"""The server as a real process, spoken to over real HTTP."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.contracts.tasks import DECISIONS
+from postroom.runtime.bodies import (
+    COMPLETE_BYTES_MAX,
+    ENQUEUE_BYTES_MAX,
+    ENQUEUE_MANY_MAX,
+    WORD_BYTES_MAX,
+)
+from postroom.runtime.desk import JSON_DEPTH_MAX
+from postroom.runtime.http import DISCARDED_BYTES_MAX
+from postroom.runtime.listener import HEAD_BYTES_MAX
+from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server") / "data", execute=True) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    """The one server of all tests here, with empty queues."""
+    for who in ("triage", "review"):
+        while (answer := shared.post(who, "/queue/next", limit=100, lease_s=1_000)).status == 200:
+            for task in _tasks(answer):
+                shared.post("boss", f"/tasks/{task['task_id']}/cancel")
+    return shared
+
+
+def _tasks(answer: Answer) -> list[Any]:
+    found = answer.json.get("tasks", [answer.json])
+    assert isinstance(found, list)
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_GUARD_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+# ---- the way of a task -----------------------------------------------------------------------------
+
+
+def test_the_way_of_a_task(server: Server) -> None:
+    task_id = server.enqueue("triage", {"issue": 7}, type="issue.triage")
+    task = server.claim("triage", worker="box-1")
+    assert task == {
+        "task_id": task_id,
+        "payload": {"issue": 7},
+        "lease": task["lease"],
+        "attempt": 1,
+        "lease_s": 300.0,
+        "type": "issue.triage",
+        "parent": "",
+    }
+    holder = {"task_id": task_id, "lease": task["lease"]}
+    assert server.post("triage", "/queue/heartbeat", **holder).status == 202
+    done = server.post("triage", "/queue/complete", **holder, decision={"decision": "close"})
+    assert (done.status, done.json) == (202, {"task_id": task_id})
+    wait_until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
+    shown = server.get("triage", f"/tasks/{task_id}").json
+    assert shown["result"] == {"decision": "close"}
+    assert [event["kind"] for event in shown["history"]][:2] == ["created", "enqueued"]
+    assert task_id in (server.data / "executed").read_text()
+
+
+def test_nothing_to_do_is_204(server: Server) -> None:
+    answer = server.post("triage", "/queue/next")
+    assert (answer.status, answer.body) == (204, b"")
+    assert server.send("triage", "POST", "/queue/next", {"limit": 5}).status == 204
+
+
+def test_many_at_once(server: Server) -> None:
+    answer = server.post(
+        "boss", "/queue/enqueue", tasks=[{"agent": "triage", "payload": number} for number in range(5)]
+    )
+    assert answer.status == 201
+    task_ids = answer.json["task_ids"]
+    claimed = _tasks(server.post("triage", "/queue/next", limit=3))
+    assert [task["task_id"] for task in claimed] == task_ids[:3]
+    [fourth] = _tasks(server.post("triage", "/queue/next", limit=1))
+    assert fourth["payload"] == 3
+
+
+def test_many_at_once_are_all_or_none(server: Server) -> None:
+    before = server.get("boss", "/queue/status").json["totals"]
+    tasks = [{"agent": "triage", "payload": 1}, {"agent": "triage", "payload": 2, "task_id": "../x"}]
+    assert server.post("boss", "/queue/enqueue", tasks=tasks).status == 400
+    too_many = [{"agent": "triage", "payload": 1}] * (ENQUEUE_MANY_MAX + 1)
+    assert server.post("boss", "/queue/enqueue", tasks=too_many).status == 400
+    assert server.get("boss", "/queue/status").json["totals"] == before
+
+
+def test_the_same_id_stores_one_task(server: Server) -> None:
+    assert server.enqueue(task_id="same") == server.enqueue(task_id="same") == "same"
+    keyed = {server.enqueue(idempotency_key="event-1") for _ in range(3)}
+    assert len(keyed) == 1
+    assert len(_tasks(server.post("triage", "/queue/next", limit=10))) == 2
+
+
+def test_fail_release_cancel_retry(server: Server) -> None:
+    task_id = server.enqueue(max_retries=0)
+    task = server.claim()
+    holder = {"task_id": task_id, "lease": task["lease"]}
+    assert server.post("triage", "/queue/release", **holder).status == 202
+    task = server.claim()
+    assert task["attempt"] == 2
+    holder["lease"] = task["lease"]
+    assert server.post("triage", "/queue/fail", **holder, error="no model", retry_in_s=0).status == 202
+    shown = server.get("triage", f"/tasks/{task_id}").json
+    assert (shown["status"], shown["errors"]) == ("failed", ["no model"])
+    assert server.post("boss", f"/tasks/{task_id}/retry").status == 202
+    assert server.post("boss", f"/tasks/{task_id}/cancel").status == 202
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "cancelled"
+    refused = server.post("boss", f"/tasks/{task_id}/cancel")
+    assert (refused.status, refused.json["error"]) == (409, "WrongState")
+
+
+def test_a_word_may_be_repeated(server: Server) -> None:
+    server.enqueue()
+    task = server.claim()
+    word = {"task_id": task["task_id"], "lease": task["lease"], "decision": 1}
+    assert [server.post("triage", "/queue/complete", **word).status for _ in range(3)] == [202] * 3
+
+
+def test_a_full_queue_says_when_to_come_back(server: Server) -> None:
+    with server.tasks() as tasks:
+        tasks.limit_queue("small", max_depth=2)
+    for _ in range(2):
+        server.enqueue("small")
+    answer = server.post("boss", "/queue/enqueue", agent="small", payload=3)
+    assert (answer.status, answer.json["error"]) == (429, "QueueFull")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_lists_are_pages(server: Server) -> None:
+    task_ids = [server.enqueue("pages") for _ in range(5)]
+    first = server.get("boss", "/tasks?agent=pages&limit=3").json["tasks"]
+    rest = server.get("boss", f"/tasks?agent=pages&limit=3&after={first[-1]['seq']}").json["tasks"]
+    assert [line["task_id"] for line in [*first, *rest]] == task_ids
+    assert server.get("boss", "/tasks?agent=pages&state=DONE").json["tasks"] == []
+
+
+# ---- who may do what -------------------------------------------------------------------------------
+
+EVERY_ROUTE = [
+    ("POST", "/queue/next"),
+    ("POST", "/queue/complete"),
+    ("POST", "/queue/heartbeat"),
+    ("POST", "/queue/fail"),
+    ("POST", "/queue/release"),
+    ("POST", "/queue/enqueue"),
+    ("POST", "/harness/result"),
+    ("POST", "/tasks/x/cancel"),
+    ("POST", "/tasks/x/retry"),
+    ("GET", "/tasks/x"),
+    ("GET", "/tasks"),
+    ("GET", "/queue/status"),
+    ("GET", "/events"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/bus/news/messages"),
+    ("POST", "/bus/news/messages"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
+def test_every_route_but_health_wants_a_token(server: Server, method: str, path: str) -> None:
+    wrong = "pr_" + "A" * 43
+    for headers in (
+        {},
+        {"Authorization": ""},
+        {"Authorization": f"Bearer {wrong}"},
+        {"Authorization": f"Basic {server.tokens['boss']}"},
+        {"Authorization": server.tokens["boss"]},
+        {"Authorization": f"Bearer {server.tokens['boss'][:-1]}"},
+    ):
+        answer = server.send(None, method, path, raw=b"{}" if method == "POST" else None, headers=headers)
+        assert (answer.status, answer.json["error"]) == (401, "Unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_wants_none(server: Server) -> None:
+    answer = server.get(None, "/health")
+    assert (answer.status, answer.json) == (200, {"status": "ok"})
+
+
+def test_a_token_in_the_query_is_no_token(server: Server) -> None:
+    assert server.get(None, f"/queue/status?token={server.tokens['boss']}").status == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/queue/enqueue", {"agent": "triage", "payload": 1}),
+        ("POST", "/tasks/x/cancel", None),
+        ("POST", "/tasks/x/retry", None),
+        ("GET", "/metrics", None),
+        ("GET", "/tasks?agent=review", None),
+    ],
+)
+def test_what_only_an_operator_may_do(server: Server, method: str, path: str, body: object) -> None:
+    answer = server.send("triage", method, path, body)
+    assert (answer.status, answer.json["error"]) == (403, "Forbidden")
+
+
+@pytest.mark.parametrize("name", [{"agent": "review"}, {"agent_url": "review"}, {"agent_url": "http://x"}])
+def test_an_identity_in_a_body_is_refused(server: Server, name: dict[str, str]) -> None:
+    """Foreman trusted `agent_url` from the body, so anyone could take another agent's tasks."""
+    task_id = server.enqueue("review")
+    refused = server.send("triage", "POST", "/queue/next", name)
+    assert (refused.status, refused.json["error"]) == (403, "Forbidden")
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "pending"
+
+
+def test_an_agent_may_name_itself(server: Server) -> None:
+    server.enqueue()
+    assert server.claim("triage", agent="triage", agent_url="triage")
+
+
+def test_an_operator_acts_for_the_agent_it_names(server: Server) -> None:
+    server.enqueue("review")
+    assert server.post("boss", "/queue/next").status == 400
+    assert server.post("boss", "/queue/next", agent="triage").status == 204
+    task = server.claim("boss", agent="review")
+    word = {"task_id": task["task_id"], "lease": task["lease"]}
+    assert server.post("boss", "/queue/heartbeat", **word, agent="triage").status == 404
+    assert server.post("boss", "/queue/heartbeat", **word, agent="review").status == 202
+    assert server.post("boss", "/queue/release", **word).status == 202
+
+
+def test_nobody_takes_another_agents_task(server: Server) -> None:
+    server.enqueue("review")
+    assert server.post("triage", "/queue/next").status == 204
+    assert server.post("triage", "/queue/next", limit=10).status == 204
+
+
+WORDS = [
+    ("/queue/complete", {"decision": "mine"}),
+    ("/queue/heartbeat", {}),
+    ("/queue/fail", {"error": "mine"}),
+    ("/queue/release", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "rest"), WORDS)
+def test_nobody_speaks_about_another_agents_task(server: Server, path: str, rest: dict[str, Any]) -> None:
+    task_id = server.enqueue("review")
+    task = server.claim("review")
+    before = server.get("boss", f"/tasks/{task_id}").json
+    refused = server.post("triage", path, task_id=task_id, lease=task["lease"], **rest)
+    unknown = server.post("triage", path, task_id="no-such-task", lease=task["lease"], **rest)
+    assert (refused.status, refused.json["error"]) == (404, "UnknownTask")
+    assert unknown.json["message"] == refused.json["message"].replace(task_id, "no-such-task")
+    assert server.get("boss", f"/tasks/{task_id}").json == before
+
+
+@pytest.mark.parametrize(("path", "rest"), WORDS)
+def test_an_unknown_id_is_refused(server: Server, path: str, rest: dict[str, Any]) -> None:
+    """Foreman answered 202 to any id."""
+    for task_id in ("no-such-task", "t00000000-7", "t00000000-" + "9" * 60, "\u0000", "ä" * 64):
+        for who in ("triage", "boss"):
+            answer = server.post(who, path, task_id=task_id, lease=1, **rest)
+            assert (answer.status, answer.json["error"]) == (404, "UnknownTask"), task_id
+
+
+def test_another_agents_task_is_not_seen(server: Server) -> None:
+    task_id = server.enqueue("review", "secret")
+    assert server.get("triage", f"/tasks/{task_id}").status == 404
+    assert server.post("triage", "/harness/result", task_id=task_id).status == 404
+    assert server.post("review", "/harness/result", task_id=task_id).status == 202
+    assert task_id not in server.get("triage", "/tasks").body.decode()
+    status = server.get("triage", "/queue/status").json
+    assert set(status["agents"]) <= {"triage"}
+    assert "harness" not in status
+    assert set(server.get("boss", "/queue/status").json["harness"]["loops"]) == {"drain", "sweep", "nudge"}
+
+
+@pytest.mark.parametrize(("path", "rest"), WORDS)
+def test_a_stale_lease_is_refused_and_changes_nothing(
+    server: Server, path: str, rest: dict[str, Any]
+) -> None:  # fmt: skip
+    task_id = server.enqueue()
+    zombie = server.claim(lease_s=0.05)
+    wait_until(lambda: server.post("triage", "/queue/next").status == 200)
+    before = server.get("triage", f"/tasks/{task_id}").json
+    assert before["attempt"] == 2
+    answer = server.post("triage", path, task_id=task_id, lease=zombie["lease"], **rest)
+    assert (answer.status, answer.json["error"]) == (409, "StaleLease")
+    assert server.get("triage", f"/tasks/{task_id}").json == before
+
+
+def test_a_zombies_late_complete_does_not_move_a_done_task(server: Server) -> None:
+    """In foreman it went back to completed, and its actions ran twice."""
+    task_id = server.enqueue()
+    zombie = server.claim(lease_s=0.05)
+    second: list[Any] = []
+
+    def claimed() -> bool:
+        answer = server.post("triage", "/queue/next")
+        second.extend([answer.json] if answer.status == 200 else [])
+        return bool(second)
+
+    wait_until(claimed)
+    server.post("triage", "/queue/complete", task_id=task_id, lease=second[0]["lease"], decision="ok")
+    wait_until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
+    late = server.post("triage", "/queue/complete", task_id=task_id, lease=zombie["lease"], decision="late")
+    assert late.status == 409
+    shown = server.get("triage", f"/tasks/{task_id}").json
+    assert (shown["status"], shown["result"]) == ("done", "ok")
+    assert (server.data / "executed").read_text().split().count(task_id) == 1
+
+
+def test_a_failed_task_is_not_resurrected(server: Server) -> None:
+    task_id = server.enqueue(max_retries=0)
+    task = server.claim()
+    word = {"task_id": task_id, "lease": task["lease"]}
+    server.post("triage", "/queue/fail", **word, error="gave up")
+    late = server.post("triage", "/queue/complete", **word, decision="late")
+    assert (late.status, late.json["error"]) == (409, "StaleLease")
+    assert server.get("triage", f"/tasks/{task_id}").json["status"] == "failed"
+
+
+def test_a_complete_that_names_another_task_is_refused(server: Server) -> None:
+    """In foreman it was silently lost."""
+    first, second = server.enqueue(), server.enqueue()
+    tasks = {task["task_id"]: task for task in _tasks(server.post("triage", "/queue/next", limit=2))}
+    answer = server.post(
+        "triage", "/queue/complete", task_id=second, lease=tasks[first]["lease"], decision="first's"
+    )
+    assert (answer.status, answer.json["error"]) == (409, "StaleLease")
+    for task_id in (first, second):
+        assert server.get("triage", f"/tasks/{task_id}").json["status"] == "claimed"
+
+
+def test_a_removed_agent_is_let_in_no_more(server: Server) -> None:
+    server.tokens["gone"] = server.agents.add("gone")
+    assert server.post("gone", "/queue/next").status == 204
+    server.agents.remove("gone")
+    wait_until(lambda: server.post("gone", "/queue/next").status == 401)
+
+
+def test_the_decisions_are_the_harnesses_own(server: Server) -> None:
+    answer = server.post("boss", "/queue/enqueue", agent=DECISIONS, payload="forged")
+    assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
+
+
+def test_a_decision_that_fails_is_seen_in_the_status(server: Server) -> None:
+    task_id = server.enqueue()
+    task = server.claim()
+    before = server.get("boss", "/queue/status").json["harness"]["loops"]["drain"]["errors"]
+    server.post("triage", "/queue/complete", task_id=task_id, lease=task["lease"], decision="fail")
+
+    def drain() -> Any:
+        return server.get("boss", "/queue/status").json["harness"]["loops"]["drain"]
+
+    wait_until(lambda: drain()["errors"] > before)
+    assert drain()["running"] is True
+    assert drain()["last_error"] == "ValueError: a secret result"
+    assert server.get("triage", f"/tasks/{task_id}").json["status"] == "completed"
+
+
+# ---- limits ----------------------------------------------------------------------------------------
+
+
+def test_a_body_has_a_limit(server: Server) -> None:
+    for path, limit in (
+        ("/queue/next", WORD_BYTES_MAX),
+        ("/queue/complete", COMPLETE_BYTES_MAX),
+        ("/queue/enqueue", ENQUEUE_BYTES_MAX),
+    ):
+        answer = server.send("boss", "POST", path, raw=b" " * (limit + 1))
+        assert (answer.status, answer.json["error"]) == (413, "TooLong")
+    longest = b'{"agent": "triage"' + b" " * (WORD_BYTES_MAX - 19) + b"}"
+    assert server.send("boss", "POST", "/queue/next", raw=longest).status == 204
+
+
+def refused_within(connection: socket.socket, piece: bytes, pieces: int) -> bool:
+    """Whether the server closes the connection before it has taken all of this."""
+    try:
+        for _ in range(pieces):
+            connection.sendall(piece)
+    except OSError:
+        return True
+    return False
+
+
+def test_an_endless_body_is_not_read(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as connection:
+        head = (
+            f"POST /queue/next HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.tokens['triage']}\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n"
+        )
+        connection.sendall(head.encode())
+        piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        assert refused_within(connection, piece, 4 * DISCARDED_BYTES_MAX // 0x10000)
+    assert server.get(None, "/health").status == 200
+
+
+def test_a_head_has_a_limit(server: Server) -> None:
+    answer = server.get("triage", "/queue/status", X_Long="x" * HEAD_BYTES_MAX)
+    assert answer.status == 431
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert refused_within(connection, b"X-Pad: " + b"x" * 4_000 + b"\r\n", 10_000)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 50_000, b'{"task_id": 5}', b'{"unknown": 1}', b"NaN"],
+)
+def test_what_is_not_a_body_is_refused_in_one_sentence(server: Server, raw: bytes) -> None:
+    for path in ("/queue/next", "/queue/complete", "/queue/enqueue", "/harness/result", "/bus/b/messages"):
+        answer = server.send("boss", "POST", path, raw=raw)
+        assert (answer.status, answer.json["error"]) == (400, "InvalidMessage"), path
+        assert "\n" not in answer.json["message"]
+
+
+def test_a_value_that_others_could_not_read_is_refused(server: Server) -> None:
+    deep = "[" * JSON_DEPTH_MAX + "]" * JSON_DEPTH_MAX
+    body = b'{"agent": "triage", "payload": %b}'
+    assert server.send("boss", "POST", "/queue/enqueue", raw=body % f"[{deep}]".encode()).status == 400
+    assert server.send("boss", "POST", "/queue/enqueue", raw=body % deep.encode()).status == 201
+    assert json.dumps(server.claim()["payload"]).replace(" ", "") == deep
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=0",
+        "limit=1001",
+        "limit=x",
+        "after=-1",
+        "after=99999999999999999999",
+        "state=GONE",
+        "x=1",
+        "limit=1&limit=2",
+        "state=null",
+    ],
+)
+def test_what_is_not_a_query_is_refused(server: Server, query: str) -> None:
+    answer = server.get("boss", f"/tasks?{query}")
+    assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
+
+
+@pytest.mark.parametrize("number", ["wait_s", "lease_s", "limit"])
+def test_numbers_have_limits(server: Server, number: str) -> None:
+    for value in (-1, 1e9, "5", None):
+        assert server.send("triage", "POST", "/queue/next", {number: value}).status == 400
+
+
+def test_what_is_not_served(server: Server) -> None:
+    assert server.get("boss", "/nowhere").json["error"] == "NotFound"
+    answer = server.get("boss", "/queue/next")
+    assert (answer.status, answer.json["error"]) == (405, "MethodNotAllowed")
+    assert "POST" in answer.headers["allow"]
+
+
+# ---- many at once ----------------------------------------------------------------------------------
+
+
+def test_two_producers_and_two_consumers_meet_no_error(server: Server) -> None:
+    """Foreman's one connection gave 50 errors in 1,200 calls when two and two threads shared it."""
+    statuses: list[int] = []
+    claimed: list[str] = []
+
+    def produce() -> None:
+        for number in range(100):
+            answer = server.post("boss", "/queue/enqueue", agent="triage", payload=number)
+            statuses.append(answer.status)
+
+    def consume() -> None:
+        while len(claimed) < 200:
+            answer = server.post("triage", "/queue/next", wait_s=0.2)
+            statuses.append(answer.status)
+            if answer.status == 200:
+                task = answer.json
+                claimed.append(task["task_id"])
+                word = {"task_id": task["task_id"], "lease": task["lease"], "decision": 1}
+                statuses.append(server.post("triage", "/queue/complete", **word).status)
+
+    threads = [threading.Thread(target=work) for work in (produce, produce, consume, consume)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 201, 202, 204}
+    assert len(set(claimed)) == len(claimed) == 200
+
+
+# ---- waiting ---------------------------------------------------------------------------------------
+
+
+def in_thread(work: Callable[[], Answer]) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    return thread, answers
+
+
+def test_a_long_poll_is_woken(server: Server) -> None:
+    thread, answers = in_thread(lambda: server.post("triage", "/queue/next", wait_s=30))
+    task_id = server.enqueue()
+    thread.join(HANG_GUARD_S)
+    assert answers[0].json["task_id"] == task_id
+
+
+def test_a_long_poll_hears_another_process(server: Server) -> None:
+    thread, answers = in_thread(lambda: server.post("triage", "/queue/next", wait_s=30))
+    with server.tasks() as tasks:
+        task_id = tasks.enqueue(agent="triage", payload=1)
+    thread.join(HANG_GUARD_S)
+    assert answers[0].json["task_id"] == task_id
+
+
+def test_a_long_poll_gets_what_falls_due(server: Server) -> None:
+    task_id = server.enqueue(delay_s=0.3)
+    assert server.post("triage", "/queue/next").status == 204
+    assert server.claim("triage", wait_s=30)["task_id"] == task_id
+
+
+def test_a_long_poll_gets_a_lapsed_task(server: Server) -> None:
+    task_id = server.enqueue()
+    server.claim(lease_s=0.3)
+    again = server.claim("triage", wait_s=30)
+    assert (again["task_id"], again["attempt"]) == (task_id, 2)
+
+
+def test_a_long_poll_ends_empty_handed(server: Server) -> None:
+    assert server.post("triage", "/queue/next", wait_s=0.1).status == 204
+
+
+def test_many_who_wait_get_one_task_each(server: Server) -> None:
+    polls = [in_thread(lambda: server.post("triage", "/queue/next", wait_s=30)) for _ in range(12)]
+    tasks = [{"agent": "triage", "payload": number} for number in range(12)]
+    task_ids = server.post("boss", "/queue/enqueue", tasks=tasks).json["task_ids"]
+    for thread, _ in polls:
+        thread.join(HANG_GUARD_S)
+    got = [answers[0].json["task_id"] for _, answers in polls]
+    assert sorted(got) == sorted(task_ids)
+
+
+def test_nothing_is_leased_to_who_has_left(server: Server) -> None:
+    for _ in range(5):
+        connection = server.connect()
+        headers = {"Authorization": f"Bearer {server.tokens['triage']}"}
+        connection.request("POST", "/queue/next", b'{"wait_s": 30}', headers)
+        time.sleep(0.05)
+        connection.close()
+    task_id = server.enqueue()
+    wait_until(lambda: server.get("boss", f"/tasks/{task_id}").json["status"] == "pending")
+    task = server.claim("triage", wait_s=30)
+    assert task["task_id"] == task_id
+
+
+# ---- streams ---------------------------------------------------------------------------------------
+
+
+def test_events_are_a_stream(server: Server) -> None:
+    task_id = server.enqueue()
+    with server.stream("boss", "/events") as stream:
+        assert stream.kind.startswith("text/event-stream")
+        first = stream.take(3)
+        assert [int(message.id) for message in first] == [1, 2, 3]
+        assert all(message.data["kind"] == message.event for message in first)
+    last = server.get("triage", f"/tasks/{task_id}").json["history"][-1]["seq"]
+    with server.stream("boss", f"/events?after={last}") as stream:
+        server.claim()
+        [message] = stream.take(1)
+    assert (message.event, message.data["message_id"]) == ("dequeued", task_id)
+
+
+def test_a_stream_goes_on_where_it_broke(server: Server) -> None:
+    with server.stream("boss", "/events") as stream:
+        seen = stream.take(4)
+    with server.stream("boss", "/events?after=0", Last_Event_ID=seen[1].id) as stream:
+        again = stream.take(2)
+    assert again == seen[2:]
+    assert server.get("boss", "/events", Last_Event_ID="x").status == 400
+
+
+def test_an_agent_hears_of_its_own_queue_alone(server: Server) -> None:
+    server.enqueue("review", "secret")
+    own = server.enqueue("triage")
+    server.enqueue("review", "secret")
+    claimed = server.claim("triage")
+    assert claimed["task_id"] == own
+    with server.stream("triage", "/events") as stream:
+        message = stream.next()
+        while message is not None and message.id != str(claimed["lease"]):
+            assert message.data["queue"] == "triage"
+            message = stream.next()
+
+
+def test_a_stream_ends_with_its_token(server: Server) -> None:
+    server.tokens["leaves"] = server.agents.add("leaves")
+    server.enqueue("leaves")
+    with server.stream("leaves", "/events") as stream:
+        stream.take(2)
+        server.agents.remove("leaves")
+        assert stream.next() is None
+
+
+def test_a_bus_over_http(server: Server) -> None:
+    path = "/bus/news/messages"
+    message = {"type": "INFO", "project_id": "demo", "body": "hello\nworld", "parents": []}
+    first = server.send("triage", "POST", path, message)
+    assert first.status == 201
+    second = server.send("boss", "POST", path, message | {"body": "again"})
+    everything = server.get("review", path).json["messages"]
+    assert [entry["body"] for entry in everything] == ["hello\nworld", "again"]
+    assert [entry["msg_id"] for entry in everything] == [first.json["msg_id"], second.json["msg_id"]]
+    since = server.get("review", f"{path}?since={first.json['msg_id']}&limit=5").json["messages"]
+    assert [entry["body"] for entry in since] == ["again"]
+    assert (server.data / "buses" / "news.yaml").exists()
+
+
+def test_a_bus_is_a_stream_too(server: Server) -> None:
+    path = "/bus/live/messages"
+    message = {"type": "INFO", "project_id": "demo"}
+    msg_ids = [server.send("triage", "POST", path, message).json["msg_id"] for _ in range(2)]
+    with server.stream("triage", path) as stream:
+        assert [entry.id for entry in stream.take(2)] == msg_ids
+        third = server.send("boss", "POST", path, message).json["msg_id"]
+        assert [entry.id for entry in stream.take(1)] == [third]
+    with server.stream("triage", path, Last_Event_ID=msg_ids[1]) as stream:
+        assert [entry.id for entry in stream.take(1)] == [third]
+
+
+def test_what_a_bus_refuses(server: Server) -> None:
+    message = {"type": "INFO", "project_id": "demo"}
+    assert server.send("triage", "POST", "/bus/a%2Fb/messages", message).status == 404
+    assert server.send("triage", "POST", "/bus/.hidden/messages", message).status == 400
+    assert server.send("triage", "POST", "/bus/%2e%2e/messages", message).status == 400
+    escape = message | {"attachment": "../../agents.json"}
+    assert server.send("triage", "POST", "/bus/news/messages", escape).status == 400
+    assert server.get("triage", "/bus/nothing/messages").json == {"messages": []}
+    assert server.send("triage", "POST", "/bus/known/messages", message).status == 201
+    answer = server.get("triage", "/bus/known/messages?since=MSG-1")
+    assert (answer.status, answer.json["error"]) == (404, "SinceIdNotFound")
+    assert str(server.data) not in answer.body.decode()
+
+
+# ---- what it says about itself ---------------------------------------------------------------------
+
+
+def test_metrics_are_prometheus_text(server: Server) -> None:
+    server.enqueue()
+    server.claim()
+    answer = server.get("boss", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = answer.body.decode()
+    [in_flight] = [
+        line for line in text.splitlines() if line.startswith('postroom_in_flight{agent="triage"}')
+    ]
+    assert int(in_flight.rpartition(" ")[2]) >= 1
+    assert 'postroom_loop_errors_total{loop="drain"}' in text
+    assert 'postroom_requests_total{route="/queue/next",status="200"}' in text
+    for line in text.splitlines():
+        assert line.startswith("# TYPE ") or float(line.rpartition(" ")[2]) >= 0
+
+
+def test_no_token_and_no_payload_in_the_log(server: Server) -> None:
+    secret = "a secret payload"  # noqa: S105 - what must not be logged
+    server.enqueue("triage", secret)
+    task = server.claim()
+    word = {"task_id": task["task_id"], "lease": task["lease"]}
+    server.post("triage", "/queue/complete", **word, decision=secret)
+    server.get("pr_" + "B" * 43, "/queue/status")
+    server.send("triage", "POST", "/queue/next", raw=secret.encode())
+    server.send("triage", "POST", "/queue/next", {"agent": "review"})
+
+    def told() -> dict[str, str]:
+        lines = [line for line in server.lines if line["task_id"] == task["task_id"]]
+        return {line["event"]: line["agent"] for line in lines}
+
+    wait_until(lambda: {"enqueued", "claimed", "completed"} <= set(told()))
+    assert told()["claimed"] == "triage"
+    text = server.log.read_text()
+    assert "secret" not in text
+    assert "pr_" not in text
+    assert all({"ts", "event", "task_id", "agent"} <= set(line) for line in server.lines)
+
+
+def test_an_answer_names_no_path_of_the_server(server: Server) -> None:
+    for answer in (
+        server.get("boss", "/tasks/x"),
+        server.send("boss", "POST", "/queue/next", raw=b"{"),
+        server.get("boss", "/bus/x/messages?since=y"),
+    ):
+        assert str(server.data) not in answer.body.decode()
+
+
+# ---- beginning and end -----------------------------------------------------------------------------
+
+
+def test_sigterm_ends_long_polls_and_streams(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as server:
+        polls = [in_thread(lambda: server.post("triage", "/queue/next", wait_s=30)) for _ in range(3)]
+        with server.stream("boss", "/events") as stream:
+            # Taken and answered: then the polls before it are waiting.
+            server.enqueue("review")
+            assert len(stream.take(2)) == 2
+            time.sleep(0.2)
+            assert server.end() == 0
+            assert stream.next() is None
+        for thread, answers in polls:
+            thread.join(HANG_GUARD_S)
+            assert answers[0].status == 204
+        assert server.lines[-1]["event"] == "stopped"
+
+
+def test_sigint_ends_it_too(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as server:
+        assert server.end(signal.SIGINT) == 0
+
+
+def test_a_killed_server_has_lost_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", execute=True) as server:
+        waiting = [server.enqueue(payload=number) for number in range(20)]
+        task = server.claim()
+        server.post("triage", "/queue/complete", task_id=task["task_id"], lease=task["lease"], decision=1)
+        server.end(signal.SIGKILL)
+        server.start()
+        got = _tasks(server.post("triage", "/queue/next", limit=100))
+        assert [task["task_id"] for task in got] == waiting[1:]
+        wait_until(lambda: server.get("boss", f"/tasks/{waiting[0]}").json["status"] == "done")
+
+
+def test_an_agent_is_nudged_and_then_finds_its_task(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "data", "127.0.0.1") as server,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
+        port = listening.getsockname()[1]
+        server.tokens["nudged"] = server.agents.add("nudged", f"http://127.0.0.1:{port}")
+        server.end()
+        server.start()
+        task_id = server.enqueue("nudged", "secret")
+        listening.settimeout(HANG_GUARD_S)
+        connection, _ = listening.accept()
+        with connection:
+            head, _, body = connection.recv(65_536).partition(b"\r\n\r\n")
+            connection.sendall(b"HTTP/1.1 202 Accepted\r\n\r\n")
+        assert head.startswith(b"POST /task HTTP/1.1")
+        assert json.loads(body) == {"task_id": task_id}
+        assert server.claim("nudged")["task_id"] == task_id

@@ -1,0 +1,99 @@
+"""What the OpenAPI document says holds for the real server, also for requests that nobody thought of."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from postroom.runtime.bodies import WAIT_S_MAX
+from postroom.runtime.http import ROUTES, openapi
+from tests.integration.servers import Server, serving
+
+EXAMPLES = 8
+# A lease of 7.0 is refused, and so is a bus message whose time is none: a schema cannot say that.
+NOT_ALL_CAN_BE_SAID = schemathesis.checks.positive_data_acceptance
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("openapi") / "data") as running:
+        for number in range(5):
+            running.enqueue("triage", number)
+        yield running
+
+
+schema = schemathesis.openapi.from_dict(openapi())
+# It never ends, and has tests of its own.
+finite = schema.exclude(path="/events")
+
+
+@finite.parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+    ],
+)
+def test_the_server_does_what_its_document_says(case: "schemathesis.Case[Any]", server: Server) -> None:
+    without_waiting(case.body)
+    case.call_and_validate(
+        base_url=f"http://127.0.0.1:{server.port}",
+        headers={"Authorization": f"Bearer {server.tokens['boss']}"},
+        timeout=60,
+        excluded_checks=[NOT_ALL_CAN_BE_SAID],
+    )
+
+
+def without_waiting(body: Any) -> None:
+    """A long poll has tests of its own."""
+    if (
+        isinstance(body, dict)
+        and isinstance(body.get("wait_s"), (int, float))
+        and 0 <= body["wait_s"] <= WAIT_S_MAX
+    ):
+        body["wait_s"] = 0
+
+
+def test_the_document_names_every_route(server: Server) -> None:
+    document = server.get("triage", "/openapi.json").json
+    assert document == openapi()
+    served = {(route.path, route.method.lower()) for route in (entry.route for entry in ROUTES)}
+    named = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert named == served | {("/openapi.json", "get")}
+
+
+def test_every_route_but_health_is_said_to_want_a_token() -> None:
+    document = openapi()
+    free = [
+        path
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if operation.get("security") == []
+    ]
+    assert document["security"] == [{"token": []}]
+    assert free == ["/health"]
+
+
+def test_every_reference_in_the_document_leads_somewhere() -> None:
+    document = openapi()
+    names = set(document["components"]["schemas"])
+    found: set[str] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            found.update({str(value["$ref"]).rpartition("/")[2]} if "$ref" in value else ())
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(document)
+    assert found <= names
+    assert {"NextBody", "CompleteBody", "NewTask", "ErrorAnswer", "TaskInfo"} <= found

@@ -1,0 +1,308 @@
+"""Memory and SQLite, driven together.
+
+The same calls at the same instants give the same answers, records, events and counts, and the events explain
+the records.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
+
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.errors import PostroomError
+from postroom.message import Envelope, Event, Record, State
+from postroom.stores.base import (
+    ByIds,
+    Claim,
+    Decide,
+    Due,
+    Expired,
+    InState,
+    Leased,
+    Limits,
+    Overdue,
+    Store,
+    Transaction,
+)
+from postroom.stores.sqlite import SqliteStore
+from postroom.testing import ManualClock, MemoryStore, check_books
+from tests.quick import QUICK
+
+EXAMPLES = settings().max_examples
+STORE_ID = "both"
+QUEUES = ["a", "b"]
+STEPS = 50
+LOOK_MAX = 10_000
+
+queues = st.sampled_from(QUEUES)
+seconds = st.sampled_from([0.5, 1.0, 5.0, 60.0, 400.0])
+delays_ns = st.sampled_from([0, 0, 0, 1, 2 * NANOS_PER_S])
+choices = st.integers(0, 1_000_000)
+envelopes = st.builds(
+    Envelope,
+    queue=queues,
+    payload=st.sampled_from([b"1", b"{}", b'"' + b"x" * 40 + b'"']),
+    message_id=st.sampled_from(["", "", "", "x", "y", f"{STORE_ID}-1", f"{STORE_ID}-900"]),
+    type=st.sampled_from(["", "t"]),
+    key=st.sampled_from(["", "", "", "k", "l"]),
+    priority=st.integers(0, 3),
+    max_retries=st.integers(0, 2),
+    delay_ns=delays_ns,
+    ttl_ns=st.sampled_from([0, 0, 0, 3 * NANOS_PER_S]),
+)
+claims = st.builds(
+    Claim,
+    queue=queues,
+    worker_id=st.sampled_from(["w", "v"]),
+    limit=st.integers(1, 4),
+    lease_ns=st.sampled_from([NANOS_PER_S, 5 * NANOS_PER_S, 300 * NANOS_PER_S]),
+    priorities=st.sampled_from([(0, 1, 2, 3), (2,), (0, 1, 2, 3)]),
+    promote_after_ns=st.sampled_from([(), (), (2 * NANOS_PER_S, 2 * NANOS_PER_S, NANOS_PER_S)]),
+)
+
+
+class _Memory(MemoryStore):
+    """It lives through a reboot, so that it can say what another store has to look like afterwards."""
+
+    offset_ns = 0
+
+    def steady_ns(self) -> int:
+        return self.offset_ns + super().steady_ns()
+
+    def rebooted(self, boot_ns: int) -> None:
+        """Time goes on where the store last knew it, and every lease runs its length once more."""
+        records = [row.record for row in self.rows.values()]
+        leased = [record for record in records if record.state == "PROCESSING"]
+        last = max(records, key=lambda record: record.seq, default=None)
+        known = [record.lease_until - record.lease_ns for record in leased]
+        known += [record.ready_at for record in records if record.due or record is last]
+        newest = max([0, *known])
+        self.offset_ns = newest - boot_ns
+        for record in leased:
+            row = self.rows[record.message_id]
+            anew = replace(record, lease_until=newest + record.lease_ns)
+            self.put(record.message_id, replace(row, record=anew))
+
+
+class Planned(Exception):
+    """Raised by work that changes its mind."""
+
+
+class BothStores(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="postroom-model-", dir=QUICK))
+        self.clock = ManualClock()
+        self.memory = _Memory(clock=self.clock, store_id=STORE_ID)
+        self.memory.rebooted(self.clock.boot_ns())  # the time of a new file begins at 0
+        self.sqlite = self._open()
+        self.leases: list[tuple[str, int]] = []
+        self.seen = 0
+
+    def _open(self) -> SqliteStore:
+        path = self.folder / "queue.db"
+        return SqliteStore(path, clock=self.clock, store_id=STORE_ID, ballast_bytes=0)
+
+    def teardown(self) -> None:
+        self.sqlite.close()
+        shutil.rmtree(self.folder)
+
+    # ---- the same to both ----------------------------------------------------------------------
+
+    def _both(self, call: Callable[[Store], Any]) -> Any:
+        answers = [_answer(call, store) for store in (self.memory, self.sqlite)]
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    def _write(self, work: Callable[[Transaction], Any]) -> Any:
+        return self._both(lambda store: store.write(work))
+
+    def _decide(self, message_ids: tuple[str, ...], decide: Decide) -> None:
+        self._write(lambda transaction: transaction.apply(ByIds(message_ids), decide))
+
+    def _pick(self, choice: int) -> str:
+        """Some message, sometimes one that is not there."""
+        records = self.memory.find(InState(None, None, 0, LOOK_MAX))
+        names = [record.message_id for record in records] or ["nobody"]
+        return "nobody" if choice % 31 == 30 else names[choice % len(names)]
+
+    def _lease(self, choice: int) -> tuple[str, int]:
+        """Some lease that was given once, the newest ones more often."""
+        if not self.leases:
+            return "nobody", 1
+        newest = self.leases[-4:]
+        return newest[choice % len(newest)] if choice % 4 else self.leases[choice % len(self.leases)]
+
+    # ---- verbs ---------------------------------------------------------------------------------
+
+    @initialize(max_depth=st.sampled_from([4, 1_000]))
+    def limit(self, max_depth: int) -> None:
+        self._both(lambda store: store.set_limits("a", Limits(max_depth=max_depth, max_payload_bytes=20)))
+
+    @rule(new=st.lists(envelopes, min_size=1, max_size=3))
+    def insert(self, new: list[Envelope]) -> None:
+        self._write(lambda transaction: transaction.insert(new))
+
+    @rule(new=st.lists(envelopes.map(lambda e: replace(e, key="", message_id="")), min_size=1, max_size=4))
+    def insert_unnamed(self, new: list[Envelope]) -> None:
+        self._write(lambda transaction: transaction.insert(new))
+
+    @rule(terms=claims)
+    def claim(self, terms: Claim) -> None:
+        deliveries = self._write(lambda transaction: transaction.claim(terms))
+        self.leases += [(delivery.message_id, delivery.lease) for delivery in deliveries]
+
+    @rule(choice=choices, result=st.sampled_from([b"1", b'"y"']))
+    def complete(self, choice: int, result: bytes) -> None:
+        message_id, token = self._lease(choice)
+        self._write(lambda transaction: transaction.complete({message_id: (token, result)}))
+
+    @rule(choices=st.lists(choices, min_size=2, max_size=4))
+    def complete_several(self, choices: list[int]) -> None:
+        words = {message_id: (token, b"2") for message_id, token in map(self._lease, choices)}
+        self._write(lambda transaction: transaction.complete(words))
+
+    @rule(choice=choices, delay_ns=st.one_of(delays_ns, st.none()))
+    def fail(self, choice: int, delay_ns: int | None) -> None:
+        message_id, token = self._lease(choice)
+        self._decide(
+            (message_id,),
+            lambda record, now: lifecycle.fail(record, now, token, "no", error_type="E", delay_ns=delay_ns),
+        )
+
+    @rule(choice=choices)
+    def release(self, choice: int) -> None:
+        message_id, token = self._lease(choice)
+        self._decide((message_id,), lambda record, now: lifecycle.release(record, now, token))
+
+    @rule(choice=choices)
+    def renew(self, choice: int) -> None:
+        message_id, token = self._lease(choice)
+        self._decide((message_id,), lambda record, now: lifecycle.renew(record, now, token))
+
+    @rule(choice=choices)
+    def cancel(self, choice: int) -> None:
+        self._decide((self._pick(choice),), lifecycle.cancel)
+
+    @rule(choice=choices, priority=st.sampled_from([None, 0]))
+    def replay(self, choice: int, priority: int | None) -> None:
+        self._decide((self._pick(choice),), lambda record, now: lifecycle.replay(record, now, priority))
+
+    @rule(choice=choices)
+    def quarantine(self, choice: int) -> None:
+        self._decide((self._pick(choice),), lambda record, now: lifecycle.quarantine(record, now, "bad"))
+
+    @rule(choice=choices)
+    def hand_over(self, choice: int) -> None:
+        self._decide((self._pick(choice),), lambda record, now: lifecycle.hand_over(record, now, "d"))
+
+    @rule(choice=choices)
+    def settle(self, choice: int) -> None:
+        self._decide((self._pick(choice),), lifecycle.settle)
+
+    @rule(limit=st.integers(1, 3))
+    def sweep(self, limit: int) -> None:
+        self._write(lambda transaction: transaction.sweep(limit))
+
+    @rule(keep_s=st.sampled_from([0, 5]), after=st.sampled_from([0, 5]), limit=st.integers(1, 5))
+    def purge(self, keep_s: int, after: int, limit: int) -> None:
+        keep_us: dict[State, int] = dict.fromkeys(lifecycle.ENDED, keep_s * 1_000_000)
+        self._write(lambda transaction: transaction.purge(after, keep_us, limit))
+
+    @rule(limit=st.integers(1, 2))
+    def purge_keys(self, limit: int) -> None:
+        before_us = self.clock.wall_us()
+        self._both(lambda store: store.purge_keys(before_us, limit))
+
+    @rule(new=envelopes, terms=claims, choice=choices)
+    def raise_half_way(self, new: Envelope, terms: Claim, choice: int) -> None:
+        message_id = self._pick(choice)
+
+        def work(transaction: Transaction) -> None:
+            transaction.claim(terms)
+            transaction.insert([new])
+            transaction.apply(ByIds((message_id,)), lifecycle.cancel)
+            raise Planned
+
+        self._write(work)
+
+    @rule(new=envelopes, terms=claims, kept=st.booleans())
+    def several_verbs(self, new: Envelope, terms: Claim, kept: bool) -> None:
+        def work(transaction: Transaction) -> list[Any]:
+            first = transaction.insert([new])
+            taken = transaction.claim(terms)
+            if taken:
+                transaction.apply(ByIds((taken[0].message_id,)), lifecycle.cancel)
+            if not kept:
+                transaction.complete({each.message_id: (each.lease, b"3") for each in taken[1:]})
+            return [first, taken, transaction.insert([new]), transaction.sweep(2)]
+
+        self._write(work)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    @rule(passing_s=seconds)
+    def advance(self, passing_s: float) -> None:
+        self.clock.advance(passing_s)
+
+    @rule(step_s=st.sampled_from([-86_400, -3_600, 3_600, 86_400]))
+    def step_wall(self, step_s: int) -> None:
+        self.clock.step_wall(step_s)
+
+    @rule()
+    def reboot(self) -> None:
+        self.sqlite.close()
+        self.clock.reboot()
+        self.memory.rebooted(self.clock.boot_ns())
+        self.sqlite = self._open()
+
+    @rule()
+    def reopen(self) -> None:
+        self.sqlite.reopen()
+
+    # ---- what has to hold ----------------------------------------------------------------------
+
+    @invariant()
+    def records_and_events_are_equal(self) -> None:
+        records: list[Record] = self._both(lambda store: store.find(InState(None, None, 0, LOOK_MAX)))
+        events: list[Event] = self._both(lambda store: store.events(self.seen, LOOK_MAX))
+        self.seen += len(events)
+        told = {event.message_id for event in events}
+        for record in records:
+            if record.message_id in told:
+                self._both(methodcaller("read", record.message_id))
+
+    @invariant()
+    def counts_and_looks_are_equal(self) -> None:
+        self._both(lambda store: {queue: counts for queue, counts in store.count().items() if counts})
+        for queue in QUEUES:
+            self._both(methodcaller("next_work_ns", queue))
+            self._both(methodcaller("oldest_ns", queue))
+            for pick in (Overdue(queue, 2), Due(queue, 2), Leased(queue, 2), InState(queue, "QUEUED", 3, 2)):
+                self._both(methodcaller("find", pick))
+        for late in (Overdue(None, 2), Due(None, 2), Expired(2)):
+            self._both(methodcaller("find", late))
+
+    @invariant()
+    def the_events_explain_the_state(self) -> None:
+        check_books(self.memory)
+
+
+def _answer(call: Callable[[Store], Any], store: Store) -> Any:
+    try:
+        return call(store)
+    except (PostroomError, Planned) as error:
+        return type(error), str(error)
+
+
+TestBothStores = BothStores.TestCase
+TestBothStores.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)

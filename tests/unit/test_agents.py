@@ -1,0 +1,134 @@
+import hashlib
+import json
+import re
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from postroom.contracts.tasks import DECISIONS
+from postroom.errors import InvalidMessage, InvalidName, StoreDamaged
+from postroom.runtime.agents import FILE_NAME, Agents, Identity
+
+
+def test_a_token_says_who_somebody_is(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("triage", "http://10.0.0.7:9000")
+    assert agents.identify(token) == Identity("triage", "agent", "http://10.0.0.7:9000")
+    assert agents.identify(agents.add("boss", role="operator")) == Identity("boss", "operator", None)
+
+
+def test_a_token_has_256_bits(tmp_path: Path) -> None:
+    tokens = [Agents(tmp_path).add(f"agent-{number}") for number in range(10)]
+    assert len(set(tokens)) == 10
+    assert all(re.fullmatch(r"pr_[A-Za-z0-9_-]{43}", token) for token in tokens)
+
+
+def test_the_file_holds_the_hash_and_is_private(tmp_path: Path) -> None:
+    token = Agents(tmp_path).add("triage")
+    path = tmp_path / FILE_NAME
+    text = path.read_text()
+    assert token not in text
+    assert token.removeprefix("pr_") not in text
+    [line] = json.loads(text)["agents"]
+    assert line["token_sha256"] == hashlib.sha256(token.encode()).hexdigest()
+    assert {"name", "role", "url", "created"} < set(line)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("token", ["", "pr_", "x" * 46, "pr_" + "A" * 43, "pr_" + "ä" * 43, "\udcff" * 46])
+def test_nobody_else_is_let_in(tmp_path: Path, token: str) -> None:
+    agents = Agents(tmp_path)
+    assert agents.identify(token) is None
+    agents.add("triage")
+    assert agents.identify(token) is None
+
+
+def test_another_process_adds_and_removes(tmp_path: Path) -> None:
+    server, command = Agents(tmp_path), Agents(tmp_path)
+    first = command.add("first")
+    assert server.identify(first) is not None
+    second = command.add("second")
+    assert server.identify(second) is not None
+    command.remove("first")
+    assert [agent.name for agent in server.list()] == ["second"]
+    assert server.identify(first) is None
+    assert server.identify(second) is not None
+
+
+def test_a_removed_agent_comes_back_with_another_token(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    before = agents.add("triage")
+    agents.remove("triage")
+    after = agents.add("triage")
+    assert agents.identify(before) is None
+    assert agents.identify(after) is not None
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("triage")
+    with pytest.raises(InvalidMessage, match="already"):
+        agents.add("triage")
+    assert agents.identify(token) is not None
+    with pytest.raises(InvalidMessage, match="no agent"):
+        agents.remove("nobody")
+
+
+def test_the_queue_of_decisions_is_nobodys_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidMessage, match="harness"):
+        Agents(tmp_path).add(DECISIONS)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", ".hidden"])
+def test_a_name_is_a_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidName):
+        Agents(tmp_path).add(name)
+
+
+def test_a_role_is_one_of_two(tmp_path: Path) -> None:
+    with pytest.raises(InvalidMessage, match="role"):
+        Agents(tmp_path).add("triage", role="root")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "http://u:p@host", "file:///etc", "http://h/a?b", "http://h\r\nX: y"]
+)
+def test_a_url_is_checked_before_it_is_kept(tmp_path: Path, url: str) -> None:
+    agents = Agents(tmp_path)
+    with pytest.raises(InvalidMessage, match="url"):
+        agents.add("triage", url)
+    assert agents.list() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"agents": [{"name": 1}]}', "\0"])
+def test_a_damaged_file_lets_nobody_in(tmp_path: Path, text: str) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("triage")
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(StoreDamaged):
+        Agents(tmp_path).identify(token)
+
+
+def test_many_who_add_at_once_lose_nobody(tmp_path: Path) -> None:
+    tokens: list[str] = []
+
+    def add(number: int) -> None:
+        tokens.append(Agents(tmp_path).add(f"agent-{number}"))
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    agents = Agents(tmp_path)
+    assert len(agents.list()) == 8
+    assert all(agents.identify(token) for token in tokens)
+
+
+def test_only_agents_with_a_url_can_be_nudged(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    agents.add("deaf")
+    agents.add("listens", "http://127.0.0.1:1")
+    assert agents.with_url() == {"listens": "http://127.0.0.1:1"}

@@ -1,0 +1,749 @@
+"""`TaskClient` against a small real server: what it sends, and what it makes of the answers."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from postroom import client as module
+from postroom.client import (
+    NotAllowed,
+    NotHeld,
+    Refused,
+    StaleLease,
+    Task,
+    TaskClient,
+    TaskClientError,
+    TaskFailed,
+    UnknownTask,
+    Unreachable,
+    WrongState,
+)
+
+TOKEN = "pr_secret"  # noqa: S105 - of no harness
+HANG_GUARD_S = 30.0
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    body: Any
+    token: str
+    connection: int
+    wait_for_end: Callable[[], bytes]
+    """Returns when the client has closed its half of the connection."""
+
+
+class Answer(NamedTuple):
+    """What the server says; `cut` ends the connection in front of it, or in the middle of it."""
+
+    status: int = 200
+    body: Any = None
+    headers: Mapping[str, str] = MappingProxyType({})
+    cut: str = ""
+
+
+class Harness:
+    """Answers with what `say` gives for a request, and remembers every request."""
+
+    def __init__(self, say: Callable[[Request], Answer]) -> None:
+        self.say = say
+        self.requests: list[Request] = []
+        harness = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def handle_any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                request = Request(
+                    self.command,
+                    self.path,
+                    json.loads(body) if body else None,
+                    self.headers.get("Authorization", ""),
+                    self.client_address[1],
+                    lambda: self.connection.recv(1),
+                )
+                harness.requests.append(request)
+                self.answer(harness.say(request))
+
+            do_GET = do_POST = handle_any  # noqa: N815 - the base class calls them so
+
+            def answer(self, answer: Answer) -> None:
+                if answer.cut == "before":
+                    self.close_connection = True
+                    return
+                body = answer.body
+                text = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+                self.send_response(answer.status)
+                for name, value in answer.headers.items():
+                    self.send_header(name, value)
+                if answer.status != 204:
+                    self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text[: len(text) // 2] if answer.cut == "middle" else text)
+                self.close_connection = self.close_connection or bool(answer.cut)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def paths(self) -> list[str]:
+        return [request.path for request in self.requests]
+
+
+@contextmanager
+def harness(*answers: Answer | Callable[[Request], Answer]) -> Iterator[Harness]:
+    """One that gives these answers in turn, and the last one for ever."""
+    waiting = list(answers)
+
+    def say(request: Request) -> Answer:
+        answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        return answer(request) if callable(answer) else answer
+
+    with running(Harness(say)) as server:
+        yield server
+
+
+@contextmanager
+def running(server: Harness) -> Iterator[Harness]:
+    thread = threading.Thread(target=server.server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.server.shutdown()
+        server.server.server_close()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "PAUSE_S_MAX", 0.01)
+
+
+def given(**facts: Any) -> Answer:
+    task = {
+        "task_id": "t1",
+        "payload": {"n": 1},
+        "lease": 7,
+        "attempt": 1,
+        "lease_s": 300.0,
+        "type": "x",
+        "parent": "",
+    }
+    return Answer(200, {**task, **facts})
+
+
+NONE = Answer(204)
+ACCEPTED = Answer(202, {"task_id": "t1"})
+
+
+def client_of(server: Harness, **options: Any) -> TaskClient:
+    return TaskClient(server.url, agent="triage", token=TOKEN, **{"worker": "w", "timeout_s": 5.0, **options})
+
+
+# ---- what it may import ------------------------------------------------------------------------------
+
+
+def test_it_imports_the_standard_library_and_msgspec_alone() -> None:
+    code = "import sys; import postroom.client; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {name for name in loaded if name.startswith("postroom")} == {"postroom", "postroom.client"}
+    assert not loaded & {"click", "yaml", "apsw", "starlette", "uvicorn"}
+
+
+# ---- next ----------------------------------------------------------------------------------------------
+
+
+def test_a_task_is_asked_for_and_given() -> None:
+    with harness(given()) as server, client_of(server) as client:
+        task = client.next_task(lease_s=60.0)
+        assert task is not None
+        assert (task.task_id, task.payload, task.lease, task.attempt) == ("t1", {"n": 1}, 7, 1)
+        assert (task.lease_s, task.type, task.lost.is_set()) == (300.0, "x", False)
+    (request,) = server.requests
+    assert (request.method, request.path, request.token) == ("POST", "/queue/next", f"Bearer {TOKEN}")
+    assert request.body == {"agent": "triage", "limit": 1, "lease_s": 60.0, "wait_s": 0.0, "worker": "w"}
+
+
+def test_no_task_is_none() -> None:
+    with harness(NONE) as server, client_of(server) as client:
+        assert client.next_task() is None
+        assert client.next_tasks(5) == []
+
+
+def test_several_tasks_are_given_at_once() -> None:
+    tasks = [given(task_id=f"t{number}", lease=number).body for number in (1, 2)]
+    with harness(Answer(200, {"tasks": tasks})) as server, client_of(server) as client:
+        assert [(task.task_id, task.lease) for task in client.next_tasks(2)] == [("t1", 1), ("t2", 2)]
+
+
+def test_a_wait_longer_than_the_server_allows_is_several_waits() -> None:
+    with harness(NONE, given()) as server, client_of(server) as client:
+        assert client.next_task(wait_s=45.0) is not None
+    assert server.requests[0].body["wait_s"] == module.WAIT_S_MAX
+    assert len(server.requests) == 2
+
+
+def test_the_worker_is_named_by_machine_and_process() -> None:
+    with harness(NONE) as server, client_of(server, worker=None) as client:
+        client.next_task()
+    assert server.requests[0].body["worker"].endswith(f":{os.getpid()}")
+
+
+@pytest.mark.parametrize("answer", [Answer(200, {"task_id": 5}), Answer(200, "tasks"), Answer(200, 5)])
+def test_an_answer_that_is_no_task_is_an_error_of_its_own(answer: Answer) -> None:
+    with harness(answer) as server, client_of(server) as client, pytest.raises(Refused, match="not a task"):
+        client.next_task()
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+
+def test_a_word_shows_the_lease_that_was_given() -> None:
+    with harness(given(), ACCEPTED) as server, client_of(server) as client:
+        client.next_task()
+        client.heartbeat("t1")
+        client.fail_task("t1", "boom")
+        client.fail_task("t1", "boom", 5.0)
+        client.release_task("t1")
+        client.complete_task("t1", {"label": "bug"})
+    word = {"agent": "triage", "task_id": "t1", "lease": 7}
+    assert [(request.path, request.body) for request in server.requests[1:]] == [
+        ("/queue/heartbeat", word),
+        ("/queue/fail", {**word, "error": "boom"}),
+        ("/queue/fail", {**word, "error": "boom", "retry_in_s": 5.0}),
+        ("/queue/release", word),
+        ("/queue/complete", {**word, "decision": {"label": "bug"}}),
+        ("/harness/result", {"task_id": "t1"}),
+    ]
+
+
+def test_a_task_object_shows_its_own_lease_and_an_id_the_latest() -> None:
+    with harness(given(), given(lease=9, attempt=2), ACCEPTED) as server, client_of(server) as client:
+        first, second = client.next_task(), client.next_task()
+        assert first is not None
+        assert second is not None
+        client.heartbeat(first)
+        client.heartbeat("t1")
+        client.heartbeat("t1", lease=3)
+        client.heartbeat("foreign", lease=4)
+    assert [request.body["lease"] for request in server.requests[2:]] == [7, 9, 3, 4]
+
+
+def test_a_task_that_was_never_given_needs_a_lease() -> None:
+    with harness(ACCEPTED) as server, client_of(server) as client, pytest.raises(NotHeld, match="'t9'"):
+        client.complete_task("t9", 1)
+    assert server.requests == []
+
+
+def test_only_so_many_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEASES_REMEMBERED_MAX", 2)
+    tasks = [given(task_id=f"t{number}", lease=number).body for number in range(4)]
+    with harness(Answer(200, {"tasks": tasks}), ACCEPTED) as server, client_of(server) as client:
+        client.next_tasks(4)
+        client.heartbeat("t2")
+        client.heartbeat("t3")
+        with pytest.raises(NotHeld):
+            client.heartbeat("t1")
+
+
+def test_a_failed_nudge_of_the_harness_is_harmless() -> None:
+    def say(request: Request) -> Answer:
+        return Answer(404, {"error": "NotFound", "message": "no"}) if "harness" in request.path else ACCEPTED
+
+    with harness(say) as server, client_of(server) as client:
+        client.complete_task("t1", None, lease=1)
+    assert server.paths() == ["/queue/complete", "/harness/result"]
+
+
+def test_a_decision_that_is_no_json_is_refused_before_it_is_sent() -> None:
+    with harness(ACCEPTED) as server, client_of(server) as client, pytest.raises(Refused, match="JSON"):
+        client.complete_task("t1", {"when": object()}, lease=1)
+    assert server.requests == []
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Answer, type[TaskClientError], str]] = {
+    "stale": (Answer(409, {"error": "StaleLease", "message": "it is over"}), StaleLease, "it is over"),
+    "state": (Answer(409, {"error": "WrongState", "message": "it is DONE"}), WrongState, "it is DONE"),
+    "unknown": (Answer(404, {"error": "UnknownTask", "message": "no t1"}), UnknownTask, "no t1"),
+    "no token": (Answer(401, {"error": "Unauthorized", "message": "who?"}), NotAllowed, "who?"),
+    "not yours": (Answer(403, {"error": "Forbidden", "message": "no"}), NotAllowed, "no"),
+    "invalid": (Answer(400, {"error": "InvalidMessage", "message": "bad"}), Refused, "bad"),
+    "too long": (Answer(413, {"error": "TooLong", "message": "long"}), Refused, "long"),
+    "moved": (Answer(307, None, {"Location": "http://127.0.0.1:1/"}), Refused, "307"),
+    "not ours": (Answer(404, b"<html>"), Refused, "404"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_an_error_with_the_servers_words_and_is_not_repeated(case: str) -> None:
+    answer, kind, words = REFUSALS[case]
+    with harness(answer) as server, client_of(server) as client, pytest.raises(kind, match=words) as caught:
+        client.heartbeat("t1", lease=1)
+    assert type(caught.value) is kind
+    assert isinstance(caught.value, Refused)
+    assert caught.value.status == answer.status
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_is_no_json_is_an_error() -> None:
+    with harness(Answer(200, b"<html>")) as server, client_of(server) as client:
+        with pytest.raises(Refused, match="not JSON"):
+            client.request("GET", "/health")
+        assert len(server.requests) == 1
+
+
+def test_an_empty_answer_is_nothing() -> None:
+    with harness(Answer(200)) as server, client_of(server) as client:
+        assert client.request("GET", "/health") is None
+
+
+# ---- trying again ------------------------------------------------------------------------------------------
+
+LOST = [
+    Answer(cut="before"),
+    Answer(200, {"task_id": "t1", "payload": "x" * 100}, cut="middle"),
+    Answer(503, {"error": "LockTimeout", "message": "busy"}),
+    Answer(429, {"error": "QueueFull", "message": "full"}),
+    Answer(502, b"<html>"),
+    Answer(500, None),
+]
+
+
+@pytest.mark.parametrize("lost", LOST, ids=lambda answer: f"{answer.status}{answer.cut}")
+def test_a_call_without_an_answer_is_repeated(lost: Answer) -> None:
+    with harness(lost, lost, given(), lost, ACCEPTED) as server, client_of(server) as client:
+        task = client.next_task()
+        assert task is not None
+        client.heartbeat(task)
+    bodies = [request.body for request in server.requests]
+    assert bodies.count(bodies[0]) >= 3
+    assert server.paths().count("/queue/heartbeat") >= 2
+
+
+def test_after_the_last_try_the_reason_is_told() -> None:
+    busy = Answer(503, {"error": "LockTimeout", "message": "the disk sleeps"}, {"Retry-After": "0"})
+    with harness(busy) as server, client_of(server, retries=2) as client:
+        with pytest.raises(Unreachable, match="the disk sleeps"):
+            client.next_task()
+        assert len(server.requests) == 3
+
+
+def test_nobody_at_the_address_is_one_sentence() -> None:
+    with harness(NONE) as server:
+        pass
+    with client_of(server, retries=0) as client, pytest.raises(Unreachable, match=re.escape(server.url)):
+        client.next_task()
+
+
+def test_a_server_that_does_not_answer_in_time_is_unreachable() -> None:
+    hold = threading.Event()
+
+    def sleep(_: Request) -> Answer:
+        hold.wait(HANG_GUARD_S)
+        return NONE
+
+    with harness(sleep) as server, client_of(server, retries=0, timeout_s=0.05) as client:
+        with pytest.raises(Unreachable, match=r"within 0\.05 s"):
+            client.next_task()
+        hold.set()
+
+
+def test_pauses_are_random_and_grow_and_obey_the_server_within_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    for attempt, longest_s in ((0, 0.1), (1, 0.2), (3, 0.8), (40, module.PAUSE_S_MAX)):
+        pauses = {module._pause_s(attempt, 0.0) for _ in range(200)}
+        assert len(pauses) > 100
+        assert max(pauses) <= longest_s
+        assert max(pauses) > longest_s / 2
+    assert 5.0 <= module._pause_s(0, 5.0) <= 5.1
+    assert module._pause_s(0, 1e9) <= module.RETRY_AFTER_S_MAX + 0.1
+    assert [module._retry_after_s(text) for text in ("2", "", "soon", "-1")] == [2.0, 0.0, 0.0, 0.0]
+
+
+# ---- connections -------------------------------------------------------------------------------------------
+
+
+def test_a_connection_is_kept_and_replaced_when_the_server_closed_it() -> None:
+    answers = (NONE, NONE, Answer(204, None, {"Connection": "close"}), NONE)
+    with harness(*answers) as server, client_of(server, retries=0) as client:
+        for _ in range(5):
+            client.next_task()
+    used = [request.connection for request in server.requests]
+    assert used == [used[0]] * 3 + [used[3]] * 2
+    assert used[3] != used[0]
+
+
+def test_a_kept_connection_that_died_costs_no_retry() -> None:
+    def cut_second(request: Request) -> Answer:
+        return Answer(cut="before") if len(server.requests) == 2 else NONE
+
+    with harness(cut_second) as server, client_of(server, retries=0) as client:
+        assert client.next_task() is None
+        assert client.next_task() is None
+    assert len(server.requests) == 3
+
+
+def test_threads_that_call_at_the_same_time_have_connections_of_their_own() -> None:
+    together = threading.Barrier(4)
+
+    def meet(_: Request) -> Answer:
+        together.wait(HANG_GUARD_S)
+        return NONE
+
+    with harness(meet) as server, client_of(server) as client:
+        threads = [threading.Thread(target=client.next_task) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(client._connections._idle) == 4
+    assert len({request.connection for request in server.requests}) == 4
+    assert len(client._connections._idle) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "127.0.0.1:80", "http://", "http://u:p@host/", "http://host/?q=1"]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="address of a harness"):
+        TaskClient(url, agent="a", token=TOKEN)
+
+
+def test_an_address_may_have_a_path() -> None:
+    with harness(NONE) as server, TaskClient(f"{server.url}/post/", agent="a", token=TOKEN) as client:
+        client.next_task()
+    assert server.paths() == ["/post/queue/next"]
+
+
+def test_a_token_with_a_newline_cannot_become_a_header_and_is_not_shown() -> None:
+    for token in ("a\r\nX-Evil: 1", "ü", ""):
+        with pytest.raises(ValueError, match="printable ASCII") as caught:
+            TaskClient("http://127.0.0.1:1", agent="a", token=token)
+        assert not token or token not in str(caught.value)
+    assert TOKEN not in repr(TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN))
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "heartbeat_every_s", "poll_every_s"])
+def test_intervals_are_above_nothing(name: str) -> None:
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=name):
+            TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN, **{name: wrong})  # type: ignore[arg-type]
+
+
+# ---- heartbeats --------------------------------------------------------------------------------------------
+
+
+def held(**facts: Any) -> Task:
+    return Task(**{"task_id": "t1", "payload": None, "lease": 7, "attempt": 1, "lease_s": 0.03, **facts})
+
+
+def test_a_kept_task_is_beaten_for_and_not_longer() -> None:
+    beaten = threading.Event()
+
+    def say(_: Request) -> Answer:
+        if len(server.requests) == 3:
+            beaten.set()
+        return ACCEPTED
+
+    with harness(say) as server, client_of(server) as client:
+        with client.kept_alive(held()) as task:
+            assert beaten.wait(HANG_GUARD_S)
+        assert not task.lost.is_set()
+    assert set(server.paths()) == {"/queue/heartbeat"}
+
+
+@pytest.mark.parametrize("case", ["stale", "unknown", "state"])
+def test_a_refused_beat_tells_the_handler(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    with harness(REFUSALS[case][0]) as server, client_of(server) as client, client.kept_alive(held()) as task:
+        assert task.lost.wait(HANG_GUARD_S)
+    assert "is lost" in caplog.text
+    assert len(server.requests) == 1
+
+
+def test_a_lease_that_nobody_confirms_for_its_whole_length_counts_as_lost() -> None:
+    with harness(NONE) as server:
+        pass
+    with client_of(server) as client, client.kept_alive(held()) as task:
+        assert task.lost.wait(HANG_GUARD_S)
+
+
+def test_a_late_beat_after_the_last_word_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    arrived, answer = threading.Event(), threading.Event()
+
+    def say(_: Request) -> Answer:
+        arrived.set()
+        answer.wait(HANG_GUARD_S)
+        return REFUSALS["stale"][0]
+
+    with harness(say) as server, client_of(server, heartbeat_every_s=0.01, timeout_s=20.0) as client:
+        task, over = held(lease_s=60.0), threading.Event()
+        beat = threading.Thread(target=client._beat, args=(task, over))
+        beat.start()
+        assert arrived.wait(HANG_GUARD_S)
+        over.set()
+        answer.set()
+        beat.join()
+    assert not task.lost.is_set()
+    assert "is lost" not in caplog.text
+
+
+# ---- asyncio -----------------------------------------------------------------------------------------------
+
+
+def test_every_call_can_be_awaited() -> None:
+    async def talk(client: TaskClient) -> None:
+        task = await client.anext_task()
+        assert task is not None
+        await client.aheartbeat("t1")
+        await client.afail_task(task, "boom", 1.0)
+        await client.arelease_task(task)
+        await client.acomplete_task("t1", 5)
+
+    with harness(given(), ACCEPTED) as server, client_of(server) as client:
+        asyncio.run(talk(client))
+    assert [path.rpartition("/")[2] for path in server.paths()] == [
+        "next", "heartbeat", "fail", "release", "complete", "result",
+    ]  # fmt: skip
+
+
+def test_a_task_that_comes_for_a_cancelled_call_goes_back() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def say(request: Request) -> Answer:
+        if request.path != "/queue/next":
+            return ACCEPTED
+        asked.set()
+        answer.wait(HANG_GUARD_S)
+        return given()
+
+    async def give_up(client: TaskClient) -> None:
+        asking = asyncio.create_task(client.anext_task(wait_s=5.0))
+        await asyncio.to_thread(asked.wait, HANG_GUARD_S)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        answer.set()
+
+    with harness(say) as server, client_of(server) as client:
+        asyncio.run(give_up(client))
+    assert server.paths() == ["/queue/next", "/queue/release"]
+
+
+# ---- work --------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A harness with tasks in it, as the protocol wants it."""
+
+    def __init__(self, *payloads: Any) -> None:
+        self.waiting = [given(task_id=f"t{n}", lease=n, payload=p).body for n, p in enumerate(payloads)]
+        self.words: list[tuple[str, Any]] = []
+        self.refuse: dict[str, Answer] = {}
+
+    def __call__(self, request: Request) -> Answer:
+        verb = request.path.rpartition("/")[2]
+        if verb in self.refuse:
+            return self.refuse[verb]
+        if verb == "next":
+            return Answer(200, self.waiting.pop(0)) if self.waiting else NONE
+        if verb not in ("result", "heartbeat"):
+            told = {k: v for k, v in request.body.items() if k not in ("agent", "lease", "task_id")}
+            self.words.append((f"{verb} {request.body['task_id']}", told))
+        return ACCEPTED
+
+
+def worked(queue: Queue, handler: Callable[[Task], Any], **options: Any) -> list[tuple[str, Any]]:
+    with running(Harness(queue)) as server, client_of(server) as client:
+        client.work(handler, until_empty=True, **options)
+    return queue.words
+
+
+def test_work_handles_everything_that_waits() -> None:
+    words = worked(Queue(1, 2, 3), lambda task: task.payload * 10)
+    assert words == [(f"complete t{n}", {"decision": (n + 1) * 10}) for n in range(3)]
+
+
+def test_what_a_handler_raises_is_the_failure() -> None:
+    def handler(task: Task) -> None:
+        if task.payload:
+            raise TaskFailed("come back later", retry_in_s=60.0)
+        raise LookupError("no such label")
+
+    assert worked(Queue(0, 1), handler) == [
+        ("fail t0", {"error": "LookupError: no such label"}),
+        ("fail t1", {"error": "come back later", "retry_in_s": 60.0}),
+    ]
+
+
+def test_a_handler_may_be_async() -> None:
+    async def handler(task: Task) -> Any:
+        await asyncio.sleep(0)
+        return task.payload
+
+    assert worked(Queue("x"), handler) == [("complete t0", {"decision": "x"})]
+
+
+def test_a_decision_that_is_no_json_fails_the_task() -> None:
+    ((word, told),) = worked(Queue(1), lambda _: object())
+    assert word == "fail t0"
+    assert "JSON" in told["error"]
+
+
+def test_a_decision_that_the_harness_refuses_fails_the_task() -> None:
+    queue = Queue(1)
+    queue.refuse["complete"] = Answer(413, {"error": "TooLong", "message": "too long"})
+    assert worked(queue, lambda _: 5) == [("fail t0", {"error": "too long"})]
+
+
+def test_a_task_that_went_to_somebody_else_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue(1, 2)
+    queue.refuse["complete"] = REFUSALS["stale"][0]
+    assert worked(queue, lambda _: 5) == []
+    assert caplog.text.count("went to somebody else") == 2
+
+
+def test_several_slots_work_at_the_same_time() -> None:
+    together = threading.Barrier(3)
+
+    def handler(_: Task) -> int:
+        return together.wait(HANG_GUARD_S)
+
+    assert len(worked(Queue(1, 2, 3), handler, concurrency=3)) == 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, module.CONCURRENCY_MAX + 1])
+def test_concurrency_has_limits(wrong: int) -> None:
+    with pytest.raises(ValueError, match="concurrency"):
+        TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN).work(print, concurrency=wrong)
+
+
+def test_a_token_that_is_not_known_ends_the_work() -> None:
+    queue = Queue()
+    queue.refuse["next"] = REFUSALS["no token"][0]
+    with running(Harness(queue)) as server, client_of(server) as client, pytest.raises(NotAllowed):
+        client.work(print, concurrency=2)
+
+
+def test_a_handler_that_ends_its_process_gives_the_task_back() -> None:
+    def handler(_: Task) -> None:
+        raise SystemExit(3)
+
+    queue = Queue(1)
+    with running(Harness(queue)) as server, client_of(server) as client, pytest.raises(SystemExit):
+        client.work(handler)
+    assert queue.words == [("release t0", {})]
+
+
+def test_done_work_waits_for_a_harness_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue(1)
+    away = Answer(503, {"error": "LockTimeout", "message": "busy"})
+    tries = iter([away] * 7)
+
+    def say(request: Request) -> Answer:
+        if request.path == "/queue/complete" and (answer := next(tries, None)):
+            return answer
+        return queue(request)
+
+    with running(Harness(say)) as server, client_of(server, retries=1) as client:
+        client.work(lambda _: 5, until_empty=True)
+    assert queue.words == [("complete t0", {"decision": 5})]
+    assert "waits with its last word" in caplog.text
+
+
+def test_stop_lets_the_running_handler_finish_and_takes_nothing_more() -> None:
+    queue = Queue(1, 2)
+
+    def handler(task: Task) -> Any:
+        client.stop()
+        return task.payload
+
+    with running(Harness(queue)) as server, client_of(server) as client:
+        client.work(handler)
+    assert queue.words == [("complete t0", {"decision": 1})]
+
+
+@pytest.mark.parametrize("how", ["grace is over", "told twice"])
+def test_what_does_not_finish_is_given_back(how: str) -> None:
+    queue = Queue(1)
+    told = threading.Event()
+
+    def handler(task: Task) -> None:
+        client.stop()
+        if how == "told twice":
+            client.stop()
+        assert task.lost.wait(HANG_GUARD_S)
+        told.set()
+
+    with running(Harness(queue)) as server, client_of(server) as client:
+        client.work(handler, grace_s=0.02 if how == "grace is over" else 60.0)
+        assert told.wait(HANG_GUARD_S)
+        assert queue.words[0] == ("release t0", {})
+
+
+def test_a_harness_that_is_away_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    answers = [Answer(503, {"error": "X", "message": "not yet"})] * 3
+    queue = Queue(1)
+
+    def say(request: Request) -> Answer:
+        return answers.pop() if answers else queue(request)
+
+    def handler(_: Task) -> int:
+        client.stop()
+        return 1
+
+    with running(Harness(say)) as server, client_of(server, retries=0, poll_every_s=0.01) as client:
+        client.work(handler)
+    assert queue.words == [("complete t0", {"decision": 1})]
+    assert "not yet; trying again" in caplog.text
+
+
+def test_stop_breaks_a_wait_off_and_gives_back_what_was_on_its_way() -> None:
+    waiting = threading.Event()
+
+    def say(request: Request) -> Answer:
+        if request.path != "/queue/next":
+            return ACCEPTED
+        waiting.set()
+        assert request.wait_for_end() == b""
+        return given()  # sent before the end was seen, and must not be lost
+
+    with harness(say) as server, client_of(server, timeout_s=HANG_GUARD_S) as client:
+        working = threading.Thread(target=client.work, args=(print,), kwargs={"grace_s": HANG_GUARD_S})
+        working.start()
+        assert waiting.wait(HANG_GUARD_S)
+        client.stop()
+        working.join()
+    assert server.paths() == ["/queue/next", "/queue/release"]
+
+
+def test_a_nudge_between_a_look_and_a_wait_is_not_missed() -> None:
+    wakes = module._Wakes()
+    seen = wakes.count
+    wakes.ring()
+    assert wakes.wait_past(seen, 0.0)
+    assert not wakes.wait_past(wakes.count, 0.0)

@@ -1,0 +1,57 @@
+"""The machine's clocks, and the one that a test moves."""
+
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from postroom.system import clock
+from postroom.system.clock import SystemClock
+from postroom.testing import ManualClock
+
+
+def test_the_steady_clock_never_goes_back() -> None:
+    machine = SystemClock()
+    readings = [machine.boot_ns() for _ in range(1_000)]
+    assert readings == sorted(readings)
+
+
+def test_the_boot_id_is_the_machines_and_the_same_for_all() -> None:
+    assert SystemClock().boot_id() == SystemClock().boot_id()
+    if Path(clock._BOOT_ID).exists():
+        assert SystemClock().boot_id() == Path(clock._BOOT_ID).read_text(encoding="ascii").strip()
+
+
+def test_without_a_boot_id_the_moment_of_the_start_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "_BOOT_ID", str(tmp_path / "missing"))
+    assert uuid.UUID(SystemClock().boot_id()).version == 5
+
+
+def test_the_clock_for_people_is_utc_in_microseconds() -> None:
+    before = time.time_ns() // 1000
+    assert before <= SystemClock().wall_us() <= time.time_ns() // 1000
+
+
+def test_a_manual_clock_stands_until_it_is_moved() -> None:
+    manual = ManualClock()
+    first = (manual.boot_id(), manual.boot_ns(), manual.wall_us())
+    assert (manual.boot_id(), manual.boot_ns(), manual.wall_us()) == first
+    manual.advance(1.5)
+    assert (manual.boot_ns() - first[1], manual.wall_us() - first[2]) == (1_500_000_000, 1_500_000)
+    manual.step_wall(-3_600)
+    assert (manual.boot_ns() - first[1], manual.wall_us() - first[2]) == (1_500_000_000, -3_598_500_000)
+    with pytest.raises(ValueError, match="step_wall"):
+        manual.advance(-1)
+
+
+def test_a_reboot_is_another_boot_that_counts_anew() -> None:
+    manual = ManualClock()
+    manual.advance(5_000)
+    before, wall_us = (manual.boot_id(), manual.boot_ns()), manual.wall_us()
+    manual.reboot()
+    assert manual.boot_id() != before[0]
+    assert manual.boot_ns() < before[1]
+    assert manual.wall_us() == wall_us

@@ -1,0 +1,131 @@
+"""The lock for which processes queue up."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postroom.errors import LockTimeout
+from postroom.system.fairlock import FairLock
+from tests import children
+from tests.children import no_child_left
+
+AT_ONCE_S = 0.01
+LONG_S = 60.0
+ROUNDS = 200
+
+__all__ = ["no_child_left"]  # a fixture
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "queue.db"
+
+
+@pytest.fixture
+def lock(path: Path) -> Iterator[FairLock]:
+    lock = FairLock(path, AT_ONCE_S)
+    yield lock
+    lock.forget()
+
+
+@pytest.fixture
+def other(path: Path) -> Iterator[FairLock]:
+    other = FairLock(path, AT_ONCE_S)
+    yield other
+    other.forget()
+
+
+def test_only_one_holds_it(lock: FairLock, other: FairLock) -> None:
+    lock.acquire()
+    with pytest.raises(LockTimeout, match=r"queue\.db\.lock"):
+        other.acquire()
+    lock.release()
+    other.acquire()
+    with pytest.raises(LockTimeout):
+        lock.acquire()
+
+
+def test_who_gave_up_leaves_the_gate_open(path: Path, lock: FairLock, other: FairLock) -> None:
+    lock.acquire()
+    with pytest.raises(LockTimeout):
+        other.acquire()
+    lock.release()
+    third = FairLock(path, AT_ONCE_S)
+    third.acquire()
+    third.forget()
+
+
+def test_a_release_without_a_lock_is_harmless(lock: FairLock, other: FairLock) -> None:
+    lock.release()
+    lock.acquire()
+    other.release()
+    lock.release()
+    lock.release()
+    other.acquire()
+
+
+def test_who_forgets_it_gives_it_back(lock: FairLock, other: FairLock) -> None:
+    lock.acquire()
+    lock.forget()
+    other.acquire()
+    lock.forget()
+
+
+def waited_for(lock: FairLock) -> str:
+    with pytest.raises(LockTimeout) as timeout:
+        lock.acquire()
+    return "gate" if "gate" in str(timeout.value) else "lock"
+
+
+def test_while_one_waits_inside_others_stay_at_the_gate(
+    path: Path, lock: FairLock, no_child_left: None
+) -> None:
+    """Who comes back finds the gate taken: it cannot overtake the one who waits."""
+    lock.acquire()
+    waiting = children.start(lambda: FairLock(path, LONG_S).acquire())
+    back = FairLock(path, AT_ONCE_S)
+    while waited_for(back) != "gate":  # until the child is inside, the wait is for the lock itself
+        pass
+    lock.release()
+    children.wait(waiting)
+    back.acquire()
+    back.forget()
+
+
+def test_the_death_of_a_holder_frees_it(path: Path, lock: FairLock, no_child_left: None) -> None:
+    told, tell = os.pipe()
+
+    def hold_for_ever() -> None:
+        FairLock(path, LONG_S).acquire()
+        os.write(tell, b"!")
+        time.sleep(LONG_S)
+
+    holder = children.start(hold_for_ever)
+    assert os.read(told, 1) == b"!"
+    with pytest.raises(LockTimeout):
+        lock.acquire()
+    os.kill(holder, signal.SIGKILL)
+    with pytest.raises(AssertionError):
+        children.wait(holder)
+    lock.acquire()
+    os.close(told)
+    os.close(tell)
+
+
+def test_no_update_is_lost_between_processes(path: Path, no_child_left: None) -> None:
+    counter = path.with_name("counter")
+    counter.write_text("0")
+
+    def count() -> None:
+        lock = FairLock(path, LONG_S)
+        for _ in range(ROUNDS):
+            lock.acquire()
+            counter.write_text(str(int(counter.read_text()) + 1))
+            lock.release()
+
+    children.run(*[count] * 4)
+    assert int(counter.read_text()) == 4 * ROUNDS
