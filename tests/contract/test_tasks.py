@@ -12,7 +12,7 @@ import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
 from postroom.contracts import tasks as module
-from postroom.contracts.tasks import DECISIONS, Retention, Task
+from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX, Retention, Task
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -96,6 +96,23 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     )
     assert kinds(info.history) == ["created", "enqueued", "dequeued", "execution_completed"]
     assert tasks.claim(agent="a") == []
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_what_others_could_not_read_is_not_stored(tasks: Tasks) -> None:
+    tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX))
+    tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, and not deep
+    with pytest.raises(InvalidMessage, match="the payload is nested more than 200 levels deep"):
+        tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX + 1))
+    [task] = tasks.claim(agent="a")
+    with pytest.raises(InvalidMessage, match="the result is nested"):
+        tasks.complete(task.task_id, task.lease, nested(JSON_DEPTH_MAX + 1))
 
 
 @pytest.mark.parametrize(

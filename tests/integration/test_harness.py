@@ -413,18 +413,19 @@ def agent() -> Iterator[Agent]:
 
 def test_an_agent_is_nudged_with_an_id_when_there_is_work(room: Room, agent: Agent) -> None:
     room.agents.add("triage", agent.url)
-    room.tasks.enqueue(agent="triage", payload="before the harness came")
+    early_id = room.tasks.enqueue(agent="triage", payload="before the harness came")
     harness = Harness(
         room.tasks, agents=room.agents, clock=room.clock, allowed_nudge_hosts=["127.0.0.1"]
     )  # fmt: skip
     harness.step()
+    assert agent.came.acquire(timeout=HANG_GUARD_S)
     task_id = room.tasks.enqueue(agent="triage", payload={"secret": 1})
     room.tasks.enqueue(agent="other", payload={})
     room.clock.advance(10)
     harness.step()
     assert agent.came.acquire(timeout=HANG_GUARD_S)
     harness.stop()
-    assert agent.bodies == [{"task_id": task_id}]
+    assert agent.bodies == [{"task_id": early_id}, {"task_id": task_id}]
 
 
 def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:

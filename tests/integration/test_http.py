@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.tasks import DECISIONS
+from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX
 from postroom.runtime.bodies import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
     WORD_BYTES_MAX,
 )
-from postroom.runtime.desk import JSON_DEPTH_MAX
 from postroom.runtime.http import DISCARDED_BYTES_MAX
 from postroom.runtime.listener import HEAD_BYTES_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving

@@ -1,14 +1,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from postroom import Tasks
-from postroom.errors import Unavailable, UnknownTask
+from postroom.errors import HandleDead, Unavailable, UnknownTask, WriteFailed
 from postroom.runtime import writer as module
 from postroom.runtime.writer import Writer
+from postroom.stores.sqlite import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
+from tests.faultydisk import FaultyDisk
 
 Work = Callable[[Tasks, Writer], Awaitable[Any]]
 
@@ -53,6 +56,28 @@ def test_what_comes_together_is_one_commit() -> None:
 
     run(work, store)
     assert len(store.happened) == 1
+
+
+def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk(monkeypatch)
+
+    async def work(tasks: Tasks, writer: Writer) -> None:
+        def enqueue(tasks: Tasks) -> str:
+            return tasks.enqueue(agent="triage", payload=1, durability="group")
+
+        kept = await writer.submit(enqueue)
+        disk.failing = True
+        [failed] = await together(writer.submit(enqueue))
+        disk.failing = False
+        [dead] = await together(writer.submit(enqueue))
+        assert isinstance(failed, WriteFailed)
+        assert isinstance(dead, HandleDead)
+        last = await writer.submit(enqueue)
+        assert tasks.get(kept).status == tasks.get(last).status == "pending"
+
+    run(work, SqliteStore(tmp_path / "queue.db"))
 
 
 def test_a_defect_in_one_call_hurts_no_other() -> None:

@@ -654,6 +654,7 @@ def _alone(call: Callable[[Tasks], Any], tasks: Tasks) -> Any:
 
 
 RETRIES_MAX = 1_000
+JSON_DEPTH_MAX = 200  # deeper values could be stored, and then not be read by whoever stands deep in a stack
 PAGE_MAX = 100_000
 NUMBER_MAX = 2**63 - 1
 TEXT_CHARS_MAX = 256
@@ -666,9 +667,26 @@ _decode = msgspec.json.Decoder().decode
 def encoded(what: str, value: Any) -> bytes:
     """JSON of something that a caller handed in."""
     try:
-        return _encode(value)
+        data = _encode(value)
+        if data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX:  # else it cannot be that deep
+            _check_depth(what, _decode(data))
     except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidMessage(f"{what} cannot be written as JSON: {error}") from None
+    return data
+
+
+def _check_depth(what: str, value: Any) -> None:
+    level = [value]
+    for _ in range(JSON_DEPTH_MAX):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise InvalidMessage(f"{what} is nested more than {JSON_DEPTH_MAX} levels deep")
 
 
 def _check_durability(durability: object) -> None:

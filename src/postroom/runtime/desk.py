@@ -58,7 +58,6 @@ from postroom.stores.base import ByIds, Claim
 T = TypeVar("T")
 
 READERS = 2  # threads that look at the store; it has one connection for that
-JSON_DEPTH_MAX = 200  # deeper values could be stored, and then not be read by whoever stands deep in a stack
 STREAMS_MAX = 256
 TERMS_KEPT_MAX = 1_024
 STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
@@ -208,7 +207,6 @@ class Desk:
 
     async def complete(self, call: Call) -> Reply:
         body: CompleteBody = call.body
-        _check_depth(body.decision)
         owner = _owner(call)
 
         def work(tasks: Tasks) -> None:
@@ -265,7 +263,6 @@ class Desk:
         many = isinstance(call.body, NewTasks)
         new: list[NewTask] = call.body.tasks if many else [call.body]
         for task in new:
-            _check_depth(task.payload)
             if task.agent == DECISIONS:
                 raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
         keywords = [msgspec.structs.asdict(task) for task in new]
@@ -551,18 +548,3 @@ def _queue_metrics(agents: dict[str, AgentStatus]) -> Iterable[str]:
     for name, agent in agents.items():
         for state, n in sorted(agent.states.items()):
             yield f'postroom_tasks{{agent="{name}",state="{state}"}} {n}'
-
-
-def _check_depth(value: Any) -> None:
-    """Refuse what is nested so deeply that somebody else could not read it."""
-    level = [value]
-    for _ in range(JSON_DEPTH_MAX):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise InvalidMessage(f"the value is nested more than {JSON_DEPTH_MAX} levels deep")

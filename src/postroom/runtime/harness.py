@@ -16,7 +16,7 @@ import msgspec
 
 from postroom.contracts.tasks import DECISIONS, LEASE_S, Task, Tasks
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import PostroomError, Rejected
+from postroom.errors import HandleDead, PostroomError, Rejected
 from postroom.message import Event
 from postroom.runtime.agents import Agents
 from postroom.runtime.journal import Journal, where
@@ -353,6 +353,7 @@ class Harness:
     def nudge_agents(self) -> None:
         """Tell the agents that have an address about what is new for them."""
         urls = self._agents.with_url()
+        new = [agent for agent in urls if agent not in self._heard]
         self._listen_to(urls)
         if not urls:
             self._nudged_to = None
@@ -367,6 +368,9 @@ class Harness:
                 if event.kind == "enqueued" and event.queue in urls
             )
             self._nudged_to = events[-1].seq
+        for agent in new:  # something may have waited before it had an address
+            for waiting in self._tasks.find(agent=agent, state="QUEUED", limit=1):
+                newest.setdefault(agent, waiting.task_id)
         for agent, task_id in newest.items():
             self._nudger.nudge(agent, urls[agent], task_id)
 
@@ -394,6 +398,8 @@ class Harness:
 
     def _loop_failed(self, loop: str, error: BaseException) -> None:
         self._say("loop_error", loop=loop, error=where(error))
+        if isinstance(error, HandleDead):
+            self._tasks.reopen()
 
     def _say(self, event: str, **facts: Any) -> None:
         if self._journal is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from postroom.contracts.tasks import Task, Tasks
-from postroom.errors import PostroomError, Unavailable
+from postroom.errors import HandleDead, PostroomError, Unavailable
 from postroom.stores.base import CLAIM_MAX, Claim
 
 TURN_MAX = 256  # calls in one commit
@@ -132,6 +132,9 @@ class Writer:
     def _commit(self, calls: list[Call], *, makes_room: bool) -> list[Any]:
         try:
             return self._tasks.run_many(calls, makes_room=makes_room)
+        except HandleDead as error:  # those who wait are told to try again, and find it open
+            self._tasks.reopen()
+            return [error] * len(calls)
         except PostroomError as error:
             return [error] * len(calls)
         except Exception as error:  # noqa: BLE001 - a defect in one call, which the others must not suffer from

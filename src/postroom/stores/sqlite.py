@@ -156,6 +156,8 @@ class SqliteStore:
         """The connection's data version after our last commit: another one means that others have written."""
         self._wal_fd = -1
         self._dead = False
+        self._suspect = False
+        """Whether the file has to be looked through before it is trusted again."""
         self.on_ready: Callable[[set[str]], None] | None = None
         self.queue_rows: dict[str, tuple[float, tuple[int, Limits]]] = {}
         self._fresh_threads()
@@ -404,6 +406,9 @@ class SqliteStore:
         if not self.path.exists():
             os.close(open_safely(self.path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE))
         connection = _connect(self.path)
+        if self._suspect:
+            _check_pages(connection, self.path)
+            self._suspect = False
         _migrate(connection, self.path)
         with _transaction(connection):
             self._set_clock(connection)
@@ -665,6 +670,7 @@ class SqliteStore:
     def reopen(self) -> None:
         with self._leading, self._reading:
             self._drop()
+            self._suspect = self._suspect or self._dead
             self._dead = False
 
     def close(self) -> None:
@@ -752,6 +758,13 @@ def _migrations() -> dict[int, str]:
         if number:
             scripts[int(number[1])] = file.read_text()
     return dict(sorted(scripts.items()))
+
+
+def _check_pages(connection: apsw.Connection, path: Path) -> None:
+    """After a failed fsync nobody knows which pages reached the disk."""
+    [(found,)] = ask(connection, "PRAGMA quick_check(1)")
+    if found != "ok":
+        raise StoreDamaged(f"{path} is damaged: {found}")
 
 
 def _migrate(connection: apsw.Connection, path: Path) -> None:
