@@ -23,7 +23,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import apsw
 
 from postroom.core import lifecycle
-from postroom.errors import HandleDead, LockTimeout, StoreDamaged, UnknownTask, WriteFailed
+from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, UnknownTask, WriteFailed
 from postroom.message import Envelope, Event, Record, State, Stored
 from postroom.stores.ballast import Ballast
 from postroom.stores.base import (
@@ -87,6 +87,7 @@ T = TypeVar("T")
 SQLITE_OLDEST = (3, 51, 3)  # before it, several processes could damage a WAL
 LOCK_TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 10.0  # for programs that open the file without our lock
+LOOK_AGAIN_S = 0.05  # what a caller waits at most for a wake-up that never comes
 GROUP_MAX = 256  # callers whose work goes into one commit
 WAL_PAGES = 4_000  # 16 MB, then its pages move into the database
 WAL_BYTES_MAX = 64 * 1024 * 1024  # the file is cut to this after it was moved
@@ -99,19 +100,31 @@ _log = logging.getLogger("postroom.store")
 class _Job(Generic[T]):
     """One caller's work, and what became of it."""
 
-    __slots__ = ("error", "finished", "makes_room", "result", "work")
+    __slots__ = ("error", "finished", "makes_room", "result", "sealed", "wake", "work")
 
     def __init__(self, work: Callable[[Transaction], T], makes_room: bool) -> None:
         self.work = work
         self.makes_room = makes_room
+        self.sealed = False
+        """Whether its commit has begun: from then on nobody may do it again."""
         self.finished = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self.wake = threading.Lock()
+        """Taken while there is nothing to wake up for."""
+        self.wake.acquire()
 
-    def fail(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Nobody may be left without an answer."""
         if not self.finished:
-            self.error, self.finished = error, True
+            self.error = error or self.error
+            self.finished = True
+        self.look()
+
+    def look(self) -> None:
+        """Have the caller look what became of it."""
+        with suppress(RuntimeError):  # it has not looked since the last time
+            self.wake.release()
 
     def outcome(self) -> T:
         if self.error is not None:
@@ -154,6 +167,8 @@ class SqliteStore:
         self._cursor: apsw.Cursor | None = None
         self._version = -1
         """The connection's data version after our last commit: another one means that others have written."""
+        self._settled = False
+        """Whether what we remember is what the file says, others' commits aside."""
         self._wal_fd = -1
         self._dead = False
         self._suspect = False
@@ -171,51 +186,68 @@ class SqliteStore:
     # ---- writing -------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
-        if self._leading.acquire(blocking=False):
-            try:
-                if self._writer is not None and not self._pending and self._ballast.whole and not self._dead:
-                    return self._write_alone(work)
-            except apsw.FullError:
-                pass  # nothing of it was kept: below is who knows what to do
-            finally:
-                self._leading.release()
+        if not self._leading.locked() and self._is_simple():
+            with self._leading:
+                if self._is_simple():
+                    # Nothing is kept when the disk is full: below is who knows what to do then.
+                    with suppress(apsw.FullError):
+                        return self._write_alone(work)
         return self._write_together(work, makes_room)
 
+    def _is_simple(self) -> bool:
+        """Whether nobody else wants anything, and everything is as it should be."""
+        return self._cursor is not None and not self._pending and self._ballast.whole and not self._dead
+
     def _write_alone(self, work: Callable[[Transaction], T]) -> T:
-        """What `_write_together` does, when nobody else wants anything: no list, no waiting."""
-        self._lock.acquire()
+        """What `_write_together` does, for one caller: no list, no waiting."""
         try:
+            self._lock.acquire()
             cursor = self._cursor or self._open()
-            execute = cursor.execute
-            execute("BEGIN IMMEDIATE")
-            try:
-                if cursor.connection.data_version() != self._version:
-                    self._catch_up(cursor)
-                transaction = SqliteTransaction(self, cursor)
-                result = work(transaction)
-                transaction.flush()
-                execute("COMMIT")
-                self._version = cursor.connection.data_version()
-            except BaseException:
-                self._roll_back(cursor)
-                raise
-        except apsw.Error as error:
+            transaction = self._begin(cursor)
+            result = work(transaction)
+            transaction.flush()
+            self._settled = False
+            cursor.execute("COMMIT")
+            self._settle(transaction)
+        except (apsw.Error, OSError) as error:
             self._translate(error)
         finally:
-            self._lock.release()
-        self._committed(transaction)
+            self._let_go()
+        self._announce(transaction)
+        if self._pending:
+            self._wake_next()
         return result
+
+    def _begin(self, cursor: apsw.Cursor) -> SqliteTransaction:
+        if cursor.connection.in_transaction:  # an interrupt was faster than the end of the last one
+            self._names.clear()
+            self._numbers.clear()
+            cursor.execute("ROLLBACK")
+        cursor.execute("BEGIN IMMEDIATE")
+        if not self._settled or cursor.connection.data_version() != self._version:
+            self._catch_up(cursor)
+        return SqliteTransaction(self, cursor)
 
     def _write_together(self, work: Callable[[Transaction], T], makes_room: bool) -> T:
         job: _Job[T] = _Job(work, makes_room)
         self._pending.append(job)
         try:
-            with self._leading:
-                while not job.finished:
-                    self._lead()
+            while not job.finished:
+                if self._leading.locked():
+                    job.wake.acquire(timeout=LOOK_AGAIN_S)
+                    continue
+                with self._leading:
+                    if not job.finished:
+                        self._lead()
+                self._wake_next()
         finally:
             job.finished = True  # an interrupt ends the wait, and nobody else may do the work
         return job.outcome()
+
+    def _wake_next(self) -> None:
+        """One of those who came meanwhile goes on for all of them."""
+        with suppress(IndexError):
+            self._pending[0].look()
 
     def _lead(self) -> None:
         """Commit what everybody who waits wants, in one transaction."""
@@ -231,10 +263,18 @@ class SqliteStore:
                         self._run([job])
         except Exception as error:  # noqa: BLE001 - each caller gets it
             for job in jobs:
-                job.fail(error)
+                job.end(error)
         except BaseException:
-            self._pending.extendleft(reversed(jobs))  # the others are not interrupted
+            self._give_back(jobs)
             raise
+
+    def _give_back(self, jobs: list[_Job[Any]]) -> None:
+        """We were interrupted, and the others were not: somebody else does their work, if nobody has."""
+        self._pending.extendleft(job for job in reversed(jobs) if not job.sealed)
+        cut_short = InterruptedError(errno.EINTR, "interrupted")
+        for job in jobs:
+            if job.sealed:
+                job.end(WriteFailed(self.path, cut_short, rolled_back=False))
 
     def _run(self, jobs: list[_Job[Any]]) -> bool:
         """Run the jobs in one transaction; False when it was rolled back and the others have to run again."""
@@ -246,7 +286,7 @@ class SqliteStore:
         _log.warning("%s: the disk is full; the ballast is given up so that work can end", self.path)
         for job in jobs:
             if not job.makes_room:
-                job.fail(self._disk_full())
+                job.end(self._disk_full())
         try:
             return self._attempt([job for job in jobs if not job.finished], refill=False)
         except apsw.FullError:
@@ -260,57 +300,48 @@ class SqliteStore:
             raise HandleDead(self.path)
         if refill and not self._ballast.whole:
             self._refill_ballast(jobs)
-        self._lock.acquire()
         try:
+            self._lock.acquire()
             transaction = self._commit(jobs)
-        except apsw.Error as error:
+        except (apsw.Error, OSError) as error:
             self._translate(error)
         finally:
-            self._lock.release()
+            self._let_go()
         if transaction is None:
             return False
-        try:
-            self._committed(transaction)
-        except Exception:
-            raise
-        except BaseException:  # interrupted, and committed: nobody may do it again
-            cut_short = WriteFailed(
-                self.path, InterruptedError(errno.EINTR, "interrupted"), rolled_back=False
-            )
-            for job in jobs:
-                job.fail(cut_short)
-            raise
+        self._announce(transaction)
         for job in jobs:
-            job.finished = True
+            job.end()
         return True
 
     def _commit(self, jobs: list[_Job[Any]]) -> SqliteTransaction | None:
         """Everybody's work in one transaction; None when it had to be rolled back."""
         cursor = self._cursor or self._open()
-        execute = cursor.execute
-        execute("BEGIN IMMEDIATE")
+        transaction = self._begin(cursor)
+        if not self._work(jobs, transaction):
+            return None
+        transaction.flush()
+        self._settled = False
+        for job in jobs:
+            job.sealed = True
         try:
-            if cursor.connection.data_version() != self._version:
-                self._catch_up(cursor)
-            transaction = SqliteTransaction(self, cursor)
-            if self._work(jobs, transaction):
-                transaction.flush()
-                execute("COMMIT")
-                self._version = cursor.connection.data_version()
-                return transaction
-            self._roll_back(cursor)
-        except BaseException:
-            self._roll_back(cursor)
+            cursor.execute("COMMIT")
+        except apsw.Error:
+            for job in jobs:
+                job.sealed = False
             raise
-        return None
+        self._settle(transaction)
+        return transaction
 
     def _catch_up(self, cursor: apsw.Cursor) -> None:
         """Learn what other processes did to the depths meanwhile."""
         written_down = ask(cursor, COUNTED)
-        if written_down and written_down[0][0] > self.seen:
-            # What lies between may be purged, so begin with what was written down.
+        if not self._settled or (written_down and written_down[0][0] > self.seen):
+            # A commit of ours was cut short, or what lies between may be purged: begin with what was written
+            # down.
             self.depths, self.counted = counted_depths(cursor.connection)
             self.seen = self.counted
+            self._settled = True
         for seq, counts in ask(cursor, NEW_EVENTS, (self.seen,)):
             add_counts(self.depths, decode_counts(counts))
             self.seen = seq
@@ -325,7 +356,7 @@ class SqliteStore:
                 raise
             for job in jobs:
                 if not job.makes_room:
-                    job.fail(self._disk_full())
+                    job.end(self._disk_full())
 
     def _work(self, jobs: list[_Job[Any]], transaction: SqliteTransaction) -> bool:
         for job in jobs:
@@ -340,17 +371,24 @@ class SqliteStore:
             except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
                 job.error = error
                 if transaction.changes != changes or transaction.number != number:
-                    job.finished = True
+                    job.end()
                     return False
         return True
 
-    def _committed(self, transaction: SqliteTransaction) -> None:
+    def _settle(self, transaction: SqliteTransaction) -> None:
+        """Remember what was committed. Until the end of it, the file knows better than we do."""
         if transaction.new_queues:
             for name, number in transaction.new_queues.items():
                 self._numbers[name], self._names[number] = number, name
         add_counts(self.depths, transaction.changed)
         self.seen = transaction.number - 1
         self.counted = transaction.counted
+        if self._writer is not None:
+            self._version = self._writer.data_version()
+        self._settled = True
+
+    def _announce(self, transaction: SqliteTransaction) -> None:
+        """Make it durable as its class says, then tell whoever waits for something to claim."""
         if transaction.synced:
             self._sync()
         if transaction.ready and self.on_ready is not None:
@@ -367,15 +405,18 @@ class SqliteStore:
             self._dead = True
             raise WriteFailed(self.path, error, rolled_back=False) from error
 
-    def _roll_back(self, cursor: apsw.Cursor) -> None:
-        # A queue that was new in it never was, and its number will be another's.
-        self._names.clear()
-        self._numbers.clear()
+    def _let_go(self) -> None:
+        """Whatever happened: no transaction stays open, and the next one may have the lock."""
         try:
-            if cursor.connection.in_transaction:
-                cursor.execute("ROLLBACK")
+            if self._writer is not None and self._writer.in_transaction:
+                # A queue that was new in it never was, and its number will be another's.
+                self._names.clear()
+                self._numbers.clear()
+                self._writer.execute("ROLLBACK")
         except apsw.Error:  # the connection is of no use any more
             self._drop()
+        finally:
+            self._lock.release()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -386,10 +427,12 @@ class SqliteStore:
         except apsw.Error as error:
             self._translate(error)
 
-    def _translate(self, error: apsw.Error) -> NoReturn:
-        """SQLite's errors as ours. A full disk is left to who can do something about it."""
-        if isinstance(error, apsw.FullError):
+    def _translate(self, error: apsw.Error | OSError) -> NoReturn:
+        """SQLite's and the system's errors as ours. A full disk is left to who can do something about it."""
+        if isinstance(error, apsw.FullError | PostroomError):
             raise error
+        if isinstance(error, OSError):
+            raise WriteFailed(self.path, error, rolled_back=self._settled) from error
         if isinstance(error, apsw.CorruptError | apsw.NotADBError):
             raise StoreDamaged(f"{self.path} is damaged: {error}") from error
         if isinstance(error, apsw.BusyError | apsw.LockedError):
@@ -417,7 +460,7 @@ class SqliteStore:
         self.seen = self.counted
         for number, name in connection.execute("SELECT queue, name FROM queues"):
             self._names[number], self._numbers[name] = name, number
-        self._writer, self._cursor, self._version = connection, connection.cursor(), -1
+        self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
 
     def _set_clock(self, connection: apsw.Connection) -> None:

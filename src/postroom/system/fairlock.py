@@ -33,22 +33,29 @@ class FairLock:
         """Take the lock, or raise `LockTimeout`."""
         if self._lock_fd < 0:
             self._open()
-        gate_fd = self._gate_fd
+        gate_fd, lock_fd = self._gate_fd, self._lock_fd
         try:
-            flock(gate_fd, EXCLUSIVE_NOW)
-        except BlockingIOError:
-            self._wait(gate_fd, self._gate_path, GATE_PAUSE_FIRST_S, GATE_PAUSE_LAST_S)
-        try:
-            flock(self._lock_fd, EXCLUSIVE_NOW)
-        except BlockingIOError:
-            self._wait(self._lock_fd, self._lock_path, INSIDE_PAUSE_S, INSIDE_PAUSE_S)
+            try:
+                flock(gate_fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                self._wait(gate_fd, self._gate_path, GATE_PAUSE_FIRST_S, GATE_PAUSE_LAST_S)
+            try:
+                flock(lock_fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                self._wait(lock_fd, self._lock_path, INSIDE_PAUSE_S, INSIDE_PAUSE_S)
         finally:
-            flock(gate_fd, UNLOCK)
+            self._let_go(gate_fd)
 
     def release(self) -> None:
         """Give the lock back; harmless when it is not held."""
         if self._lock_fd >= 0:
-            flock(self._lock_fd, UNLOCK)
+            self._let_go(self._lock_fd)
+
+    def _let_go(self, fd: int) -> None:
+        try:
+            flock(fd, UNLOCK)
+        except OSError:
+            self.forget()  # a closed file holds no lock
 
     def _open(self) -> None:
         self._gate_fd = open_safely(self._gate_path, os.O_RDWR | os.O_CREAT)
