@@ -357,7 +357,7 @@ def http_page() -> str:
             "`text/event-stream` has `id`, `event` and `data` each; `Last-Event-ID` goes on behind one.\n",
             "## Errors\n",
             rows("| error | status |", error_rows()),
-            "Besides: 401 `Unauthorized`, 403 `Forbidden`, 408 `Timeout`, 413 and 431 `TooLong`; for a route",
+            "Besides: 401 `Unauthorized`, 403 `Forbidden`, 413 and 431 `TooLong`; for a route",
             "that is not here 404 `NotFound` or 405 `MethodNotAllowed`. 429 and 503 say `Retry-After`.\n",
             "## Queries\n",
             *(query_section(route) for route in routes if properties(route.query)),

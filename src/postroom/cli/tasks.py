@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE, ProgramFailed, end_programs, run_program
-from postroom.cli.shell import COUNT, HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
 from postroom.errors import EXIT_USAGE, InvalidMessage
 
 if TYPE_CHECKING:
@@ -391,7 +391,9 @@ def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
 )
 @click.option("--type", "kind", default="", metavar="TYPE", help="What kind of task it is.")
 @click.option("--parent", default="", metavar="ID", help="The task it comes from.")
-@click.option("--max-retries", type=COUNT, metavar="N", help="How often to try again.  [default: 3]")
+@click.option(
+    "--max-retries", type=click.IntRange(0, 1000), metavar="N", help="How often to try again.  [default: 3]"
+)
 @durability_option("os; a harness's own with --url")
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
 @click.pass_obj
@@ -743,7 +745,13 @@ def event_time(event: Mapping[str, Any]) -> str:
 @click.option(
     "--state", type=click.Choice(STATES), metavar="STATE", help=f"Only in this state: {', '.join(STATES)}."
 )
-@click.option("--after", type=COUNT, default=0, metavar="SEQ", help="Start after the task of this number.")
+@click.option(
+    "--after",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    metavar="SEQ",
+    help="Start after the task of this number.",
+)
 @click.option(
     "--limit", type=click.IntRange(1, 1000), default=LIST_DEFAULT, show_default=True, metavar="N",
     help="Stop after so many.",

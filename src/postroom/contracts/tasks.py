@@ -44,6 +44,7 @@ from postroom.system.clock import Clock
 T = TypeVar("T")
 
 LEASE_S = 300.0  # from the last heartbeat
+LEASE_S_MIN = 0.001
 LEASE_S_MAX = 30 * 86_400.0
 DELAY_S_MAX = 366 * 86_400.0
 RESULT_BYTES_MAX = 1024 * 1024
@@ -261,7 +262,7 @@ class Tasks:
         max_retries: int | None,
         durability: Durability | None,
     ) -> Envelope:
-        if delay_s and checked_seconds("delay_s", delay_s) > DELAY_S_MAX:
+        if delay_s != 0 and checked_seconds("delay_s", delay_s) > DELAY_S_MAX:
             raise InvalidMessage(f"delay_s must be at most {DELAY_S_MAX:g}, not {delay_s!r}")
         if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
             raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
@@ -336,8 +337,8 @@ class Tasks:
         checked_name("agent", agent)
         if type(limit) is not int or not 1 <= limit <= CLAIM_MAX:
             raise InvalidMessage(f"limit must be from 1 to {CLAIM_MAX}, not {limit!r}")
-        if not 0 < checked_seconds("lease_s", lease_s) <= LEASE_S_MAX:
-            raise InvalidMessage(f"lease_s must be above 0 and at most {LEASE_S_MAX:g}, not {lease_s!r}")
+        if not LEASE_S_MIN <= checked_seconds("lease_s", lease_s) <= LEASE_S_MAX:
+            raise InvalidMessage(f"lease_s must be from {LEASE_S_MIN:g} to {LEASE_S_MAX:g}, not {lease_s!r}")
         holder = agent if worker is None else _text("worker", worker)
         return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
 
@@ -366,7 +367,10 @@ class Tasks:
 
     def complete_many(self, finished: Iterable[tuple[str, int, Any]]) -> None:
         """As `complete`, for each (task_id, lease, result), in one commit: all or none."""
-        words = {_id(task_id): (_token(lease), _result(result)) for task_id, lease, result in finished}
+        said = [(_id(task_id), _token(lease), _result(result)) for task_id, lease, result in finished]
+        words = {task_id: (lease, result) for task_id, lease, result in said}
+        if len(words) < len(said):
+            raise InvalidMessage("a task stands in the list twice: it can be completed once")
         self.store.write(lambda transaction: transaction.complete(words), makes_room=True)
         self._calls += len(words)
 

@@ -5,7 +5,6 @@ Where nobody has left a mark, nothing is touched, so that a ring costs nothing. 
 late: who waits looks again after a while in any case.
 """
 
-import mmap
 import os
 import select
 import struct
@@ -36,7 +35,7 @@ class Bell:
     def _start(self) -> None:
         self._mutex = threading.Lock()
         self._listeners: dict[str, set[Listener]] = {}
-        self._files: dict[str, mmap.mmap] = {}
+        self._files: dict[str, int] = {}
         self._watching = False
         self._stop_fd = -1
 
@@ -46,35 +45,29 @@ class Bell:
             self._call(queue)
         if self._folder is not None:
             with suppress(OSError):
-                marks = self._files.get(queue) or self._open(queue)
-                if marks.find(b"\1") >= 0:
-                    os.utime(self._folder / queue)
+                fd = self._files.get(queue) or self._open(queue)
+                if b"\1" in os.pread(fd, MARKS, 0):
+                    os.utime(fd)
 
-    def _open(self, queue: str) -> mmap.mmap:
+    def _open(self, queue: str) -> int:
         with self._mutex:
             return self._open_held(queue)
 
-    def _open_held(self, queue: str) -> mmap.mmap:
-        marks = self._files.get(queue)
-        if marks is None:
+    def _open_held(self, queue: str) -> int:
+        fd = self._files.get(queue)
+        if fd is None:
             folder = self._folder or Path()
             make_folder(folder, "os")
             while len(self._files) >= OPEN_FILES_MAX:
-                del self._files[next(iter(self._files))]
-            fd = open_safely(folder / queue, os.O_RDWR | os.O_CREAT)
-            try:
-                if os.fstat(fd).st_size < MARKS:
-                    os.posix_fallocate(fd, 0, MARKS)  # a hole in it would end us on a full disk
-                marks = self._files[queue] = mmap.mmap(fd, MARKS)
-            finally:
-                os.close(fd)
-        return marks
+                os.close(self._files.pop(next(iter(self._files))))
+            fd = self._files[queue] = open_safely(folder / queue, os.O_RDWR | os.O_CREAT)
+        return fd
 
-    def _mark(self, queue: str, mark: int) -> None:
+    def _mark(self, queue: str, mark: bytes) -> None:
         """Say to other processes that somebody here waits, or that nobody does. One byte for each process."""
         if self._folder is not None:
             with suppress(OSError):
-                self._open_held(queue)[os.getpid() % MARKS] = mark
+                os.pwrite(self._open_held(queue), mark, os.getpid() % MARKS)
 
     def _call(self, queue: str) -> None:
         with self._mutex:
@@ -87,7 +80,7 @@ class Bell:
         """Call `listener`, from any thread, at every ring until the end of the block."""
         with self._mutex:
             self._listeners.setdefault(queue, set()).add(listener)
-            self._mark(queue, 1)
+            self._mark(queue, b"\1")
             if not self._watching and self._folder is not None:
                 self._watch(self._folder)
         try:
@@ -97,7 +90,7 @@ class Bell:
                 self._listeners[queue].discard(listener)
                 if not self._listeners[queue]:
                     del self._listeners[queue]
-                    self._mark(queue, 0)
+                    self._mark(queue, b"\0")
 
     @property
     def reaches_others(self) -> bool:
@@ -135,12 +128,16 @@ class Bell:
             if self._stop_fd >= 0:
                 os.close(self._stop_fd)
             self._watching, self._stop_fd = False, -1
+            for fd in self._files.values():
+                os.close(fd)
             self._files.clear()
 
     def after_fork(self) -> None:
         """A child has no thread that listens, and files of its own."""
         if self._stop_fd >= 0:
             os.close(self._stop_fd)
+        for fd in self._files.values():
+            os.close(fd)
         self._start()
 
 

@@ -57,6 +57,7 @@ from postroom.stores.base import ByIds, Claim
 
 T = TypeVar("T")
 
+BUS_THREADS = 4  # a bus that another process holds stops no look at the store
 READERS = 2  # threads that look at the store; it has one connection for that
 STREAMS_MAX = 256
 TERMS_KEPT_MAX = 1_024
@@ -141,6 +142,7 @@ class Desk:
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
+        self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
         self.writer = Writer(tasks, self._loop)
         self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
         self._stirred = self._loop.create_future()
@@ -150,6 +152,10 @@ class Desk:
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
+
+    def on_bus(self, look: Callable[[], T]) -> "asyncio.Future[T]":
+        """Do something with a bus, whose lock may take its time."""
+        return self._loop.run_in_executor(self._bus_threads, look)
 
     def stir(self) -> None:
         """Something happened: those who follow look now."""
@@ -166,6 +172,7 @@ class Desk:
         self.end_waits()
         self.writer.close()
         self._readers.shutdown()
+        self._bus_threads.shutdown()
         self.buses.close()
 
     # ---- tasks for agents ----------------------------------------------------------------------
@@ -320,6 +327,10 @@ class Desk:
         return Reply(200, _encode(StatusAnswer(own, _totals(own.values()))))
 
     async def health(self, call: Call) -> Reply:  # noqa: ARG002 - it is the same for everybody
+        if self.tasks.store.trouble:
+            return Reply(
+                503, _encode(ErrorAnswer("Unavailable", "the store cannot be written to at present"))
+            )
         if self.writer.alive and self.harness.alive:
             return Reply(200, _encode(HealthAnswer("ok")))
         return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
@@ -373,7 +384,7 @@ class Desk:
         name = call.in_path("name")
         path = self.buses.path(name)
         if EVENT_STREAM not in call.header(b"accept"):
-            messages = await self.read(lambda: self.buses.read(name, query.since, query.limit))
+            messages = await self.on_bus(lambda: self.buses.read(name, query.since, query.limit))
             return Reply(200, _encode(BusAnswer(messages)))
         looks: tuple[int, int] | None = None
 
@@ -395,7 +406,7 @@ class Desk:
     async def append_bus(self, call: Call) -> Reply:
         body: NewBusMessage = call.body
         name = call.in_path("name")
-        msg_id = await self.read(lambda: self.buses.append(name, body))
+        msg_id = await self.on_bus(lambda: self.buses.append(name, body))
         self.stir()
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))

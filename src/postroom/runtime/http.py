@@ -201,14 +201,15 @@ def _decode_query(query: bytes, kind: type) -> Any:
         pairs = parse_qsl(
             query.decode("latin-1"), keep_blank_values=True, max_num_fields=URL_QUERY_FIELDS_MAX
         )  # fmt: skip
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            raise InvalidMessage("the query names a field twice")
+    except ValueError:
+        raise InvalidMessage(f"the query has more than {URL_QUERY_FIELDS_MAX} fields") from None
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise InvalidMessage("the query names a field twice")
+    try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidMessage(f"the query does not fit: {error}") from None
-    except ValueError:
-        raise InvalidMessage(f"the query has more than {URL_QUERY_FIELDS_MAX} fields") from None
 
 
 async def _read_body(call: Call, bytes_max: int) -> bytes:

@@ -73,6 +73,7 @@ class MemoryStore:
     """Records in a dictionary, one lock around them."""
 
     url = "memory://"
+    trouble = ""
 
     def __init__(self, *, clock: Clock | None = None, store_id: str | None = None) -> None:
         self.store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id

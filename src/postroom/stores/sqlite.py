@@ -87,6 +87,8 @@ T = TypeVar("T")
 SQLITE_OLDEST = (3, 51, 3)  # before it, several processes could damage a WAL
 LOCK_TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 10.0  # for programs that open the file without our lock
+FORK_WAIT_S = 10.0  # for a commit that is under way in another thread
+FILE_LOOK_S = 0.1  # how long a file that was moved or removed may still be written to
 LOOK_AGAIN_S = 0.05  # what a caller waits at most for a wake-up that never comes
 GROUP_MAX = 256  # callers whose work goes into one commit
 WAL_PAGES = 4_000  # 16 MB, then its pages move into the database
@@ -175,6 +177,11 @@ class SqliteStore:
         """Whether the file has to be looked through before it is trusted again."""
         self.on_ready: Callable[[set[str]], None] | None = None
         self.queue_rows: dict[str, tuple[float, tuple[int, Limits]]] = {}
+        self._resting: list[threading.Lock] = []
+        self._file = (0, 0)
+        self._look_at_file = 0.0
+        self.trouble = ""
+        """Why nothing is written at present; empty when all is well."""
         self._fresh_threads()
         reset_after_fork(self)
 
@@ -224,9 +231,25 @@ class SqliteStore:
             self._numbers.clear()
             cursor.execute("ROLLBACK")
         cursor.execute("BEGIN IMMEDIATE")
+        now = time.monotonic()
+        if now >= self._look_at_file:
+            self._check_file(now)
         if not self._settled or cursor.connection.data_version() != self._version:
             self._catch_up(cursor)
         return SqliteTransaction(self, cursor)
+
+    def _check_file(self, now: float) -> None:
+        """Whether the name still means the file that is open: what is written elsewhere would be lost."""
+        try:
+            info = self.path.stat()
+            same = (info.st_dev, info.st_ino) == self._file
+        except FileNotFoundError:
+            same = False
+        if not same:
+            self._dead = True
+            self.trouble = f"{self.path} was moved or removed while it was in use"
+            raise StoreDamaged(self.trouble)
+        self._look_at_file = now + FILE_LOOK_S
 
     def _write_together(self, work: Callable[[Transaction], T], makes_room: bool) -> T:
         job: _Job[T] = _Job(work, makes_room)
@@ -403,6 +426,8 @@ class SqliteStore:
             os.fsync(self._wal_fd)
         except OSError as error:
             self._dead = True
+            self.trouble = f"an fsync of {self.path} failed: {error.strerror}"
+            _log.error("%s", self.trouble)
             raise WriteFailed(self.path, error, rolled_back=False) from error
 
     def _let_go(self) -> None:
@@ -460,6 +485,8 @@ class SqliteStore:
         self.seen = self.counted
         for number, name in connection.execute("SELECT queue, name FROM queues"):
             self._names[number], self._numbers[name] = name, number
+        info = self.path.stat()
+        self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
 
@@ -714,7 +741,7 @@ class SqliteStore:
         with self._leading, self._reading:
             self._drop()
             self._suspect = self._suspect or self._dead
-            self._dead = False
+            self._dead, self.trouble = False, ""
 
     def close(self) -> None:
         with self._leading, self._reading:
@@ -733,13 +760,22 @@ class SqliteStore:
                 with suppress(apsw.Error):
                     connection.close(True)  # noqa: FBT003 - the API has no name for it
 
+    def before_fork(self) -> None:
+        """Close everything: SQLite keeps its locks in memory, and a child would believe the copy."""
+        self._resting = [lock for lock in (self._leading, self._reading) if lock.acquire(timeout=FORK_WAIT_S)]
+        if len(self._resting) == 2:  # noqa: PLR2004 - both; else it is forked in the middle of work
+            self._drop()
+
+    def after_fork_in_parent(self) -> None:
+        """Open again when there is something to do."""
+        for lock in self._resting:
+            lock.release()
+
     def after_fork(self) -> None:
-        """A child must neither use nor close its parent's connections."""
-        for connection in (self._writer, self._reader):
-            if connection is not None:
-                leak(connection)
-        if self._cursor is not None:
-            leak(self._cursor)
+        """A child must neither use nor close what its parent has open."""
+        for thing in (self._writer, self._reader, self._cursor):
+            if thing is not None:
+                leak(thing)
         self._writer = self._reader = self._cursor = None
         if self._wal_fd >= 0:
             os.close(self._wal_fd)

@@ -1,8 +1,8 @@
 """A lock for which processes queue up.
 
 A plain flock goes to whoever asks at the right moment, which is mostly the one who just gave it back. Here
-each first passes a gate and holds it until the lock is its own: who comes back finds the gate taken, and
-waits behind the one who came before.
+each first passes a gate and holds it until the lock is its own: who comes back after its turn finds the gate
+taken, and waits behind the one who came before.
 """
 
 import os
@@ -13,9 +13,12 @@ from postroom.errors import LockTimeout
 from postroom.system.atomic import open_safely
 from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 
-# Only one waits inside the gate, so its looks are cheap; those at the gate take their time.
-INSIDE_PAUSE_S = 0.000_05
-GATE_PAUSE_FIRST_S = 0.000_1
+# Who has come through the gate may take the lock again for a while: a process that alternates with another
+# at every commit reads everything anew each time. So long a turn, times the processes, is what one waits.
+TURN_S = 0.003
+INSIDE_PAUSE_FIRST_S = 0.000_1
+INSIDE_PAUSE_LAST_S = 0.000_5
+GATE_PAUSE_FIRST_S = 0.000_2
 GATE_PAUSE_LAST_S = 0.002
 
 
@@ -28,12 +31,24 @@ class FairLock:
         self._timeout_s = timeout_s
         self._lock_fd = -1
         self._gate_fd = -1
+        self._turn_ends = 0.0
 
     def acquire(self) -> None:
         """Take the lock, or raise `LockTimeout`."""
         if self._lock_fd < 0:
             self._open()
-        gate_fd, lock_fd = self._gate_fd, self._lock_fd
+        lock_fd = self._lock_fd
+        if time.monotonic() < self._turn_ends:
+            try:
+                flock(lock_fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                pass  # who waits inside the gate was faster
+            else:
+                return
+        self._come_through(lock_fd, self._gate_fd)
+        self._turn_ends = time.monotonic() + TURN_S
+
+    def _come_through(self, lock_fd: int, gate_fd: int) -> None:
         try:
             try:
                 flock(gate_fd, EXCLUSIVE_NOW)
@@ -42,7 +57,7 @@ class FairLock:
             try:
                 flock(lock_fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                self._wait(lock_fd, self._lock_path, INSIDE_PAUSE_S, INSIDE_PAUSE_S)
+                self._wait(lock_fd, self._lock_path, INSIDE_PAUSE_FIRST_S, INSIDE_PAUSE_LAST_S)
         finally:
             self._let_go(gate_fd)
 
@@ -80,3 +95,4 @@ class FairLock:
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self._gate_fd = -1
+        self._turn_ends = 0.0

@@ -7,7 +7,7 @@ So every handle that keeps descriptors registers here and is reset in the child 
 import ctypes
 import os
 import weakref
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Forkable(Protocol):
@@ -15,6 +15,17 @@ class Forkable(Protocol):
 
     def after_fork(self) -> None:
         """Drop descriptors and thread locks that belong to the parent."""
+
+
+@runtime_checkable
+class Closable(Forkable, Protocol):
+    """A handle that must not be open while its process forks."""
+
+    def before_fork(self) -> None:
+        """Come to rest, and close what a child must not inherit."""
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
 
 
 _handles: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
@@ -25,13 +36,25 @@ def reset_after_fork(handle: Forkable) -> None:
     _handles.add(handle)
 
 
+def _rest_all() -> None:
+    for handle in list(_handles):
+        if isinstance(handle, Closable):
+            handle.before_fork()
+
+
+def _go_on_all() -> None:
+    for handle in list(_handles):
+        if isinstance(handle, Closable):
+            handle.after_fork_in_parent()
+
+
 def _reset_all() -> None:
     for handle in list(_handles):
         handle.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_all)
+    os.register_at_fork(before=_rest_all, after_in_parent=_go_on_all, after_in_child=_reset_all)
 
 
 _leaked: list[object] = []

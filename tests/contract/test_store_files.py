@@ -1,0 +1,116 @@
+"""What happens to the files around a handle: forks, files that vanish, bells that somebody cut."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from postroom import Tasks
+from postroom.errors import StoreDamaged
+from postroom.stores import sqlite
+from postroom.testing import check_books
+from tests.children import no_child_left
+
+__all__ = ["no_child_left"]  # a fixture
+
+EACH = 20
+
+
+def open_tasks(folder: Path) -> Tasks:
+    return Tasks.open(f"sqlite:///{folder}/queue.db")
+
+
+def wait_for(pid: int) -> None:
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_a_child_goes_on_when_its_parent_has_closed(tmp_path: Path) -> None:
+    """The parent's last close removes the WAL, unless it knows that the child has it open."""
+    tasks = open_tasks(tmp_path)
+    tasks.enqueue(agent="a", payload="parent")
+    child_wrote, tell_parent = os.pipe()
+    parent_closed, tell_child = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            tasks.enqueue(agent="a", payload="child")
+            os.write(tell_parent, b"1")
+            os.read(parent_closed, 1)
+            for number in range(EACH):
+                tasks.enqueue(agent="a", payload=number)
+            [task] = tasks.claim(agent="a")
+            tasks.complete(task.task_id, task.lease, "done")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.read(child_wrote, 1)
+    tasks.close()
+    os.write(tell_child, b"1")
+    wait_for(pid)
+    with open_tasks(tmp_path) as again:
+        states = again.status().agents["a"].states
+        assert states == {"QUEUED": EACH + 1, "COMPLETED": 1}
+        check_books(again.store)
+    for fd in (child_wrote, tell_parent, parent_closed, tell_child):
+        os.close(fd)
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_a_fork_beside_a_thread_that_writes_leaves_both_able_to(tmp_path: Path) -> None:
+    tasks = open_tasks(tmp_path)
+    ending = threading.Event()
+
+    def write() -> None:
+        while not ending.is_set():
+            tasks.enqueue(agent="thread", payload=1)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                tasks.enqueue(agent="child", payload=1)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        wait_for(pid)
+    ending.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert tasks.status().agents["child"].depth == 5
+    check_books(tasks.store)
+    tasks.close()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_file_that_vanished_is_not_written_to_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(sqlite, "FILE_LOOK_S", 0.0)
+    tasks = open_tasks(tmp_path)
+    tasks.enqueue(agent="a", payload=1)
+    path = tmp_path / "queue.db"
+    if how == "removed":
+        path.unlink()
+    else:
+        path.rename(tmp_path / "elsewhere.db")
+    if how == "replaced":
+        path.write_bytes(b"")
+    with pytest.raises(StoreDamaged, match="was moved or removed while it was in use"):
+        tasks.enqueue(agent="a", payload=2)
+    assert tasks.store.trouble
+    tasks.close()
+
+
+def test_a_bell_that_somebody_cut_harms_nobody(tmp_path: Path) -> None:
+    with open_tasks(tmp_path) as tasks:
+        tasks.enqueue(agent="a", payload=1)
+        heard = threading.Event()
+        with tasks.bell.heard_by("a", heard.set):
+            os.truncate(tmp_path / "queue.db.bells" / "a", 0)
+            tasks.enqueue(agent="a", payload=2)
+            assert heard.wait(10)
+        assert len(tasks.claim(agent="a", limit=2)) == 2
