@@ -145,6 +145,11 @@ class FaultyStore:
     def on_ready(self, told: Callable[[set[str]], None] | None) -> None:
         self.store.on_ready = told
 
+    @property
+    def trouble(self) -> str:
+        """What the store says of itself."""
+        return self.store.trouble
+
     def inject(self, *faults: Fault) -> None:
         """What happens to the next writes, before the plan goes on."""
         self._injected += faults

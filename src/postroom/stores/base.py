@@ -441,8 +441,10 @@ class Store(Protocol):
     url: str
     on_ready: Callable[[set[str]], None] | None
     """Called after each commit with the queues in which something new can be claimed."""
-    trouble: str
-    """Why nothing is written at present; empty when all is well."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is written at present; empty when all is well."""
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         """Run `work` in a transaction, perhaps with others' work, and return when it is committed.
