@@ -9,7 +9,6 @@ every commit and ours does not, so both are also measured with equal durability 
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -638,8 +637,6 @@ def restart(folder: Path, sizes: Sizes) -> Iterator[Figure]:
         cost.ratio,
         [Goal("value", "<", 1)],
     )
-    if not has_server():
-        return
     yield Figure(
         f"start to GET /health, {sizes.restart_waiting:,} waiting",
         median_of(lambda: health_s(folder)),
@@ -671,17 +668,7 @@ def health_s(folder: Path) -> float:
 # ---- HTTP ------------------------------------------------------------------------------------------
 
 
-def has_server() -> bool:
-    """Whether this version has the server, and its requirements are installed."""
-    try:
-        return importlib.util.find_spec("postroom.runtime.http") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def http(folder: Path, sizes: Sizes) -> Iterator[Figure]:
-    if not has_server():
-        return
     filling = Ours(folder, durability="group")  # as a server enqueues
     filling.fill(REPEATS * sizes.requests)
     filling.close()

@@ -11,6 +11,7 @@
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,6 +189,9 @@ class FaultyStore:
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         return self.store.events(after, limit)
+
+    def newest_event(self) -> int:
+        return self.store.newest_event()
 
     def next_work_ns(self, queue: str) -> int | None:
         return self.store.next_work_ns(queue)
@@ -455,15 +459,15 @@ def _refused(store: Store, kind: type[BaseException]) -> Iterator[None]:
     assert _everything(store) == before, "a call that was refused changed something"
 
 
-class StoreContract:
+class StoreContract(ABC):
     """The tests of a backend. Subclass it under pytest and write `open`."""
 
     keeps: ClassVar[bool] = True
     """Whether a store that is opened again in the same folder holds what was stored."""
 
+    @abstractmethod
     def open(self, folder: Path, clock: ManualClock) -> Store:
         """A store of this folder. Called again for the same folder, it is another handle of the same one."""
-        raise NotImplementedError
 
     @contextmanager
     def opened(self, folder: Path, clock: ManualClock) -> Iterator[Store]:

@@ -98,6 +98,21 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     assert tasks.claim(agent="a") == []
 
 
+def test_a_refused_task_leaves_no_queue_behind(tasks: Tasks) -> None:
+    too_long = "x" * 2_000_000
+    refused, kept = tasks.run_many(
+        [
+            lambda tasks: tasks.enqueue(agent="ghost", payload=too_long),
+            lambda tasks: tasks.enqueue(agent="a", payload=1),
+        ]
+    )
+    assert isinstance(refused, InvalidMessage)
+    with pytest.raises(InvalidMessage, match="max_payload_bytes"):
+        tasks.enqueue(agent="ghost", payload=too_long)
+    assert tasks.get(kept).status == "pending"
+    assert "ghost" not in tasks.status().agents
+
+
 def nested(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):

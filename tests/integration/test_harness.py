@@ -13,7 +13,7 @@ from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS, Task
 from postroom.errors import StaleLease, Unavailable
 from postroom.runtime.agents import Agents
-from postroom.runtime.harness import POSITION_FILE, Execute, Harness, newest_event
+from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness
 from postroom.runtime.journal import Journal
 from postroom.testing import FaultyStore, ManualClock
 
@@ -236,12 +236,35 @@ def test_an_executor_that_outlives_its_lease_is_counted(room: Room) -> None:
     assert room.status(task_id) == "completed"
 
 
+class Killed(BaseException):
+    """The end of a process in the middle of its work."""
+
+
+def test_what_a_killed_harness_had_begun_is_executed_by_the_next_one(room: Room) -> None:
+    """Within its own short lease, not that of a task: it beats by itself, so it needs no long one."""
+
+    def die(_: Task) -> None:
+        raise Killed
+
+    task_id = room.completed()
+    with pytest.raises(Killed):
+        room.harness(die).step()
+    executed: list[str] = []
+    harness = room.harness(lambda decision: executed.append(decision.parent))
+    harness.step()
+    assert executed == []
+    room.clock.advance(DECISION_LEASE_S)
+    harness.step()
+    assert executed == [task_id]
+    assert room.status(task_id) == "done"
+
+
 def test_a_beat_keeps_the_lease_of_what_is_executed(room: Room) -> None:
     harness: Harness
 
     def execute(_: Task) -> None:
         for _beat in range(4):
-            room.clock.advance(200)
+            room.clock.advance(DECISION_LEASE_S * 2 / 3)
             harness.beat()
 
     task_id = room.completed()
@@ -370,7 +393,7 @@ def test_the_newest_event_is_found(room: Room, count: int) -> None:
     for _ in range(count):
         room.tasks.enqueue(agent="triage", payload={})
     events = room.tasks.events()
-    assert newest_event(room.tasks) == (events[-1].seq if events else 0)
+    assert room.tasks.store.newest_event() == (events[-1].seq if events else 0)
 
 
 # ---- nudges ----------------------------------------------------------------------------------------

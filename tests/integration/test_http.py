@@ -1,6 +1,7 @@
 """The server as a real process, spoken to over real HTTP."""
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -50,6 +51,14 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+def waiting(server: Server) -> int:
+    """How many requests wait for a task."""
+    [line] = re.findall(
+        r"^postroom_waiting_requests (\d+)$", server.get("boss", "/metrics").body.decode(), re.MULTILINE
+    )
+    return int(line)
 
 
 # ---- the way of a task -----------------------------------------------------------------------------
@@ -559,8 +568,9 @@ def test_nothing_is_leased_to_who_has_left(server: Server) -> None:
         connection = server.connect()
         headers = {"Authorization": f"Bearer {server.tokens['triage']}"}
         connection.request("POST", "/queue/next", b'{"wait_s": 30}', headers)
-        time.sleep(0.05)
+        wait_until(lambda: waiting(server) == 1)
         connection.close()
+        wait_until(lambda: waiting(server) == 0)
     task_id = server.enqueue()
     wait_until(lambda: server.get("boss", f"/tasks/{task_id}").json["status"] == "pending")
     task = server.claim("triage", wait_s=30)
@@ -715,7 +725,7 @@ def test_sigterm_ends_long_polls_and_streams(tmp_path: Path) -> None:
             # Taken and answered: then the polls before it are waiting.
             server.enqueue("review")
             assert len(stream.take(2)) == 2
-            time.sleep(0.2)
+            wait_until(lambda: waiting(server) == 3)
             assert server.end() == 0
             assert stream.next() is None
         for thread, answers in polls:

@@ -29,8 +29,6 @@ def figures(bench: bench_tasks.Bench, folder: Path) -> Iterator[dict[str, object
 
 @pytest.mark.parametrize("bench", bench_tasks.BENCHES, ids=lambda bench: bench.__name__)
 def test_a_bench_yields_figures_with_a_value_and_a_verdict(bench: bench_tasks.Bench, tmp_path: Path) -> None:
-    if bench is bench_tasks.http and not bench_tasks.has_server():
-        pytest.skip("this version has no server yet")
     found = list(figures(bench, tmp_path))
     assert found
     for figure in found:

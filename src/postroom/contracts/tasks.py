@@ -641,11 +641,11 @@ _COMMITS_OF_THEIR_OWN = frozenset({"set_limits", "purge_events", "purge_keys", "
 
 
 def _outcome(call: Callable[[Tasks], Any], tasks: Tasks, transaction: Transaction) -> Any:
-    before = transaction.number
+    before = transaction.number, transaction.changes
     try:
         return call(tasks)
     except PostroomError as error:
-        if transaction.number != before:
+        if (transaction.number, transaction.changes) != before:
             raise _HalfDone from error
         return error
 

@@ -228,33 +228,27 @@ class Desk:
 
     async def heartbeat(self, call: Call) -> Reply:
         body: HolderBody = call.body
-        owner = _owner(call)
-
-        def work(tasks: Tasks) -> None:
-            _mine(tasks, body.task_id, owner)
-            tasks.heartbeat(body.task_id, body.lease)
-
-        return await self._say(call, "heartbeat", body.task_id, work, makes_room=True)
+        return await self._word(call, "heartbeat", lambda tasks: tasks.heartbeat(body.task_id, body.lease))
 
     async def fail(self, call: Call) -> Reply:
         body: FailBody = call.body
-        owner = _owner(call)
-
-        def work(tasks: Tasks) -> None:
-            _mine(tasks, body.task_id, owner)
-            tasks.fail(body.task_id, body.lease, body.error, body.retry_in_s)
-
-        return await self._say(call, "failed", body.task_id, work, makes_room=True)
+        return await self._word(
+            call, "failed", lambda tasks: tasks.fail(body.task_id, body.lease, body.error, body.retry_in_s)
+        )
 
     async def release(self, call: Call) -> Reply:
         body: HolderBody = call.body
-        owner = _owner(call)
+        return await self._word(call, "released", lambda tasks: tasks.release(body.task_id, body.lease))
+
+    async def _word(self, call: Call, event: str, say: Callable[[Tasks], None]) -> Reply:
+        """What a holder says about a task, which has to be its own agent's."""
+        task_id, owner = call.body.task_id, _owner(call)
 
         def work(tasks: Tasks) -> None:
-            _mine(tasks, body.task_id, owner)
-            tasks.release(body.task_id, body.lease)
+            _mine(tasks, task_id, owner)
+            say(tasks)
 
-        return await self._say(call, "released", body.task_id, work, makes_room=True)
+        return await self._say(call, event, task_id, work, makes_room=True)
 
     async def _say(
         self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
@@ -357,6 +351,8 @@ class Desk:
         yield "# TYPE postroom_nudges_total counter"
         yield f'postroom_nudges_total{{outcome="sent"}} {harness.nudges_sent}'
         yield f'postroom_nudges_total{{outcome="failed"}} {harness.nudges_failed}'
+        yield "# TYPE postroom_waiting_requests gauge"
+        yield f"postroom_waiting_requests {self.waiting.count}"
         yield "# TYPE postroom_commits_total counter"
         yield f"postroom_commits_total {self.writer.turns}"
         yield "# TYPE postroom_requests_total counter"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from postroom.contracts.tasks import DECISIONS, LEASE_S, Task, Tasks
+from postroom.contracts.tasks import DECISIONS, Task, Tasks
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import HandleDead, PostroomError, Rejected
 from postroom.message import Event
@@ -27,7 +27,7 @@ from postroom.system.clock import Clock, SystemClock
 
 DRAIN_EVERY_S = 10.0
 SWEEP_EVERY_S = 60.0
-BEAT_EVERY_S = 25.0  # a decision that is being executed keeps its lease
+DECISION_LEASE_S = 30.0  # after which another harness executes what a killed one had begun
 EVENTS_A_READ = 1_000
 DECISIONS_A_COMMIT = 50
 SWEEPS_MAX = 100  # batches in a row; the next interval takes the rest
@@ -174,7 +174,7 @@ class Harness:
         sweep_every_s: float = SWEEP_EVERY_S,
         nudge_timeout_s: float = NUDGE_TIMEOUT_S,
         allowed_nudge_hosts: Iterable[str] = (),
-        lease_s: float = LEASE_S,
+        lease_s: float = DECISION_LEASE_S,
         clock: Clock | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -197,7 +197,7 @@ class Harness:
         self._drain = Loop("drain", drain_every_s, self.drain, clock)
         self._sweep = Loop("sweep", sweep_every_s, self.sweep, clock)
         self._nudge = Loop("nudge", drain_every_s, self.nudge_agents, clock)
-        self._beat = Loop("beat", min(BEAT_EVERY_S, lease_s / 3), self.beat, clock)
+        self._beat = Loop("beat", lease_s / 3, self.beat, clock)
         self._loops = (
             (self._drain, self._sweep, self._nudge)
             if execute is not None
@@ -211,7 +211,7 @@ class Harness:
     def start(self) -> None:
         """Run every loop in a thread of its own."""
         if self._nudged_to is None:
-            self._nudged_to = newest_event(self._tasks)  # what comes from now on is new
+            self._nudged_to = self._tasks.store.newest_event()  # what comes from now on is new
         if self._execute is not None:
             self._held.enter_context(self._tasks.bell.heard_by(DECISIONS, self._drain.wake))
             self._beat.start()
@@ -359,7 +359,7 @@ class Harness:
             self._nudged_to = None
             return
         if self._nudged_to is None:  # the first agent with an address has just come
-            self._nudged_to = newest_event(self._tasks)
+            self._nudged_to = self._tasks.store.newest_event()
         newest: dict[str, str] = {}
         while events := self._tasks.events(after=self._nudged_to, limit=EVENTS_A_READ):
             newest.update(
@@ -404,22 +404,6 @@ class Harness:
     def _say(self, event: str, **facts: Any) -> None:
         if self._journal is not None:
             self._journal.write(event, **facts)
-
-
-def newest_event(tasks: Tasks) -> int:
-    """The number of the last event, found by halving: there may be millions."""
-    low, high = 0, 1
-    while tasks.events(after=high, limit=1):
-        low, high = high, high * 2
-    if not tasks.events(after=low, limit=1):
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tasks.events(after=middle, limit=1):
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def _opening(task_id: str) -> Callable[[Tasks], str | None]:

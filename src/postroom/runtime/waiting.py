@@ -44,7 +44,8 @@ class Waiting:
         self._read = read
         self._loop = loop
         self._lines: dict[str, _Line] = {}
-        self._count = 0
+        self.count = 0
+        """Requests that wait at present."""
         self.ending = loop.create_future()
 
     def end(self) -> None:
@@ -54,21 +55,21 @@ class Waiting:
 
     async def claim(self, terms: Claim, wait_s: float, gone: "asyncio.Future[None]") -> list[Task]:
         """Lease tasks as soon as there are any, unless `wait_s` passes or whoever asked is `gone`."""
-        if self._count >= WAITERS_MAX:
+        if self.count >= WAITERS_MAX:
             raise Unavailable(f"{WAITERS_MAX} requests wait for tasks already: try again soon")
         waiter = _Waiter(terms, self._loop)
         line = self._lines.get(terms.queue)
         if line is None:
             line = self._lines[terms.queue] = _Line(self, terms.queue)
         line.join(waiter)
-        self._count += 1
+        self.count += 1
         try:
             await asyncio.wait(
                 (waiter.future, gone, self.ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
             )
             return await line.leave(waiter)
         finally:
-            self._count -= 1
+            self.count -= 1
 
     def hear(self, agent: str, ring: Callable[[], None]) -> AbstractContextManager[None]:
         """Have `ring` called in the event loop at every ring of the agent's bell."""

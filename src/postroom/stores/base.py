@@ -129,6 +129,8 @@ class Transaction(ABC):
 
     def __init__(self, store_id: str, number: int, steady_ns: int, wall_us: int) -> None:
         self.store_id = store_id
+        self.changes = 0
+        """Grows with everything that is written."""
         self.number = number
         self.steady_ns = steady_ns
         self.wall_us = wall_us
@@ -466,6 +468,9 @@ class Store(Protocol):
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         """Events with a `seq` above `after`, in order."""
+
+    def newest_event(self) -> int:
+        """The number of the last event; 0 when nothing has happened yet."""
 
     def next_work_ns(self, queue: str) -> int | None:
         """In how many nanoseconds something can be claimed: 0 for now, None when nothing waits."""

@@ -223,6 +223,9 @@ class MemoryStore:
             ]
             return max(0, self.steady_ns() - min(heads)) if heads else None
 
+    def newest_event(self) -> int:
+        return self._number - 1
+
     def next_work_ns(self, queue: str) -> int | None:
         with self._mutex:
             if self._counts.get(queue, {}).get("QUEUED", 0):

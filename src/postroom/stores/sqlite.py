@@ -52,6 +52,7 @@ from postroom.stores.sql.queries import (
     LANE_DELAYED,
     LANE_LEASED,
     NEW_EVENTS,
+    NEWEST_EVENT,
     NEXT_WORK,
     NUMBER_DIGITS_MAX,
     QUEUE,
@@ -672,6 +673,10 @@ class SqliteStore:
                     break
             rows.close()
         return found[:limit]
+
+    def newest_event(self) -> int:
+        with self._snapshot() as connection:
+            return int(ask(connection, NEWEST_EVENT)[0][0])
 
     def next_work_ns(self, queue: str) -> int | None:
         with self._snapshot() as connection:

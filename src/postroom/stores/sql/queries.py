@@ -48,6 +48,7 @@ UPDATE_TRAIL = (
 REST = "type, parent_message_id, key, delay_ns, ttl_ns, first_priority, payload, result, trail"
 STORED = f"SELECT {REST} FROM records WHERE seq = ?"
 HEAD = "SELECT ready_at FROM records WHERE queue = ? AND lane = ? ORDER BY turn LIMIT 1"
+NEWEST_EVENT = "SELECT coalesce(max(seq), 0) FROM events"
 NEW_EVENTS = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 QUEUE = "SELECT queue, max_depth, max_payload_bytes, durability FROM queues WHERE name = ?"
 NEXT_WORK = (
