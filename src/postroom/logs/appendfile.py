@@ -111,6 +111,10 @@ class AppendFile:
             raise UnsafePath(msg)
         return -1
 
+    def has_name(self) -> bool:
+        """Whether the name means a file at all: not removed, and not moved away."""
+        return os.access(self._encoded_name, os.F_OK)
+
     def append(self, data: bytes, size: int) -> int:
         """Write `data` at the end, which is at `size`. Returns a ticket for `settle`."""
         try:

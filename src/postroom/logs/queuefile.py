@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 
@@ -39,6 +40,7 @@ from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 WINDOW_BYTES = 1024 * 1024
 CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
+LOOK_EVERY_S = 0.1  # how long a send may still go to a file that was replaced by hand
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # our own want, which says nothing about a file
 CURSOR_SUFFIX = ".cursor"
 TOPICS_SUFFIX = ".topics"
@@ -115,6 +117,8 @@ class SessionFiles:
         )
         self._mutex = threading.Lock()
         self._known_end = -1
+        self._look_again = 0.0
+        self._compactions = -1
 
     def __del__(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
@@ -134,6 +138,27 @@ class SessionFiles:
             size = self._file.current_size()
             if size >= 0:
                 return size
+        return self._lock_changed()
+
+    def _lock_to_append(self) -> int:
+        """As `_lock_current`, mostly without a stat: one also makes the write that follows it dearer.
+
+        A compaction shows in the lock file's length, and a removal in the missing name. Only a file that was
+        replaced by hand is noticed up to `LOOK_EVERY_S` later.
+        """
+        now = monotonic()
+        if now >= self._look_again or self._file.fd < 0:
+            size = self._lock_current()
+            self._compactions = os.lseek(self._lock_fd, 0, os.SEEK_END)
+            self._look_again = now + LOOK_EVERY_S
+            return size
+        try:
+            flock(self._lock_fd, EXCLUSIVE_NOW)
+        except BlockingIOError:
+            lock.wait(self._lock_fd, self._lock_timeout_s, self._lock_path)
+        if os.lseek(self._lock_fd, 0, os.SEEK_END) == self._compactions and self._file.has_name():
+            return os.lseek(self._file.fd, 0, os.SEEK_END)
+        self._look_again = 0.0
         return self._lock_changed()
 
     def _lock_changed(self) -> int:
@@ -158,6 +183,7 @@ class SessionFiles:
     def _drop(self) -> None:
         self._file.close()
         self._known_end = -1
+        self._look_again = 0.0
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -198,6 +224,7 @@ class SessionFiles:
     def _forget(self) -> None:
         self._file.forget()
         self._known_end = -1
+        self._look_again = 0.0
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -209,7 +236,7 @@ class SessionFiles:
         file = self._file
         with self._mutex:
             try:
-                size = self._lock_current()
+                size = self._lock_to_append()
                 if size != self._known_end and size and os.pread(file.fd, 1, size - 1) != b"\n":
                     line = b"\n" + line  # a writer died in the middle of its line: ours must not grow onto it
                 ticket = file.append(line, size)
@@ -431,6 +458,8 @@ class SessionFiles:
                 os.close(fd)
             journal = Journal(info.st_ino, epoch, readings, bodies)
             replace_file(self._journal_path, msgspec.json.encode(journal), self._durability)
+            # Longer by one: this tells those who append that the file is another one now.
+            os.pwrite(self._lock_fd, b"\n", os.lseek(self._lock_fd, 0, os.SEEK_END))
             os.replace(temporary, self.messages)
         except OSError as error:
             with suppress(OSError):
