@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks crash fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail crash fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -25,10 +25,16 @@ $(STAMP): requirements.lock pyproject.toml tools/setup.py
 setup: $(STAMP) ## make .venv with the locked tools and postroom in it (implied by the others)
 	@:
 
+# Spark needs a Java, and the report is looked at in a real browser.
+JAVA    := java=default-jre-headless
+BROWSER := chromium
+
 demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
+	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) examples/demo.py
 
 test: $(STAMP) ## the tests, with the time each part took
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER)
 	@$(PYTHON) -m pytest
 
 check: $(STAMP) ## lint, formatting, types, and which layer may import which
@@ -49,6 +55,12 @@ bench-files: $(STAMP) ## the benchmark of Bus and Queue
 
 bench-tasks: $(STAMP) ## the benchmark of Tasks beside huey, litequeue and persist-queue
 	@$(PYTHON) bench/bench_tasks.py
+
+bench-audit: $(STAMP) ## the benchmark of the audit stream, with a history of 5 million events
+	@$(PYTHON) bench/bench_audit.py
+
+bench-mail: $(STAMP) ## the benchmark of Mail beside nats-server
+	@$(PYTHON) bench/bench_mail.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, soak (long)
 	@$(PYTHON) tools/setup.py --system strace mkfs.ext4=e2fsprogs

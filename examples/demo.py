@@ -9,6 +9,10 @@ Act 2, the leased half. A harness serves a task queue, and three agents work on 
 while it holds a task. Another is stopped until its lease has run out and its task has gone to somebody else;
 when it wakes up it says that it is done, and is refused. At the end every acknowledged task is done, once,
 and its decision was executed.
+
+Act 3, the audit stream. Everything that both acts did goes to one stream; the request that the zombie spoiled
+is shown from its first event to its last, the files are verified, and the checker of histories looks for
+anything that was lost, doubled or out of order.
 """
 
 import argparse
@@ -27,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from postroom import Bus, Queue, Tasks
+from postroom import Audit, Bus, Queue, Tasks
 from postroom.client import Task, TaskClient
 
 JOBS = 24
@@ -334,6 +338,44 @@ def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict
     return not (lost or doubled or wrong or any(clean.values())) and refusals(folder) > 0
 
 
+# ---- act 3 ---------------------------------------------------------------------------------------
+
+
+def act_three(folder: Path) -> bool:
+    """The audit stream of everything so far."""
+    print("\nAct 3: everything that happened, in one stream that can be searched and proved\n")
+    stream, store = str(folder / "audit"), f"sqlite:///{folder / 'harness' / 'queue.db'}"
+    show(
+        folder, "postroom", "audit", "ship", "--once", "--to", stream, "--store", store,
+        "--queue", str(folder / "queue"), "--bus", str(folder / "bus.yaml"),
+    )  # fmt: skip
+    audit = Audit(stream)
+    retried = next(event.message_id for event in audit.query(kind="lease_lapsed"))
+    print(f"\nThe request of {retried}, whose first holder did not finish it\n")
+    for span in audit.trace(retried):
+        indent = "  " * (span.depth + 1)
+        print(f"{indent}{span.message_id}  {span.queue}, {span.attempts} deliveries, {span.outcome}")
+        for event in span.events:
+            after_ms = (event.ts_us - span.start_us) / 1000
+            print(f"{indent}  {after_ms:9.1f} ms  {event.kind:<20} {event.worker_id}")
+    show(folder, "postroom", "audit", "verify", stream)
+    show(folder, "postroom", "verify", stream, "--store", store)
+    newest = sum(len(range(first, last + 1)) for first, last in sources(audit).values())
+    print(
+        f"\n  events in the stream {sum(1 for _ in audit.query())}, numbers given by their sources {newest}"
+    )
+    return sum(1 for _ in audit.query()) == newest
+
+
+def sources(audit: Audit) -> dict[str, tuple[int, int]]:
+    """The first and the last number of each source."""
+    spans: dict[str, tuple[int, int]] = {}
+    for event in audit.query():
+        first, last = spans.get(event.source, (event.seq, event.seq))
+        spans[event.source] = min(first, event.seq), max(last, event.seq)
+    return spans
+
+
 def main() -> None:
     """Run the tour, or one of its roles."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -361,6 +403,7 @@ def tour(kept: Path | None) -> None:
             sys.exit(f"{folder} is not empty: the demo wants a folder of its own")
         fine = act_one(folder)
         fine = act_two(folder) and fine
+        fine = act_three(folder) and fine
     print(f"\n{'Nothing acknowledged was lost.' if fine else 'SOMETHING IS WRONG.'}")
     sys.exit(0 if fine else 1)
 

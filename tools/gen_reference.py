@@ -17,11 +17,12 @@ from postroom.cli import main as postroom_cli
 from postroom.cli import zosmq
 from postroom.cli.shell import CONFIG_NAME, CONFIG_VARIABLE, TRACE_VARIABLE
 from postroom.contracts.tasks import STATUS
+from postroom.core.events import OPERATIONS, AuditEvent
 from postroom.core.lifecycle import TRANSITIONS
 from postroom.message import Event, EventKind, State
 from postroom.runtime.http import OPENAPI, ROUTES, STATUS_OF, openapi
 from postroom.runtime.openapi import Route
-from postroom.settings import BusSettings, QueueSettings, Setting, described
+from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, described
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -99,6 +100,17 @@ numbers have no gap within a store. The schema is the same for every contract, a
 here does not exist. A field that has its default is left out of the JSON.
 
 `Tasks.events(after=N)` and `GET /events` give them in order.
+"""
+
+AUDIT_EVENTS_HEAD = f"""\
+{NOTICE}
+
+# Events of the audit stream
+
+Every event of every contract, in one closed schema, one JSON object a line. A field that has its default is
+left out; the first seven always stand. `seq` has no gap within a `source`, and `event_id` is made of both, so
+reading a log again repeats ids and invents none. A field may be added later; none is removed or changes its
+meaning without a new `schema`. How the stream is written and read: [Audit](../contracts/audit.md).
 """
 
 HTTP_HEAD = f"""\
@@ -194,6 +206,45 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "alert": "a person should look",
 }
 
+AUDIT_FIELD_MEANINGS = {
+    "event_id": "`SOURCE#SEQ`: the same whenever and by whomever the source is read",
+    "seq": "its number: gap-free and growing within a source",
+    "ts_us": "when it happened, microseconds of UTC; the order is `seq`",
+    "kind": "what happened",
+    "contract": "`bus`, `queue`, `mail`, `tasks`, `engine`, or `audit` for the stream itself",
+    "source": "the store or the file that it comes from",
+    "schema": "the version of this schema",
+    "queue": "the queue, bus, session or mailbox; a private mailbox only as a hash",
+    "org_id": "the organization it belongs to",
+    "user_id": "the user it is for",
+    "agent_id": "the agent it is for, or who sent it",
+    "message_id": "the message",
+    "goal_id": "the goal it serves",
+    "task_id": "the task it belongs to",
+    "parent_message_id": "the message it comes from; in `created`",
+    "type": "the message's type; in `created`",
+    "priority": "its lane, 0 to 3; 0 goes first",
+    "state": "where the message is after it",
+    "attempt": "deliveries so far",
+    "worker_id": "who holds or held the lease",
+    "trace_id": "the request it belongs to, where the sender says so",
+    "span_id": "its part of that request",
+    "duration_us": "how long it waited (`dequeued`), or was worked on (`execution_*`, `lease_lapsed`)",
+    "error_type": "the class of an error",
+    "error": "what the error says, redacted",
+    "model": "the model that was called",
+    "tokens_in": "tokens that went in",
+    "tokens_out": "tokens that came out",
+    "cost_usd": "what that cost",
+    "body_bytes": "the length of the payload as it was sent",
+    "payload": "the payload as text, redacted; or encrypted, when it begins with `enc:`",
+    "sender": "who sent it",
+    "recipient": "whom it is for, or who took it",
+    "service": "the service that a breaker or a budget is about",
+    "lease": "the token of the lease that it is about",
+    "detail": "further facts of one kind of event",
+}
+
 FIELD_MEANINGS = {
     "seq": "its number: gap-free and growing within a store",
     "ts_us": "microseconds of UTC, for people; the order is `seq`",
@@ -222,6 +273,7 @@ def pages() -> dict[Path, str]:
         PAGES / "settings.md": settings_page(),
         PAGES / "lifecycle.md": lifecycle_page(),
         PAGES / "events.md": events_page(),
+        PAGES / "audit-events.md": audit_events_page(),
         PAGES / "http.md": http_page(),
     }
 
@@ -255,10 +307,11 @@ def command_sections(command: click.Command, name: str, parent: click.Context | 
 
 
 def settings_page() -> str:
-    return "\n".join([SETTINGS_HEAD, table("bus", BusSettings), table("queue", QueueSettings)])
+    tables = [table("bus", BusSettings), table("queue", QueueSettings), table("audit", AuditSettings)]
+    return "\n".join([SETTINGS_HEAD, *tables])
 
 
-def table(name: str, settings: type[BusSettings] | type[QueueSettings]) -> str:
+def table(name: str, settings: Table) -> str:
     head = "| key | must be | default | environment | meaning |"
     return f"## `[{name}]`\n\n{rows(head, map(setting_row, described(settings)))}"
 
@@ -339,6 +392,32 @@ def kind_row(kind: EventKind) -> str:
 
 def calls_of(verb: str, kind: EventKind) -> list[str]:
     return [call for call in NARROWER.get(kind, CALLS[verb]).split(", ") if call]
+
+
+def audit_events_page() -> str:
+    operations = (
+        f"| `{contract}` | {operation} | {', '.join(f'`{kind}`' for kind in kinds)} |"
+        for contract, table in OPERATIONS.items()
+        for operation, kinds in table.items()
+    )
+    fields = properties(AuditEvent)
+    return "\n".join(
+        [
+            AUDIT_EVENTS_HEAD,
+            "## Fields\n",
+            rows("| field | is | default | |", (audit_field_row(*field) for field in fields.items())),
+            "## Which operation is told as what\n",
+            rows("| contract | operation | kinds |", operations),
+            "What the kinds mean is on the page of [events](events.md#kinds).\n",
+        ]
+    )
+
+
+def audit_field_row(name: str, schema: dict[str, Any]) -> str:
+    kind = "string" if "enum" in schema or name in ("state", "kind", "contract") else shape(schema)
+    if name == "cost_usd":
+        kind = "number, exact"
+    return f"| `{name}` | {kind} | {default(schema)} | {AUDIT_FIELD_MEANINGS[name]} |"
 
 
 # ---- HTTP --------------------------------------------------------------------------------------------

@@ -7,12 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from postroom.contracts.audit import Audit
     from postroom.contracts.bus import Bus
     from postroom.contracts.queue import Queue
     from postroom.contracts.tasks import Tasks
     from postroom.core.queuewire import TOPICS
     from postroom.errors import (
         LockTimeout,
+        MailRefused,
+        MailUnavailable,
         PostroomError,
         QueueDisabledError,
         QueueError,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
         UnknownTask,
         WrongState,
     )
+    from postroom.mailclient import Mail
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
     from postroom.stores.opening import open_store
 
@@ -33,9 +37,13 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BODY_THRESHOLD",
     "TOPICS",
+    "Audit",
     "Bus",
     "BusMessage",
     "LockTimeout",
+    "Mail",
+    "MailRefused",
+    "MailUnavailable",
     "PostroomError",
     "Queue",
     "QueueDisabledError",
@@ -54,6 +62,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Audit": "postroom.contracts.audit",
     "StaleLease": "postroom.errors",
     "Tasks": "postroom.contracts.tasks",
     "UnknownTask": "postroom.errors",
@@ -64,6 +73,9 @@ _HOME = {
     "BusMessage": "postroom.message",
     "DEFAULT_BODY_THRESHOLD": "postroom.message",
     "LockTimeout": "postroom.errors",
+    "Mail": "postroom.mailclient",
+    "MailRefused": "postroom.errors",
+    "MailUnavailable": "postroom.errors",
     "PostroomError": "postroom.errors",
     "Queue": "postroom.contracts.queue",
     "QueueDisabledError": "postroom.errors",

@@ -238,7 +238,7 @@ class TaskClient:
         self.agent = agent
         self._who = {"agent": agent} if agent else {}  # a token says by itself whose it is
         self.timeout_s = _positive("timeout_s", timeout_s)
-        self.retries = retries
+        self.retries = _count("retries", retries)
         self.heartbeat_every_s = _positive("heartbeat_every_s", heartbeat_every_s)
         self.poll_every_s = _positive("poll_every_s", poll_every_s)
         self._worker = worker
@@ -260,6 +260,8 @@ class TaskClient:
 
     def next_tasks(self, limit: int, wait_s: float = 0.0, lease_s: float = LEASE_S) -> list[Task]:
         """Up to `limit` tasks, the oldest first."""
+        if not 0 <= wait_s < float("inf"):
+            raise ValueError(f"wait_s must be a number of seconds, 0 or more, not {wait_s!r}")
         deadline = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
@@ -501,6 +503,12 @@ def _json(what: str, value: Any) -> bytes:
         return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refused(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _count(name: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{name} must be a whole number, 0 or more, not {number!r}")
+    return number
 
 
 def _positive(name: str, seconds: float) -> float:

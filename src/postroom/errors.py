@@ -9,14 +9,20 @@
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
     │   ├── UnknownTask           no task has this id
+    │   │   └── UnknownMessage    no event of the audit stream names this id
     │   ├── StaleLease            the lease ended, or was never this caller's
-    │   └── WrongState            the task is not in a state in which this can be done
+    │   ├── WrongState            the task is not in a state in which this can be done
+    │   ├── SinkAhead             the audit stream knows more of a source than the source itself
+    │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
+    │   └── MailRefused           a mail server's answer to a call that cannot succeed; has its code
     ├── Unavailable               ours or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           the write or fsync failed; nothing of it is acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue holds as much as it may; says when to try again
+    │   ├── AuditBehind           too many events wait to be shipped; says when to try again
+    │   ├── MailUnavailable       no mail server, no answer from it, or none that it can give now
     │   └── StoreDamaged          the database is not what we wrote
     └── QueueError                base of what `Queue` raises
         └── DamagedState          a cursor or journal that cannot be trusted; `repair` mends it
@@ -133,6 +139,15 @@ class UnknownTask(Rejected, LookupError):
         super().__init__(f"there is no task {task_id!r}")
 
 
+class UnknownMessage(UnknownTask):
+    """No event of an audit stream names this id."""
+
+    def __init__(self, message_id: str, folder: Path) -> None:
+        self.task_id = message_id
+        self.folder = folder
+        LookupError.__init__(self, f"no event in {folder} names {message_id!r}")
+
+
 class StaleLease(Rejected):
     """The lease is over or belongs to somebody else. Nothing was changed."""
 
@@ -140,6 +155,16 @@ class StaleLease(Rejected):
         self.task_id = task_id
         self.lease = lease
         super().__init__(f"lease {lease} of task {task_id!r} is no longer valid: stop working on it")
+
+
+class SinkAhead(Rejected):
+    """A sink holds more of a source than there is: the source was put back to an older state."""
+
+    def __init__(self, source: str, held: int, newest: int) -> None:
+        super().__init__(
+            f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
+            "it was put back to an older state, so ship it to a new folder"
+        )
 
 
 class WrongState(Rejected):
@@ -164,6 +189,33 @@ class QueueFull(Unavailable):
             f"queue {queue!r} holds {depth} of at most {max_depth} waiting tasks: "
             f"try again in {retry_after_s:g} s"
         )
+
+
+class ShippedElsewhere(Rejected):
+    """The events of a store go to another stream, or this is another store than the stream knows."""
+
+
+class AuditBehind(Unavailable):
+    """The shipper of the audit stream is too far behind. Nothing was stored."""
+
+    def __init__(self, waiting: int, backlog_max: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{waiting} events wait for the audit stream and at most {backlog_max} may: "
+            f"try again in {retry_after_s:g} s"
+        )
+
+
+class MailRefused(Rejected):
+    """A mail server refuses a call, in its own words. `code` is as in HTTP."""
+
+    def __init__(self, code: int, text: str) -> None:
+        self.code = code
+        super().__init__(text)
+
+
+class MailUnavailable(Unavailable):
+    """A mail server cannot be reached, does not answer, or is full."""
 
 
 class StoreDamaged(Unavailable):

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -27,6 +27,9 @@ SECONDS_MAX = 86_400  # a wait of more than a day is a slip of the keyboard
 _A_PATH = "a path"
 _SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
 _DURABILITY = "os, group or fsync"
+
+Environment: TypeAlias = Literal["dev", "staging", "prod"]
+Redaction: TypeAlias = Literal["none", "medium", "full"]
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,11 +125,117 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "os"
 
 
+class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[audit]` table."""
+
+    folder: Annotated[
+        Path | None,
+        Meta(
+            description="The folder of the audit stream.",
+            extra={"env": ("POSTROOM_AUDIT",), "wants": _A_PATH},
+        ),
+    ] = None
+    environment: Annotated[
+        Environment,
+        Meta(
+            description="Where this runs. It picks the redaction: dev none, staging medium, prod full.",
+            extra={"env": ("POSTROOM_ENVIRONMENT",), "wants": "dev, staging or prod"},
+        ),
+    ] = "prod"
+    redaction: Annotated[
+        Redaction | None,
+        Meta(
+            description="How much is taken out before an event is written. Not set: as `environment` says.",
+            extra={"env": ("POSTROOM_AUDIT_REDACTION",), "wants": "none, medium or full"},
+        ),
+    ] = None
+    patterns: Annotated[
+        dict[str, str],
+        Meta(
+            description="Further things to take out: a name, and a regular expression for it.",
+            extra={"env": (), "wants": "a table of names and regular expressions"},
+        ),
+    ] = {}
+    fields: Annotated[
+        list[str],
+        Meta(
+            description="Further names of fields whose values are taken out.",
+            extra={"env": (), "wants": "a list of names"},
+        ),
+    ] = []
+    token_key_file: Annotated[
+        Path | None,
+        Meta(
+            description="A file with a secret. What is taken out then leaves a token, the same for the "
+            "same value.",
+            extra={"env": ("POSTROOM_AUDIT_TOKEN_KEY_FILE",), "wants": _A_PATH},
+        ),
+    ] = None
+    key_file: Annotated[
+        Path | None,
+        Meta(
+            description="The keys of `postroom audit key`. Payloads are then kept whole, and encrypted.",
+            extra={"env": ("POSTROOM_AUDIT_KEY_FILE",), "wants": _A_PATH},
+        ),
+    ] = None
+    payloads: Annotated[
+        bool,
+        Meta(
+            description="Whether events tell what the messages said, as far as the redaction lets them.",
+            extra={"env": ("POSTROOM_AUDIT_PAYLOADS",), "wants": "1 or 0, true or false"},
+        ),
+    ] = True
+    seal_bytes: Annotated[
+        int,
+        Meta(
+            gt=0,
+            le=2**28,
+            description="A segment is sealed before it grows larger than this.",
+            extra={"env": ("POSTROOM_AUDIT_SEAL_BYTES",), "wants": "a whole number of bytes up to 268435456"},
+        ),
+    ] = 128 * 1024 * 1024
+    seal_after_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=SECONDS_MAX,
+            description="A segment is sealed when its first event is as old as this.",
+            extra={"env": ("POSTROOM_AUDIT_SEAL_AFTER_S",), "wants": _SECONDS},
+        ),
+    ] = 60.0
+    publish: Annotated[
+        str | None,
+        Meta(
+            description="Where sealed segments are copied to: any URL that fsspec reaches.",
+            extra={"env": ("POSTROOM_AUDIT_PUBLISH",), "wants": "a URL"},
+        ),
+    ] = None
+    backlog_max: Annotated[
+        int,
+        Meta(
+            gt=0,
+            description="How many events of a store may wait to be shipped before new messages are held up.",
+            extra={"env": ("POSTROOM_AUDIT_BACKLOG_MAX",), "wants": "a whole number above 0"},
+        ),
+    ] = 1_000_000
+    when_behind: Annotated[
+        Literal["slow", "refuse"],
+        Meta(
+            description="What happens to a new message then: it is accepted slowly, or refused.",
+            extra={"env": ("POSTROOM_AUDIT_WHEN_BEHIND",), "wants": "slow or refuse"},
+        ),
+    ] = "slow"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be set."""
 
     bus: BusSettings
     queue: QueueSettings
+    audit: AuditSettings
+
+
+Table: TypeAlias = type[BusSettings] | type[QueueSettings] | type[AuditSettings]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -142,7 +251,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 @cache
-def described(table: type[BusSettings] | type[QueueSettings]) -> tuple[Setting, ...]:
+def described(table: Table) -> tuple[Setting, ...]:
     """The settings of one table, in their order."""
     hints = get_type_hints(table, include_extras=True)
     return tuple(_described(field, hints[field.name]) for field in msgspec.structs.fields(table))
@@ -160,7 +269,8 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
     tables = {} if config is None else _read(config)
     bus = {**tables.get("bus", {}), **_from_environment(BusSettings, environ)}
     queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
-    return Settings(bus=BusSettings(**bus), queue=_queue(queue, environ))
+    audit = {**tables.get("audit", {}), **_from_environment(AuditSettings, environ)}
+    return Settings(bus=BusSettings(**bus), queue=_queue(queue, environ), audit=AuditSettings(**audit))
 
 
 def queue_root(environ: Mapping[str, str]) -> Path:
@@ -220,9 +330,7 @@ def _home(environ: Mapping[str, str]) -> Path:
         raise InvalidSetting("there is no home folder for the queue: set POSTROOM_QUEUE_ROOT") from None
 
 
-def _from_environment(
-    table: type[BusSettings] | type[QueueSettings], environ: Mapping[str, str]
-) -> dict[str, Any]:
+def _from_environment(table: Table, environ: Mapping[str, str]) -> dict[str, Any]:
     found = ((setting.key, _one(setting, environ, UNSET)) for setting in described(table))
     return {key: value for key, value in found if value is not UNSET}
 

@@ -24,6 +24,7 @@ from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidMessage, QueueFull, StaleLease, Unavailable, UnknownTask, WrongState
 from postroom.message import Envelope, Event, EventKind, Record, State, Step, Stored
 from postroom.stores.base import (
+    LIVE_EVENTS,
     Accepted,
     ByIds,
     Claim,
@@ -35,6 +36,7 @@ from postroom.stores.base import (
     InState,
     Leased,
     Limits,
+    Outbox,
     Overdue,
     Pick,
     Store,
@@ -190,8 +192,23 @@ class FaultyStore:
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         return self.store.events(after, limit)
 
+    def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
+        return self.store.payloads(after, up_to)
+
     def newest_event(self) -> int:
         return self.store.newest_event()
+
+    def identity(self) -> str:
+        return self.store.identity()
+
+    def sync(self) -> None:
+        self.store.sync()
+
+    def outbox(self) -> Outbox | None:
+        return self.store.outbox()
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        self.store.set_outbox(outbox)
 
     def next_work_ns(self, queue: str) -> int | None:
         return self.store.next_work_ns(queue)
@@ -280,7 +297,7 @@ def explained(events: Iterable[Event]) -> dict[str, Told]:
     told: dict[str, Told] = {}
     last_kind: dict[str, EventKind] = {}
     for event in events:
-        if event.kind in _SAYS_NOTHING:
+        if event.kind in _SAYS_NOTHING or not event.message_id:
             continue
         told[event.message_id] = _after(event, told.get(event.message_id), last_kind.get(event.message_id))
         last_kind[event.message_id] = event.kind
@@ -975,6 +992,70 @@ class StoreContract(ABC):
         assert store.events(after=40)[0].message_id == name
         assert (store.events(after=40)[0].seq, store.count()[MINE]) == (41, {"QUEUED": 21})
         store.close()
+
+    def test_what_an_outbox_waits_for_is_never_purged(self, tmp_path: Path) -> None:
+        clock = ManualClock()
+        store = self.open(tmp_path, clock)
+        for _ in range(20):
+            _put_in(store)
+            clock.advance(1)
+        everything = store.events()
+        assert store.outbox() is None
+        store.set_outbox(Outbox(shipped=10, backlog_max=7, when_behind="refuse"))
+        assert store.outbox() == Outbox(10, 7, "refuse")
+        store.purge_events(up_to=10**9, before_us=clock.wall_us(), limit=1_000)
+        left = store.events()
+        assert left == everything[-len(left) :]
+        assert {event.seq for event in everything if event.seq > 10} <= {event.seq for event in left}
+        store.set_outbox(None)
+        assert store.outbox() is None
+        assert store.newest_event() == everything[-1].seq
+        store.close()
+
+    def test_what_was_shipped_is_forgotten_but_for_the_latest(self, tmp_path: Path) -> None:
+        store = self.open(tmp_path, ManualClock())
+        for _ in range(LIVE_EVENTS // 1_000 + 2):
+            _put_in(store, 500)  # two events each
+        newest = store.newest_event()
+        for _ in range(10):  # a batch at a time
+            store.set_outbox(Outbox(shipped=newest))
+        numbers = [event.seq for event in store.events(limit=10 * LIVE_EVENTS)]
+        assert numbers[-LIVE_EVENTS:] == list(range(newest - LIVE_EVENTS + 1, newest + 1))
+        assert len(numbers) < newest
+        store.close()
+
+    def test_what_messages_said_is_found_by_their_first_events(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            _insert(store, _envelope(b"1"))
+            _insert(store, _envelope(b"2", delay_ns=NANOS_PER_S))
+            _insert(store, _envelope(b"3", message_id="mine"))
+            _claim(store)
+            created = {event.seq: event.message_id for event in store.events() if event.kind == "created"}
+            newest = store.newest_event()
+            assert store.payloads(0, newest) == dict(zip(created, (b"1", b"2", b"3"), strict=True))
+            assert store.payloads(1, newest) == dict(zip([*created][1:], (b"2", b"3"), strict=True))
+            assert store.payloads(0, 1) == {1: b"1"}
+            assert store.payloads(newest, newest + 100) == {}
+
+    def test_a_store_has_a_name_of_its_own(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        with (
+            self.opened(tmp_path / "a", ManualClock()) as one,
+            self.opened(tmp_path / "b", ManualClock()) as two,
+        ):
+            assert one.identity()
+            assert one.identity() != two.identity()
+            one.sync()
+
+    def test_an_alert_is_an_event_about_no_message(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            _put_in(store)
+            store.write(lambda transaction: transaction.alert("Trouble", "the roof leaks"))
+            [*_, alert] = store.events()
+            assert (alert.kind, alert.message_id) == ("alert", "")
+            assert (alert.error_type, alert.error) == ("Trouble", "the roof leaks")
+            assert alert.seq == store.newest_event()
 
     # ---- looking -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from postroom.errors import (
     WriteFailed,
 )
 from postroom.message import Envelope
-from postroom.stores import sqlite, sqliteverbs
+from postroom.stores import batches, sqlite, sqliteverbs
 from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
 from postroom.stores.sql import queries
 from postroom.stores.sqlite import SqliteStore
@@ -440,6 +441,12 @@ def test_an_old_sqlite_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -
         SqliteStore(path)
 
 
+def test_an_apsw_without_arrays_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(apsw, "carray")
+    with pytest.raises(StoreDamaged, match="without SQLite's arrays"):
+        SqliteStore(path)
+
+
 def test_a_link_in_place_of_the_file_is_not_followed(store: SqliteStore, path: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     path.with_name("queue.db.lock").symlink_to(victim)
@@ -450,8 +457,13 @@ def test_a_link_in_place_of_the_file_is_not_followed(store: SqliteStore, path: P
 
 # ---- the plans of the hot queries ------------------------------------------------------------------
 
+ARRAY = apsw.carray(array("q", [1]))
+GIVEN = ("SCAN CONSTANT ROW", "SCAN given VIRTUAL TABLE INDEX 1:", "SCAN carray VIRTUAL TABLE INDEX 1:")
 HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "claim": (queries.HEADS, (1, 2, 1)),
+    "lease": (queries.LEASE_MANY, (1, "w", 1, 1, 1, ARRAY)),
+    "leased": (queries.LEASED_MANY, (ARRAY,)),
+    "complete": (queries.COMPLETE_ALIKE, (1, b"", 1, ARRAY)),
     "claim by priority": (queries.READY, (1, 2, 1)),
     "heads": (queries.HEAD, (1, 2)),
     "overdue": (queries.DUE, (1, 9, 0, 1)),
@@ -471,10 +483,83 @@ def test_a_hot_query_looks_at_what_it_gives_and_sorts_nothing(store: SqliteStore
     query, values = HOT[name]
     assert store._writer is not None
     plan = [row[3] for row in store._writer.execute(f"EXPLAIN QUERY PLAN {query}", values)]
-    steps = [step for step in plan if step != "SCAN CONSTANT ROW" and "SCALAR SUBQUERY" not in step]
+    steps = [step for step in plan if step not in GIVEN and "SCALAR SUBQUERY" not in step]
     assert steps, plan
     assert all(step.startswith("SEARCH") for step in steps), plan
     assert not any("TEMP B-TREE" in step for step in plan), plan
+
+
+# ---- many at once, in one statement ----------------------------------------------------------------
+
+LONG = batches.ALIKE_PAYLOAD_BYTES + 1
+MIXED = [
+    *(Envelope(queue="q", payload=b"%d" % number) for number in range(5)),
+    *(Envelope(queue="q", payload=b"later", delay_ns=NANOS_PER_S) for _ in range(3)),
+    *(Envelope(queue="q", payload=b"x" * size) for size in (0, LONG, LONG, 1)),
+    *(Envelope(queue=queue, payload=b"elsewhere") for queue in ("r", "r", "q", "r")),
+    *(Envelope(queue="q", payload=b"1", type='"quoted"', parent_message_id="p") for _ in range(2)),
+    *(Envelope(queue="q", payload=b"1", ttl_ns=ttl_ns) for ttl_ns in (0, 5 * NANOS_PER_S, 5 * NANOS_PER_S)),
+    *(Envelope(queue="q", payload=b"1", priority=priority, max_retries=1) for priority in (1, 1, 3)),
+    *(Envelope(queue="q", payload=b"1", durability=durability) for durability in ("os", "group", "group")),
+]
+
+
+class FromZero(MemoryStore):
+    """Its time begins at 0, as that of a new file does."""
+
+    def steady_ns(self) -> int:
+        return super().steady_ns() - ManualClock().boot_ns()
+
+
+def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
+    """What the same work does to SQLite and to memory: its answer, the records, everything about each."""
+    clock = ManualClock()
+    seen = []
+    for store in (SqliteStore(path, clock=clock, store_id="t1"), FromZero(clock=clock, store_id="t1")):
+        answer = store.write(work)
+        check_books(store)
+        records = store.find(InState(None, None, 0, 1_000))
+        stored = [store.read(record.message_id) for record in records]
+        seen.append((answer, records, stored, store.events(), store.count()))
+        store.close()
+    return seen
+
+
+@pytest.mark.parametrize("rows", [2, 1_000])
+def test_unlike_messages_of_a_batch_are_stored_as_memory_stores_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(batches, "ALIKE_ROWS", rows)
+    ours, model = both(path, lambda transaction: transaction.insert(MIXED))
+    assert ours == model
+
+
+def test_what_several_calls_of_a_commit_bring_is_stored_as_memory_stores_it(path: Path) -> None:
+    def work(transaction: Transaction) -> list[Any]:
+        answers: list[Any] = [transaction.insert([envelope]) for envelope in (*MIXED, MIXED[0])]
+        transaction.alert("Test", "a number between two messages")
+        answers.append(transaction.insert(MIXED[:2]))
+        [first, *_] = claimed = transaction.claim(Claim("q", "w", 4, NANOS_PER_S))
+        answers.append(transaction.insert(MIXED[:1]))
+        transaction.complete({each.message_id: (each.lease, b"1") for each in claimed[1:]})
+        answers.append(transaction.insert([Envelope(queue="q", payload=b"1", message_id="mine")]))
+        answers.append(transaction.insert(MIXED[:1]))
+        transaction.complete({first.message_id: (first.lease, b"2")})
+        return [*answers, claimed]
+
+    ours, model = both(path, work)
+    assert ours == model
+
+
+def test_different_results_of_one_commit_are_each_kept(path: Path) -> None:
+    def work(transaction: Transaction) -> None:
+        transaction.insert(MIXED[:5])
+        claimed = transaction.claim(Claim("q", "w", 5, NANOS_PER_S))
+        transaction.complete({each.message_id: (each.lease, each.payload) for each in claimed})
+
+    ours, model = both(path, work)
+    assert ours == model
+    assert [stored.result for stored in ours[2]] == [b"0", b"1", b"2", b"3", b"4"]
 
 
 # ---- disks -----------------------------------------------------------------------------------------

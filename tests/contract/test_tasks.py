@@ -423,6 +423,8 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
     "payload that is no JSON": {"payload": object()},
     "payload with a key that is no text": {"payload": {(1, 2): 3}},
     "payload with half a character": {"payload": "\ud800"},
+    "payload that is not a number": {"payload": {"share": [1, math.nan]}},
+    "payload that is infinite": {"payload": -math.inf},
     "payload too long": {"payload": "x" * 1_048_576},
     "id with a space": {"task_id": "a b"},
     "id of the wrong kind": {"task_id": 5},
@@ -492,6 +494,11 @@ def test_a_bad_word_changes_nothing(tasks: Tasks) -> None:
         lambda: tasks.complete(task.task_id, None),  # type: ignore[arg-type]
         lambda: tasks.complete(task.task_id, task.lease, object()),
         lambda: tasks.complete(task.task_id, task.lease, "x" * 1_048_576),
+        lambda: tasks.complete(task.task_id, task.lease, math.nan),
+        lambda: tasks.complete_many([(task.task_id, task.lease)]),  # type: ignore[list-item]
+        lambda: tasks.complete_many([7]),  # type: ignore[list-item]
+        lambda: tasks.sweep("x"),  # type: ignore[arg-type]
+        lambda: tasks.forget_events("x"),  # type: ignore[arg-type]
         lambda: tasks.complete(5, task.lease),  # type: ignore[arg-type]
         lambda: tasks.complete(["t"], task.lease),  # type: ignore[arg-type]
         lambda: tasks.fail(task.task_id, task.lease, None),  # type: ignore[arg-type]
@@ -518,6 +525,22 @@ def test_a_bad_word_changes_nothing(tasks: Tasks) -> None:
         with pytest.raises(Rejected):
             word()
         assert (tasks.events(), tasks.status()) == before
+
+
+def test_an_error_that_is_no_text_is_said(tasks: Tasks) -> None:
+    with pytest.raises(InvalidMessage, match="error must be text, not NoneType"):
+        tasks.fail("t-1", 1, None)  # type: ignore[arg-type]
+
+
+def test_an_address_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidMessage, match="not None"):
+        Tasks.open(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("payload", [None, {"nothing": None}, ["null"], [1.5, None]])
+def test_nothing_is_a_payload_too(tasks: Tasks, payload: Any) -> None:
+    tasks.enqueue(agent="a", payload=payload)
+    assert take(tasks).payload == payload
 
 
 def test_an_unknown_durability_is_refused(url: str) -> None:

@@ -26,9 +26,11 @@ from postroom import Bus, Queue
 from postroom.contracts.tasks import TaskInfo
 from postroom.errors import DamagedState, StoreDamaged
 from postroom.message import BusMessage, Durability, QueueMessage
-from tests.crash import child, taskprograms
+from tests.crash import child, mailprograms, taskprograms
 from tests.crash.kills import check_hand_overs
 from tests.crash.ledger import Delivery, Tally, acknowledged_in, body_of, compare, token_of
+from tests.crash.mailprograms import DURABLE, Post
+from tests.crash.mailupdates import BOX, Desk
 from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of
 from tests.crash.tasks import check_store, delivery_of, ids_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
@@ -49,7 +51,7 @@ class NotPermitted(Exception):
 
 
 def run(side: str, durability: Durability, cuts: int, seed: int, tick: Tick = lambda _: None) -> Tally:
-    """Cut the power that often under a bus, a queue or a task queue of one durability class."""
+    """Cut the power that often under what a scene does, in one durability class."""
     tally = Tally()
     rng = Random(f"{side}/{durability}/{seed}")
     with _folder() as folder:
@@ -414,7 +416,53 @@ def _is_kept(line: str, infos: dict[str, TaskInfo]) -> bool:
     return word == "claimed" or info.result == {"under": int(lease)}
 
 
-SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks}
+class _Mail:
+    """A mail server, two who send, and a member of a queue group who deletes."""
+
+    image_bytes: ClassVar[int] = IMAGE_BYTES
+
+    def __init__(self, folder: Path, durability: Durability, crew: Crew, rng: Random) -> None:
+        self.durability = durability
+        place = {"folder": str(folder)}
+        storage = "os" if durability == "os" else "group"
+        crew.await_lines(crew.start("server", mailprograms.server, storage=storage, **place), 1)
+        post = Post(folder)
+        post.asked(mailprograms.CREATE, b'{"name":"%b","ttl":0}' % BOX.encode())
+        post.close()
+        self.workers = [
+            crew.start(name, mailprograms.sender, name=name, seed=rng.getrandbits(32), boxes=[BOX], **place)
+            for name in ("a", "b")
+        ]
+        self._member = crew.start("member", mailprograms.member, box=BOX, seed=rng.getrandbits(32), **place)
+
+    def _rows(self, worker: Worker, word: str) -> list[list[str]]:
+        rows = [line.split(" ") for line in worker.lines]
+        return [row for row in rows if row[0] == word]
+
+    def acknowledged(self) -> dict[str, str]:
+        """Without what may have been deleted."""
+        gone = {row[1] for row in self._rows(self._member, "deleting")}
+        sent = [row for worker in self.workers for row in self._rows(worker, "sent")]
+        return {token: msg_id for _, _, word, token, msg_id in sent if word in DURABLE and msg_id not in gone}
+
+    def compare(self, folder: Path, tally: Tally) -> None:
+        desk = Desk(folder / "mail")
+        found = desk.replayed()
+        _count(self.acknowledged(), iter(found), self.durability, tally)
+        deleted = {row[2] for row in self._rows(self._member, "deleted") if row[1] in DURABLE}
+        undead = deleted & {delivery.msg_id for delivery in found}
+        if self.durability == "os":
+            tally.count("words_lost_as_documented", len(undead))
+        elif undead:
+            tally.breaks(f"{len(undead)} deleted messages came again")
+        numbers = [delivery.msg_id for delivery in found]
+        [answer] = desk.ask((f"{mailprograms.MSG}{BOX}.urgent", b"after"))
+        if [each.msg_id for each in desk.replayed()] != [*numbers, str(answer["msg_id"])]:
+            tally.breaks("a send after the cut did not simply add its message")
+        desk.room.close()
+
+
+SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks, "mail": _Mail}
 
 
 def _count(

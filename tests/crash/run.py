@@ -29,14 +29,15 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import flips, kills, powercuts, syscalls, tasks
+from tests.crash import auditing, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 
-KILLS = 15_000
+KILLS = 18_000
 CUTS = 1_000
 STOPS = 1_000
 CYCLES = 1_000_000
+HISTORIES = 2_000
 MIX_S = 60
 JOB_S_MAX = 3600.0  # a job that takes longer hangs
 PROGRESS_TERMINAL_S = 1.0
@@ -52,18 +53,29 @@ KILL_SHARES = {
     "kills-cursor": 0.2,
     "kills-expire": 0.2,
     "kills-tasks": 0.5,
+    "kills-audit": 0.1,
+    "kills-mail": 0.2,
 }
 """The five updates of files get the same: append in its three forms, rotation, side files, cursors, expiry.
-Task queues get as much as half of them together."""
+Task queues get as much as half of them together, the audit stream a tenth, and mail a fifth."""
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
+COUNTED: dict[str, Callable[[int, int, Callable[[int], None]], Tally]] = {
+    "kills-audit": auditing.run,
+    "histories-audit": auditing.check_histories,
+    "kills-mail": mailing.run,
+}
 CALL_POINTS = {
     "syscalls-bus": 380,
     "syscalls-queue": 1950,
     "syscalls-tasks": 4000,
+    "syscalls-audit": 1350,
+    "syscalls-mail": 2500,
     "errors-bus": 450,
     "errors-queue": 2250,
     "errors-tasks": 3000,
+    "errors-audit": 1500,
+    "errors-mail": 1500,
 }
 """About how many there are, for the progress line alone."""
 
@@ -123,6 +135,8 @@ def planned(options: argparse.Namespace) -> list[Job]:
                 jobs += _split(name, options.stops, 2, options.seed)
             case "mix":
                 jobs.append(Job(name, 0, options.mix_s, options.seed))
+            case "histories":
+                jobs += _split(name, options.histories, 2, options.seed)
             case "soak":
                 jobs.append(Job(name, 0, options.cycles, options.seed))
             case _:
@@ -132,7 +146,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 
 def _chosen(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
-    names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS]
+    names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
     names += [
         f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
     ]
@@ -153,14 +167,14 @@ def done_here(job: Job, tick: Callable[[int], None]) -> Tally:
     match job.scenario.split("-"):
         case ["kills" | "stops" | "mix" | "soak", "tasks"]:
             return tasks.run(job.scenario, job.count, job.seed, tick)
+        case _ if job.scenario in COUNTED:
+            return COUNTED[job.scenario](job.count, job.seed, tick)
         case ["kills", *_]:
             return kills.run(job.scenario, job.count, job.seed, tick)
         case ["flips", side]:
             return flips.run(side, job.first, job.first + job.count, tick)
-        case ["syscalls", side]:
-            return syscalls.run("crash", side, tick)
-        case ["errors", side]:
-            return syscalls.run("error", side, tick)
+        case ["syscalls" | "errors" as fault, side]:
+            return syscalls.run("crash" if fault == "syscalls" else "error", side, tick)
         case ["powercuts", side, durability]:
             chosen = msgspec.convert(durability, Durability)
             return powercuts.run(side, chosen, job.count, job.seed, tick)
@@ -363,6 +377,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=KILLS, help=f"in all ({KILLS:,})")
     parser.add_argument("--cuts", type=int, default=CUTS, help=f"for each class and contract ({CUTS:,})")
     parser.add_argument("--stops", type=int, default=STOPS, help=f"of lease holders ({STOPS:,})")
+    parser.add_argument("--histories", type=int, default=HISTORIES, help=f"to check ({HISTORIES:,})")
     parser.add_argument("--cycles", type=int, default=CYCLES, help=f"of the soak ({CYCLES:,})")
     parser.add_argument("--mix-s", type=int, default=MIX_S, help=f"seconds of the mix ({MIX_S})")
     parser.add_argument("--seed", type=int, default=None, help="of every random choice")

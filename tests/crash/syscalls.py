@@ -25,11 +25,19 @@ import msgspec
 from postroom.errors import HandleDead, PostroomError, WriteFailed
 from postroom.message import Durability
 from tests.crash.ledger import Tally
+from tests.crash.mailupdates import MAIL_UPDATES
+from tests.crash.segmentupdates import SEGMENT_UPDATES
 from tests.crash.taskupdates import TASK_UPDATES
 from tests.crash.updates import ATTEMPTS_MAX, BUS_UPDATES, QUEUE_UPDATES, Attempt, Expected, Update
 from tests.crash.workers import STUCK_S, die_with_parent, let_be_traced, scratch_parent
 
-UPDATES = {"bus": BUS_UPDATES, "queue": QUEUE_UPDATES, "tasks": TASK_UPDATES}
+UPDATES = {
+    "bus": BUS_UPDATES,
+    "queue": QUEUE_UPDATES,
+    "tasks": TASK_UPDATES,
+    "audit": SEGMENT_UPDATES,
+    "mail": MAIL_UPDATES,
+}
 POINTS_MAX = 500  # of one system call in one update: far above what any of them does
 DURABILITIES: tuple[Durability, ...] = ("os", "group", "fsync")
 WAIT_CALLS = {"rt_sigtimedwait", "restart_syscall"}  # how the process waits for strace
@@ -81,7 +89,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def run(kind: str, side: str, tick: Tick = lambda _: None) -> Tally:
-    """`kind` is crash or error, `side` is bus, queue or tasks."""
+    """`kind` is crash or error, `side` is what is updated."""
     tally = Tally()
     for update in UPDATES[side]:
         if kind == "error" and not update.repeats:

@@ -60,32 +60,32 @@ def run(scenario: str, count: int, seed: int, tick: Tick = lambda _: None, sabot
     rng = Random(f"{scenario}/{seed}")
     match scenario:
         case "kills-tasks":
-            for number, size in enumerate(_portions(count, KILLS_PER_ROUND)):
-                with _folder(number) as folder:
+            for number, size in enumerate(portions(count, KILLS_PER_ROUND)):
+                with scratch(number) as folder:
                     _kill_round(folder, size, rng, tally, sabotage)
                 tick(size)
         case "stops-tasks":
-            for number, size in enumerate(_portions(count, STOPS_PER_ROUND)):
-                with _folder(number) as folder:
+            for number, size in enumerate(portions(count, STOPS_PER_ROUND)):
+                with scratch(number) as folder:
                     _stop_round(folder, size, rng, tally)
                 tick(size)
         case "mix-tasks":
-            with _folder(0) as folder:
+            with scratch(0) as folder:
                 _mix(folder, count, rng, tally, tick)
         case "soak-tasks":
-            with _folder(0) as folder:
+            with scratch(0) as folder:
                 _soak(folder, count, tally, tick)
         case _:
             raise ValueError(scenario)
     return tally
 
 
-def _portions(count: int, size: int) -> list[int]:
+def portions(count: int, size: int) -> list[int]:
     return [min(size, count - first) for first in range(0, count, size)]
 
 
 @contextmanager
-def _folder(number: int) -> Iterator[Path]:
+def scratch(number: int) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="postroom-tasks-", dir=scratch_parent(number)))
     try:
         yield folder
@@ -96,8 +96,10 @@ def _folder(number: int) -> Iterator[Path]:
 # ---- kills -------------------------------------------------------------------------------------------
 
 
-class _Cast:
+class Cast:
     """Who plays in a round of kills, and who comes after them."""
+
+    producer_pause_s = PRODUCER_PAUSE_S
 
     def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
         self._folder = str(folder)
@@ -134,7 +136,7 @@ class _Cast:
             name=writer,
             first=first,
             batch=4,
-            pause_s=PRODUCER_PAUSE_S,
+            pause_s=self.producer_pause_s,
             early=self._sabotage == "early",
             **self._shared(),
         )
@@ -164,27 +166,27 @@ class _Cast:
 
 def _kill_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
     with Crew() as crew:
-        cast = _Cast(folder, crew, rng, sabotage)
+        cast = Cast(folder, crew, rng, sabotage)
         for _ in range(kills):
             cast.kill_one()
             tally.count("kills")
         crew.kill_all()
         lines = [*crew.lines()]
-        acknowledged = acknowledged_in(_producers_lines(crew.workers))
+        acknowledged = acknowledged_in(producers_lines(crew.workers))
     words = [line.split(" ") for line in lines]
     tally.acknowledged += len(acknowledged)
     with open_tasks(folder) as tasks:
-        _finish(tasks, words, tally)
+        finish(tasks, words, tally)
         _judge(tasks, folder, acknowledged, words, tally)
 
 
-def _producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
+def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
     for worker in workers:
         if worker.name.startswith("producer"):
             yield from worker.lines
 
 
-def _finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
+def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
     """Do what is left, as the next consumer and the next harness would: leases of the dead run out first."""
 
     def report(*said: object) -> None:

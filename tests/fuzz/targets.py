@@ -7,6 +7,7 @@ said one thing and did another; any other exception is a crash of the parser.
 import math
 import os
 import re
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,7 +19,9 @@ from typing import Any
 import msgspec
 
 from postroom import TOPICS, Queue
-from postroom.core import buswire, names, queuewire, times
+from postroom.contracts.mail import records
+from postroom.contracts.mail.room import Mailroom
+from postroom.core import buswire, names, natswire, queuewire, times
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting
 from postroom.logs import busfile
 from postroom.logs.queuefile import SessionFiles
@@ -491,6 +494,153 @@ class JournalTarget(_Session):
             path.unlink()
 
 
+# ---- NATS ------------------------------------------------------------------------------------------
+
+
+class NatsTarget(Target):
+    """Both readers of `natswire`: however a stream is cut, it says the same, and nothing is made up."""
+
+    words = (
+        *(b"PUB a 5\r\nhello\r\n", b"PUB a 5\r\nhello\r\n" * 40, b"MSG a 1 5\r\nhello\r\n" * 40, b"PING\r\n"),
+        *(
+            b"HPUB a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n",
+            b"SUB a 1\r\n",
+            b"UNSUB 1 5\r\n",
+            b"\r\n",
+            b"\n",
+            b" ",
+            b"\t",
+        ),
+        *(b"-1", b"99999999", b"0", b"CONNECT {}\r\n", b"INFO {} \r\n", b"-ERR 'x'\r\n", b"+OK\r\n", b"\xff"),
+    )
+    corpus = (
+        b'CONNECT {"verbose":false}\r\nPING\r\nSUB a.* g 1\r\nPUB a.b r 2\r\nhi\r\nUNSUB 1 2\r\nPONG\r\n',
+        b"PUB a 5\r\nhello\r\n" * 50,
+        b"PUB a 5\r\nhello\r\n" * 20 + b"PUB a 4\r\nfour\r\n" + b"PUB a 5\r\nhello\r\n" * 20,
+        b"HPUB a r 12 14\r\nNATS/1.0\r\n\r\nhi\r\n" * 3,
+        b"INFO {\"proto\":1} \r\nMSG a 1 r 1\r\nx\r\nHMSG a 1 12 12\r\nNATS/1.0\r\n\r\n\r\n-ERR 'no'\r\n",
+        b"MSG a 1 5\r\nhello\r\n" * 50,
+    )
+    payload_bytes_max = 4096
+
+    def check(self, data: bytes) -> None:
+        for kind in (natswire.ClientReader, natswire.ServerReader):
+            whole = self._read(kind(payload_bytes_max=self.payload_bytes_max), [data])
+            cuts = sorted(self.rng.randrange(len(data) + 1) for _ in range(self.rng.randrange(6)))
+            pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+            demand(
+                self._read(kind(payload_bytes_max=self.payload_bytes_max), pieces) == whole, "cut at", cuts
+            )
+            for number, command in enumerate(whole):
+                self._check(data, command, is_last=number == len(whole) - 1)
+
+    def _read(
+        self, reader: natswire.ClientReader | natswire.ServerReader, pieces: Sequence[bytes]
+    ) -> list[Any]:
+        found: list[Any] = []
+        for piece in pieces:
+            for command in reader.feed(piece):
+                if isinstance(command, natswire.Messages):
+                    demand(command.bodies, "a frame without a body")
+                    found += [(command.head, body) for body in command.bodies]
+                else:
+                    found.append(command)
+        return found
+
+    def _check(self, data: bytes, command: Any, *, is_last: bool) -> None:
+        if isinstance(command, tuple):
+            head, body = command
+            demand(len(body) == head.size <= self.payload_bytes_max, head, "with", len(body), "bytes")
+            demand(head.header_bytes <= head.size, head)
+            demand(body + b"\r\n" in data and head.subject in data, "was made up:", command)
+        elif isinstance(command, natswire.Fault):
+            demand(is_last, "something was read after a fault")
+        elif isinstance(command, natswire.Connect):
+            try:
+                natswire.connect_options(command.options)
+            except natswire.Broken:
+                return
+
+
+# ---- the mail log ------------------------------------------------------------------------------------
+
+SECRET = bytes(range(0x30, 0x30 + records.SECRET_BYTES))
+LATE_US = NOW_NS // 1_000 * 2
+NUMBER = 1 << 32  # of the first start's first message
+WRITTEN: tuple[records.Record, ...] = (
+    records.Started(1),
+    records.Opened(
+        1, "task.queue", public=True, named=True, desc="", ttl_s=0.0, created_us=1, expires_us=0, creator=""
+    ),
+    records.Opened(
+        2,
+        "0b-7c",
+        public=False,
+        named=False,
+        desc="",
+        ttl_s=9.0,
+        created_us=1,
+        expires_us=LATE_US,
+        creator="a",
+    ),
+    records.Put(1, NUMBER, "critical", b"first", b"", 1),
+    records.Put(1, NUMBER + 1, "urgent", b"second" * 30, b"NATS/1.0\r\nA: b\r\n\r\n", 1),
+    records.Put(2, NUMBER + 2, "high", b"third", b"", 1, key="k", tags=("a", "b")),
+    records.Put(2, NUMBER + 3, "low", b"", b"", 1, due_us=LATE_US),
+    records.Removed(1, [NUMBER]),
+    records.Pulled(1, "g", 0, [0, NUMBER + 1, 0, 0], [NUMBER + 1]),
+    records.Extended(2, 7200.0, LATE_US + 1),
+    records.Agent("ann", 5, b'{"name":"ann"}'),
+    records.Gone(3),
+)
+FRAMES = tuple(map(records.Framing(SECRET).frame, WRITTEN))
+TRUE_CHECKSUM_SHARE = 0.2
+
+
+class MailLogTarget(_InFolder):
+    """A segment of the mail log, and the room that opens on it: it holds what was written, and only that."""
+
+    corpus = (b"".join(FRAMES), b"".join(FRAMES[:5]), b"".join(FRAMES[3:9] * 2), *FRAMES)
+    words = (*FRAMES[3:8], SECRET[:4], SECRET[:4] + b"\x05\0\0\0", b"\x9a\x04", b"\xc4\xff", b"\xdd\xff\xff")
+
+    def input(self) -> bytes:
+        """In some, what was changed has a checksum that fits."""
+        self.forged = self.rng.random() < TRUE_CHECKSUM_SHARE
+        if not self.forged:
+            return super().input()
+        body = mutated(self.rng, [frame[12:] for frame in FRAMES], self.words)
+        return b"".join(FRAMES[:6]) + _framed(body) + b"".join(FRAMES[7:])
+
+    def check(self, data: bytes) -> None:
+        for item in records.Framing(SECRET).scan(data):
+            if isinstance(item, Damage):
+                demand(item.length > 0 and item.offset + item.length <= len(data), item)
+            else:
+                demand(self.forged or item in WRITTEN, item, "was made up")
+        (self.folder / f"mail-{SECRET.hex()}-00000001.log").write_bytes(data)
+        room = Mailroom(self.folder, lambda _: None)
+        try:
+            self._check_room(room)
+        finally:
+            room.close()
+            for path in self.folder.iterdir():
+                path.unlink()
+
+    def _check_room(self, room: Mailroom) -> None:
+        puts = [record for record in WRITTEN if isinstance(record, records.Put)]
+        known = {(put.number, put.word, put.payload, put.headers) for put in puts}
+        for box in room._shelves.boxes.values():
+            for letter in [*box.letters.values(), *box.delayed.values()]:
+                shown = (letter.number, letter.word, letter.payload, letter.headers)
+                demand(self.forged or shown in known, shown, "was made up")
+
+
+def _framed(body: bytes) -> bytes:
+    """A body under a checksum that fits."""
+    checksum = zlib.crc32(body, int.from_bytes(SECRET[4:], "little"))
+    return struct.pack("<4sII", SECRET[:4], len(body), checksum) + body
+
+
 # ---- names, times, settings --------------------------------------------------------------------------
 
 
@@ -635,6 +785,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "queue-line": LineTarget,
     "cursor-files": CursorTarget,
     "journal": JournalTarget,
+    "nats": NatsTarget,
+    "mail-log": MailLogTarget,
     "names": NameTarget,
     "times": TimeTarget,
     "settings-toml": TomlTarget,

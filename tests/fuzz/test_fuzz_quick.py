@@ -16,6 +16,7 @@ INPUTS_OF_SLOW_ONES = {
     "yaml-header": 1_500,
     "cursor-files": 300,
     "journal": 200,
+    "mail-log": 800,
     "settings-toml": 500,
 }
 """They parse YAML or write files for every input, and `make test` has to end."""

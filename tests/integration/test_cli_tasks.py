@@ -430,3 +430,18 @@ def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) ->
     with pytest.raises(ProgramFailed, match="no longer ours"):
         run_program(command, {}, unwanted)
     assert mark.exists()
+
+
+def test_a_file_of_json_is_named_when_it_is_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name, says in (("bad.json", "is not JSON"), ("deep.json", "is nested too deeply")):
+        done = postroom("tasks", "enqueue", "--data", "run", "--agent", "a", "--payload-file", name)
+        assert done.code == 2
+        assert f"--payload-file {says}" in done.error
+
+
+def test_removing_an_agent_makes_no_folder(tmp_path: Path) -> None:
+    done = postroom("tasks", "agent", "remove", "ada", "--data", "nowhere")
+    assert (done.code, "there is no data folder nowhere" in done.error) == (1, True)
+    assert not (tmp_path / "nowhere").exists()

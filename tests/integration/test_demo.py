@@ -28,8 +28,12 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     assert act_2 == ("24", "24", "0", "0", "0")
     assert run.stdout.count("kill -9 ") == 2
     assert int(re.findall(r"that were refused: (\d+)", run.stdout)[0]) > 0
-    for step in ("SIGSTOP", "took over", "SIGCONT", "all done"):
+    for step in ("SIGSTOP", "took over", "SIGCONT", "all done", "lease_lapsed"):
         assert step in run.stdout
+    ((told, given),) = re.findall(
+        r"events in the stream (\d+), numbers given by their sources (\d+)", run.stdout
+    )
+    assert int(told) == int(given) > 100
 
 
 def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:

@@ -423,6 +423,8 @@ def test_an_endless_body_is_not_read(server: Server) -> None:
 def test_a_head_has_a_limit(server: Server) -> None:
     answer = server.get("triage", "/queue/status", X_Long="x" * HEAD_BYTES_MAX)
     assert answer.status == 431
+    many = {f"X-{number}": "" for number in range(HEAD_BYTES_MAX // 8)}  # short, and too many
+    assert server.send("triage", "GET", "/queue/status", headers=many).status == 431
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         assert refused_within(connection, b"X-Pad: " + b"x" * 4_000 + b"\r\n", 10_000)

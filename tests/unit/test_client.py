@@ -454,6 +454,19 @@ def test_intervals_are_above_nothing(name: str) -> None:
             TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN, **{name: wrong})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("retries", [-1, 1.5, True, None])
+def test_retries_are_counted(retries: object) -> None:
+    with pytest.raises(ValueError, match="retries must be a whole number"):
+        TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN, retries=retries)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])
+def test_a_wait_has_an_end(wait_s: float) -> None:
+    client = TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN)
+    with pytest.raises(ValueError, match="wait_s must be a number of seconds"):
+        client.next_task(wait_s)
+
+
 # ---- heartbeats --------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import click
 
+from postroom.cli.audit import audit
 from postroom.cli.bus import bus
+from postroom.cli.mail import mail
+from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
 from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, run
 from postroom.cli.tasks import tasks
+from postroom.cli.verify import verify_command
 
 PROGRAM = "postroom"
 
@@ -40,9 +44,13 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
     context.obj = Shell(PROGRAM, "json" if as_json else "auto", config)
 
 
+cli.add_command(audit)
 cli.add_command(bus)
+cli.add_command(mail)
+cli.add_command(pipeline)
 cli.add_command(queue)
 cli.add_command(tasks)
+cli.add_command(verify_command)
 
 
 def main() -> None:

@@ -264,10 +264,13 @@ def read_json(option: str, text: str | None, file: str | None, default: Any = ..
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     else:
         raw = os.fsencode(str(text))
+    given = option if file is None else f"{option}-file"
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidMessage(f"{option} is not JSON: {error}") from None
+        raise InvalidMessage(f"{given} is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidMessage(f"{given} is nested too deeply") from None
 
 
 # ---- the harness ---------------------------------------------------------------------------------------
@@ -312,6 +315,13 @@ def tasks() -> None:
     metavar="HOST",
     help="A private host at which agents may be nudged. May be repeated.",
 )
+@click.option(
+    "--audit",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FOLDER",
+    help="Take every event there, in a process beside; see `postroom audit ship`.",
+)
 @durability_option("group")
 @click.pass_obj
 def serve(
@@ -321,6 +331,7 @@ def serve(
     port: int,
     execute: str | None,
     nudge_hosts: tuple[str, ...],
+    audit: Path | None,
     durability: Any,
 ) -> None:
     """Run the harness: HTTP for the agents, and the loops behind it.
@@ -344,7 +355,7 @@ def serve(
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
-    with open_folder(data, create=True) as store:
+    with open_folder(data, create=True) as store, shipping(shell, data, audit):
         acting = None if execute is None else executor(store, execute)
         try:
             run_server(
@@ -353,6 +364,26 @@ def serve(
             )  # fmt: skip
         finally:
             end_programs()
+
+
+@contextmanager
+def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
+    """The shipper runs beside the harness, and ends after it."""
+    import sys
+
+    from postroom.runtime.companion import Companion
+
+    if folder is None:
+        yield
+        return
+    config = [] if shell.config is None else ["--config", str(shell.config)]
+    what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
+    companion = Companion([sys.executable, "-m", "postroom.cli.main", *config, *what])
+    companion.start()
+    try:
+        yield
+    finally:
+        companion.stop()
 
 
 def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
@@ -878,6 +909,8 @@ def remove(shell: Shell, name: str, data: Path) -> None:
     """
     from postroom.runtime.agents import Agents
 
+    if not data.is_dir():
+        raise click.ClickException(f"there is no data folder {data}")
     Agents(data).remove(name)
     shell.output.facts({"name": name, "said": "remove"}, f"{name} is removed")
 

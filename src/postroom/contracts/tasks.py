@@ -4,6 +4,7 @@ Who remembers what was done: the store. A claimed task is leased, and only who h
 finish or give it back. What is not heard of in time goes to somebody else: at least once.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
+from postroom.contracts.backlog import Backlog
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_name
@@ -48,6 +50,7 @@ LEASE_S_MIN = 0.001
 LEASE_S_MAX = 30 * 86_400.0
 DELAY_S_MAX = 366 * 86_400.0
 RESULT_BYTES_MAX = 1024 * 1024
+NO_RESULT = b"null"
 LOOK_AGAIN_S = 1.0  # what a lost ring costs
 LOOK_AGAIN_DEAF_S = 0.05  # the same where no ring of another process is heard
 HOLDERS_MAX = 1_000  # of leases that a status looks at, for each queue
@@ -148,6 +151,10 @@ class TasksStatus(msgspec.Struct, frozen=True):
 
     agents: dict[str, AgentStatus]
     totals: dict[Status, int]
+    events_waiting: int | None = None
+    """Events that the audit stream does not hold yet; None when nobody ships them."""
+    held_up: int = 0
+    """Enqueues of this process that were slowed down or refused for that."""
 
 
 class Retention(msgspec.Struct, frozen=True):
@@ -199,6 +206,8 @@ class Tasks:
         self._calls = 0
         self._tidied = time.monotonic()
         self._purged_to = 0
+        self._backlog = Backlog(store)
+        self._may_sleep = True
 
     @classmethod
     def open(
@@ -211,6 +220,8 @@ class Tasks:
         durability: Durability = "os",
     ) -> Self:
         """The tasks in `sqlite:///dir/queue.db`, or in `memory://`."""
+        if not isinstance(url, str):
+            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {url!r}")
         return cls(open_store(url, clock=clock), retry=retry, retention=retention, durability=durability)
 
     # ---- in ------------------------------------------------------------------------------------
@@ -236,18 +247,17 @@ class Tasks:
 
     def enqueue_many(self, tasks: Iterable[dict[str, Any]]) -> list[str]:
         """As `enqueue`, for each of the keyword sets, in one commit: all or none."""
-        envelopes = []
-        for task in tasks:
-            try:
-                new = msgspec.convert(task, _NewTask)
-            except msgspec.ValidationError as error:
-                raise InvalidMessage(f"not a task: {error}") from None
-            envelopes.append(
-                self._envelope(
-                    new.agent, new.payload, new.task_id, new.delay_s, new.idempotency_key, new.type,
-                    new.parent, new.max_retries, new.durability,
-                )
-            )  # fmt: skip
+        try:
+            all_new = msgspec.convert(list(tasks), list[_NewTask])
+        except msgspec.ValidationError as error:
+            raise InvalidMessage(f"not a task: {error}") from None
+        envelopes = [
+            self._envelope(
+                new.agent, new.payload, new.task_id, new.delay_s, new.idempotency_key, new.type,
+                new.parent, new.max_retries, new.durability,
+            )
+            for new in all_new
+        ]  # fmt: skip
         return [accepted.message_id for accepted in self._insert(envelopes)] if envelopes else []
 
     def _envelope(
@@ -266,20 +276,27 @@ class Tasks:
             raise InvalidMessage(f"delay_s must be at most {DELAY_S_MAX:g}, not {delay_s!r}")
         if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
             raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
-        _check_durability(durability)
+        queue = checked_name("agent", agent)
+        if durability is None:
+            durability = self.store.limits(queue).durability or self._durability
+        else:
+            _check_durability(durability)
         return Envelope(
-            queue=checked_name("agent", agent),
+            queue=queue,
             payload=encoded("the payload", payload),
             message_id="" if task_id is None else checked_name("task id", task_id),
-            type=_text("type", kind),
-            parent_message_id=_text("parent", parent),
+            type=kind if kind == "" else _text("type", kind),
+            parent_message_id=parent if parent == "" else _text("parent", parent),
             key="" if key is None else _key(key),
             max_retries=self._retry.max_retries if max_retries is None else max_retries,
             delay_ns=round(delay_s * NANOS_PER_S) if delay_s else 0,
-            durability=durability or self.store.limits(agent).durability or self._durability,
+            durability=durability,
         )
 
     def _insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        backlog = self._backlog
+        if backlog.behind is not None or time.monotonic() >= backlog.look_at:  # most enqueues have no reason
+            backlog.hold_up(may_sleep=self._may_sleep)
         return self.store.write(lambda transaction: transaction.insert(envelopes))
 
     def _ring(self, queues: set[str]) -> None:
@@ -293,12 +310,15 @@ class Tasks:
         `makes_room` marks calls that must also work on a full disk.
         """
         self._tidy(len(calls))
+        self._backlog.look()
 
         def work(transaction: Transaction) -> list[Any]:
             inside = Tasks.__new__(Tasks)
             store = _InTransaction(self.store, transaction)
             # Tidying is not for inside: it is made of commits, and would wait for the one that is under way.
-            inside.__dict__ = {**self.__dict__, "store": store, "_tidy": lambda _: None}
+            inside.__dict__ = {
+                **self.__dict__, "store": store, "_may_sleep": False, "_tidy": lambda _: None
+            }  # fmt: skip
             return [_outcome(call, inside, transaction) for call in calls]
 
         try:
@@ -367,10 +387,15 @@ class Tasks:
 
     def complete_many(self, finished: Iterable[tuple[str, int, Any]]) -> None:
         """As `complete`, for each (task_id, lease, result), in one commit: all or none."""
-        said = [(_id(task_id), _token(lease), _result(result)) for task_id, lease, result in finished]
-        words = {task_id: (lease, result) for task_id, lease, result in said}
-        if len(words) < len(said):
-            raise InvalidMessage("a task stands in the list twice: it can be completed once")
+        words: dict[str, tuple[int, bytes]] = {}
+        for word in finished:
+            try:
+                task_id, lease, result = word
+            except (TypeError, ValueError):
+                raise InvalidMessage(f"a finished task is (task_id, lease, result), not {word!r}") from None
+            if _id(task_id) in words:
+                raise InvalidMessage("a task stands in the list twice: it can be completed once")
+            words[task_id] = _token(lease), NO_RESULT if result is None else _result(result)
         self.store.write(lambda transaction: transaction.complete(words), makes_room=True)
         self._calls += len(words)
 
@@ -473,6 +498,7 @@ class Tasks:
 
     def sweep(self, limit: int = PURGE_BATCH_MAX) -> int:
         """Put back what has run out in any queue, as claims do for theirs; how many tasks that were."""
+        _check_page(0, limit)
         return self.store.write(lambda transaction: transaction.sweep(limit), makes_room=True)
 
     # ---- looking -------------------------------------------------------------------------------
@@ -531,8 +557,12 @@ class Tasks:
             for state, n in queue.items():
                 if state != "LAPSES":
                     totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
+        self._backlog.look()
         return TasksStatus(
-            {agent: self._agent_status(agent, queue) for agent, queue in counts.items()}, totals
+            {agent: self._agent_status(agent, queue) for agent, queue in counts.items()},
+            totals,
+            self._backlog.waiting,
+            self._backlog.held_up,
         )
 
     def _agent_status(self, agent: str, counts: dict[Counted, int]) -> AgentStatus:
@@ -595,6 +625,8 @@ class Tasks:
 
     def forget_events(self, up_to: int) -> None:
         """The events up to this number are kept elsewhere."""
+        if type(up_to) is not int or not 0 <= up_to <= NUMBER_MAX:
+            raise InvalidMessage(f"up_to must be the number of an event, not {up_to!r}")
         self.store.purge_events(up_to=up_to, before_us=NUMBER_MAX, limit=PURGE_BATCH_MAX)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -627,6 +659,7 @@ class _InTransaction:
     def __init__(self, store: Store, transaction: Transaction) -> None:
         self._store = store
         self._transaction = transaction
+        self.limits = store.limits  # every enqueue asks
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:  # noqa: ARG002
         return work(self._transaction)
@@ -637,7 +670,9 @@ class _InTransaction:
         return getattr(self._store, name)
 
 
-_COMMITS_OF_THEIR_OWN = frozenset({"set_limits", "purge_events", "purge_keys", "reopen", "close"})
+_COMMITS_OF_THEIR_OWN = frozenset(
+    {"set_limits", "set_outbox", "purge_events", "purge_keys", "reopen", "close"}
+)
 
 
 def _outcome(call: Callable[[Tasks], Any], tasks: Tasks, transaction: Transaction) -> Any:
@@ -672,8 +707,11 @@ def encoded(what: str, value: Any) -> bytes:
     """JSON of something that a caller handed in."""
     try:
         data = _encode(value)
-        if data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX:  # else it cannot be that deep
+        # Else it cannot be that deep: each level opens and closes.
+        if len(data) > 2 * JSON_DEPTH_MAX and data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX:
             _check_depth(what, _decode(data))
+        if b"null" in data and value is not None:  # what an encoder makes of a number that is none
+            _check_numbers(what, msgspec.to_builtins(value))
     except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidMessage(f"{what} cannot be written as JSON: {error}") from None
     return data
@@ -691,6 +729,19 @@ def _check_depth(what: str, value: Any) -> None:
         if not level:
             return
     raise InvalidMessage(f"{what} is nested more than {JSON_DEPTH_MAX} levels deep")
+
+
+def _check_numbers(what: str, value: Any) -> None:
+    level = [value]
+    while level:
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise InvalidMessage(f"{what} holds a number that is infinite or none, which JSON cannot hold")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
 
 
 def _check_durability(durability: object) -> None:
@@ -726,8 +777,10 @@ def _token(lease: object) -> int:
 
 
 def _text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> str:
-    if not isinstance(value, str) or (limit is not None and len(value) > limit):
-        raise InvalidMessage(f"{name} must be text of at most {limit} characters")
+    if not isinstance(value, str):
+        raise InvalidMessage(f"{name} must be text, not {type(value).__name__}")
+    if limit is not None and len(value) > limit:
+        raise InvalidMessage(f"{name} has {len(value)} characters, and at most {limit} are kept")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -138,6 +138,7 @@ def created(envelope: Envelope, message_id: str, number: int, wall_us: int) -> E
         number, wall_us, "created", envelope.queue, message_id,
         "SCHEDULED" if envelope.delay_ns else "QUEUED", 0, envelope.priority, 0, "", 0, "", "",
         envelope.type, envelope.parent_message_id, len(envelope.payload),
+        {"delay_s": envelope.delay_ns / NANOS_PER_S} if envelope.delay_ns else {},
     )  # fmt: skip
 
 
@@ -149,6 +150,11 @@ def duplicate(record: Record, moment: Moment, key: str) -> Event:
 def purged(moment: Moment, records: int) -> Event:
     """Records that were over were forgotten. It is about many, so it names none."""
     return Event(moment.number, moment.wall_us, "deleted", "", "", "DONE", detail={"records": records})
+
+
+def alert(moment: Moment, error_type: str, error: str) -> Event:
+    """A person should look. It is about no message."""
+    return Event(moment.number, moment.wall_us, "alert", "", "", "DONE", error_type=error_type, error=error)
 
 
 def wake(record: Record, moment: Moment) -> Step:

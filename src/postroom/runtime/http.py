@@ -179,7 +179,11 @@ class Endpoint:
 
     def _refuse(self, desk: Desk, call: Call, error: BaseException) -> Reply:
         reply = _refusal(error)
-        facts = {"route": self.route.path, "status": reply.status, "error": type(error).__name__}
+        facts = {
+            "route": self.route.path,
+            "status": reply.status,
+            "error": error.error if isinstance(error, Refusal) else type(error).__name__,
+        }
         if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             facts["error"] = where(error)
         task_id = getattr(call.body, "task_id", None) or ""

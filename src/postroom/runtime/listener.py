@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES_MAX = 32 * 1024
+LINE_EXTRA_BYTES = 4
 REQUEST_TIMEOUT_S = 30.0  # from the first byte to the last
 KEEP_ALIVE_S = 75.0
 CONNECTIONS_MAX = 12_000
@@ -65,7 +66,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _head_size(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        """As it came: each line has a colon, a blank and its end besides."""
+        return len(self.url) + sum(len(name) + len(value) + LINE_EXTRA_BYTES for name, value in self.headers)
 
     def _start_timer(self) -> None:
         if self._timer is None:

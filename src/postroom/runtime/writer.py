@@ -9,8 +9,9 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.tasks import Task, Tasks
@@ -24,17 +25,16 @@ CLOSE_TIMEOUT_S = 10.0
 Call = Callable[[Tasks], Any]
 
 
-class _Job(NamedTuple):
+class _Job(msgspec.Struct, frozen=True):
     """A call and who waits for what it gives. The claims of many who ask alike are one call."""
 
     call: Call
-    makes_room: bool
     futures: "tuple[asyncio.Future[Any], ...]"
     limits: tuple[int, ...] = ()
     """How many of the claimed tasks each of those who wait wants; empty when it is no claim."""
 
 
-class _Asked(NamedTuple):
+class _Asked(msgspec.Struct, frozen=True):
     """One request's wish, as it came."""
 
     wish: Call | Claim
@@ -110,7 +110,10 @@ class Writer:
                 if jobs:
                     outcomes = self._commit([job.call for job in jobs], makes_room=makes_room)
                     for job, outcome in zip(jobs, outcomes, strict=True):
-                        answers += zip(job.futures, _shares(job, outcome), strict=True)
+                        if job.limits:
+                            answers += zip(job.futures, _shares(job, outcome), strict=True)
+                        else:
+                            answers.append((job.futures[0], outcome))
             self.turns += 1
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._answer, answers)
@@ -151,7 +154,7 @@ def _jobs(asked: list[_Asked]) -> list[_Job]:
         if isinstance(one.wish, Claim):
             claims.setdefault(replace(one.wish, limit=0), []).append(one)
         else:
-            jobs.append(_Job(one.wish, one.makes_room, (one.future,)))
+            jobs.append(_Job(one.wish, (one.future,)))
     for terms, alike in claims.items():
         jobs += _claims(terms, alike)
     return jobs
@@ -175,17 +178,12 @@ def _claims(terms: Claim, asked: list[_Asked]) -> list[_Job]:
 
 def _claim(terms: Claim, futures: list["asyncio.Future[Any]"], limits: list[int]) -> _Job:
     together = replace(terms, limit=sum(limits))
-    return _Job(
-        lambda tasks: tasks.claim_now(together),
-        makes_room=False,
-        futures=tuple(futures),
-        limits=tuple(limits),
-    )
+    return _Job(lambda tasks: tasks.claim_now(together), tuple(futures), tuple(limits))
 
 
 def _shares(job: _Job, outcome: Any) -> list[Any]:
     """What each of those who wait gets: who asked first is served first."""
-    if not job.limits or isinstance(outcome, Exception):
+    if isinstance(outcome, Exception):
         return [outcome] * len(job.futures)
     tasks: list[Task] = outcome
     shares = []

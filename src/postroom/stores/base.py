@@ -25,6 +25,8 @@ PURGE_BATCH_MAX = 500
 MAX_DEPTH_DEFAULT = 1_000_000
 MAX_PAYLOAD_BYTES_DEFAULT = 1024 * 1024
 RETRY_AFTER_S = 1.0
+BACKLOG_MAX_DEFAULT = 1_000_000
+LIVE_EVENTS = 10_000  # shipped events that stay for those who follow the store itself
 
 
 class ByIds(msgspec.Struct, frozen=True):
@@ -111,6 +113,22 @@ class Limits(msgspec.Struct, frozen=True):
     max_payload_bytes: int = MAX_PAYLOAD_BYTES_DEFAULT
     durability: Durability | None = None
     """The class of a message that names none; None leaves it to the caller."""
+
+
+WhenBehind: TypeAlias = Literal["slow", "refuse"]
+
+
+class Outbox(msgspec.Struct, frozen=True):
+    """What is known of the shipper that takes the events elsewhere, and what happens when it falls behind."""
+
+    shipped: int = 0
+    """Every event up to this number is held elsewhere for good."""
+    backlog_max: int = BACKLOG_MAX_DEFAULT
+    """How many events may wait for it."""
+    when_behind: WhenBehind = "slow"
+    """What becomes of a new message when more wait: it is accepted slowly, or refused."""
+    stream: str = ""
+    """The one stream that they go to. A second one would find forgotten what the first has taken."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -351,6 +369,10 @@ class Transaction(ABC):
             self._record_event(lifecycle.purged(self.moment(), len(gone)))
         return looked_at[-1].seq if len(looked_at) == limit else 0
 
+    def alert(self, error_type: str, error: str) -> None:
+        """Tell something that a person should look at."""
+        self._record_event(lifecycle.alert(self.moment(), error_type, error))
+
     # ---- bookkeeping ---------------------------------------------------------------------------
 
     def _put(self, before: Record, step: Step) -> None:
@@ -469,6 +491,9 @@ class Store(Protocol):
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         """Events with a `seq` above `after`, in order."""
 
+    def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
+        """What messages said whose `created` events have these numbers, as far as they are still there."""
+
     def newest_event(self) -> int:
         """The number of the last event; 0 when nothing has happened yet."""
 
@@ -482,7 +507,22 @@ class Store(Protocol):
         """What a queue may hold from now on."""
 
     def purge_events(self, *, up_to: int, before_us: int, limit: int) -> None:
-        """Forget some events up to a number and before a time, those that the depths do not need any more."""
+        """Forget some events up to a number and before a time, those that the depths do not need any more.
+
+        Never one that an outbox still waits for.
+        """
+
+    def identity(self) -> str:
+        """A name that no other store has, for as long as this one lives."""
+
+    def sync(self) -> None:
+        """Return when everything committed so far survives a power cut."""
+
+    def outbox(self) -> Outbox | None:
+        """How far the shipper has come; None when nobody ships."""
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        """So far has the shipper come. What it has taken is forgotten, but for the last `LIVE_EVENTS`."""
 
     def purge_keys(self, before_us: int, limit: int) -> None:
         """Forget some idempotency keys that were seen before a time."""

@@ -15,8 +15,10 @@ import msgspec
 from postroom.core.lifecycle import WAITING, history, trail
 from postroom.message import Envelope, Event, Record, Step, Stored
 from postroom.stores.base import (
+    LIVE_EVENTS,
     MAX_DEPTH_DEFAULT,
     PRIORITIES,
+    PURGE_BATCH_MAX,
     ByIds,
     Counted,
     Due,
@@ -25,6 +27,7 @@ from postroom.stores.base import (
     InState,
     Leased,
     Limits,
+    Outbox,
     Overdue,
     Pick,
     Transaction,
@@ -86,6 +89,7 @@ class MemoryStore:
         self._limits: dict[str, Limits] = {}
         self._events: list[Event] = []
         self._number = 1
+        self._outbox: Outbox | None = None
         self.on_ready: Callable[[set[str]], None] | None = None
         reset_after_fork(self)
 
@@ -205,8 +209,27 @@ class MemoryStore:
 
     def purge_events(self, *, up_to: int, before_us: int, limit: int) -> None:
         with self._mutex:
+            if self._outbox is not None:
+                up_to = min(up_to, self._outbox.shipped)
             old = (event.seq <= up_to and event.ts_us < before_us for event in islice(self._events, limit))
             del self._events[: sum(takewhile(bool, old))]
+
+    def identity(self) -> str:
+        return self.store_id
+
+    def sync(self) -> None:
+        """Memory does not survive a power cut, and nobody thinks so."""
+
+    def outbox(self) -> Outbox | None:
+        return self._outbox
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        with self._mutex:
+            self._outbox = outbox
+            if outbox is not None:
+                self.purge_events(
+                    up_to=outbox.shipped - LIVE_EVENTS, before_us=1 << 62, limit=PURGE_BATCH_MAX
+                )
 
     def purge_keys(self, before_us: int, limit: int) -> None:
         with self._mutex:
@@ -222,6 +245,15 @@ class MemoryStore:
                 for message_id in self.first_ready(queue, priority, 1)
             ]
             return max(0, self.steady_ns() - min(heads)) if heads else None
+
+    def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
+        with self._mutex:
+            found = (self.rows.get(event.message_id) for event in self.events(after, up_to - after))
+            return {
+                row.record.seq: row.envelope.payload
+                for row in found
+                if row and after < row.record.seq <= up_to
+            }
 
     def newest_event(self) -> int:
         return self._number - 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import apsw
+import msgspec
 
 from postroom.core import lifecycle
 from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, UnknownTask, WriteFailed
@@ -35,6 +36,7 @@ from postroom.stores.base import (
     InState,
     Leased,
     Limits,
+    Outbox,
     Overdue,
     Pick,
     Transaction,
@@ -55,6 +57,7 @@ from postroom.stores.sql.queries import (
     NEWEST_EVENT,
     NEXT_WORK,
     NUMBER_DIGITS_MAX,
+    PAYLOADS,
     QUEUE,
     RECORD,
     SET_FACT,
@@ -152,6 +155,10 @@ class SqliteStore:
                 f"SQLite {apsw.sqlite_lib_version()} can damage a database that several processes write: "
                 f"install apsw with SQLite {'.'.join(map(str, SQLITE_OLDEST))} or newer"
             )
+        if not hasattr(apsw, "carray"):
+            raise StoreDamaged(
+                "this apsw was built without SQLite's arrays (carray): install its wheel from PyPI"
+            )
         self.path = Path.cwd() / path
         self.url = f"sqlite:///{self.path}"
         self._clock = SystemClock() if clock is None else clock
@@ -194,23 +201,20 @@ class SqliteStore:
     # ---- writing -------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
-        if not self._leading.locked() and self._is_simple():
+        if not self._pending and not self._leading.locked():
             with self._leading:
-                if self._is_simple():
-                    # Nothing is kept when the disk is full: below is who knows what to do then.
-                    with suppress(apsw.FullError):
-                        return self._write_alone(work)
+                cursor = self._cursor
+                if cursor is not None and not self._pending and self._ballast.whole and not self._dead:
+                    try:  # nobody else wants anything, and everything is as it should be
+                        return self._write_alone(work, cursor)
+                    except apsw.FullError:  # nothing is kept: below is who knows what to do then
+                        pass
         return self._write_together(work, makes_room)
 
-    def _is_simple(self) -> bool:
-        """Whether nobody else wants anything, and everything is as it should be."""
-        return self._cursor is not None and not self._pending and self._ballast.whole and not self._dead
-
-    def _write_alone(self, work: Callable[[Transaction], T]) -> T:
+    def _write_alone(self, work: Callable[[Transaction], T], cursor: apsw.Cursor) -> T:
         """What `_write_together` does, for one caller: no list, no waiting."""
         try:
             self._lock.acquire()
-            cursor = self._cursor or self._open()
             transaction = self._begin(cursor)
             result = work(transaction)
             transaction.flush()
@@ -227,7 +231,8 @@ class SqliteStore:
         return result
 
     def _begin(self, cursor: apsw.Cursor) -> SqliteTransaction:
-        if cursor.connection.in_transaction:  # an interrupt was faster than the end of the last one
+        connection = cursor.connection
+        if connection.in_transaction:  # an interrupt was faster than the end of the last one
             self._names.clear()
             self._numbers.clear()
             cursor.execute("ROLLBACK")
@@ -235,9 +240,10 @@ class SqliteStore:
         now = time.monotonic()
         if now >= self._look_at_file:
             self._check_file(now)
-        if not self._settled or cursor.connection.data_version() != self._version:
+        if not self._settled or connection.data_version() != self._version:
             self._catch_up(cursor)
-        return SqliteTransaction(self, cursor)
+        steady_ns = self._offset_ns + self._clock.boot_ns()
+        return SqliteTransaction(self, cursor, steady_ns, self._clock.wall_us())
 
     def _check_file(self, now: float) -> None:
         """Whether the name still means the file that is open: what is written elsewhere would be lost."""
@@ -365,10 +371,11 @@ class SqliteStore:
             # down.
             self.depths, self.counted = counted_depths(cursor.connection)
             self.seen = self.counted
-            self._settled = True
+        self._settled = False  # an interrupt below would have a row counted twice
         for seq, counts in ask(cursor, NEW_EVENTS, (self.seen,)):
             add_counts(self.depths, decode_counts(counts))
             self.seen = seq
+        self._settled = True
 
     def _refill_ballast(self, jobs: list[_Job[Any]]) -> None:
         """As long as there is no space for it, what comes free belongs to those who end work."""
@@ -674,6 +681,10 @@ class SqliteStore:
             rows.close()
         return found[:limit]
 
+    def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
+        with self._snapshot() as connection:
+            return dict(ask(connection, PAYLOADS, (after, up_to)))
+
     def newest_event(self) -> int:
         with self._snapshot() as connection:
             return int(ask(connection, NEWEST_EVENT)[0][0])
@@ -713,6 +724,37 @@ class SqliteStore:
 
         self.write(work, makes_room=True)
 
+    def identity(self) -> str:
+        if not self.store_id:
+            self.write(lambda _: None, makes_room=True)  # it stands in the file
+        return self.store_id
+
+    def sync(self) -> None:
+        """The log alone: SQLite syncs the file itself before it gives up what the log holds.
+
+        And it must be the log alone: closing a descriptor of the file would end this process's locks on it.
+        """
+        path = self.path.with_name(self.path.name + "-wal")
+        with suppress(FileNotFoundError):  # without a log everything stands in the file
+            fd = open_safely(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise WriteFailed(path, error, rolled_back=False) from error
+            finally:
+                os.close(fd)
+
+    def outbox(self) -> Outbox | None:
+        with self._snapshot() as connection:
+            rows = ask(connection, "SELECT value FROM facts WHERE name = 'outbox'")
+        return msgspec.json.decode(rows[0][0], type=Outbox) if rows else None
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        def work(transaction: Transaction) -> None:
+            cast_to_sqlite(transaction).set_outbox(outbox)
+
+        self.write(work, makes_room=True)
+
     def purge_keys(self, before_us: int, limit: int) -> None:
         def work(transaction: Transaction) -> None:
             cast_to_sqlite(transaction).purge_keys(before_us, limit)
@@ -735,10 +777,6 @@ class SqliteStore:
     def wall_us(self) -> int:
         """UTC."""
         return self._clock.wall_us()
-
-    def now(self) -> tuple[int, int]:
-        """Both clocks, when the connection is open for certain."""
-        return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
 
     # ---- life ----------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """A transaction's verbs in SQL: the primitives that `Transaction` asks for, and the hot ones as a whole."""
 
 import time
+from array import array
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import apsw
@@ -10,25 +11,40 @@ import msgspec
 
 from postroom.core import lifecycle
 from postroom.message import Durability, Envelope, Event, Record, State, Step
+from postroom.stores import batches
 from postroom.stores.base import (
+    LIVE_EVENTS,
     Accepted,
     Claim,
     Counted,
     Delivery,
     Head,
     Limits,
+    Outbox,
     Pick,
     Transaction,
 )
+from postroom.stores.eventtexts import (
+    duration_text,
+    json_text,
+    lane_text,
+    origin_text,
+    quoted,
+    worker_text,
+)
 from postroom.stores.sql.queries import (
-    COMPLETE,
+    COMPLETE_ALIKE,
+    COMPLETE_ONE,
     COUNTED,
     FIRST_PAST,
     HEADS,
     INSERT,
+    INSERT_ALIKE,
+    INSERT_PLAIN,
     LANE_DELAYED,
     LANE_LEASED,
-    LEASE,
+    LEASE_MANY,
+    LEASE_ONE,
     LEASED_MANY,
     LEASED_ONE,
     QUEUE,
@@ -37,7 +53,6 @@ from postroom.stores.sql.queries import (
     UPDATE_PLAIN,
     UPDATE_RESULT,
     UPDATE_TRAIL,
-    USUAL_PRIORITY,
     ask,
 )
 
@@ -50,6 +65,8 @@ FOLD_EVENTS = 10_000  # after so many, the depths are written down; until then t
 Depths = dict[int, dict[Counted, int]]
 """How many records each queue has in each state."""
 
+NO_COUNTS: dict[Counted, int] = {}
+
 encode = msgspec.json.Encoder().encode
 decode_events = msgspec.json.Decoder(list[Event]).decode
 decode_event = msgspec.json.Decoder(Event).decode
@@ -57,32 +74,16 @@ decode_counts = msgspec.json.Decoder(list[tuple[int, Counted, int]]).decode
 decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
 
 
-def _json(text: str) -> str:
-    return encode(text).decode()
+def _numbers(numbers: list[int]) -> "apsw.CArrayBinding":
+    """Numbers for `carray(?)`."""
+    return apsw.carray(array("q", numbers))
 
 
-_quoted = lru_cache(maxsize=1024)(_json)  # the names of queues, which every event holds
-
-
-def _lane_text(priority: int) -> str:
-    """A part of an event. What is as usual is left out, as `Event` does."""
-    return "" if priority == USUAL_PRIORITY else f',"priority":{priority}'
-
-
-def _origin_text(envelope: Envelope) -> str:
-    """A part of the first event."""
-    if not envelope.type and not envelope.parent_message_id:
-        return ""
-    kind = f',"type":{_json(envelope.type)}' if envelope.type else ""
-    parent = envelope.parent_message_id
-    return f'{kind},"parent_message_id":{_json(parent)}' if parent else kind
-
-
-def leased_rows(numbers: list[int]) -> tuple[str, tuple[Any, ...]]:
-    """The query for live leases of these records."""
+def _leased(cursor: apsw.Cursor, numbers: list[int]) -> list[Any]:
+    """What has a live lease of these records, and a name of ours; in their order."""
     if len(numbers) == 1:
-        return LEASED_ONE, (numbers[0],)
-    return LEASED_MANY, (encode(numbers).decode(),)
+        return ask(cursor, LEASED_ONE, (numbers[0],))
+    return ask(cursor, LEASED_MANY, (_numbers(numbers),))
 
 
 def add_counts(depths: Depths, changes: Iterable[tuple[int, Counted, int]]) -> None:
@@ -116,17 +117,21 @@ def cast_to_sqlite(transaction: Transaction) -> "SqliteTransaction":
 class SqliteTransaction(Transaction):
     """The primitives in SQL."""
 
-    def __init__(self, store: "SqliteStore", cursor: apsw.Cursor) -> None:
+    def __init__(self, store: "SqliteStore", cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # `Transaction.__init__`, spelled out: every commit comes by.
         self.store_id = store.store_id
         self.number = store.seen + 1
-        self.steady_ns, self.wall_us = store.now()
+        self.steady_ns = steady_ns
+        self.wall_us = wall_us
         self.ready: set[str] = set()
         self.counts: dict[tuple[str, Counted], int] = {}
         self.synced = False
         self._store = store
-        self._cursor = cursor
+        self._cursor_held = cursor
         self._connection = cursor.connection
+        self._new: list[Envelope] = []
+        """Accepted and not yet written: neighbours that are alike, whose numbers end before `_new_end`."""
+        self._new_end = 0
         self._queues: dict[str, tuple[int, Limits]] = {}
         self.new_queues: dict[str, int] = {}
         self.texts: list[str] = []
@@ -134,6 +139,13 @@ class SqliteTransaction(Transaction):
         self.changes = 0
         self.changed: list[tuple[int, Counted, int]] = []
         self.counted = store.counted
+
+    @property
+    def _cursor(self) -> apsw.Cursor:
+        """What was accepted is written before anything else is asked or said."""
+        if self._new:
+            self._write_new()
+        return self._cursor_held
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -148,6 +160,12 @@ class SqliteTransaction(Transaction):
                     self._store.queue_rows[name] = (time.monotonic() + LIMITS_KNOWN_S, found)
             self._queues[name] = found
         return found
+
+    def _number(self, name: str) -> int:
+        """A queue's number, without its limits where they are not known yet."""
+        found = self._queues.get(name)  # first: the store may not learn of a queue that is new in here
+        number = self._store.number_of(name, self._cursor) if found is None else found[0]
+        return self._queue(name)[0] if number is None else number
 
     def _load_queue(self, name: str) -> tuple[int, Limits]:
         rows = ask(self._cursor, QUEUE, (name,))
@@ -172,10 +190,16 @@ class SqliteTransaction(Transaction):
         return self._queue(queue)[1]
 
     def depth(self, queue: str) -> int:
-        counts = self._store.depths.get(self._queue(queue)[0], {})
+        return self._waiting(queue, self._queue(queue)[0])
+
+    def _waiting(self, queue: str, number: int) -> int:
+        # `lifecycle.WAITING`, spelled out: every new message comes by.
+        counts = self._store.depths.get(number, NO_COUNTS)
         depth = counts.get("QUEUED", 0) + counts.get("SCHEDULED", 0) + counts.get("RETRYING", 0)
-        if self.counts:
-            depth += sum(self.counts.get((queue, state), 0) for state in lifecycle.WAITING)
+        changes = self.counts
+        if changes:
+            depth += changes.get((queue, "QUEUED"), 0) + changes.get((queue, "SCHEDULED"), 0)
+            depth += changes.get((queue, "RETRYING"), 0)
         return depth
 
     def is_past(self, queue: str) -> bool:
@@ -206,148 +230,171 @@ class SqliteTransaction(Transaction):
     # They do what `Transaction` does by way of `lifecycle`, without a Python object for each step on the way.
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        number, wall_us, now, store_id = self.number, self.wall_us, self.steady_ns, self.store_id
-        rows: list[tuple[Any, ...]] = []
-        texts: list[str] = []
-        accepted: list[Accepted] = []
+        runs = [envelopes] if len(envelopes) == 1 else batches.runs(envelopes)
         room: dict[str, int] = {}
-        counts: dict[tuple[str, Counted], int] = {}
-        for e in envelopes:
-            if e.message_id or e.key:
-                return super().insert(envelopes)
-            queue, payload, delay_ns, priority = e.queue, e.payload, e.delay_ns, e.priority
-            queue_number, limits = self._queue(queue)
-            if queue not in room:
-                room[queue] = limits.max_depth - self.depth(queue)
-            room[queue] -= 1
-            if room[queue] < 0 or len(payload) > limits.max_payload_bytes:
-                return super().insert(envelopes)  # which says what is wrong
-            state: State = "SCHEDULED" if delay_ns else "QUEUED"
-            message_id = f"{store_id}-{number}"
-            accepted.append(Accepted(message_id, False))  # noqa: FBT003 - by position, as everything here
-            rows.append(
-                (
-                    number, None, queue_number, state, priority, number, 0, 0, e.max_retries, 0, "", 0,
-                    LANE_DELAYED if delay_ns else priority, now + delay_ns if delay_ns else number, now,
-                    now + e.ttl_ns if e.ttl_ns else 0, e.durability, wall_us, 0, 0, 0,
-                    e.type, e.parent_message_id, "", delay_ns, e.ttl_ns, priority, payload,
-                )
-            )  # fmt: skip
-            lane = _lane_text(priority)
-            about = f'"queue":{_quoted(queue)},"message_id":"{message_id}","state":"{state}"{lane}'
-            texts.append(
-                f'{{"seq":{number},"ts_us":{wall_us},"kind":"created",{about}{_origin_text(e)}'
-                f',"body_bytes":{len(payload)}}}'
-            )
+        for run in runs:
+            queue = run[0].queue
+            number, limits = self._queue(queue)
+            left = room[queue] if queue in room else limits.max_depth - self._waiting(queue, number)
+            room[queue] = left - len(run)
+            bytes_max = limits.max_payload_bytes
+            if left < len(run) or [e for e in run if e.message_id or e.key or len(e.payload) > bytes_max]:
+                return super().insert(envelopes)  # names and keys of callers, and saying what is wrong
+        if len(runs) == 1:
+            return self._insert_alike(runs[0])
+        return [accepted for run in runs for accepted in self._insert_alike(run)]
+
+    def _insert_alike(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        """New records that differ in their payloads alone."""
+        self.changes += 1
+        if self._new and self._new_end == self.number and batches.are_alike(self._new, envelopes):
+            self._new += envelopes
+        else:
+            if self._new:
+                self._write_new()
+            self._new = list(envelopes)
+        e = envelopes[0]
+        number, queue, delay_ns = self.number, e.queue, e.delay_ns
+        state: State = "SCHEDULED" if delay_ns else "QUEUED"
+        prefix, texts, accepted = f"{self.store_id}-", self.texts, []
+        instant = f',"ts_us":{self.wall_us!s},"kind":'
+        named = f',"queue":{quoted(queue)},"message_id":"'
+        stands = f'","state":"{state}"{lane_text(e.priority)}'
+        origin = origin_text(e)
+        end = f',"detail":{{"delay_s":{delay_ns / lifecycle.NANOS_PER_S!r}}}}}' if delay_ns else "}"
+        for envelope in envelopes:
+            seq = str(number)
+            message_id = prefix + seq
+            accepted.append(Accepted(message_id, False))  # noqa: FBT003 - faster by position
+            about = f"{named}{message_id}{stands}"
+            size = len(envelope.payload)
+            texts.append(f'{{"seq":{seq}{instant}"created"{about}{origin},"body_bytes":{size!s}{end}')
             number += 1
             if not delay_ns:
-                texts.append(f'{{"seq":{number},"ts_us":{wall_us},"kind":"enqueued",{about}}}')
+                texts.append(f'{{"seq":{number!s}{instant}"enqueued"{about}}}')
                 number += 1
-                self.ready.add(queue)
-            if e.durability != "os":
-                self.synced = True
-            counts[queue, state] = counts.get((queue, state), 0) + 1
-        self._write_new(rows)
-        self.number = number
-        self.texts += texts
-        for (queue, counted), n in counts.items():
-            self._count(queue, counted, n)
+        self.number = self._new_end = number
+        self._count(queue, state, len(envelopes))
+        if not delay_ns:
+            self.ready.add(queue)
+        if e.durability != "os":
+            self.synced = True
         return accepted
 
-    def _write_new(self, rows: list[tuple[Any, ...]]) -> None:
-        self.changes += 1
-        if len(rows) == 1:
-            self._cursor.execute(INSERT, rows[0])
+    def _write_new(self) -> None:
+        """As late as possible: what several callers of one commit bring is one statement."""
+        new, self._new = self._new, []
+        e, now, delay_ns = new[0], self.steady_ns, new[0].delay_ns
+        events = 1 if delay_ns else 2
+        values = (
+            self._new_end - events * len(new), self._queue(e.queue)[0], "SCHEDULED" if delay_ns else "QUEUED",
+            e.priority, e.max_retries, LANE_DELAYED if delay_ns else e.priority,
+            now + delay_ns if delay_ns else None, now, now + e.ttl_ns if e.ttl_ns else 0, e.durability,
+            self.wall_us, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
+        )  # fmt: skip
+        if len(new) == 1:
+            self._cursor_held.execute(INSERT_PLAIN, (*values, e.payload))
         else:
-            self._cursor.executemany(INSERT, rows)
+            payloads = apsw.carray(tuple([envelope.payload for envelope in new]))
+            self._cursor_held.execute(INSERT_ALIKE, (*values, payloads, events))
 
     def claim(self, terms: Claim) -> list[Delivery]:
-        queue = terms.queue
-        queue_number = self._store.number_of(queue, self._cursor)
-        if (
-            terms.promote_after_ns
-            or len(terms.priorities) != 1
-            or queue_number is None
-            or self.is_past(queue)
-        ):
+        cursor = self._cursor
+        queue_number = self._store.number_of(terms.queue, cursor)
+        if terms.promote_after_ns or len(terms.priorities) != 1 or queue_number is None:
             return super().claim(terms)
-        lane, limit = terms.priorities[0], terms.limit
-        rows = self._cursor.execute(HEADS, (queue_number, lane, limit)).fetchall()
-        if any(row[1] for row in rows):  # some can expire
+        lane = terms.priorities[0]
+        rows = ask(cursor, HEADS, (queue_number, lane, terms.limit))
+        if not rows:
+            return super().claim(terms) if self.is_past(terms.queue) else []
+        now = self.steady_ns
+        *_, delayed, leased = rows[0]
+        if (
+            (delayed is not None and delayed <= now)
+            or (leased is not None and leased <= now)
+            or [row for row in rows if row[1]]  # some can expire; a generator takes longer for one
+        ):
             return super().claim(terms)
         return self._lease_rows(rows, terms, lane)
 
     def _lease_rows(self, rows: list[Any], terms: Claim, priority: int) -> list[Delivery]:
-        number, wall_us, steady_ns, store_id = self.number, self.wall_us, self.steady_ns, self.store_id
-        queue, lease_ns, until = terms.queue, terms.lease_ns, steady_ns + terms.lease_ns
-        worker = f',"worker_id":{_json(terms.worker_id)}' if terms.worker_id else ""
-        lane = _lane_text(priority)
-        changes, deliveries = [], []
-        for seq, _, name, attempt, ready_at, durability, payload, kind, parent in rows:
-            message_id = name or f"{store_id}-{seq}"
-            changes.append(
-                (attempt + 1, number, terms.worker_id, lease_ns, LANE_LEASED, until, wall_us, wall_us, seq)
-            )
-            deliveries.append(
-                Delivery(message_id, queue, payload, kind, parent, attempt + 1, number, lease_ns)
-            )  # fmt: skip
-            waited_us = (steady_ns - ready_at) // 1000
-            waited = f',"duration_us":{waited_us}' if waited_us else ""
-            named = _json(name) if name else f'"{message_id}"'
-            self.texts.append(
-                f'{{"seq":{number},"ts_us":{wall_us},"kind":"dequeued","queue":{_quoted(queue)},'
-                f'"message_id":{named},'
-                f'"state":"PROCESSING","attempt":{attempt + 1}{lane},"lease":{number}{worker}{waited}}}'
+        number, wall_us, now = self.number, self.wall_us, self.steady_ns
+        queue, lease_ns = terms.queue, terms.lease_ns
+        values = (number, terms.worker_id, lease_ns, now + lease_ns, wall_us)
+        self.changes += 1
+        if len(rows) == 1:
+            self._cursor_held.execute(LEASE_ONE, (*values, rows[0][0]))
+        else:
+            self._cursor_held.execute(LEASE_MANY, (*values, _numbers([row[0] for row in rows])))
+        prefix, texts, deliveries = f"{self.store_id}-", self.texts, []
+        dequeued = f',"ts_us":{wall_us!s},"kind":"dequeued","queue":{quoted(queue)},"message_id":'
+        lane, worker = lane_text(priority), worker_text(terms.worker_id)
+        for seq, _, name, attempts, ready_at, durability, payload, kind, parent, _, _ in rows:
+            message_id = name or f"{prefix}{seq!s}"
+            attempt = attempts + 1
+            deliveries.append(Delivery(message_id, queue, payload, kind, parent, attempt, number, lease_ns))
+            named = json_text(name) if name else f'"{message_id}"'
+            token = str(number)
+            texts.append(
+                f'{{"seq":{token}{dequeued}{named},"state":"PROCESSING","attempt":{attempt!s}{lane}'
+                f',"lease":{token}{worker}{duration_text(now - ready_at)}}}'
             )
             number += 1
             if durability != "os":
                 self.synced = True
-        if rows:
-            self.number = number
-            self.changes += 1
-            self._cursor.executemany(LEASE, changes)
-            self._count(queue, "QUEUED", -len(rows))
-            self._count(queue, "PROCESSING", len(rows))
+        self.number = number
+        self._count(queue, "QUEUED", -len(rows))
+        self._count(queue, "PROCESSING", len(rows))
         return deliveries
 
     def complete(self, words: dict[str, tuple[int, bytes]]) -> None:
-        own = {self._store.own_number(message_id): message_id for message_id in words}
-        rows = ask(self._cursor, *leased_rows(list(own)))
-        now = self.steady_ns
-        if (
-            0 in own
-            or len(rows) != len(words)
-            or any(words[own[row[0]]][0] != row[1] or row[8] <= now for row in rows)
-        ):
+        if not words:
+            return
+        own_number, now = self._store.own_number, self.steady_ns
+        numbers = [own_number(message_id) for message_id in words]
+        rows = _leased(self._cursor, numbers)
+        if len(rows) != len(numbers) or [
+            row
+            for number, word, row in zip(numbers, words.values(), rows, strict=True)
+            if row[0] != number or row[1] != word[0] or row[8] <= now
+        ]:
             super().complete(words)  # names that callers gave, repeated words, stale leases
             return
-        number, wall_us, steady_ns = self.number, self.wall_us, self.steady_ns
-        found = {own[row[0]]: row for row in rows}
-        changes: list[tuple[Any, ...]] = []
+        self._write_results([result for _, result in words.values()], numbers)
+        number, texts = self.number, self.texts
         counts: dict[str, int] = {}
-        for message_id, (lease, result) in words.items():
-            seq, _, queue_number, priority, attempt, worker_id, began, durability, _ = found[message_id]
-            changes.append((number, result, wall_us, seq))
-            queue = self._store.queue_name(queue_number, self._cursor)
-            worker = f',"worker_id":{_json(worker_id)}' if worker_id else ""
-            lane = _lane_text(priority)
-            worked_us = (steady_ns - began) // 1000
-            worked = f',"duration_us":{worked_us}' if worked_us else ""
-            self.texts.append(
-                f'{{"seq":{number},"ts_us":{wall_us},"kind":"execution_completed","queue":{_quoted(queue)},'
-                f'"message_id":"{message_id}","state":"COMPLETED","attempt":{attempt}{lane},"lease":{lease}'
-                f"{worker}{worked}}}"
+        completed = f',"ts_us":{self.wall_us!s},"kind":"execution_completed","queue":'
+        traits, queue, lane, worker = None, "", "", ""
+        for message_id, row in zip(words, rows, strict=True):
+            _, lease, queue_number, priority, attempt, worker_id, began, durability, _ = row
+            if traits != (queue_number, priority, worker_id):  # mostly they are those of the one before
+                traits = queue_number, priority, worker_id
+                queue = self._store.queue_name(queue_number, self._cursor_held)
+                lane, worker = lane_text(priority), worker_text(worker_id)
+            texts.append(
+                f'{{"seq":{number!s}{completed}{quoted(queue)},"message_id":"{message_id}"'
+                f',"state":"COMPLETED","attempt":{attempt!s}{lane},"lease":{lease!s}{worker}'
+                f"{duration_text(now - began)}}}"
             )
             number += 1
             counts[queue] = counts.get(queue, 0) + 1
             if durability != "os":
                 self.synced = True
         self.number = number
+        for queue, count in counts.items():
+            self._count(queue, "PROCESSING", -count)
+            self._count(queue, "COMPLETED", count)
+
+    def _write_results(self, results: list[bytes], numbers: list[int]) -> None:
+        first, wall_us = self.number, self.wall_us
         self.changes += 1
-        self._cursor.executemany(COMPLETE, changes)
-        for queue, n in counts.items():
-            self._count(queue, "PROCESSING", -n)
-            self._count(queue, "COMPLETED", n)
+        if len(numbers) == 1:
+            self._cursor_held.execute(COMPLETE_ONE, (first, results[0], wall_us, numbers[0]))
+        elif results.count(results[0]) == len(results):  # most often none
+            self._cursor_held.execute(COMPLETE_ALIKE, (first, results[0], wall_us, _numbers(numbers)))
+        else:
+            changes = zip(range(first, first + len(results)), results, repeat(wall_us), numbers)
+            self._cursor_held.executemany(COMPLETE_ONE, changes)
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -407,26 +454,36 @@ class SqliteTransaction(Transaction):
         self.changes += 1
         self._cursor.execute(
             "DELETE FROM events WHERE seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) "
-            "AND seq <= ? AND ts_us < ? AND seq < (SELECT max(seq) FROM events)",
+            "AND seq <= ? AND ts_us < ? AND seq < (SELECT max(seq) FROM events) "
+            "AND seq <= ifnull((SELECT value ->> 'shipped' FROM facts WHERE name = 'outbox'), seq)",
             (limit, min(up_to, self.counted), before_us),
+        )
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        """What was shipped goes with it, in the same commit: the file stays small without a further one."""
+        self.changes += 1
+        if outbox is None:
+            self._cursor.execute("DELETE FROM facts WHERE name = 'outbox'")
+            return
+        self._cursor.execute(SET_FACT, ("outbox", encode(outbox).decode()))
+        self._cursor.execute(
+            "DELETE FROM events WHERE seq <= ?", (min(outbox.shipped - LIVE_EVENTS, self.counted),)
         )
 
     def keep(self, events: Iterable[Event]) -> None:
         self.texts += [encode(event).decode() for event in events]
 
     def flush(self) -> None:
-        """Write what was gathered on the way: events, and what they did to the depths."""
+        """Write what was gathered on the way: new records, events, and what they did to the depths."""
+        if self._new:
+            self._write_new()
         self.changed = [
-            (self._queue(queue)[0], state, change) for (queue, state), change in self.counts.items() if change
+            (self._number(queue), state, change) for (queue, state), change in self.counts.items() if change
         ]
         if self.texts:
-            values = (
-                self.number - 1,
-                self.wall_us,
-                encode(self.changed).decode(),
-                f"[{','.join(self.texts)}]",
-            )
-            self._cursor.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
+            told = f"[{','.join(self.texts)}]"
+            values = (self.number - 1, self.wall_us, encode(self.changed).decode(), told)
+            self._cursor_held.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
         if self.number - self.counted > FOLD_EVENTS:
             self._fold()
 

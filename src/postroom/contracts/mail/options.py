@@ -1,0 +1,34 @@
+"""What can be chosen for a room."""
+
+from typing import Literal
+
+import msgspec
+
+from postroom.core.mq9 import DEFAULT_TTL_S, Envelope
+
+Storage = Literal["memory", "os", "group"]
+"""When a message counts as stored: at once, with the operating system, after a shared fsync."""
+
+
+class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults are what the mq9 design says; everything beyond it is off."""
+
+    critical: Storage = "group"
+    urgent: Storage = "group"
+    """Also for `high`."""
+    normal: Storage = "memory"
+    """Also for `low`."""
+    envelope: Envelope = "auto"
+    default_ttl_s: float = DEFAULT_TTL_S
+    mailboxes_max: int = 1_000_000
+    stored_bytes_max: int = 1 << 30
+    """Of all messages together, which stand in memory."""
+    quota_messages: int = 0
+    """Of one mailbox; 0 is no quota."""
+    quota_bytes: int = 0
+    dead_letter_after: int = 0
+    """Failed deliveries to a group after which a message goes to the mailbox `ID.dead`; 0 is never."""
+    receipts: bool = False
+    """Whether each delivery becomes an event."""
+    extend: bool = False
+    """Whether a mailbox's creator may give it more time."""

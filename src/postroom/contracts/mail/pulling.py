@@ -1,0 +1,189 @@
+"""FETCH, ACK and QUERY: reading by asking.
+
+Rule 1: a group gets a letter again until it is acknowledged, and never after. One acknowledgement covers
+        what the same connection was handed before it, as the newest dialect says.
+Rule 2: what one living connection of a group holds, no other gets.
+Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time.
+"""
+
+from typing import NamedTuple
+
+from postroom.contracts.mail import Link
+from postroom.contracts.mail.listening import Failed
+from postroom.contracts.mail.records import Pulled
+from postroom.contracts.mail.shelves import Shelves
+from postroom.core import mq9
+from postroom.core.mailbox import EVERY_RANK, Box, Letter, PullGroup
+from postroom.core.mq9 import Refused
+
+WAITS_MAX = 100_000
+GROUPS_MAX = 1_000  # of one mailbox
+NANOS_PER_MS = 1_000_000
+
+
+class _Wait(NamedTuple):
+    link: Link
+    reply: str
+    box: Box
+    group: str
+    limit: int
+    through: list[int]
+
+
+def _answer(link: Link, reply: str, payload: bytes) -> None:
+    if reply:
+        link.answer(reply, payload)
+
+
+class Pulling:
+    """Groups that fetch, and those who wait."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        self.failed: Failed = lambda _box, _letter: False
+        self._shelves = shelves
+        self._waits: dict[int, dict[int, _Wait]] = {}
+        self._last_wait = self._wait_count = 0
+        self._holding: dict[int, set[tuple[int, str]]] = {}
+        """Connection to the groups, by mailbox and name, of which it holds something."""
+
+    # ---- fetch ---------------------------------------------------------------------------------
+
+    def fetch(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
+        if not reply:
+            return  # it would be handed out to nobody
+        asked = mq9.body(payload, mq9.Fetch)
+        box = self._shelves.find(mail_id)
+        name = asked.group_name or ""
+        if not name:
+            through = box.position(asked.deliver, asked.bound)
+            self._answer_or_wait(_Wait(link, reply, box, "", asked.limit, through), asked.wait_ms)
+            return
+        if len(box.groups) >= GROUPS_MAX and name not in box.groups:
+            raise Refused(429, f"a mailbox has at most {GROUPS_MAX} groups")
+        self._shelves.check_log("group")
+        group, begins = box.group(name, asked.deliver, asked.bound, anew=bool(asked.force_deliver))
+        wait = _Wait(link, reply, box, name, asked.limit, [])
+        if begins and self._shelves.log is not None:
+            # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
+            self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
+            self._shelves.commit("group", self._answer_or_wait, wait, asked.wait_ms)
+        else:
+            self._answer_or_wait(wait, asked.wait_ms)
+
+    def _answer_or_wait(self, wait: _Wait, wait_ms: int) -> None:
+        if wait.box.gone or self._try(wait):
+            return
+        if not wait_ms or self._wait_count >= WAITS_MAX:
+            _answer(wait.link, wait.reply, mq9.fetched(()))
+            return
+        self._last_wait += 1
+        self._wait_count += 1
+        self._waits.setdefault(wait.box.serial, {})[self._last_wait] = wait
+        due_ns = self._shelves.now_ns() + wait_ms * NANOS_PER_MS
+        self._shelves.wake_at(due_ns, wait.box.serial, self._last_wait)
+
+    def _try(self, wait: _Wait) -> bool:
+        """Answer with what there is; False when there is nothing."""
+        letters = self._find(wait)
+        if not letters:
+            return False
+        if wait.group:
+            group = wait.box.groups[wait.group]
+            group.hand(letters, wait.link.number)
+            self._holding.setdefault(wait.link.number, set()).add((wait.box.serial, wait.group))
+        _answer(wait.link, wait.reply, mq9.fetched(letters))
+        if self._shelves.options.receipts:
+            self._tell_fetched(wait, letters)
+        return True
+
+    def _find(self, wait: _Wait) -> list[Letter]:
+        box = wait.box
+        reader = box.groups.get(wait.group) if wait.group else None
+        if reader is None:
+            reader = PullGroup(box.letters)
+            reader.through = wait.through or [0] * len(box.lanes)
+        found = reader.next(box.lanes, wait.link.number, wait.limit, self._shelves.now_ns())
+        return mq9.fitting(found, wait.limit)
+
+    def _tell_fetched(self, wait: _Wait, letters: list[Letter]) -> None:
+        for letter in letters:
+            self._shelves.tell(
+                "delivered",
+                queue=wait.box.label,
+                message_id=f"{wait.box.label}/{letter.number}",
+                recipient=wait.group or wait.link.user or f"link-{wait.link.number}",
+                priority=letter.rank,
+            )
+
+    def stored(self, box: Box) -> None:
+        """A letter has come: whoever waits for it, in order."""
+        if box.serial not in self._waits:
+            return
+        for number, wait in list(self._waits[box.serial].items()):
+            if self._try(wait):
+                self._end(box.serial, number)
+
+    def waited(self, serial: int, number: int) -> None:
+        """A wait is over."""
+        wait = self._end(serial, number)
+        if wait is not None:
+            _answer(wait.link, wait.reply, mq9.fetched(()))
+
+    def _end(self, serial: int, number: int) -> _Wait | None:
+        waits = self._waits.get(serial)
+        wait = waits.pop(number, None) if waits is not None else None
+        if wait is not None:
+            self._wait_count -= 1
+        if not waits:
+            self._waits.pop(serial, None)
+        return wait
+
+    def gone(self, box: Box) -> None:
+        for number in list(self._waits.get(box.serial, ())):
+            self.waited(box.serial, number)
+
+    def close(self, link: Link) -> None:
+        """A connection is lost: what it held can be fetched by others, who may be waiting."""
+        for serial, name in sorted(self._holding.pop(link.number, ())):
+            box = self._shelves.by_serial.get(serial)
+            if box is None or name not in box.groups:
+                continue
+            for number in box.groups[name].lose(link.number):
+                letter = box.letters.get(number)
+                if letter is not None:
+                    self.failed(box, letter)
+            self.stored(box)
+
+    # ---- the other verbs -----------------------------------------------------------------------
+
+    def acknowledge(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
+        asked = mq9.body(payload, mq9.Ack)
+        box = self._shelves.find(mail_id)
+        group = box.groups.get(asked.group_name)
+        if group is None:
+            raise Refused(404, "the group has fetched nothing from this mailbox")
+        self._shelves.check_log("group")
+        fresh = group.acknowledge(asked.msg_id)
+        group.advance(box.lanes)
+        durable = [number for number in fresh if number in box.letters and box.letters[number].durable]
+        if durable and self._shelves.log is not None:
+            through = list(group.through)
+            self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
+            self._shelves.commit("group", _answer, link, reply, mq9.done())
+        else:
+            _answer(link, reply, mq9.done())
+
+    def query(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
+        """Look without taking: by key, by tags, since a time; the newest ones when there are too many."""
+        asked = mq9.body(payload, mq9.Query)
+        box = self._shelves.find(mail_id)
+        since_us = (asked.since or 0) * 1_000_000
+        tags = asked.wanted_tags
+        found = [
+            letter
+            for letter in box.replay(EVERY_RANK, self._shelves.now_ns())
+            if letter.created_us >= since_us
+            and (asked.key is None or letter.key == asked.key)
+            and tags.issubset(letter.tags)
+        ]
+        _answer(link, reply, mq9.fetched(mq9.fitting(found, asked.wanted)))

@@ -1,0 +1,513 @@
+"""The mailboxes and what they hold: stored, counted, written down, expired.
+
+Rule 1: a letter is in its mailbox only after its class's commit point; until then nobody sees it.
+Rule 2: the letters of a mailbox arrive in the order in which they were taken, whatever their classes.
+Rule 3: a mailbox whose time is over is gone for everybody who asks, also before the next tick.
+Rule 4: one tick does a bounded piece of work; the rest follows in the next turns of the loop.
+"""
+
+import hashlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec.structs import replace
+
+from postroom.contracts.mail import records
+from postroom.contracts.mail.options import MailOptions, Storage
+from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
+from postroom.contracts.mail.segments import SegmentLog
+from postroom.core.mailbox import Box, Letter, PullGroup
+from postroom.core.mq9 import Refused
+from postroom.core.times import NANOS_PER_S
+from postroom.system.clock import Clock
+
+NUMBER_BITS = 32  # of a message id below the count of starts; together they stay exact in a JSON number
+CLAIM_AHEAD = 1 << 20  # messages before a block of numbers ends at which the next block is claimed
+EXPIRED_KEPT_MAX = 10_000  # mailboxes of which is remembered that they have expired
+DEADLINES_A_TURN_MAX = 200
+GRAVES_A_TURN_MAX = 20_000  # letters of expired mailboxes that are let go in one turn
+LABEL_CHARS = 16
+RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
+MICROS_PER_S = 1_000_000
+
+Ripe = Literal["box", "letter", "delayed", "wait"]
+
+
+class Emit(Protocol):
+    """Where events go."""
+
+    def __call__(self, kind: str, /, **fields: object) -> object: ...
+
+
+class Watcher(Protocol):
+    """Who wants to know what happens on the shelves."""
+
+    def gone(self, box: Box) -> None: ...
+
+    def stored(self, box: Box, letter: Letter, sender: str) -> None: ...
+
+    def stored_many(self, box: Box, letters: list[Letter], sender: str) -> None: ...
+
+    def removed(self, box: Box, number: int) -> None: ...
+
+    def waited(self, serial: int, number: int) -> None: ...
+
+
+def hashed(mail_id: str) -> str:
+    """How a private mailbox is called wherever its id must not stand."""
+    return hashlib.sha256(mail_id.encode()).hexdigest()[:LABEL_CHARS]
+
+
+class Shelves:
+    """All mailboxes of one server."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        run_soon: Callable[[Callable[[], None]], object],
+        options: MailOptions,
+        clock: Clock,
+        emit: Emit | None,
+    ) -> None:
+        self.options = options
+        self.clock = clock
+        self.emit = emit
+        self.boxes: dict[str, Box] = {}
+        self.by_serial: dict[int, Box] = {}
+        self.public: dict[str, Box] = {}
+        self.agents: dict[str, records.Agent] = {}
+        self.stored_bytes = self.letters = 0
+        self._durable_bytes = 0
+        self._run_soon = run_soon
+        self._watcher: Watcher | None = None
+        self._serial = 0
+        self._deadlines: list[tuple[int, Ripe, int, int]] = []
+        self._graves: deque[dict[int, Letter]] = deque()
+        self._expired: dict[str, None] = {}
+        self._digging = False
+        self._storages: tuple[Storage, ...] = (
+            options.critical,
+            options.urgent,
+            options.normal,
+            options.normal,
+        )
+        self.log = SegmentLog(folder, run_soon) if folder is not None else None
+        self._number = 0
+        if self.log is not None:
+            self._begin(self.log)
+
+    def _begin(self, log: SegmentLog) -> None:
+        try:
+            start = self._restore(log)
+            log.begin(records.Started(start))
+        except BaseException:
+            log.close()  # and the lock with it: whoever tries again must not wait for itself
+            raise
+        self._number = start << NUMBER_BITS
+
+    def watch(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def now_ns(self) -> int:
+        return self.clock.boot_ns()
+
+    # ---- what was there before -----------------------------------------------------------------
+
+    def _restore(self, log: SegmentLog) -> int:
+        """Put the log back on the shelves. Gives the count of this start."""
+        found = Found()
+        for record in log.read():
+            found.take(record)
+        self._serial = found.last_serial()
+        for opened in found.alive():
+            self._restore_box(opened, found)
+        self.agents = {name: agent for name, agent in found.agents.items() if agent.card}
+        for name, damage in log.damage:
+            self.tell("quarantined", detail={"file": name, "offset": damage.offset, "bytes": damage.length})
+        return found.start + 1
+
+    def _restore_box(self, opened: records.Opened, found: Found) -> None:
+        now_us, now_ns = self.clock.wall_us(), self.now_ns()
+        end = found.extended.get(opened.serial) or opened
+        box = self._make(opened.serial, opened.mail_id, public=opened.public, named=opened.named)
+        box.desc, box.creator, box.created_us = opened.desc, opened.creator, opened.created_us
+        box.safe = True
+        # A clock that was set back meanwhile must not give a mailbox more than it had.
+        left_us = min(end.expires_us - now_us, round(end.ttl_s * MICROS_PER_S))
+        expires_ns = max(1, now_ns + left_us * NANOS_PER_US) if end.expires_us else 0
+        self._set_end(box, end.ttl_s, end.expires_us, expires_ns)
+        for put in found.letters(opened.serial):
+            letter = letter_of(put, now_ns, now_us)
+            self._count(letter, 1)
+            if letter.due_ns:
+                self._delay(box, letter)
+            else:
+                self._shelve(box, letter)
+        for pulled in found.pulled.get(opened.serial, {}).values():
+            group = PullGroup(box.letters, pulled.turn)
+            group.through = list(pulled.through)
+            group.done = {number for number in pulled.done if number in box.letters}
+            box.groups[pulled.group] = group
+
+    # ---- mailboxes -----------------------------------------------------------------------------
+
+    def _make(self, serial: int, mail_id: str, *, public: bool, named: bool) -> Box:
+        label = mail_id if public else hashed(mail_id)
+        box = Box(serial, mail_id, public=public, named=named, label=label)
+        self.boxes[mail_id] = self.by_serial[serial] = box
+        if public:
+            self.public[mail_id] = box
+        return box
+
+    def _set_end(self, box: Box, ttl_s: float, expires_us: int, expires_ns: int) -> None:
+        box.ttl_s, box.expires_us, box.expires_ns = ttl_s, expires_us, expires_ns
+        if expires_ns:
+            heappush(self._deadlines, (expires_ns, "box", box.serial, 0))
+
+    def private_id(self, prefix: str) -> str:
+        """Nobody guesses 128 random bits."""
+        digits = secrets.token_hex(16)
+        shape = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+        return f"{prefix}.{shape}" if prefix else shape
+
+    def open(self, mail_id: str, ttl_s: float, *, public: bool, named: bool, desc: str, creator: str) -> Box:
+        """A new mailbox. It counts as created after `commit`."""
+        if len(self.boxes) >= self.options.mailboxes_max:
+            raise Refused(429, f"there are {self.options.mailboxes_max} mailboxes, which is the limit")
+        self._serial += 1
+        box = self._make(self._serial, mail_id, public=public, named=named)
+        box.desc, box.creator, box.created_us = desc, creator, self.clock.wall_us()
+        if ttl_s:
+            ends_us = box.created_us + round(ttl_s * MICROS_PER_S)
+            self._set_end(box, ttl_s, ends_us, self.now_ns() + round(ttl_s * NANOS_PER_S))
+        if named:  # nobody draws a private id twice
+            self._expired.pop(hashed(mail_id), None)
+        if self.log is not None:
+            self.log.append(opened_record(box))
+        self.tell("created", queue=box.label, type="mailbox", sender=creator, detail={"ttl_s": ttl_s})
+        return box
+
+    def extend(self, box: Box, ttl_s: float) -> None:
+        """Give a mailbox so long from now on, if that is more than it has."""
+        now_us = self.clock.wall_us()
+        expires_us = now_us + round(ttl_s * MICROS_PER_S) if ttl_s else 0
+        if not box.expires_us or (expires_us and expires_us <= box.expires_us):
+            raise Refused(400, "a lifetime can only become longer")
+        self._set_end(box, ttl_s, expires_us, self.now_ns() + round(ttl_s * NANOS_PER_S) if ttl_s else 0)
+        if self.log is not None:
+            self.log.append(records.Extended(box.serial, ttl_s, expires_us))
+
+    def find(self, mail_id: str) -> Box:
+        """A living mailbox, or the reason why there is none."""
+        box = self.boxes.get(mail_id)
+        if box is not None:
+            if box.expires_ns == 0 or box.expires_ns > self.now_ns():
+                return box
+            self.expire(box)
+        if "*" in mail_id or ">" in mail_id:
+            raise Refused(403, "a wildcard in place of a mailbox is not allowed")
+        if hashed(mail_id) in self._expired:
+            raise Refused(410, "the mailbox has expired")
+        raise Refused(404, "the mailbox does not exist")
+
+    def expire(self, box: Box) -> None:
+        """End a mailbox. Its letters are let go a bounded number at a time."""
+        box.gone = True
+        del self.boxes[box.mail_id], self.by_serial[box.serial]
+        self.public.pop(box.mail_id, None)
+        self._expired[hashed(box.mail_id)] = None
+        if len(self._expired) > EXPIRED_KEPT_MAX:
+            del self._expired[next(iter(self._expired))]
+        self._graves.append(box.letters)
+        if box.delayed:
+            self._graves.append(box.delayed)
+        if self.log is not None:
+            self.log.append(records.Gone(box.serial))
+        self.tell("expired", queue=box.label, type="mailbox")
+        if self._watcher is not None:
+            self._watcher.gone(box)
+
+    # ---- letters -------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """A message id: above all before it, also those of earlier starts."""
+        return self.next_numbers(1)
+
+    def next_numbers(self, count: int) -> int:
+        """So many message ids in a row; gives the first."""
+        before = self._number
+        self._number = before + count
+        block = (self._number + CLAIM_AHEAD) >> NUMBER_BITS
+        if self.log is not None and block != (before + CLAIM_AHEAD) >> NUMBER_BITS:
+            self.log.claim(records.Started(block))
+        return before + 1
+
+    def storage(self, rank: int) -> Storage:
+        """How a rank is stored."""
+        return self._storages[rank] if self.log is not None else "memory"
+
+    def admit(self, box: Box, size: int) -> None:
+        """Refuse what does not fit."""
+        options = self.options
+        held = len(box.letters) + len(box.delayed) + box.reserved
+        if options.quota_messages and held >= options.quota_messages:
+            raise Refused(429, f"the mailbox holds {options.quota_messages} messages, which is its quota")
+        if options.quota_bytes and box.bytes + box.reserved_bytes + size > options.quota_bytes:
+            raise Refused(429, f"the mailbox may hold {options.quota_bytes} bytes, which is its quota")
+        if self.stored_bytes + size > options.stored_bytes_max:
+            raise Refused(429, f"the server holds {options.stored_bytes_max} bytes of messages, its limit")
+
+    def write(self, box: Box, letter: Letter) -> None:
+        """Reserve room for a letter, and write it down if its class says so."""
+        box.reserved += 1
+        box.reserved_bytes += letter.size
+        self._count(letter, 1)
+        if letter.durable and self.log is not None:
+            self.log.append(put_record(box, letter, self.clock))
+
+    def commit(self, storage: Storage, call: Callable[..., object], *facts: object) -> None:
+        """Do something when what was appended so far counts as stored."""
+        if self.log is None or storage == "memory":
+            call(*facts)
+        elif storage == "os":
+            self.log.after_write(call, *facts)
+        else:
+            self.log.after_sync(call, *facts)
+
+    def commit_letter(self, box: Box, storage: Storage, call: Callable[..., object], *facts: object) -> None:
+        """As `commit`, and not before what the same mailbox took earlier: its letters arrive in order."""
+        if self.log is None:
+            call(*facts)
+        elif storage == "group" or (box.syncing and not self.log.trouble):
+            box.syncing += 1
+            self.log.after_sync(self._synced, box, call, facts)
+        else:
+            self.commit(storage, call, *facts)
+
+    def _synced(self, box: Box, call: Callable[..., object], facts: tuple[object, ...]) -> None:
+        box.syncing -= 1
+        call(*facts)
+
+    def after_earlier(self, mail_id: str, call: Callable[..., object], *facts: object) -> bool:
+        """Do something when all that a mailbox has taken so far is stored. False when it is already."""
+        box = self.boxes.get(mail_id)
+        if box is None or not box.reserved or self.log is None or self.log.trouble:
+            return False
+        self.commit("group" if box.syncing else "os", call, *facts)
+        return True
+
+    def check_log(self, storage: Storage) -> None:
+        """Refuse what could not be stored at present."""
+        if storage != "memory" and self.log is not None and self.log.trouble:
+            raise Refused(503, self.log.trouble)
+
+    def put_at_once(self, box: Box, letter: Letter, sender: str) -> None:
+        """Store a letter in memory, with nothing of its mailbox under way."""
+        self._count(letter, 1)
+        self._shelve(box, letter)
+        if self._watcher is not None:
+            self._watcher.stored(box, letter, sender)
+
+    # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
+
+    def admits_all(self, nbytes: int) -> bool:
+        """Whether no limit is near, so that nobody has to look at each letter for itself."""
+        options = self.options
+        return not (options.quota_messages or options.quota_bytes) and (
+            self.stored_bytes + nbytes <= options.stored_bytes_max
+        )
+
+    def write_all(self, box: Box, letters: list[Letter], nbytes: int) -> None:
+        """As `write`, for plain letters of one rank."""
+        box.reserved += len(letters)
+        box.reserved_bytes += nbytes
+        self._count_all(letters, nbytes)
+        if letters[0].durable and self.log is not None:
+            serial, put = box.serial, records.Put
+            self.log.append_all(
+                [put(serial, each.number, each.word, each.payload, b"", each.created_us) for each in letters]
+            )
+
+    def put_all_at_once(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
+        """As `put_at_once`, for plain letters of one rank."""
+        self._count_all(letters, nbytes)
+        self._shelve_all(box, letters, nbytes, sender)
+
+    def all_arrived(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
+        """As `arrived`, for plain letters of one rank."""
+        box.reserved -= len(letters)
+        box.reserved_bytes -= nbytes
+        if box.gone:
+            for letter in letters:
+                self._count(letter, -1)
+        else:
+            self._shelve_all(box, letters, nbytes, sender)
+
+    def _shelve_all(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
+        box.add_plain(letters, nbytes)
+        if self._watcher is not None:
+            self._watcher.stored_many(box, letters, sender)
+
+    def _count_all(self, letters: list[Letter], nbytes: int) -> None:
+        self.letters += len(letters)
+        self.stored_bytes += nbytes
+        if letters[0].durable:
+            self._durable_bytes += nbytes + RECORD_BYTES * len(letters)
+
+    def arrived(self, box: Box, letter: Letter, sender: str = "") -> bool:
+        """A letter is stored. False when its mailbox has gone meanwhile."""
+        box.reserved -= 1
+        box.reserved_bytes -= letter.size
+        if box.gone:
+            self._count(letter, -1)
+            return False
+        self._shelve(box, letter)
+        if self._watcher is not None:
+            self._watcher.stored(box, letter, sender)
+        return True
+
+    def _shelve(self, box: Box, letter: Letter) -> None:
+        replaced = box.add(letter)
+        if replaced is not None:
+            self._let_go(box, replaced)
+        if letter.expires_ns:
+            heappush(self._deadlines, (letter.expires_ns, "letter", box.serial, letter.number))
+
+    def postponed(self, box: Box, letter: Letter) -> bool:
+        """A letter that waits is stored. False when its mailbox has gone meanwhile."""
+        box.reserved -= 1
+        box.reserved_bytes -= letter.size
+        if box.gone:
+            self._count(letter, -1)
+            return False
+        self._delay(box, letter)
+        return True
+
+    def _delay(self, box: Box, letter: Letter) -> None:
+        box.delayed[letter.number] = letter
+        heappush(self._deadlines, (letter.due_ns, "delayed", box.serial, letter.number))
+
+    def remove(self, box: Box, number: int) -> Letter | None:
+        """Take a letter away; None when there is none."""
+        letter = box.remove(number)
+        if letter is not None:
+            self._let_go(box, letter)
+        return letter
+
+    def _let_go(self, box: Box, letter: Letter) -> None:
+        self._count(letter, -1)
+        if letter.durable and self.log is not None:
+            self.log.append(records.Removed(box.serial, [letter.number]))
+        if self._watcher is not None:
+            self._watcher.removed(box, letter.number)
+
+    def _count(self, letter: Letter, change: int) -> None:
+        self.letters += change
+        self.stored_bytes += change * letter.size
+        if letter.durable:
+            self._durable_bytes += change * (letter.size + RECORD_BYTES)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def wake_at(self, due_ns: int, serial: int, number: int) -> None:
+        """Tell the watcher when a wait is over."""
+        heappush(self._deadlines, (due_ns, "wait", serial, number))
+
+    def tick(self) -> None:
+        """Do what is due, some of it now and the rest in the next turns."""
+        if not self._digging:
+            self._dig()
+        if self.log is not None:
+            if self.log.wants_copy(self._durable_bytes + RECORD_BYTES * len(self.boxes)):
+                self.log.copy(self._alive())
+            self.log.tick()
+
+    def _dig(self) -> None:
+        now_ns = self.now_ns()
+        self._digging = False
+        for _ in range(DEADLINES_A_TURN_MAX):
+            if not self._deadlines or self._deadlines[0][0] > now_ns:
+                break
+            _, what, serial, number = heappop(self._deadlines)
+            self._ripe(what, serial, number, now_ns)
+        self._bury()
+        if self._graves or (self._deadlines and self._deadlines[0][0] <= now_ns):
+            self._digging = True
+            self._run_soon(self._dig)
+        elif self.log is not None:
+            self.log.flush()
+
+    def _bury(self) -> None:
+        left = GRAVES_A_TURN_MAX
+        while self._graves and left:
+            grave = self._graves[0]
+            while grave and left:
+                self._count(grave.popitem()[1], -1)
+                left -= 1
+            if not grave:
+                self._graves.popleft()
+
+    def _ripe(self, what: Ripe, serial: int, number: int, now_ns: int) -> None:
+        box = self.by_serial.get(serial)
+        if what == "wait":
+            if self._watcher is not None:
+                self._watcher.waited(serial, number)
+        elif box is None:
+            return
+        elif what == "box":
+            if 0 < box.expires_ns <= now_ns:  # otherwise it was given more time
+                self.expire(box)
+        elif what == "letter":
+            if self.remove(box, number) is not None:
+                self.tell("expired", queue=box.label, message_id=f"{box.label}/{number}")
+        else:
+            self._release(box, number)
+
+    def _release(self, box: Box, number: int) -> None:
+        """A delayed letter is due: it gets a number of now, and its place behind all that came before."""
+        waiting = box.delayed.pop(number, None)
+        if waiting is None:
+            return
+        letter = replace(waiting, number=self.next_number(), due_ns=0)
+        self._count(letter, -1)
+        self.write(box, letter)
+        if letter.durable and self.log is not None:
+            self.log.append(records.Removed(box.serial, [number]))
+        self.commit_letter(box, self.storage(letter.rank), self.arrived, box, letter)
+
+    # ---- compaction ----------------------------------------------------------------------------
+
+    def _alive(self) -> Iterator[records.Record]:
+        """Everything that has to stand in the log, a record at a time."""
+        yield from list(self.agents.values())
+        for box in list(self.boxes.values()):
+            if box.gone:
+                continue
+            yield opened_record(box)
+            for name, group in list(box.groups.items()):
+                yield records.Pulled(box.serial, name, group.turn, list(group.through), sorted(group.done))
+            for number, letter in [*box.letters.items(), *box.delayed.items()]:
+                if letter.durable and not box.gone and (number in box.letters or number in box.delayed):
+                    yield put_record(box, letter, self.clock)
+
+    # ---- agents --------------------------------------------------------------------------------
+
+    def keep_agent(self, agent: records.Agent) -> None:
+        """Write down what is known of an agent now; without a card it is gone."""
+        if agent.card:
+            self.agents[agent.name] = agent
+        else:
+            self.agents.pop(agent.name, None)
+        if self.log is not None:
+            self.log.append(agent)
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def tell(self, kind: str, **fields: object) -> None:
+        """One event of the stream."""
+        if self.emit is not None:
+            self.emit(kind, **fields)

@@ -1,0 +1,187 @@
+"""One event of the audit stream: the closed schema that every contract's events become.
+
+Rule 1: `seq` has no gap within a `source`, and `event_id` is made of both: reading a log again repeats ids.
+Rule 2: a line holds what is known. A field that has its default is left out, and the first seven never are.
+Rule 3: a field may be added, with a default; one is never removed, renamed or given another meaning. A change
+that breaks this gets a new `schema`.
+"""
+
+from decimal import Decimal
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from postroom.message import Event, EventKind, State
+
+SCHEMA = 1
+
+Contract: TypeAlias = Literal["bus", "queue", "mail", "tasks", "engine", "audit"]
+"""Who tells it; "audit" is the stream itself, about its own doings."""
+
+
+OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
+    "bus": {
+        "append, append_many": ("created",),
+    },
+    "queue": {
+        "send, ask": ("created",),
+        "poll": ("delivered",),
+        "expire": ("expired",),
+        "a poll or an expire that finds nothing": ("heartbeat",),
+        "a line of the audit that cannot be read": ("alert",),
+    },
+    "mail": {
+        "create": ("created",),
+        "create of what exists": ("duplicate",),
+        "send": ("created",),
+        "a push or a fetch, with receipts": ("delivered",),
+        "delete": ("deleted",),
+        "the end of a time to live": ("expired",),
+        "a call that is refused": ("rejected",),
+        "too many deliveries": ("dead_letter", "created"),
+        "damage in the log": ("quarantined",),
+        "a log or a file of events that cannot be written": ("alert",),
+    },
+    "tasks": {
+        "enqueue": ("created", "enqueued"),
+        "enqueue of a known id or key": ("duplicate",),
+        "claim": ("dequeued",),
+        "heartbeat": ("heartbeat",),
+        "complete": ("execution_completed",),
+        "fail": ("execution_failed", "retry_scheduled", "enqueued", "dead_letter"),
+        "release": ("released",),
+        "claim, sweep: a delay is over": ("enqueued",),
+        "claim, sweep: a lease ran out": ("lease_lapsed", "enqueued", "dead_letter"),
+        "cancel": ("cancelled",),
+        "retry": ("replayed", "enqueued"),
+        "open_decision": ("execution_started", "created", "enqueued"),
+        "settle": ("execution_completed", "delivered"),
+        "purge": ("deleted",),
+        "enqueue while the stream is too far behind": ("alert",),
+    },
+    "engine": {
+        "submit": ("created", "enqueued"),
+        "submit of a known key": ("duplicate",),
+        "submit under backpressure, or for an open breaker": ("rejected",),
+        "promotion by age": ("promoted",),
+        "claim": ("dequeued",),
+        "a conflict with another operation": (
+            "conflict_detected",
+            "conflict_resolved",
+            "conflict_resolution_failed",
+        ),
+        "start": ("execution_started",),
+        "heartbeat": ("heartbeat",),
+        "complete": ("execution_completed",),
+        "fail": ("execution_failed", "retry_scheduled", "enqueued", "dead_letter"),
+        "release": ("released",),
+        "a lease ran out": ("lease_lapsed", "enqueued", "dead_letter"),
+        "cancel": ("cancelled",),
+        "the end of a time to live": ("expired",),
+        "too many crashes": ("quarantined", "alert"),
+        "replay": ("replayed", "enqueued"),
+        "a breaker": ("breaker_opened", "breaker_closed"),
+        "a token budget": ("tokens_reserved", "tokens_returned"),
+        "a response": ("delivered",),
+        "retention": ("deleted",),
+    },
+    "audit": {},
+}
+"""What each contract's operations are told as. The last two come with their contracts."""
+
+
+class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
+    """What happened, once, in any contract."""
+
+    event_id: str
+    seq: int
+    ts_us: int
+    """Microseconds of UTC, for people and for time ranges; the order within a source is `seq`."""
+    kind: EventKind
+    contract: Contract
+    source: str
+    schema: int
+    queue: str = ""
+    org_id: str = ""
+    user_id: str = ""
+    agent_id: str = ""
+    message_id: str = ""
+    goal_id: str = ""
+    task_id: str = ""
+    parent_message_id: str = ""
+    type: str = ""
+    priority: int | None = None
+    state: State | None = None
+    attempt: int = 0
+    worker_id: str = ""
+    trace_id: str = ""
+    span_id: str = ""
+    duration_us: int = 0
+    error_type: str = ""
+    error: str = ""
+    model: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    cost_usd: Decimal | None = None
+    """An exact amount: it is written as a JSON number, and never passes through a float."""
+    body_bytes: int = 0
+    payload: str = ""
+    """The body as text, redacted; encrypted when it begins with `enc:`."""
+    sender: str = ""
+    recipient: str = ""
+    service: str = ""
+    lease: int = 0
+    detail: dict[str, Any] = {}
+    """Facts of one kind of event."""
+
+
+_encoder = msgspec.json.Encoder(decimal_format="number")
+_decoder = msgspec.json.Decoder(AuditEvent)
+encode_lines = _encoder.encode_lines
+"""Many lines of a segment at once, in half the time."""
+decode_lines = _decoder.decode_lines
+
+
+def event_id(source: str, seq: int) -> str:
+    """The name of an event: the same for everybody who reads that source."""
+    return f"{source}#{seq}"
+
+
+def to_line(event: AuditEvent) -> bytes:
+    """One line of a segment, with its newline."""
+    return _encoder.encode(event) + b"\n"
+
+
+def from_line(line: bytes) -> AuditEvent:
+    """The event in a line; a `msgspec.MsgspecError` when it is none."""
+    return _decoder.decode(line)
+
+
+def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:
+    """An event of a store, in the stream. In the leased half a queue belongs to one agent."""
+    return AuditEvent(
+        event_id=event_id(source, event.seq),
+        seq=event.seq,
+        ts_us=event.ts_us,
+        kind=event.kind,
+        contract=contract,
+        source=source,
+        schema=SCHEMA,
+        queue=event.queue,
+        agent_id=event.queue,
+        message_id=event.message_id,
+        task_id=event.message_id,
+        parent_message_id=event.parent_message_id,
+        type=event.type,
+        priority=event.priority if event.message_id else None,
+        state=event.state if event.message_id else None,
+        attempt=event.attempt,
+        worker_id=event.worker_id,
+        duration_us=event.duration_us,
+        error_type=event.error_type,
+        error=event.error,
+        body_bytes=event.body_bytes,
+        payload=payload,
+        lease=event.lease,
+        detail=event.detail,
+    )

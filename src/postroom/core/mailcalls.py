@@ -1,0 +1,167 @@
+"""What a client of mailboxes writes and reads in the mq9 design: subjects, headers, messages, answers.
+
+Rule 1: nothing that a caller gives can change the meaning of a line of the protocol.
+Rule 2: a message is read in each form that servers deliver it in.
+"""
+
+from base64 import b64decode
+from binascii import Error as NotBase64
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from postroom.core import mq9
+from postroom.core import natswire as wire
+from postroom.core.mailbox import RANKS
+from postroom.errors import InvalidMessage, MailRefused, MailUnavailable
+
+CREATE = b"$mq9.AI.MAILBOX.CREATE"
+LIST = "$mq9.AI.MAILBOX.LIST."
+DELETE = "$mq9.AI.MAILBOX.DELETE."
+NO_RESPONDERS = b"NATS/1.0 503"
+LATER = (429, 503)  # codes with which the same call can succeed later
+
+
+class MailMessage(NamedTuple):
+    """One message of a mailbox."""
+
+    mail_id: str
+    msg_id: int
+    """0 when the server does not say it."""
+    priority: str
+    payload: bytes
+    headers: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        return self.payload.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """The payload as JSON."""
+        try:
+            return msgspec.json.decode(self.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidMessage(f"the payload is not JSON: {error}") from None
+
+
+class Listed(NamedTuple):
+    """One message as a list shows it."""
+
+    msg_id: int
+    priority: str
+    created_s: int
+    """Seconds of UTC."""
+
+
+class PublicMailbox(NamedTuple):
+    """One mailbox that everybody may know."""
+
+    mail_id: str
+    desc: str
+    ttl_s: float
+
+
+Priority = Literal["critical", "urgent", "high", "normal", "low"]
+Payload = bytes | str | Mapping[str, Any] | list[Any]
+
+
+def address(mail_id: str, *, what: str = mq9.SEND, after: str = "") -> bytes:
+    """A subject for a mailbox. What would change the meaning of the line is refused."""
+    if not mail_id or any(char in mail_id for char in " \t\r\n*>") or not mail_id.isprintable():
+        raise InvalidMessage("a mailbox is named without blanks and wildcards")
+    return f"{what}{mail_id}{after}".encode()
+
+
+def suffix(priority: str) -> str:
+    if priority not in RANKS:
+        raise InvalidMessage(f"the priority is one of {', '.join(RANKS)}")
+    return "" if priority == "normal" else f".{priority}"
+
+
+def as_bytes(payload: Payload) -> bytes:
+    if isinstance(payload, bytes):
+        return payload
+    return (
+        payload.encode("utf-8", "surrogateescape")
+        if isinstance(payload, str)
+        else msgspec.json.encode(payload)
+    )
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    if not headers:
+        return b""
+    for name, value in headers.items():
+        if not name or ":" in name or any(char in name + value for char in "\r\n"):
+            raise InvalidMessage("a header has a name without a colon, and no line breaks")
+    return "".join(
+        ["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"]
+    ).encode()
+
+
+def _headers_of(block: bytes) -> dict[str, str]:
+    lines = block.decode("utf-8", "replace").split("\r\n")[1:]
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+class _Envelope(msgspec.Struct):
+    """A message as a server sends it to the published SDK."""
+
+    msg_id: int | str
+    priority: str
+    payload: str
+
+
+def message_of(mail_id: str, head: wire.Head, body: bytes) -> MailMessage:
+    """What a server delivered: raw with the id in a header, or in an envelope, or raw without an id."""
+    cut = max(head.header_bytes, 0)
+    headers, payload = _headers_of(body[:cut]) if cut else {}, body[cut:]
+    priority = head.subject.decode("utf-8", "replace").removeprefix(mq9.SEND + mail_id).removeprefix(".")
+    number = next((value for name, value in headers.items() if name.lower() == "mq9-msg-id"), None)
+    if number is None and payload.startswith(b"{"):
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, NotBase64, ValueError):
+            found = msgspec.json.decode(payload, type=_Envelope)
+            content = b64decode(found.payload)
+            return MailMessage(mail_id, int(found.msg_id), found.priority, content, headers)
+    msg_id = int(number) if number is not None and number.isdecimal() else 0
+    return MailMessage(mail_id, msg_id, priority or "normal", payload, headers)
+
+
+class Reply(msgspec.Struct):
+    """All that any server answers."""
+
+    error: str | None = None
+    code: int = 0
+    mail_id: str = ""
+    mail_address: str = ""
+    msg_id: int | str | None = None
+    deleted: bool | None = None
+    messages: list[dict[str, Any]] = []
+
+
+def checked(answer: wire.Messages) -> Reply:
+    """The answer, or the error that it tells."""
+    cut = max(answer.head.header_bytes, 0)
+    body = answer.bodies[0]
+    if body[:cut].startswith(NO_RESPONDERS):
+        raise MailUnavailable("nobody there keeps mailboxes: it may be a plain NATS server")
+    try:
+        reply = msgspec.json.decode(body[cut:], type=Reply)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise MailUnavailable("the server's answer is not that of a mail server") from None
+    if not reply.error:
+        return reply
+    if reply.code in LATER:
+        raise MailUnavailable(reply.error)
+    raise MailRefused(reply.code, reply.error)
+
+
+def listed(reply: Reply) -> list[Listed]:
+    """The rows of a list, with what any server leaves out filled in."""
+    return [
+        Listed(int(each.get("msg_id", 0)), str(each.get("priority", "normal")), int(each.get("ts") or 0))
+        for each in reply.messages
+    ]

@@ -1,0 +1,501 @@
+"""The dialects of mq9: subjects and bodies to calls, results to replies. All of them at once.
+
+Rule 1: the subject alone says which dialect a call is in. Only CREATE is shared, and its reply suits all.
+Rule 2: a success of the older dialects has no `error` key: their published client takes an empty one for a
+        failure. The newest dialect always has it.
+Rule 3: each client reads its own words: the published SDK knows high, normal and low, the newest critical,
+        urgent and normal.
+Rule 4: no text made here holds a mailbox's id, except the replies to those who named it.
+"""
+
+import base64
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Letter, Word
+from postroom.core.times import SECONDS_MAX
+from postroom.errors import PostroomError
+
+PREFIX = "$mq9."
+ROOT = "$mq9.AI."
+SEND = "$mq9.AI.MAILBOX.MSG."
+PUBLIC_LIST = "$mq9.AI.PUBLIC.LIST"
+ENVELOPE_CLIENT = "robustmq"  # how the published SDK calls itself, unless its user says otherwise
+
+SUBJECTS_CACHED = 4_096
+NAME_CHARS_MAX = 128
+DESC_CHARS_MAX = 4_096
+KEY_CHARS_MAX = 1_024
+TAGS_MAX = 64
+LIST_MAX = 1_000  # messages in one LIST
+QUERY_MAX = 100
+FETCH_MAX = 1_000
+REPLY_BYTES_MAX = 8 << 20  # of payloads in one reply; what is left over comes with the next call
+DISCOVER_MAX = 100
+DEFAULT_TTL_S = 86_400
+DEFAULT_FETCH = 100
+DEFAULT_WAIT_MS = 500
+
+Envelope = Literal["auto", "always", "never"]
+Verb = Literal[
+    "create", "send", "list", "delete", "extend", "send3", "fetch", "ack", "query", "delete3",
+    "register", "unregister", "report", "discover",
+]  # fmt: skip
+
+_VERBS: dict[tuple[str, str], Verb] = {
+    ("MAILBOX", "CREATE"): "create",
+    ("MAILBOX", "MSG"): "send",
+    ("MAILBOX", "LIST"): "list",
+    ("MAILBOX", "DELETE"): "delete",
+    ("MAILBOX", "EXTEND"): "extend",
+    ("MSG", "SEND"): "send3",
+    ("MSG", "FETCH"): "fetch",
+    ("MSG", "ACK"): "ack",
+    ("MSG", "QUERY"): "query",
+    ("MSG", "DELETE"): "delete3",
+    ("AGENT", "REGISTER"): "register",
+    ("AGENT", "UNREGISTER"): "unregister",
+    ("AGENT", "REPORT"): "report",
+    ("AGENT", "DISCOVER"): "discover",
+}
+NEWEST: frozenset[Verb] = frozenset(verb for (area, _), verb in _VERBS.items() if area != "MAILBOX")
+"""The verbs of the newest dialect."""
+
+_WITHOUT_MAILBOX: frozenset[Verb] = frozenset(["create", "register", "unregister", "report", "discover"])
+_SDK_WORDS: dict[Word, Word] = {
+    "critical": "high",
+    "urgent": "high",
+    "high": "high",
+    "normal": "normal",
+    "low": "low",
+}
+_NEWEST_WORDS: dict[Word, Word] = {
+    "critical": "critical",
+    "urgent": "urgent",
+    "high": "urgent",
+    "normal": "normal",
+    "low": "normal",
+}
+_PART = r"[^\s.*>\x00-\x1f\x7f]+"
+_NAME = re.compile(rf"{_PART}(?:\.{_PART})*")
+_PREFIX_NAME = re.compile(r"[a-z0-9]+(?:\.[a-z0-9]+)*")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_MSG_ID_LINE = re.compile(rb"\r\n[Mm][Qq]9-[Mm][Ss][Gg]-[Ii][Dd][^\r\n]*")
+
+
+class Refused(PostroomError):
+    """A call that is answered with an error, in one sentence and a code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        self.code = code
+        super().__init__(text)
+
+
+class Call(NamedTuple):
+    """What a subject asks for. `detail` is the word of a send, or the message id of a delete."""
+
+    verb: Verb
+    mail_id: str = ""
+    detail: str = ""
+
+
+# ---- subjects --------------------------------------------------------------------------------------
+
+
+def address(rest: str) -> tuple[str, Word]:
+    """The mailbox and the priority in what follows `MSG.`; without a priority word it is normal."""
+    mail_id, dot, last = rest.rpartition(".")
+    if dot and last in RANKS:
+        return mail_id, cast("Word", last)
+    return rest, "normal"
+
+
+@lru_cache(maxsize=SUBJECTS_CACHED)
+def parse(subject: str) -> Call:
+    """What a published subject asks for."""
+    area, _, rest = subject.removeprefix(ROOT).partition(".")
+    word, dot, rest = rest.partition(".")
+    verb = _VERBS.get((area, word))
+    if subject == PUBLIC_LIST:
+        raise Refused(403, "the public list is written by the server alone")
+    if verb is None or (verb in _WITHOUT_MAILBOX) == bool(dot):
+        raise Refused(400, "unrecognized mq9 subject")
+    if verb == "send":
+        return Call(verb, *address(rest))
+    if verb in ("delete", "delete3"):
+        mail_id, _, msg_id = rest.rpartition(".")
+        return Call(verb, mail_id, msg_id)
+    return Call(verb, rest)
+
+
+def subscription(subject: str) -> tuple[str, int]:
+    """The mailbox and the ranks that a subscription asks for, as bits."""
+    if not subject.startswith(SEND):
+        raise Refused(403, "only mailboxes and the public list can be subscribed to")
+    rest = subject[len(SEND) :]
+    if rest.endswith(".*"):
+        mail_id, ranks = rest[:-2], EVERY_RANK
+    else:
+        mail_id, word = address(rest)
+        ranks = 1 << RANKS[word]
+    if not _NAME.fullmatch(mail_id):
+        raise Refused(403, "a wildcard in place of a mailbox is not allowed")
+    return mail_id, ranks
+
+
+def checked_name(name: str) -> str:
+    """A name that its owner chose, as a mailbox's id."""
+    if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
+        raise Refused(
+            400,
+            f"a mailbox name has 1 to {NAME_CHARS_MAX} characters, no blanks, no wildcards and no empty part",
+        )
+    if name.rpartition(".")[2] in RANKS:
+        raise Refused(400, f"a mailbox name cannot end in one of the words {', '.join(RANKS)}")
+    return name
+
+
+def checked_prefix(prefix: str) -> str:
+    """What a private id is to begin with."""
+    if len(prefix) > NAME_CHARS_MAX or not _PREFIX_NAME.fullmatch(prefix):
+        raise Refused(400, "a prefix has lower-case letters, digits and single dots")
+    return prefix
+
+
+def number(text: str) -> int:
+    """A message id as clients write it."""
+    if not _NUMBER.fullmatch(text):
+        raise Refused(400, "invalid msg_id: it is a number")
+    return int(text)
+
+
+# ---- bodies ----------------------------------------------------------------------------------------
+
+
+class Creation(msgspec.Struct, frozen=True):
+    """The body of CREATE. Unknown keys are ignored."""
+
+    ttl: float | None = None
+    public: bool | None = None
+    name: str | None = None
+    desc: str | None = None
+    prefix: str | None = None
+
+
+class Extension(msgspec.Struct, frozen=True):
+    """The body of EXTEND: from now on, so many seconds."""
+
+    ttl: float
+
+
+class FetchConfig(msgspec.Struct, frozen=True):
+    """How much a FETCH wants, and how long it waits for the first."""
+
+    num_msgs: int | None = None
+    max_wait_ms: int | None = None
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """The body of FETCH."""
+
+    group_name: str | None = None
+    deliver: Deliver = "latest"
+    from_time: float | None = None
+    from_id: int | None = None
+    force_deliver: bool | None = None
+    config: FetchConfig | None = None
+
+    @property
+    def limit(self) -> int:
+        asked = self.config.num_msgs if self.config else None
+        return min(FETCH_MAX, max(1, DEFAULT_FETCH if asked is None else asked))
+
+    @property
+    def wait_ms(self) -> int:
+        asked = self.config.max_wait_ms if self.config else None
+        return max(0, DEFAULT_WAIT_MS if asked is None else min(asked, SECONDS_MAX))
+
+    @property
+    def bound(self) -> int:
+        """Where it begins: an instant in microseconds, or a message id."""
+        if self.deliver == "from_time":
+            return int(min(self.from_time or 0, SECONDS_MAX) * 1_000_000)
+        return self.from_id or 0
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """The body of ACK."""
+
+    group_name: str
+    msg_id: int
+
+
+class Query(msgspec.Struct, frozen=True):
+    """The body of QUERY."""
+
+    key: str | None = None
+    tags: str | list[str] | None = None
+    since: float | None = None
+    limit: int | None = None
+
+    @property
+    def wanted_tags(self) -> frozenset[str]:
+        return frozenset(_tags(self.tags if isinstance(self.tags, str) else ",".join(self.tags or ())))
+
+    @property
+    def wanted(self) -> int:
+        return min(QUERY_MAX, max(1, QUERY_MAX if self.limit is None else self.limit))
+
+
+class Discover(msgspec.Struct, frozen=True):
+    """The body of DISCOVER."""
+
+    text: str | None = None
+    semantic: str | None = None
+    limit: int | None = None
+    page: int | None = None
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_NOTHING = (b"", b"{}", b'""', b"null")
+
+
+def body(payload: bytes, kind: type[_Body]) -> _Body:
+    """A request's JSON as what its verb takes. Nothing at all is an empty object."""
+    try:
+        return msgspec.json.decode(b"{}" if payload.strip() in _NOTHING else payload, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the body is not what this call takes: {error}") from error
+
+
+def card(payload: bytes) -> dict[str, Any]:
+    """An agent's card or report: any JSON object that says whose it is."""
+    try:
+        found = msgspec.json.decode(payload, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the body is not a JSON object: {error}") from error
+    if not agent_names(found):
+        raise Refused(400, "an agent needs a name or a mailbox")
+    return found
+
+
+def agent_names(found: dict[str, Any]) -> list[str]:
+    """What an agent can be called by, its name first."""
+    named = (found.get("name"), found.get("mailbox"))
+    return [name for name in named if isinstance(name, str) and name]
+
+
+def checked_ttl_s(ttl: float | None) -> float:
+    """A mailbox's lifetime. Zero is for ever."""
+    if ttl is None:
+        return DEFAULT_TTL_S
+    if not 0 <= ttl <= SECONDS_MAX:
+        raise Refused(400, f"ttl is a number of seconds from 0 (never) to {SECONDS_MAX}")
+    return ttl
+
+
+# ---- headers ---------------------------------------------------------------------------------------
+
+
+class Wishes(NamedTuple):
+    """What the headers of a send ask for."""
+
+    word: Word = "normal"
+    key: str = ""
+    delay_s: float = 0.0
+    ttl_s: float = 0.0
+    tags: tuple[str, ...] = ()
+
+
+PLAIN = Wishes()
+
+
+def wishes(headers: bytes) -> Wishes:
+    """Read the `mq9-` headers of a send."""
+    if not headers:
+        return PLAIN
+    found: dict[str, str] = {}
+    for line in headers.decode("utf-8", "replace").split("\r\n")[1:]:
+        name, _, value = line.partition(":")
+        if name[:4].lower() == "mq9-":
+            found[name.strip().lower()] = value.strip()
+    if not found:
+        return PLAIN
+    word = found.get("mq9-priority", "normal").lower()
+    if word not in RANKS:
+        raise Refused(400, f"mq9-priority is one of {', '.join(RANKS)}")
+    key = found.get("mq9-key", "")
+    if len(key) > KEY_CHARS_MAX:
+        raise Refused(400, f"mq9-key has at most {KEY_CHARS_MAX} characters")
+    return Wishes(
+        cast("Word", word),
+        key,
+        _seconds(found, "mq9-delay"),
+        _seconds(found, "mq9-ttl"),
+        _tags(found.get("mq9-tags", "")),
+    )
+
+
+def _seconds(found: dict[str, str], name: str) -> float:
+    text = found.get(name, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise Refused(400, f"{name} is a number of seconds")
+    return seconds
+
+
+def _tags(text: str) -> tuple[str, ...]:
+    tags = tuple(tag.strip() for tag in text.split(",") if tag.strip())
+    if len(tags) > TAGS_MAX:
+        raise Refused(400, f"a message has at most {TAGS_MAX} tags")
+    return tags
+
+
+# ---- deliveries ------------------------------------------------------------------------------------
+
+
+def is_enveloped(mode: Envelope, client_name: str) -> bool:
+    """Whether a connection gets envelopes: the published SDK needs them, and all others the raw bytes."""
+    if mode == "auto":
+        return client_name.startswith(ENVELOPE_CLIENT)
+    return mode == "always"
+
+
+class Frame(NamedTuple):
+    """One message as it goes out."""
+
+    subject: str
+    headers: bytes
+    payload: bytes
+
+
+def raw_frame(mail_id: str, letter: Letter) -> Frame:
+    """The sender's own bytes; the message id stands in a header."""
+    return Frame(raw_subject(mail_id, letter.word), numbered(letter), letter.payload)
+
+
+def raw_subject(mail_id: str, word: Word) -> str:
+    """On which subject a message of this priority goes out."""
+    return f"{SEND}{mail_id}" if word == "normal" else f"{SEND}{mail_id}.{word}"
+
+
+def numbered(letter: Letter) -> bytes:
+    """The sender's headers, behind a message id that only the server can write."""
+    first = b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n" % letter.number
+    if not letter.headers:
+        return first + b"\r\n"
+    rest = _MSG_ID_LINE.sub(b"", letter.headers)
+    return first + rest[rest.find(b"\r\n") + 2 :]
+
+
+def enveloped_frame(mail_id: str, letter: Letter) -> Frame:
+    """What the published SDK reads: priority from the subject, the rest from the envelope."""
+    word = _SDK_WORDS[letter.word]
+    # An empty payload would be taken for none; a blank decodes to nothing.
+    text = base64.b64encode(letter.payload).decode("ascii") or " "
+    envelope = {
+        "msg_id": str(letter.number),
+        "mail_id": mail_id,
+        "priority": word,
+        "payload": text,
+        "ts": letter.created_us // 1_000_000,
+    }
+    return Frame(f"{SEND}{mail_id}.{word}", letter.headers, encode(envelope))
+
+
+def announcement(event: Literal["created", "expired"], mail_id: str, desc: str, ttl_s: float) -> bytes:
+    """One line of the public list."""
+    if event == "expired":
+        return encode({"event": event, "mail_id": mail_id})
+    return encode({"event": event, "mail_id": mail_id, "desc": desc, "ttl": _whole(ttl_s)})
+
+
+# ---- replies ---------------------------------------------------------------------------------------
+
+encode = msgspec.json.Encoder().encode
+
+
+def created(mail_id: str, *, is_new: bool) -> bytes:
+    return encode({"mail_id": mail_id, "mail_address": mail_id, "is_new": is_new})
+
+
+def stored(verb: Verb, msg_id: int) -> bytes:
+    return b'{"error":"","msg_id":%d}' % msg_id if verb in NEWEST else b'{"msg_id":%d}' % msg_id
+
+
+def deleted(verb: Verb, *, found: bool) -> bytes:
+    reply: dict[str, Any] = {"error": ""} if verb in NEWEST else {}
+    return encode({**reply, "deleted": found})
+
+
+def extended(mail_id: str, ttl_s: float) -> bytes:
+    return encode({"mail_id": mail_id, "ttl": _whole(ttl_s)})
+
+
+def done(**facts: Any) -> bytes:
+    """A success of the newest dialect."""
+    return encode({"error": "", **facts})
+
+
+def refused(error: Refused) -> bytes:
+    return encode({"error": str(error), "code": error.code})
+
+
+def listed(mail_id: str, letters: Iterable[Letter], *, sdk: bool) -> bytes:
+    """The reply to LIST: what every dialect looks for, in the words of the one who asks."""
+    messages = [_listed(letter, sdk=sdk) for letter in _bounded(letters, LIST_MAX)]
+    return encode({"mail_id": mail_id, "mail_address": mail_id, "messages": messages})
+
+
+def _listed(letter: Letter, *, sdk: bool) -> dict[str, Any]:
+    created_s = letter.created_us // 1_000_000
+    return {
+        "msg_id": str(letter.number) if sdk else letter.number,
+        "payload": letter.payload.decode("utf-8", "replace"),
+        "priority": _SDK_WORDS[letter.word] if sdk else letter.word,
+        "header": list(letter.headers) or None,
+        "ts": created_s,
+        "create_time": created_s,
+    }
+
+
+def fetched(letters: Iterable[Letter]) -> bytes:
+    """The reply to FETCH and QUERY."""
+    return done(messages=[_fetched(letter) for letter in letters])
+
+
+def _fetched(letter: Letter) -> dict[str, Any]:
+    return {
+        "msg_id": letter.number,
+        "payload": base64.b64encode(letter.payload).decode("ascii"),
+        "priority": _NEWEST_WORDS[letter.word],
+        "header": list(letter.headers) or None,
+        "create_time": letter.created_us // 1_000_000,
+    }
+
+
+def _bounded(letters: Iterable[Letter], limit: int) -> Iterator[Letter]:
+    """The first of them that fit one reply; at least one."""
+    size = 0
+    for count, letter in enumerate(letters, 1):
+        size += letter.size
+        if count > limit or (size > REPLY_BYTES_MAX and count > 1):
+            return
+        yield letter
+
+
+def fitting(letters: Iterable[Letter], limit: int) -> list[Letter]:
+    """The first of them that fit one reply."""
+    return list(_bounded(letters, limit))
+
+
+def _whole(seconds: float) -> float:
+    """Clients read whole seconds as whole numbers."""
+    return int(seconds) if seconds == int(seconds) else seconds

@@ -1,0 +1,122 @@
+"""One request through all its messages: from a heap of events to a tree with times."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from postroom.core.events import AuditEvent
+from postroom.message import EventKind
+
+OUTCOMES: dict[EventKind, str] = {
+    "execution_completed": "completed",
+    "delivered": "delivered",
+    "dead_letter": "dead_letter",
+    "cancelled": "cancelled",
+    "expired": "expired",
+    "quarantined": "quarantined",
+    "deleted": "deleted",
+}
+OPEN = "open"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One message of a request."""
+
+    message_id: str
+    parent_message_id: str
+    depth: int
+    """How many messages it is away from the first."""
+    type: str
+    queue: str
+    start_us: int
+    """Its first event, UTC."""
+    offset_us: int
+    """The same, from the start of the request."""
+    wait_us: int | None
+    """From its enqueue to its first delivery; None when there was none."""
+    total_us: int
+    """From its first event to its last."""
+    attempts: int
+    outcome: str
+    error: str
+    events: list[AuditEvent]
+
+
+def related(events: Iterable[AuditEvent], known: set[str]) -> set[str]:
+    """Ids that these events tie to what is known, in either direction, and that are not known yet."""
+    found = set()
+    for event in events:
+        found |= {event.message_id, event.parent_message_id, event.trace_id}
+    return found - known - {""}
+
+
+def spans(events: Iterable[AuditEvent]) -> list[Span]:
+    """The messages of a request, each behind the one that it comes from, siblings by their start."""
+    by_message = _by_message(events)
+    parents = {name: _first(own, "parent_message_id") for name, own in by_message.items()}
+    children: dict[str, list[str]] = {}
+    for name, parent in parents.items():
+        children.setdefault(parent if parent in by_message else "", []).append(name)
+    start_us = min((own[0].ts_us for own in by_message.values()), default=0)
+    ordered: dict[str, Span] = {}
+    # Messages that name each other as parents have no first one: then the earliest is taken for it.
+    for root in [
+        *_by_start(children.get("", []), by_message)[::-1],
+        *_by_start([*by_message], by_message)[::-1],
+    ]:
+        waiting = [(root, 0)]  # no recursion: a chain of messages can be longer than Python's stack
+        while waiting:
+            name, depth = waiting.pop()
+            if name not in ordered:
+                ordered[name] = _span(by_message[name], parents[name], depth, start_us)
+                waiting += [(child, depth + 1) for child in _by_start(children.get(name, []), by_message)]
+    return list(ordered.values())
+
+
+def _by_message(events: Iterable[AuditEvent]) -> dict[str, list[AuditEvent]]:
+    """Each message's events in their order, the repeated ones left out."""
+    unique = {event.event_id: event for event in events if event.message_id}
+    by_message: dict[str, list[AuditEvent]] = {}
+    for event in sorted(unique.values(), key=lambda event: (event.ts_us, event.source, event.seq)):
+        by_message.setdefault(event.message_id, []).append(event)
+    return by_message
+
+
+def _by_start(names: list[str], by_message: dict[str, list[AuditEvent]]) -> list[str]:
+    """The last first: they are taken from the end."""
+    return sorted(names, key=lambda name: (by_message[name][0].ts_us, name), reverse=True)
+
+
+def _first(events: list[AuditEvent], field: str) -> str:
+    return next((value for event in events if (value := getattr(event, field))), "")
+
+
+def _span(events: list[AuditEvent], parent: str, depth: int, start_us: int) -> Span:
+    first, last = events[0], events[-1]
+    enqueued = next((event.ts_us for event in events if event.kind == "enqueued"), first.ts_us)
+    dequeued = next((event.ts_us for event in events if event.kind in ("dequeued", "delivered")), None)
+    return Span(
+        message_id=first.message_id,
+        parent_message_id=parent,
+        depth=depth,
+        type=_first(events, "type"),
+        queue=_first(events, "queue"),
+        start_us=first.ts_us,
+        offset_us=first.ts_us - start_us,
+        wait_us=None if dequeued is None else dequeued - enqueued,
+        total_us=last.ts_us - first.ts_us,
+        attempts=max(event.attempt for event in events),
+        outcome=_outcome(events),
+        error=next((event.error for event in reversed(events) if event.error), ""),
+        events=events,
+    )
+
+
+def _outcome(events: list[AuditEvent]) -> str:
+    """The last end, unless a replay or a retry opened it again."""
+    outcome = OPEN
+    for event in events:
+        if event.kind in ("replayed", "retry_scheduled", "enqueued"):
+            outcome = OPEN
+        outcome = OUTCOMES.get(event.kind, outcome)
+    return outcome

@@ -1,0 +1,1 @@
+"""What works on the audit stream as a whole."""

@@ -1,0 +1,444 @@
+"""One connection of the NATS server: what it said about itself, its subscriptions, and what waits for it.
+
+Rule 1: nothing here waits. What is sent is put aside and goes out once per turn of the loop.
+Rule 2: who does not read what it asked for is cut off; nobody else notices.
+Rule 3: a connection that broke a rule is told so, and what it still sends is thrown away for a moment before
+        it is closed: closing at once would throw away the explanation instead.
+Rule 4: one connection has a slice of each turn. What it sent beyond that waits, and nothing more is read from
+        it until that is done.
+"""
+
+import asyncio
+from time import perf_counter
+from typing import Protocol, cast
+
+from postroom.core import natswire as wire
+from postroom.core.subjects import Match, is_pattern
+
+LINGER_S = 1.0
+SLICE_S = 0.005  # of a turn, for what one connection sent
+LARGE_WRITE_BYTES = 1024 * 1024  # whoever fed that much in one turn may be waiting to feed more
+
+AUTHORIZATION_VIOLATION = "Authorization Violation"
+AUTHENTICATION_TIMEOUT = "Authentication Timeout"
+STALE_CONNECTION = "Stale Connection"
+INVALID_SUBJECT = "Invalid Subject"
+HEADERS_NOT_SUPPORTED = "message headers not supported"
+NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
+TOO_MANY_CONNECTIONS = "maximum connections exceeded"
+TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
+
+
+def _raw(text: str) -> bytes:
+    """The bytes that a text of the wire was."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+class _Rest(wire.Messages, frozen=True, gc=False):
+    """What a turn had no time for of many messages in a row. Their +OK is on its way."""
+
+
+class Subscription:
+    """What a connection wants to get."""
+
+    __slots__ = ("delivered", "group", "last", "link", "owned", "sid", "subject")
+
+    def __init__(self, link: "Connection", request: wire.Subscribe) -> None:
+        self.link = link
+        self.subject = request.subject
+        self.group = request.group
+        self.sid = request.sid
+        self.owned = False
+        """Whether the room has it, and not the plain half."""
+        self.delivered = 0
+        self.last = 0
+        """The number of the last message that it wants; 0 for no end."""
+
+    def take(self, bodies: list[bytes]) -> list[bytes]:
+        """Count what is delivered; gives as much of it as is still wanted."""
+        if self.last:
+            bodies = bodies[: self.last - self.delivered]
+        self.delivered += len(bodies)
+        return bodies
+
+
+class Hub(Protocol):
+    """The server, as one of its connections sees it."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def pending_bytes_max(self) -> int: ...
+
+    @property
+    def payload_bytes_max(self) -> int: ...
+
+    def info_for(self, link: "Connection") -> bytes: ...
+
+    def joined(self, link: "Connection") -> bool:
+        """Whether there is room for one more connection."""
+
+    def gave_up(self, link: "Connection") -> None:
+        """It gets nothing any more."""
+
+    def left(self, link: "Connection") -> None:
+        """It is gone."""
+
+    def upgrade(self, link: "Connection", transport: asyncio.Transport) -> bool:
+        """Say INFO and begin TLS, if it is wanted; whether it is."""
+
+    def admitted(self, link: "Connection", options: wire.ConnectOptions | None) -> bool:
+        """Whether it may go on. None is for a connection that has not said CONNECT."""
+
+    def publish(self, link: "Connection", head: wire.Head, bodies: list[bytes]) -> int:
+        """How many of them were taken: all, unless the connection's slice of the turn is over."""
+
+    def subscribe(self, subscription: Subscription) -> str:
+        """What is wrong with it; empty when it was taken."""
+
+    def unsubscribe(self, subscription: Subscription) -> None: ...
+
+    def match(self, subject: bytes) -> Match[Subscription]: ...
+
+    def literal(self, subject: bytes) -> tuple[Subscription, ...]: ...
+
+    def has_output(self, link: "Connection") -> None:
+        """Write it out at the end of this turn."""
+
+    def has_room(self, link: "Connection") -> None:
+        """What was backed up has gone out."""
+
+
+class Connection(asyncio.Protocol):
+    """The protocol of one connection; to the room, a `Link`."""
+
+    __slots__ = (
+        *(
+            "_backlog",
+            "_closing",
+            "_holds",
+            "_hub",
+            "_insecure",
+            "_out",
+            "_out_bytes",
+            "_reader",
+            "_sent_bytes",
+            "_transport",
+            "admitted",
+        ),
+        *("echo", "headers", "heard", "name", "no_responders", "number", "paused", "pings_out", "stalled_at"),
+        *("slice_ends", "stalled_bytes", "subscriptions", "user", "verbose"),
+    )
+
+    def __init__(self, hub: Hub, number: int) -> None:
+        self._hub = hub
+        self.number = number
+        self.user = self.name = ""
+        self.verbose = self.echo = True
+        self.headers = self.no_responders = self.admitted = False
+        self.subscriptions: dict[bytes, Subscription] = {}
+        self._reader = wire.ClientReader(payload_bytes_max=hub.payload_bytes_max)
+        self._transport: asyncio.Transport | None = None
+        self._backlog: list[wire.Command] = []
+        """What was read and has to wait for the next turn."""
+        self._holds = 0
+        """How many want that nothing is read from it."""
+        self.slice_ends = 0.0
+        self._closing = False
+        self._insecure = False
+        """Whether TLS is required and has not begun: whoever speaks now speaks in the clear."""
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._sent_bytes = 0
+        self.heard = True
+        self.pings_out = 0
+        self.paused = False
+        self.stalled_at = 0.0
+        self.stalled_bytes = 0
+
+    # ---- the transport's side --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its parents
+        self._transport = transport
+        has_place = self._hub.joined(self)
+        if has_place and self._hub.upgrade(self, transport):
+            self._insecure = True
+            return
+        transport.write(self._hub.info_for(self))
+        if not has_place:
+            self.fail(TOO_MANY_CONNECTIONS)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        """TLS is on: everything goes through another transport from here on."""
+        self._transport, self._insecure = transport, False
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - gone is gone
+        self._give_up()
+        self._transport = None
+        self._hub.left(self)
+
+    def pause_writing(self) -> None:
+        self.paused = True
+        self.stalled_at = self._hub.loop.time()
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self._hub.has_room(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        if self._closing:
+            return
+        if self._insecure:
+            self.cut()
+            return
+        commands = self._reader.feed(data)
+        if self._backlog:
+            self._backlog += commands
+            return
+        self._take(commands)
+        if self._backlog:
+            self.pause_reading()
+
+    def _take(self, commands: list[wire.Command]) -> None:
+        """Do what fits this turn; the rest is put off to the next."""
+        self.slice_ends = perf_counter() + SLICE_S
+        for place, command in enumerate(commands):
+            if type(command) is wire.Messages:
+                rest = self._messages(command.head, command.bodies)
+            else:
+                rest = self._other(command)
+            if self._closing:
+                return
+            if rest is not None:
+                self._backlog = [*rest, *commands[place + 1 :]]
+                if self._backlog:
+                    self._hub.loop.call_soon(self._go_on)
+                return
+
+    def _go_on(self) -> None:
+        if self._closing:
+            return
+        commands, self._backlog = self._backlog, []
+        self._take(commands)
+        if not self._backlog:
+            self.resume_reading()
+
+    # ---- commands --------------------------------------------------------------------------------------
+
+    def _messages(self, head: wire.Head, bodies: list[bytes]) -> list[wire.Command] | None:
+        """What of them has to wait; None while there is time for more."""
+        if not self.admitted and not self._hub.admitted(self, None):
+            self.fail(AUTHORIZATION_VIOLATION)
+            return None
+        if head.header_bytes >= 0 and not self.headers:
+            self.fail(HEADERS_NOT_SUPPORTED)
+            return None
+        if self.verbose:
+            self.send(wire.OK * len(bodies))
+        return self._publish(head, bodies)
+
+    def _publish(self, head: wire.Head, bodies: list[bytes]) -> list[wire.Command] | None:
+        taken = self._hub.publish(self, head, bodies)
+        if taken < len(bodies):
+            return [_Rest(head, bodies[taken:])]
+        return [] if self.slice_ends == 0.0 else None
+
+    def _other(self, command: wire.Command) -> list[wire.Command] | None:
+        match command:
+            case _Rest():
+                return self._publish(command.head, command.bodies)
+            case wire.Fault():
+                self.fail(command.text)
+            case wire.Connect():
+                self._connect(command.options)
+            case _ if not self.admitted and not self._hub.admitted(self, None):
+                self.fail(AUTHORIZATION_VIOLATION)
+            case wire.Ping():
+                self.send(wire.PONG)
+            case wire.Subscribe():
+                self._subscribe(command)
+            case wire.Unsubscribe():
+                self._unsubscribe(command)
+            case _:
+                pass  # PONG was heard, and that is all it says; +OK and INFO are nothing to a server
+        return [] if perf_counter() >= self.slice_ends else None
+
+    def _connect(self, options: bytes) -> None:
+        try:
+            said = wire.connect_options(options)
+        except wire.Broken as error:
+            self.fail(error.args[0])
+            return
+        if not self._hub.admitted(self, said):
+            self.fail(AUTHORIZATION_VIOLATION)
+            return
+        if said.no_responders and not said.headers:
+            self.fail(NO_RESPONDERS_NEEDS_HEADERS)
+            return
+        self.name, self.verbose, self.echo = said.name, said.verbose, said.echo
+        self.headers, self.no_responders = said.headers, said.no_responders
+        self._okay()
+
+    def _subscribe(self, request: wire.Subscribe) -> None:
+        if request.sid in self.subscriptions:  # nats-server keeps the first, too
+            self._okay()
+            return
+        if not is_pattern(request.subject):
+            self.send(wire.error(INVALID_SUBJECT))
+            return
+        subscription = Subscription(self, request)
+        self.subscriptions[request.sid] = subscription
+        refusal = self._hub.subscribe(subscription)
+        if refusal:
+            self.subscriptions.pop(request.sid, None)
+            self.send(wire.permissions_violation("Subscription", request.subject))
+            return
+        self._okay()
+
+    def _unsubscribe(self, request: wire.Unsubscribe) -> None:
+        subscription = self.subscriptions.get(request.sid)
+        if subscription is not None:
+            subscription.last = request.after
+            if subscription.delivered >= request.after:
+                self.drop(subscription)
+        self._okay()
+
+    def _okay(self) -> None:
+        if self.verbose:
+            self.send(wire.OK)
+
+    # ---- what goes out ---------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        """Put bytes aside until the turn ends."""
+        if self._closing:
+            return
+        if not self._out:
+            self._hub.has_output(self)
+        self._out.append(data)
+        self._out_bytes += len(data)
+
+    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        """One message of the room for a subscription of this connection."""
+        subscription = self.subscriptions.get(_raw(sid))
+        if subscription is not None:
+            self._push(subscription, _raw(subject), _raw(reply), headers, payload)
+
+    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
+        """Several messages of the room in a row."""
+        subscription = self.subscriptions.get(_raw(sid))
+        if subscription is None:
+            return
+        if self.headers and not subscription.last:
+            subscription.delivered += len(messages)
+            self.send(wire.messages(_raw(subject), subscription.sid, messages))
+            return
+        for headers, payload in messages:
+            self.deliver(sid, subject, "", headers, payload)
+
+    def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
+        """Answer a request. A stranger's wildcard must not see what may hold a private id."""
+        subject = _raw(reply)
+        matched = self._hub.match(subject)
+        everyone = [*matched.each, *(member for group in matched.groups for member in group)]
+        for subscription in [each for each in everyone if each.link is self] or self._hub.literal(subject):
+            subscription.link._push(subscription, subject, b"", headers, payload)  # noqa: SLF001
+
+    def _push(
+        self, subscription: Subscription, subject: bytes, reply: bytes, headers: bytes, payload: bytes
+    ) -> None:
+        if not self.headers:
+            headers = b""
+        self.send(wire.message(subject, subscription.sid, reply, headers, payload))
+        subscription.delivered += 1
+        if subscription.delivered == subscription.last:
+            self.drop(subscription)
+
+    def drop(self, subscription: Subscription) -> None:
+        """End a subscription."""
+        if self.subscriptions.pop(subscription.sid, None) is not None:
+            self._hub.unsubscribe(subscription)
+
+    @property
+    def pending_bytes(self) -> int:
+        """What is not in the hands of the system yet."""
+        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return waiting + self._out_bytes
+
+    def write_out(self) -> None:
+        """Hand over what this turn put aside. Who has too much waiting already is cut off."""
+        transport, out, size = self._transport, self._out, self._out_bytes
+        if transport is None or not out:
+            return
+        if self.pending_bytes > self._hub.pending_bytes_max:
+            self.cut()
+            return
+        transport.write(out[0] if len(out) == 1 else b"".join(out))
+        self._out, self._out_bytes = [], 0
+        self._sent_bytes += size
+        if size >= LARGE_WRITE_BYTES and not self.paused:
+            self._hub.loop.call_soon(self._hub.has_room, self)
+
+    def is_stuck(self, now_s: float, patience_s: float) -> bool:
+        """Whether it is backed up and has taken nothing at all for so long."""
+        if not self.paused or self._transport is None:
+            return False
+        taken = self._sent_bytes - self._transport.get_write_buffer_size()
+        if taken != self.stalled_bytes:
+            self.stalled_bytes, self.stalled_at = taken, now_s
+        return now_s - self.stalled_at > patience_s
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    @property
+    def peer_address(self) -> str:
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if peer else ""
+
+    def pause_reading(self) -> None:
+        """Read nothing more until everyone who asked for that has called `resume_reading`."""
+        self._holds += 1
+        if self._holds == 1 and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._holds -= 1
+        if not self._holds and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def fail(self, text: str) -> None:
+        """Tell what is wrong, and end."""
+        self.send(wire.error(text))
+        self.end()
+
+    def end(self) -> None:
+        """Write what is waiting, and end."""
+        self.write_out()
+        if self._closing or self._transport is None:
+            return
+        self._give_up()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._hub.loop.call_later(LINGER_S, self._transport.close)
+        else:
+            self._transport.close()
+
+    def cut(self) -> None:
+        """End at once: whatever is waiting is thrown away."""
+        self._give_up()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _give_up(self) -> None:
+        """Nothing is taken or given from here on."""
+        if not self._closing:
+            self._closing = True
+            self._out, self._out_bytes = [], 0
+            self._hub.gave_up(self)

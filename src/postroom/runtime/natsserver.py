@@ -1,0 +1,510 @@
+"""A NATS server: publish, subscribe, request and reply, and a room that has its own part of the subjects.
+
+Rule 1: everything happens on one loop. A turn takes in what has come, and at its end each connection with
+        something to get is written to once.
+Rule 2: what the room owns goes to the room and to nobody else: no wildcard of the plain half sees it.
+Rule 3: SIGTERM and SIGINT are a lame duck's end: nobody new comes in, everyone is told, and after a moment
+        the rest is closed.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from postroom.contracts.mail import Room
+from postroom.core import natswire as wire
+from postroom.core.subjects import Subscriptions
+from postroom.runtime.natsconn import (
+    AUTHENTICATION_TIMEOUT,
+    STALE_CONNECTION,
+    TOO_MANY_SUBSCRIPTIONS,
+    Connection,
+    Subscription,
+)
+
+DEFAULT_PORT = 4222
+PROTOCOL_VERSION = "2.10.0"  # clients compare it: the nats-server whose core protocol this is
+BACKLOG = 1024
+CONNECTIONS_MAX = 65_536
+SUBSCRIPTIONS_MAX = 100_000  # of one connection
+PENDING_BYTES_MAX = 64 * 1024 * 1024
+PING_INTERVAL_S = 120.0
+PINGS_OUT_MAX = 2
+AUTH_TIMEOUT_S = 2.0
+TLS_TIMEOUT_S = 5.0
+WRITE_TIMEOUT_S = 10.0
+LAME_DUCK_S = 0.5  # with what closing may take, two seconds at most
+TICK_S = 0.25
+ROOM_BODIES_MAX = 200  # handed to the room between two looks at the clock
+CLOSE_TIMEOUT_S = 0.4
+
+RunSoon = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server listens, whom it lets in, and where it stops."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    users: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Passwords by user."""
+    token: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None
+    tls_first: bool = False
+    """Begin with the handshake. NATS clients want INFO in the clear first, unless they are told."""
+    payload_bytes_max: int = wire.PAYLOAD_BYTES_MAX
+    pending_bytes_max: int = PENDING_BYTES_MAX
+    connections_max: int = CONNECTIONS_MAX
+    subscriptions_max: int = SUBSCRIPTIONS_MAX
+    ping_interval_s: float = PING_INTERVAL_S
+    auth_timeout_s: float = AUTH_TIMEOUT_S
+    write_timeout_s: float = WRITE_TIMEOUT_S
+    lame_duck_s: float = LAME_DUCK_S
+
+    @property
+    def needs_auth(self) -> bool:
+        return bool(self.users or self.token)
+
+    def user_of(self, said: wire.ConnectOptions) -> str | None:
+        """Who somebody is that says CONNECT; None for nobody we know."""
+        if not self.needs_auth:
+            return ""
+        if self.token and _same(said.auth_token, self.token):
+            return "token"
+        password = self.users.get(said.user)
+        return said.user if password is not None and _same(said.password, password) else None
+
+
+def _same(given: str, wanted: str) -> bool:
+    """Takes as long whatever is given."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
+
+
+class NatsServer:
+    """Listens, routes, and keeps the time."""
+
+    def __init__(self, options: ServerOptions, room: Room | None = None) -> None:
+        self.options = options
+        self.loop = asyncio.get_running_loop()
+        self.payload_bytes_max = options.payload_bytes_max
+        self.pending_bytes_max = options.pending_bytes_max
+        self.port = options.port
+        self.connections: set[Connection] = set()
+        self._room = room
+        self._subscriptions: Subscriptions[Subscription] = Subscriptions()
+        self.match = self._subscriptions.match
+        self.literal = self._subscriptions.literal
+        self._server: asyncio.Server | None = None
+        self._identity = os.urandom(16).hex().upper()
+        self._numbers = 0
+        self._turns = 0  # which member of a queue group is next
+        self._dirty: list[Connection] = []
+        self._publishers: set[Connection] = set()
+        """Who gave the room something in this turn."""
+        self._turn_open = False
+        self._flushing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_ping_s = 0.0
+        self._ticker: asyncio.TimerHandle | None = None
+        self._lame = False
+        self._stop = asyncio.Event()
+        self._empty = asyncio.Event()
+        """Whether nobody is connected."""
+        self._empty.set()
+        self.failure: BaseException | None = None
+        """Why it had to stop; None when it was asked to."""
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen. `port` is right from here on."""
+        context = self.options.tls if self.options.tls_first else None
+        self._server = await self.loop.create_server(
+            self._connection,
+            self.options.host,
+            self.options.port,
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=TLS_TIMEOUT_S if context else None,
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._next_ping_s = self.loop.time() + self.options.ping_interval_s
+        self._ticker = self.loop.call_later(TICK_S, self._tick)
+
+    def ask_to_stop(self) -> None:
+        self._stop.set()
+
+    async def until_stopped(self) -> None:
+        """Serve until somebody asks to stop, and then end."""
+        await self._stop.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Tell everyone, wait a moment for them to leave, and close."""
+        self._lame = True
+        assert self._server is not None  # noqa: S101 - for the types: it was started
+        self._server.close()
+        for link in list(self.connections):
+            link.send(self.info_for(link))
+        await self._until_empty(self.options.lame_duck_s)
+        await self._finish_room()
+        await self._close_connections()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._server.close()
+
+    async def _finish_room(self) -> None:
+        if self._room is None:
+            return
+        self._end_turn()
+        while self._flushing is not None:
+            await asyncio.wait([self._flushing])
+        self._room.close()
+        await asyncio.sleep(0)  # what it has handed to `run_soon` on its way out is delivered, too
+
+    async def _close_connections(self) -> None:
+        for link in list(self.connections):
+            link.end()
+        await self._until_empty(CLOSE_TIMEOUT_S)
+        for link in list(self.connections):
+            link.cut()
+        await self._until_empty(CLOSE_TIMEOUT_S)
+
+    async def _until_empty(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.ask_to_stop()
+
+    # ---- connections -----------------------------------------------------------------------------------
+
+    def _connection(self) -> Connection:
+        self._numbers += 1
+        return Connection(self, self._numbers)
+
+    def joined(self, link: Connection) -> bool:
+        if self._lame or len(self.connections) >= self.options.connections_max:
+            return False
+        self.connections.add(link)
+        self._empty.clear()
+        if self.options.needs_auth:
+            self.loop.call_later(self.options.auth_timeout_s, self._expect_admitted, link)
+        return True
+
+    def _expect_admitted(self, link: Connection) -> None:
+        if not link.admitted and not link.is_closing:
+            link.fail(AUTHENTICATION_TIMEOUT)
+
+    def gave_up(self, link: Connection) -> None:
+        for subscription in link.subscriptions.values():
+            if not subscription.owned:
+                self._subscriptions.remove(subscription.subject, subscription)
+        link.subscriptions.clear()
+        if self._room is not None:
+            self._room.closed(link)
+
+    def left(self, link: Connection) -> None:
+        self.connections.discard(link)
+        if not self.connections:
+            self._empty.set()
+
+    def info_for(self, link: Connection) -> bytes:
+        facts: dict[str, Any] = {
+            "server_id": self._identity,
+            "server_name": "postroom",
+            "version": PROTOCOL_VERSION,
+            "proto": 1,
+            "host": self.options.host,
+            "port": self.port,
+            "headers": True,
+            "max_payload": self.payload_bytes_max,
+            "client_id": link.number,
+            "client_ip": link.peer_address,
+        }
+        if self.options.needs_auth:
+            facts["auth_required"] = True
+        if self.options.tls is not None:
+            facts["tls_required"] = True
+        if self._lame:
+            facts["ldm"] = True
+        return wire.info(facts)
+
+    def upgrade(self, link: Connection, transport: asyncio.Transport) -> bool:
+        if self.options.tls is None or self.options.tls_first:
+            return False
+        self._keep(self._start_tls(link, transport, self.options.tls))
+        return True
+
+    async def _start_tls(
+        self, link: Connection, transport: asyncio.Transport, context: ssl.SSLContext
+    ) -> None:
+        # A client speaks when it has read INFO. From here to the new protocol nothing lets the loop read, so
+        # that TLS gets its first byte.
+        transport.write(self.info_for(link))
+        try:
+            secured = await self.loop.start_tls(
+                transport, link, context, server_side=True, ssl_handshake_timeout=TLS_TIMEOUT_S
+            )
+        except OSError:
+            link.cut()
+            return
+        if secured is not None:
+            link.secured(secured)
+
+    def _keep(self, work: Any) -> asyncio.Task[None]:
+        """Run a coroutine, and hold it: the loop alone would let it be collected."""
+        task: asyncio.Task[None] = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def admitted(self, link: Connection, options: wire.ConnectOptions | None) -> bool:
+        user = self.options.user_of(options or wire.ConnectOptions())
+        if user is None:
+            return False
+        link.user, link.admitted = user, True
+        return True
+
+    # ---- routing ---------------------------------------------------------------------------------------
+
+    def subscribe(self, subscription: Subscription) -> str:
+        link = subscription.link
+        if len(link.subscriptions) > self.options.subscriptions_max:
+            return TOO_MANY_SUBSCRIPTIONS
+        text = self._owned(subscription.subject)
+        if text is None or self._room is None:
+            self._subscriptions.add(subscription.subject, subscription)
+            return ""
+        subscription.owned = True
+        group = subscription.group.decode("utf-8", "replace")
+        return self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group) or ""
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        if not subscription.owned:
+            self._subscriptions.remove(subscription.subject, subscription)
+        elif self._room is not None:
+            self._room.unsubscribed(subscription.link, subscription.sid.decode("utf-8", "replace"))
+
+    def _owned(self, subject: bytes) -> str | None:
+        """The subject as text when it is the room's."""
+        if self._room is None:
+            return None
+        text = subject.decode("utf-8", "replace")
+        return text if self._room.owns(text) else None
+
+    def publish(self, link: Connection, head: wire.Head, bodies: list[bytes]) -> int:
+        if self._room is not None:
+            text = self._owned(head.subject)
+            if text is not None:
+                return self._give_to_room(link, text, head, bodies)
+        each, groups = self.match(head.subject)
+        receivers = self._deliver_to_each(link, each, head, bodies) if each else 0
+        for members in groups:
+            receivers += self._deliver_to_one(link, members, head, bodies)
+        if not receivers and head.reply and link.no_responders:
+            self._say_no_responders(link, head, len(bodies))
+        return len(bodies)
+
+    def _deliver_to_each(
+        self, link: Connection, each: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
+    ) -> int:
+        """All bodies to all subscriptions; gives how many these are."""
+        receivers = 0
+        made, made_for, made_with = b"", b"", False
+        for subscription in each:
+            receiver = subscription.link
+            if receiver is link and not link.echo:
+                continue
+            receivers += 1
+            if subscription.last:
+                self._deliver(subscription, head, subscription.take(bodies))
+                continue
+            subscription.delivered += len(bodies)
+            # Subscribers to one subject often have the same sid: then they get the very same bytes.
+            if subscription.sid != made_for or receiver.headers != made_with:
+                made_for, made_with = subscription.sid, receiver.headers
+                made = wire.passed_on(head, bodies, made_for, with_headers=made_with)
+            receiver.send(made)
+        return receivers
+
+    def _deliver(self, subscription: Subscription, head: wire.Head, bodies: list[bytes]) -> None:
+        link = subscription.link
+        if bodies:
+            link.send(wire.passed_on(head, bodies, subscription.sid, with_headers=link.headers))
+        if subscription.last and subscription.delivered >= subscription.last:
+            link.drop(subscription)
+
+    def _deliver_to_one(
+        self, link: Connection, members: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
+    ) -> int:
+        """Each body to one member of a queue group, by turns; gives whether there is a member."""
+        able = [each for each in members if (link.echo or each.link is not link) and not each.link.is_closing]
+        if not able:
+            return 0
+        while bodies:
+            able = [each for each in able if not each.last or each.delivered < each.last]
+            if not able:
+                break
+            count = len(able)
+            self._turns += 1
+            first = self._turns % count
+            refused: list[bytes] = []
+            for place, member in enumerate(able):
+                share = bodies[(place - first) % count :: count]
+                taken = member.take(share)
+                refused += share[len(taken) :]
+                self._deliver(member, head, taken)
+            self._turns += len(bodies)
+            bodies = refused
+        return 1
+
+    @staticmethod
+    def _say_no_responders(link: Connection, head: wire.Head, times: int) -> None:
+        headers = wire.NO_RESPONDERS % head.subject
+        reply = head.reply.decode("utf-8", "surrogateescape")
+        for _ in range(times):
+            link.answer(reply, b"", headers)
+
+    # ---- the room --------------------------------------------------------------------------------------
+
+    def _give_to_room(self, link: Connection, subject: str, head: wire.Head, bodies: list[bytes]) -> int:
+        """Gives how many bodies there was time for, at least one."""
+        room = self._room
+        assert room is not None  # noqa: S101 - for the types: it owns the subject
+        reply = head.reply.decode("utf-8", "replace")
+        cut = max(head.header_bytes, 0)
+        taken = 0
+        while taken < len(bodies):
+            if len(bodies) > 1 and not (reply or cut):
+                some = bodies[taken : taken + ROOM_BODIES_MAX]
+                room.published_many(link, subject, some)
+                taken += len(some)
+            else:
+                body = bodies[taken]
+                room.published(link, subject, reply, body[:cut], body[cut:])
+                taken += 1
+            if perf_counter() >= link.slice_ends:
+                link.slice_ends = 0.0
+                break
+        self._publishers.add(link)
+        self._open_turn()
+        return taken
+
+    def has_output(self, link: Connection) -> None:
+        self._dirty.append(link)
+        self._open_turn()
+
+    def has_room(self, link: Connection) -> None:
+        if self._room is not None and not link.is_closing:
+            self._room.drained(link)
+
+    def _open_turn(self) -> None:
+        if not self._turn_open:
+            self._turn_open = True
+            self.loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._turn_open = False
+        if self._publishers and self._flushing is None and self._room is not None:
+            self._flush(self._room)
+        dirty, self._dirty = self._dirty, []
+        for link in dirty:
+            link.write_out()
+
+    def _flush(self, room: Room) -> None:
+        publishers, self._publishers = self._publishers, set()
+        try:
+            behind = room.flush()
+        except Exception as error:  # noqa: BLE001 - without its room the server must not go on
+            self._fail(error)
+            return
+        if behind is not None:
+            self._flushing = self._keep(self._await_flush(behind, publishers))
+
+    async def _await_flush(self, behind: Awaitable[None], publishers: set[Connection]) -> None:
+        """The room is behind: read nothing more from those who gave it something, until it is not."""
+        for link in publishers:
+            link.pause_reading()
+        try:
+            await behind
+        except Exception as error:  # noqa: BLE001 - the same
+            self._fail(error)
+        for link in publishers:
+            link.resume_reading()
+        self._flushing = None
+        self._open_turn()
+
+    # ---- time ------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._ticker = self.loop.call_later(min(TICK_S, self.options.ping_interval_s / 2), self._tick)
+        now_s = self.loop.time()
+        if self._room is not None:
+            self._room.tick()
+        for link in [each for each in self.connections if each.paused]:
+            if link.is_stuck(now_s, self.options.write_timeout_s):
+                link.cut()
+        if now_s >= self._next_ping_s:
+            self._next_ping_s = now_s + self.options.ping_interval_s
+            self._ping_the_silent()
+
+    def _ping_the_silent(self) -> None:
+        for link in list(self.connections):
+            if link.is_closing:
+                link.cut()
+            elif link.heard:
+                link.heard, link.pings_out = False, 0
+            elif link.pings_out >= PINGS_OUT_MAX:
+                link.fail(STALE_CONNECTION)
+            else:
+                link.pings_out += 1
+                link.send(wire.PING)
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The loop of uvloop where it is installed."""
+    try:
+        import uvloop  # noqa: PLC0415 - an extra
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def serve(
+    options: ServerOptions,
+    *,
+    make_room: Callable[[RunSoon], Room] | None = None,
+    ready: Callable[[int], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` is told the port."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        room = make_room(loop.call_soon_threadsafe) if make_room else None
+        server = NatsServer(options, room)
+        try:
+            await server.start()
+        except BaseException:
+            if room is not None:
+                room.close()
+            raise
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.ask_to_stop)
+        ready(server.port)
+        await server.until_stopped()
+        if server.failure is not None:
+            raise server.failure
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())

@@ -1,0 +1,190 @@
+"""The chain: one line a sealed segment, each with the hash of the line before it.
+
+Rule 1: `hash` is the SHA-256 of the line's own bytes without `,"hash":"..."`, and the next line's `prev`.
+Rule 2: a line that is in the chain stands for a segment that is whole, wherever the rename has come to.
+Rule 3: what retention removed is stood for by one checkpoint, which is the first line.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from postroom.errors import WriteFailed
+from postroom.sinks.layout import CHAIN
+from postroom.system.atomic import open_safely, read_file, sync_folder, write_all
+
+NO_HASH = "0" * 64
+"""What the first line of all has as `prev`."""
+
+_HASHED = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}', re.DOTALL)
+_CHECKPOINT = b'{"checkpoint":'
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sealed segment."""
+
+    n: int
+    name: str
+    events: int
+    bytes: int
+    sha256: str
+    prev: str
+    min_ts_us: int
+    max_ts_us: int
+    sealed_us: int
+    sources: dict[str, tuple[int, int]]
+    """The lowest and the highest `seq` of each source."""
+    index: str
+    """The SHA-256 of the segment's index."""
+    hash: str = ""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Stands for the segments that retention removed."""
+
+    checkpoint: int
+    """The number of the last one."""
+    head: str
+    """Its hash: the first line that is left has it as `prev`."""
+    events: int
+    bytes: int
+    sources: dict[str, int]
+    """How far each source had come."""
+    max_ts_us: int
+    removed_us: int
+    removing: dict[str, str] = {}
+    """Names and SHA-256 of segments whose removal is under way."""
+    hash: str = ""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a line of the chain."""
+
+    line: int
+    reason: str
+
+
+class Chain(msgspec.Struct):
+    """A chain as it was read."""
+
+    checkpoint: Checkpoint | None = None
+    entries: list[Entry] = []
+    lines: list[int] = []
+    """Where each entry stands, counted from 1."""
+    raw: dict[str, bytes] = {}
+    """The line of each entry, by its hash."""
+    faults: list[Fault] = []
+    whole_bytes: int = 0
+    """Up to the last newline. What follows was never finished."""
+
+    @property
+    def head(self) -> str:
+        """The hash that stands for everything so far."""
+        if self.entries:
+            return self.entries[-1].hash
+        return self.checkpoint.head if self.checkpoint else NO_HASH
+
+    @property
+    def last(self) -> int:
+        """The highest number of a segment; 0 for none."""
+        highest = max((entry.n for entry in self.entries), default=0)
+        return max(highest, self.checkpoint.checkpoint if self.checkpoint else 0)
+
+    def positions(self) -> dict[str, int]:
+        """The last `seq` of every source."""
+        positions = dict(self.checkpoint.sources) if self.checkpoint else {}
+        for entry in self.entries:
+            for source, (_, last) in entry.sources.items():
+                positions[source] = max(last, positions.get(source, 0))
+        return positions
+
+
+_encoder = msgspec.json.Encoder()
+_entry = msgspec.json.Decoder(Entry)
+_checkpoint = msgspec.json.Decoder(Checkpoint)
+
+
+def chain_line(link: Entry | Checkpoint) -> tuple[bytes, str]:
+    """The line of an entry or a checkpoint that has no hash yet, and its hash."""
+    body = _encoder.encode(link)
+    digest = hashlib.sha256(body).hexdigest()
+    return body[:-1] + b',"hash":"' + digest.encode() + b'"}\n', digest
+
+
+def chain_lines(chain: Chain) -> bytes:
+    """The whole file: a new checkpoint, and the lines of the entries as they were, byte by byte."""
+    lines = [chain.raw[entry.hash] for entry in chain.entries]
+    if chain.checkpoint:
+        lines.insert(0, chain_line(msgspec.structs.replace(chain.checkpoint, hash=""))[0])
+    return b"".join(lines)
+
+
+def read_chain(folder: Path) -> Chain:
+    """The chain of a folder; empty when there is none."""
+    try:
+        return parse_chain(read_file(folder / CHAIN))
+    except FileNotFoundError:
+        return Chain()
+
+
+def parse_chain(data: bytes) -> Chain:
+    chain = Chain(whole_bytes=data.rfind(b"\n") + 1)
+    for number, line in enumerate(data[: chain.whole_bytes].split(b"\n")[:-1], start=1):
+        fault = _take_line(chain, number, line)
+        if fault:
+            chain.faults.append(Fault(number, fault))
+    return chain
+
+
+def _take_line(chain: Chain, number: int, line: bytes) -> str:
+    """Put a line into the chain. Returns what is wrong with it, or nothing."""
+    match = _HASHED.fullmatch(line)
+    if not match or hashlib.sha256(match[1] + b"}").hexdigest().encode() != match[2]:
+        return "it was changed"
+    try:
+        if line.startswith(_CHECKPOINT):
+            if number != 1:
+                return "a checkpoint stands only at the beginning"
+            chain.checkpoint = _checkpoint.decode(line)
+        else:
+            entry = _entry.decode(line)
+            chain.entries.append(entry)
+            chain.lines.append(number)
+            chain.raw[entry.hash] = line + b"\n"
+    except msgspec.MsgspecError:
+        return "it is no entry of a chain"
+    return ""
+
+
+def append_line(folder: Path, line: bytes) -> None:
+    """Add a line for good, or raise. The caller holds the chain's lock."""
+    path = folder / CHAIN
+    is_new = not path.exists()
+    fd = open_safely(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        size = os.fstat(fd).st_size
+        try:
+            write_all(fd, line)
+        except OSError as error:
+            raise WriteFailed(path, error, rolled_back=_taken_back(fd, size)) from error
+        try:
+            os.fsync(fd)
+            if is_new:
+                sync_folder(folder)
+        except OSError as error:
+            _taken_back(fd, size)  # or recovery finds it, which is as good: the segment is whole
+            raise WriteFailed(path, error, rolled_back=False) from error
+    finally:
+        os.close(fd)
+
+
+def _taken_back(fd: int, size: int) -> bool:
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""The index of a segment: where the lines of a message, of its children and of its trace begin.
+
+A sorted array of 64-bit words, little-endian: 36 bits of the hash of an id, 28 bits of the line's offset.
+Behind it stands a CRC-32 of every block of 512 words, and in front of it how many words there are and the
+SHA-256 of the segment. Equal hashes of two ids only cost a look at a line that is not meant.
+"""
+
+import hashlib
+import mmap
+import os
+import struct
+import sys
+import zlib
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from postroom.system.atomic import open_safely
+
+OFFSET_BITS = 28
+SEGMENT_BYTES_MAX = 1 << OFFSET_BITS
+WORD_BYTES = 8
+SUM_BYTES = 4
+BLOCK_WORDS = 512
+BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
+SCAN_SHARE = 16  # from one id to so many words on, all words are looked at instead of searching for each id
+_HEAD = struct.Struct("<8sQ32s")
+_MAGIC = b"postidx2"
+_OFFSET_MASK = SEGMENT_BYTES_MAX - 1
+
+
+class Mark(Protocol):
+    """What the index and the statistics want to know of a line."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def ts_us(self) -> int: ...
+    @property
+    def message_id(self) -> str: ...
+    @property
+    def parent_message_id(self) -> str: ...
+    @property
+    def trace_id(self) -> str: ...
+
+
+class IndexDamaged(Exception):
+    """The index cannot be trusted; the segment itself can still be read from end to end."""
+
+
+def key_of(wanted: str) -> int:
+    """The upper 36 bits of every word of an id. Stable: it is on disks."""
+    digest = hashlib.blake2b(wanted.encode("utf-8", "surrogatepass"), digest_size=WORD_BYTES).digest()
+    return int.from_bytes(digest, "big") >> OFFSET_BITS << OFFSET_BITS
+
+
+class IndexBuilder:
+    """Collects the places of ids while a segment grows. Hashing and sorting wait for the end."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[str, list[int]] = defaultdict(list)
+
+    def add(self, marks: Sequence[Mark], offsets: Sequence[int]) -> None:
+        """Lines and where each begins."""
+        places = self._places
+        for mark, offset in zip(marks, offsets, strict=False):  # the end may stand behind the last begin
+            if wanted := mark.message_id:
+                places[wanted].append(offset)
+            if wanted := mark.parent_message_id:
+                places[wanted].append(offset)
+            if wanted := mark.trace_id:
+                places[wanted].append(offset)
+
+    def encode(self, sha256: str) -> bytes:
+        """The whole file, for the segment with this hash."""
+        by_key: dict[int, list[int]] = {}
+        for wanted, offsets in self._places.items():
+            key = key_of(wanted)
+            by_key[key] = sorted(by_key[key] + offsets) if key in by_key else offsets
+        words = array("Q", [key | offset for key in sorted(by_key) for offset in by_key[key]])
+        if sys.byteorder == "big":
+            words.byteswap()
+        body = words.tobytes()
+        sums = array(
+            "I", [zlib.crc32(body[at : at + BLOCK_BYTES]) for at in range(0, len(body), BLOCK_BYTES)]
+        )
+        head = _HEAD.pack(_MAGIC, len(words), bytes.fromhex(sha256))
+        return head + body + struct.pack(f"<{len(sums)}I", *sums)
+
+
+class Index:
+    """An index that is looked into. What it answers was checked, block by block.
+
+    It must be the one of the segment with the hash `sha256`.
+    """
+
+    def __init__(self, path: Path, sha256: str) -> None:
+        self._path = path
+        fd = open_safely(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if size < _HEAD.size:
+                raise IndexDamaged(f"{path} is cut short")
+            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        try:
+            self._count = self._checked_count(size, sha256)
+        except IndexDamaged:
+            self._map.close()
+            raise
+        self._sums_at = _HEAD.size + self._count * WORD_BYTES
+        self._words = self._all_words()
+        self._good_blocks: set[int] = set()
+
+    def _checked_count(self, size: int, sha256: str) -> int:
+        magic: bytes
+        owner: bytes
+        magic, count, owner = _HEAD.unpack_from(self._map)
+        words = int(count)
+        if magic != _MAGIC or size != _HEAD.size + words * WORD_BYTES + _blocks_of(words) * SUM_BYTES:
+            raise IndexDamaged(f"{self._path} is no index, or is cut short")
+        if owner.hex() != sha256:
+            raise IndexDamaged(f"{self._path} is the index of another segment")
+        return words
+
+    def _all_words(self) -> "memoryview[int] | array[int]":
+        if self._count and sys.byteorder == "little":
+            return memoryview(self._map)[_HEAD.size : self._sums_at].cast("Q")
+        words = array("Q", self._map[_HEAD.size : self._sums_at])
+        words.byteswap()
+        return words
+
+    def close(self) -> None:
+        if isinstance(self._words, memoryview):
+            self._words.release()
+        self._map.close()
+
+    def offsets(self, wanted: str) -> list[int]:
+        """Where lines of an id begin, and perhaps a few others."""
+        return self.offsets_of({key_of(wanted)})
+
+    def offsets_of(self, keys: Collection[int]) -> list[int]:
+        """Where lines of any of these keys begin, in order, each once, and perhaps a few others."""
+        if len(keys) * SCAN_SHARE < self._count:
+            return sorted({word & _OFFSET_MASK for key in keys for word in self._found(key)})
+        self._check_blocks(0, self._count)
+        return sorted({word & _OFFSET_MASK for word in self._words if word & ~_OFFSET_MASK in keys})
+
+    def _found(self, key: int) -> list[int]:
+        words = self._words
+        first = bisect_left(words, key)
+        end = bisect_left(words, key + SEGMENT_BYTES_MAX, lo=first)
+        # A damaged word may have led the search astray. If both neighbours of each end are what was written,
+        # and stand on the right sides of it, the search came to where it should.
+        self._check_blocks(max(0, first - 1), min(self._count, end + 1))
+        found = list(words[first:end])
+        before = words[first - 1] if first else -1
+        behind = words[end] if end < self._count else 1 << 64
+        if not before < key or not behind >= key + SEGMENT_BYTES_MAX or any(word < key for word in found):
+            raise IndexDamaged(f"{self._path} is not in order")
+        return found
+
+    def _check_blocks(self, start: int, end: int) -> None:
+        for block in range(start // BLOCK_WORDS, -(-end // BLOCK_WORDS)):
+            if block in self._good_blocks:
+                continue
+            begin = _HEAD.size + block * BLOCK_BYTES
+            data = self._map[begin : min(begin + BLOCK_BYTES, self._sums_at)]
+            if zlib.crc32(data) != struct.unpack_from("<I", self._map, self._sums_at + block * SUM_BYTES)[0]:
+                raise IndexDamaged(f"block {block} of {self._path} was changed")
+            self._good_blocks.add(block)
+
+
+def _blocks_of(words: int) -> int:
+    return -(-words // BLOCK_WORDS)

@@ -1,0 +1,123 @@
+"""Sealed segments, copied to anything that fsspec reaches: an object store, another disk, a server.
+
+Rule 1: the copy is its own memory. What its chain names is there, whole; what it does not name is sent.
+Rule 2: a segment is sent under a name that begins with `_`, then renamed, and the chain comes last.
+Rule 3: a copy only grows. Retention here removes nothing there.
+Rule 4: a copy on a disk of this machine is private, as the stream is.
+"""
+
+import errno
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
+from postroom.sinks.chain import Chain, Entry, chain_lines, parse_chain, read_chain
+from postroom.sinks.layout import CHAIN, INDEX, chain_locked, index_path
+from postroom.system.atomic import PRIVATE_FILE_MODE, absolute_path, make_folder, open_safely, read_file
+
+PART = "_part-"
+
+
+class Publisher:
+    """Copies the sealed segments of a folder to a URL such as `s3://bucket/audit`. One at a time."""
+
+    def __init__(self, folder: str | os.PathLike[str], url: str, **options: Any) -> None:
+        self.folder = absolute_path("the folder of segments", folder)
+        self.url = url
+        self._fs, self._root = _file_system(url, options)
+        protocol: str | tuple[str, ...] = self._fs.protocol
+        self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def publish(self) -> int:
+        """Send what is sealed and not there yet; returns how many segments that were.
+
+        After `WriteFailed` call it again: what is missing is sent then.
+        """
+        with chain_locked(self.folder):
+            chain = read_chain(self.folder)
+        if chain.faults:
+            raise StoreDamaged(f"the chain of {self.folder} is damaged, and is not sent to {self.url}")
+        try:
+            there = self._their_chain()
+            missing = self._missing(chain, there)
+            for entry in missing:
+                self._send_segment(entry)
+            if missing:
+                there.entries += missing
+                there.raw |= chain.raw
+                self._put(CHAIN, chain_lines(there))
+        except OSError as error:
+            raise WriteFailed(self.url, error, rolled_back=False) from error
+        return len(missing)
+
+    def _their_chain(self) -> Chain:
+        try:
+            data: bytes = self._fs.cat_file(self._path(CHAIN))
+        except FileNotFoundError:
+            return Chain()
+        chain = parse_chain(data)
+        if chain.faults or chain.whole_bytes < len(data):
+            raise StoreDamaged(f"the chain at {self.url} is damaged: move it away to send everything again")
+        return chain
+
+    def _missing(self, ours: Chain, theirs: Chain) -> list[Entry]:
+        """What follows on the last segment there. A new copy begins where ours begins."""
+        removed = ours.checkpoint
+        if not theirs.last:
+            theirs.checkpoint = removed
+            return ours.entries
+        if removed and removed.checkpoint > theirs.last:
+            raise StoreDamaged(
+                f"segments {theirs.last + 1} to {removed.checkpoint} were removed from {self.folder} "
+                f"before they were sent to {self.url}"
+            )
+        if theirs.head not in {removed.head if removed else "", *(entry.hash for entry in ours.entries)}:
+            raise StoreDamaged(f"{self.url} holds segments that are not of {self.folder}")
+        return [entry for entry in ours.entries if entry.n > theirs.last]
+
+    def _send_segment(self, entry: Entry) -> None:
+        data = read_file(self.folder / entry.name)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise StoreDamaged(f"{entry.name} is not what was sealed, and is not sent to {self.url}")
+        with suppress(FileNotFoundError, NotADirectoryError):  # it can be done without, and verify names it
+            index = index_path(self.folder, entry.n)
+            self._put(f"{INDEX}/{index.name}", read_file(index))
+        self._put(entry.name, data)
+
+    def _put(self, name: str, data: bytes) -> None:
+        """A reader there sees the whole file or none."""
+        folder, _, last = self._path(name).rpartition("/")
+        part = f"{folder}/{PART}{last}"
+        if self._is_local:
+            _make_private(Path(folder), Path(part))
+        self._fs.makedirs(folder, exist_ok=True)
+        self._fs.pipe_file(part, data)
+        if self._fs.size(part) != len(data):
+            raise OSError(errno.EIO, f"{part} did not arrive whole")
+        self._fs.mv(part, f"{folder}/{last}")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def _make_private(folder: Path, part: Path) -> None:
+    """On a disk a copy is as private as the stream. The file is made before anything is in it."""
+    make_folder(folder, "os")
+    fd = open_safely(part, os.O_WRONLY | os.O_CREAT)
+    os.fchmod(fd, PRIVATE_FILE_MODE)
+    os.close(fd)
+
+
+def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise InvalidSetting('copies of segments need a library: pip install "postroom[audit]"') from None
+    try:
+        file_system, root = url_to_fs(url, **options)
+    except (ValueError, ImportError) as error:  # no such protocol, or its own library is missing
+        raise InvalidSetting(f"{url!r} cannot be reached: {error}") from None
+    return file_system, root.rstrip("/")

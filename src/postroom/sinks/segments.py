@@ -1,0 +1,444 @@
+"""Segments: files of JSON lines that grow in `_open/` and are sealed whole, each chained to the one before.
+
+Rule 1: one writer a folder. Everybody may read.
+Rule 2: `write` returns when the events are durable in the sink's class, or raises and keeps none of them.
+Rule 3: how far a source has come is read from the lines themselves: no second memory could disagree.
+Rule 4: sealing is: fsync the data, write the index, add the line to the chain, which seals it, and rename.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from postroom.core.events import AuditEvent, encode_lines
+from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
+from postroom.message import Durability
+from postroom.sinks.chain import Entry, append_line, chain_line
+from postroom.sinks.index import SEGMENT_BYTES_MAX, IndexBuilder, Mark
+from postroom.sinks.layout import (
+    CHAIN_LOCK,
+    INDEX,
+    OPEN,
+    WRITER_LOCK,
+    chain_locked,
+    index_path,
+    open_path,
+    segment_name,
+)
+from postroom.sinks.recovery import cut, put_in_place, recover, whole_bytes, write_again
+from postroom.system import lock
+from postroom.system.atomic import (
+    absolute_path,
+    make_folder,
+    open_safely,
+    read_file,
+    replace_file,
+    sync_folder,
+    write_all,
+)
+from postroom.system.clock import Clock, SystemClock
+from postroom.system.handles import reset_after_fork
+
+SEAL_BYTES = 128 << 20  # what Spark reads as one piece of work
+SEAL_AFTER_S = 60.0
+NANOS_PER_S = 1_000_000_000
+
+
+class Concealer(Protocol):
+    """Makes the payload unreadable for who has no key."""
+
+    def conceal(self, event: AuditEvent) -> AuditEvent: ...
+
+
+class Facts(msgspec.Struct, frozen=True, gc=False):
+    """The part of a line that a `Mark` has; the rest is not decoded."""
+
+    source: str
+    seq: int
+    ts_us: int
+    message_id: str = ""
+    parent_message_id: str = ""
+    trace_id: str = ""
+
+
+_facts = msgspec.json.Decoder(Facts)
+
+
+class _Growing:
+    """The segment that lines are added to, and what its entry in the chain will say."""
+
+    def __init__(self, path: Path, n: int, fd: int, started_ns: int) -> None:
+        self.path = path
+        self.n = n
+        self.fd = fd
+        self.started_ns = started_ns
+        self.size = 0
+        self.events = 0
+        self.index = IndexBuilder()
+        self.sources: dict[str, list[int]] = {}
+        self.min_ts_us = self.max_ts_us = 0
+        self._sha256 = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    def add(self, data: bytes, marks: Sequence[Mark]) -> None:
+        """Count lines that are in the file now, each with its mark."""
+        at, base = 0, self.size
+        find = data.find
+        starts = [base, *[base + (at := find(b"\n", at) + 1) for _ in marks]]
+        self._count(data, len(marks), starts, marks)
+
+    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[Mark]) -> None:
+        self._sha256.update(data)
+        self.size += len(data)
+        self.events += lines
+        if not marks:
+            return
+        self.index.add(marks, starts)
+        times = [mark.ts_us for mark in marks]
+        if self.sources:
+            times += (self.min_ts_us, self.max_ts_us)
+        self.min_ts_us, self.max_ts_us = min(times), max(times)
+        self._note_sources(marks)
+
+    def _note_sources(self, marks: Sequence[Mark]) -> None:
+        sources = self.sources
+        for mark in marks:
+            seq = mark.seq
+            span = sources.get(mark.source)
+            if span is None:
+                sources[mark.source] = [seq, seq]
+            elif seq > span[1]:
+                span[1] = seq
+            elif seq < span[0]:
+                span[0] = seq
+
+    def take_up(self, data: bytes) -> None:
+        """Read again what a writer before us wrote. A line that cannot be read stays, and readers say so."""
+        starts, marks = [], []
+        at = 0
+        for line in data.split(b"\n")[:-1]:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                marks.append(_facts.decode(line))
+                starts.append(at)
+            at += len(line) + 1
+        self._count(data, data.count(b"\n"), starts, marks)
+
+    def entry(self, prev: str, sealed_us: int, index: bytes) -> Entry:
+        return Entry(
+            n=self.n,
+            name=segment_name(self.n, self.sha256, sealed_us),
+            events=self.events,
+            bytes=self.size,
+            sha256=self.sha256,
+            prev=prev,
+            min_ts_us=self.min_ts_us,
+            max_ts_us=self.max_ts_us,
+            sealed_us=sealed_us,
+            sources={source: (first, last) for source, (first, last) in self.sources.items()},
+            index=hashlib.sha256(index).hexdigest(),
+        )
+
+
+class SegmentSink:
+    """Writes a folder of segments. `prepare` sees an event before anything of it touches the disk.
+
+    A segment is sealed by the write that finds it full or older than `seal_after_s`, by `seal_if_due` and by
+    `seal`. `close` leaves it open: who opens the folder next goes on with it.
+    """
+
+    _lock_fd = -1
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        seal_bytes: int = SEAL_BYTES,
+        seal_after_s: float = SEAL_AFTER_S,
+        durability: Durability = "group",
+        clock: Clock | None = None,
+        prepare: Callable[[AuditEvent], AuditEvent] | None = None,
+        cipher: Concealer | None = None,
+    ) -> None:
+        if not 0 < seal_bytes <= SEGMENT_BYTES_MAX:
+            raise InvalidSetting(f"seal_bytes is {seal_bytes}, and must be 1 to {SEGMENT_BYTES_MAX}")
+        self.folder = absolute_path("the folder of segments", folder)
+        self._seal_bytes = seal_bytes
+        self._seal_after_ns = round(seal_after_s * NANOS_PER_S)
+        self._durability: Durability = durability
+        self._clock = clock or SystemClock()
+        self._prepare = prepare
+        self._cipher = cipher
+        self._mutex = threading.RLock()
+        self._lock_fd = -1
+        self._growing: _Growing | None = None
+        self._dead = False
+        self._last = 0
+        self._head = ""
+        self._positions: dict[str, int] = {}
+        reset_after_fork(self)
+        self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._drop()
+
+    # ---- what a shipper asks for ---------------------------------------------------------------------
+
+    @property
+    def head(self) -> str:
+        """The hash of the last sealed segment. Noted elsewhere, it tells later if the end was cut off."""
+        with self._mutex:
+            self._open()
+            return self._head
+
+    def position(self, source: str) -> int:
+        """The last `seq` of a source that is held; 0 for none."""
+        with self._mutex:
+            self._open()
+            return self._positions.get(source, 0)
+
+    def write(self, events: Sequence[AuditEvent]) -> None:
+        """Keep all of them, in order, or raise and keep none."""
+        if self._prepare:
+            events = [self._prepare(event) for event in events]
+        if self._cipher:
+            events = [self._cipher.conceal(event) for event in events]
+        self._write(encode_lines(events), events)
+
+    def write_lines(self, lines: Sequence[bytes], marks: Sequence[Mark]) -> None:
+        """Keep lines that are encoded already, each with its newline; a mark says what is in a line.
+
+        Neither `prepare` nor `cipher` sees them.
+        """
+        data = b"".join(lines)
+        if not len(lines) == len(marks) == data.count(b"\n"):
+            raise InvalidMessage("every line ends with its only newline and has one mark")
+        self._write(data, marks)
+
+    def seal(self) -> None:
+        """Seal the growing segment, if there is anything in it."""
+        with self._mutex:
+            self._open()
+            self._seal()
+
+    def seal_if_due(self) -> bool:
+        """Seal the growing segment when it is full or old enough; whether it did. Call it now and then."""
+        with self._mutex:
+            self._open()
+            due = self._is_due(0)
+            if due:
+                self._seal()
+            return due
+
+    def reopen(self) -> None:
+        """Start afresh after a failed fsync, with what the disk holds."""
+        with self._mutex:
+            was_dead, self._dead = self._dead, False
+            self._drop()
+            try:
+                self._open(again=was_dead)
+            except BaseException:
+                self._dead = was_dead
+                raise
+
+    def close(self) -> None:
+        """Give the folder to others; the next call takes it back."""
+        with self._mutex:
+            self._drop()
+
+    def after_fork(self) -> None:
+        """A child has to ask for the folder itself, and its parent has it."""
+        self._mutex = threading.RLock()
+        self._drop()
+
+    # ---- lines ---------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes, marks: Sequence[Mark]) -> None:
+        if not marks:
+            return
+        if len(data) > SEGMENT_BYTES_MAX:
+            raise InvalidMessage(f"{len(data)} bytes at once are more than a segment's {SEGMENT_BYTES_MAX}")
+        with self._mutex:
+            self._open()
+            self._make_room(len(data))
+            growing = self._growing or self._start()
+            self._append(growing, data)
+            growing.add(data, marks)
+            self._note_positions(growing)
+
+    def _make_room(self, more_bytes: int) -> None:
+        """Sealing comes first: when it fails, nothing of the new events was kept."""
+        if self._is_due(more_bytes):
+            try:
+                self._seal()
+            except WriteFailed as error:
+                raise WriteFailed(error.path, _cause_of(error)) from error
+
+    def _is_due(self, more_bytes: int) -> bool:
+        growing = self._growing
+        if growing is None or not growing.size:
+            return False
+        full = growing.size + more_bytes > self._seal_bytes or growing.size >= self._seal_bytes
+        return full or self._clock.boot_ns() - growing.started_ns >= self._seal_after_ns
+
+    def _start(self) -> _Growing:
+        n = self._last + 1
+        path = open_path(self.folder, n)
+        try:
+            # Nothing but an empty file of a start that failed can have this name.
+            fd = open_safely(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+        except OSError as error:
+            raise WriteFailed(path, error) from error
+        self._last = n
+        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        self._sync(path, lambda: sync_folder(path.parent))
+        return self._growing
+
+    def _append(self, growing: _Growing, data: bytes) -> None:
+        if not growing.size:
+            growing.started_ns = self._clock.boot_ns()
+        try:
+            write_all(growing.fd, data)
+        except OSError as error:
+            rolled_back = self._roll_back(growing)
+            raise WriteFailed(growing.path, error, rolled_back=rolled_back) from error
+        self._sync(growing.path, lambda: os.fsync(growing.fd), roll_back=growing)
+
+    def _sync(self, path: Path, sync: Callable[[], None], roll_back: _Growing | None = None) -> None:
+        """In the class "os" nobody waits for the disk before the segment is sealed."""
+        if self._durability == "os":
+            return
+        try:
+            sync()
+        except OSError as error:
+            self._dead = True
+            rolled_back = roll_back is None or self._roll_back(roll_back)
+            raise WriteFailed(path, error, rolled_back=rolled_back) from error
+
+    def _roll_back(self, growing: _Growing) -> bool:
+        try:
+            os.ftruncate(growing.fd, growing.size)
+        except OSError:
+            self._dead = True
+            return False
+        return True
+
+    def _note_positions(self, growing: _Growing) -> None:
+        positions = self._positions
+        for source, (_, last) in growing.sources.items():
+            if last > positions.get(source, 0):
+                positions[source] = last
+
+    # ---- sealing -------------------------------------------------------------------------------------
+
+    def _seal(self) -> None:
+        growing = self._growing
+        if growing is None or not growing.size:
+            return
+        try:
+            os.fsync(growing.fd)
+        except OSError as error:
+            self._dead = True
+            raise WriteFailed(growing.path, error, rolled_back=False) from error
+        index = growing.index.encode(growing.sha256)
+        entry = growing.entry(self._head, self._clock.wall_us(), index)
+        line, digest = chain_line(entry)
+        try:
+            make_folder((self.folder / entry.name).parent, "group")
+            replace_file(index_path(self.folder, growing.n), index, "group")
+            with chain_locked(self.folder):
+                append_line(self.folder, line)
+                self._head, self._growing = digest, None
+                os.close(growing.fd)
+                put_in_place(self.folder, entry)
+        except WriteFailed as error:
+            self._dead = self._dead or not error.rolled_back
+            raise
+        except OSError as error:
+            self._dead = self._dead or self._growing is None  # it is sealed, and recovery puts it in place
+            raise WriteFailed(growing.path, error, rolled_back=False) from error
+
+    # ---- opening -------------------------------------------------------------------------------------
+
+    def _open(self, *, again: bool = False) -> None:
+        if self._dead:
+            raise HandleDead(self.folder)
+        if self._lock_fd >= 0:
+            return
+        try:
+            for folder in (self.folder, self.folder / OPEN, self.folder / INDEX):
+                make_folder(folder, "group")
+            self._lock_fd = self._take_lock()
+            os.close(open_safely(self.folder / CHAIN_LOCK, os.O_RDWR | os.O_CREAT))
+            with chain_locked(self.folder):
+                if again:
+                    write_again(self.folder)
+                self._recover()
+        except BaseException as error:
+            self._drop()
+            if isinstance(error, OSError) and not isinstance(error, (WriteFailed, Unavailable)):
+                raise WriteFailed(self.folder, error) from error
+            raise
+
+    def _take_lock(self) -> int:
+        fd = open_safely(self.folder / WRITER_LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            lock.flock(fd, lock.EXCLUSIVE_NOW)
+        except BlockingIOError:
+            os.close(fd)
+            raise Unavailable(f"{self.folder} has a writer already, and takes one at a time") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _recover(self) -> None:
+        chain, growing = recover(self.folder)
+        self._last = max([chain.last, *growing])
+        self._head = chain.head
+        self._positions = chain.positions()
+        for n, path in growing.items():
+            self._take_up(n, path)
+
+    def _take_up(self, n: int, path: Path) -> None:
+        """Go on with a segment that a writer before us left open."""
+        if self._growing is not None:
+            os.close(self._growing.fd)  # two of them is nothing that a crash leaves; both stay readable
+        data = read_file(path)
+        whole = whole_bytes(data)
+        if whole < len(data):
+            cut(self.folder, path, data, whole)
+        fd = open_safely(path, os.O_RDWR | os.O_APPEND)
+        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        if self._durability != "os":
+            os.fsync(fd)  # what the kernel alone has is counted as held from now on
+        self._growing.take_up(data[:whole])
+        self._note_positions(self._growing)
+
+    def _drop(self) -> None:
+        growing, self._growing = getattr(self, "_growing", None), None
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        for fd in (growing.fd if growing else -1, lock_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _cause_of(error: WriteFailed) -> OSError:
+    return error.__cause__ if isinstance(error.__cause__, OSError) else error

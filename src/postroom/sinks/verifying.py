@@ -1,0 +1,192 @@
+"""Whether the segments of a folder are what was sealed: nothing changed, removed, added or put elsewhere.
+
+Rule 1: files and chain are looked at under the chain's lock, so that a writer at work is no finding.
+Rule 2: what a crash leaves, and recovery puts in order, is no finding either.
+Rule 3: the growing segment is not covered yet. Who can write the folder can also write a new chain: note a
+        `head` elsewhere.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from postroom.errors import InvalidMessage, UnsafePath
+from postroom.sinks.chain import NO_HASH, Chain, Entry, read_chain
+from postroom.sinks.layout import (
+    CHAIN,
+    INDEX,
+    OPEN,
+    chain_locked,
+    index_path,
+    numbered,
+    open_path,
+    sealed_files,
+)
+from postroom.system.atomic import absolute_path, open_safely
+
+READ_BYTES = 1 << 20
+
+
+class Finding(NamedTuple):
+    """Something that is not as it was written."""
+
+    file: str
+    """Its name below the folder."""
+    reason: str
+
+
+class _Seen(NamedTuple):
+    """What a folder held at one moment."""
+
+    chain: Chain
+    files: set[str]
+    growing: set[int]
+    indexes: set[int]
+
+
+def verify(folder: str | os.PathLike[str], head: str | None = None) -> list[Finding]:
+    """Every segment, index and line of the chain that is not as it was written; empty when all is well.
+
+    `head` is the hash of a segment that somebody noted elsewhere: it must still be in the chain.
+    """
+    place = absolute_path("the folder of segments", folder)
+    if not place.is_dir():
+        raise InvalidMessage(f"{place} is not a folder")
+    seen = _look(place)
+    findings = [*_check_links(seen), *_check_head(seen.chain, head)]
+    findings += _check_sealed(place, seen)
+    findings += _check_strangers(place, seen)
+    findings += _check_indexes(place, seen)
+    removed = read_chain(place).checkpoint  # by a retention that ran meanwhile
+    gone = set(_entries_up_to(seen.chain, removed.checkpoint)) if removed else set()
+    return [finding for finding in findings if finding.file not in gone]
+
+
+def _look(folder: Path) -> _Seen:
+    with chain_locked(folder):
+        return _Seen(
+            read_chain(folder),
+            set(sealed_files(folder)),
+            set(numbered(folder / OPEN, ".jsonl")),
+            set(numbered(folder / INDEX, ".idx")),
+        )
+
+
+def _entries_up_to(chain: Chain, last: int) -> Iterator[str]:
+    for entry in chain.entries:
+        if entry.n <= last:
+            yield entry.name
+            yield _index_name(entry.n)
+
+
+# ---- the chain -------------------------------------------------------------------------------------
+
+
+def _check_links(seen: _Seen) -> Iterator[Finding]:
+    chain = seen.chain
+    for fault in chain.faults:
+        yield Finding(CHAIN, f"line {fault.line}: {fault.reason}")
+    faulty = {fault.line for fault in chain.faults}
+    last, prev = (chain.checkpoint.checkpoint, chain.checkpoint.head) if chain.checkpoint else (0, NO_HASH)
+    for line, entry in zip(chain.lines, chain.entries, strict=True):
+        if line - 1 not in faulty and (reason := _link_fault(entry, last, prev)):
+            yield Finding(CHAIN, f"line {line}: {reason}")
+        last, prev = entry.n, entry.hash
+    unsealed = min(seen.growing - {entry.n for entry in chain.entries}, default=0)
+    if unsealed > last + 1 and not faulty:
+        yield Finding(CHAIN, f"{_lines_of(last + 1, unsealed - 1)} missing at the end")
+
+
+def _link_fault(entry: Entry, last: int, prev: str) -> str:
+    if entry.n > last + 1:
+        return f"{_lines_of(last + 1, entry.n - 1)} missing in front of it"
+    if entry.n <= last:
+        return f"segment {entry.n} stands behind segment {last}"
+    return "" if entry.prev == prev else f"segment {entry.n} does not follow from the line before it"
+
+
+def _lines_of(first: int, last: int) -> str:
+    return (
+        f"the line of segment {first} is" if first == last else f"the lines of segments {first} to {last} are"
+    )
+
+
+def _check_head(chain: Chain, head: str | None) -> Iterator[Finding]:
+    known = {entry.hash for entry in chain.entries} | {chain.checkpoint.head if chain.checkpoint else NO_HASH}
+    if head is not None and head not in known:
+        yield Finding(
+            CHAIN, f"the noted head {head} is not in it: its end was cut off, or it was written anew"
+        )
+
+
+# ---- the files -------------------------------------------------------------------------------------
+
+
+def _check_sealed(folder: Path, seen: _Seen) -> Iterator[Finding]:
+    holders = {entry.sha256: entry.n for entry in seen.chain.entries}
+    for entry in seen.chain.entries:
+        path = folder / entry.name
+        if entry.name not in seen.files and entry.n in seen.growing:
+            path = open_path(folder, entry.n)  # it is sealed, and recovery puts it in place
+        reason = _content_fault(path, entry.bytes, entry.sha256, holders)
+        if reason:
+            yield Finding(entry.name, reason)
+
+
+def _content_fault(path: Path, size: int | None, sha256: str, holders: dict[str, int]) -> str:
+    """Read a file from end to end. Returns what is wrong with it, or nothing."""
+    try:
+        real_size, digest = _hashed(path)
+    except FileNotFoundError:
+        return "it was removed"
+    except (OSError, UnsafePath) as error:
+        return f"it cannot be read: {error}"
+    if digest == sha256:
+        return ""
+    if digest in holders:
+        return f"it holds what segment {holders[digest]} held"
+    if size is None or real_size == size:
+        return "it was changed"
+    how = "cut short" if real_size < size else "added to"
+    return f"it was {how}: it has {real_size} bytes instead of {size}"
+
+
+def _hashed(path: Path) -> tuple[int, str]:
+    digest = hashlib.sha256()
+    size = 0
+    with os.fdopen(open_safely(path, os.O_RDONLY), "rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    return size, digest.hexdigest()
+
+
+def _check_strangers(folder: Path, seen: _Seen) -> Iterator[Finding]:
+    known = {entry.name for entry in seen.chain.entries}
+    removing = seen.chain.checkpoint.removing if seen.chain.checkpoint else {}
+    for name in sorted(seen.files - known):
+        sha256 = removing.get(name)
+        if sha256 is None or _content_fault(folder / name, None, sha256, {}) not in {"", "it was removed"}:
+            is_link = (folder / name).is_symlink()
+            yield Finding(name, "it is a symlink" if is_link else "it is not in the chain")
+
+
+def _check_indexes(folder: Path, seen: _Seen) -> Iterator[Finding]:
+    for entry in seen.chain.entries:
+        reason = _content_fault(index_path(folder, entry.n), None, entry.index, {})
+        if reason:
+            yield Finding(_index_name(entry.n), reason)
+    for n in sorted(seen.indexes - _may_have_index(seen)):
+        yield Finding(_index_name(n), "it belongs to no segment")
+
+
+def _may_have_index(seen: _Seen) -> set[int]:
+    removing: Iterable[str] = seen.chain.checkpoint.removing if seen.chain.checkpoint else ()
+    being_removed = {int(Path(name).name.partition("-")[0]) for name in removing}
+    return {entry.n for entry in seen.chain.entries} | seen.growing | being_removed
+
+
+def _index_name(n: int) -> str:
+    return f"{INDEX}/{n:08}.idx"

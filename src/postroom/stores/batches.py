@@ -1,0 +1,39 @@
+"""New messages in batches: what one statement can store together."""
+
+from collections.abc import Sequence
+
+from postroom.message import Envelope
+
+ALIKE_ROWS = 1_000  # new records in one statement
+ALIKE_PAYLOAD_BYTES = 16 * 1024  # of one that is stored together with others: SQLite keeps them for a while
+
+
+def _traits(e: Envelope) -> tuple[object, ...]:
+    """What new records have in common that one statement can store: everything but number and payload."""
+    return (
+        e.queue, e.type, e.parent_message_id, e.priority, e.max_retries, e.delay_ns, e.ttl_ns, e.durability
+    )  # fmt: skip
+
+
+def are_alike(some: Sequence[Envelope], more: Sequence[Envelope]) -> bool:
+    """Whether two runs can be one."""
+    return (
+        len(some) + len(more) <= ALIKE_ROWS
+        and len(some[-1].payload) <= ALIKE_PAYLOAD_BYTES >= len(more[-1].payload)
+        and _traits(some[0]) == _traits(more[0])
+    )
+
+
+def runs(envelopes: Sequence[Envelope]) -> list[list[Envelope]]:
+    """Neighbours that are alike, in order. A long one is a run of its own."""
+    found: list[list[Envelope]] = []
+    traits: tuple[object, ...] = ()
+    for e in envelopes:
+        own = _traits(e)
+        short = len(e.payload) <= ALIKE_PAYLOAD_BYTES
+        if own == traits and short and len(found[-1]) < ALIKE_ROWS:
+            found[-1].append(e)
+        else:
+            found.append([e])
+        traits = own if short else ()
+    return found

@@ -1,0 +1,159 @@
+"""The table of operations and kinds is true: an operation is told as the table says, and as nothing else."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from postroom import Bus, Queue, Tasks
+from postroom.contracts.feeds import FileFeeds
+from postroom.contracts.tasks import DECISIONS, Retention
+from postroom.core.events import OPERATIONS
+from postroom.core.retry import RetryPolicy
+from postroom.message import EventKind
+from postroom.stores.base import Outbox
+from postroom.testing import ManualClock
+
+AGENT = "ada"
+
+
+class Desk:
+    """Tasks on a clock that is moved by hand, and what they told since the last look."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.tasks = Tasks.open(
+            "memory://", clock=self.clock, retention=Retention(finished_s=1), retry=RetryPolicy()
+        )
+        self._seen = 0
+
+    def told(self) -> list[EventKind]:
+        events = self.tasks.events(self._seen)
+        self._seen = self.tasks.store.newest_event()
+        return [event.kind for event in events]
+
+    def enqueue(self, **more: object) -> str:
+        return self.tasks.enqueue(agent=AGENT, payload=1, **more)  # type: ignore[arg-type]
+
+    def held(self, agent: str = AGENT, **more: object) -> tuple[str, int]:
+        if agent == AGENT:
+            self.enqueue(**more)
+        [task] = self.tasks.claim(agent=agent, lease_s=10)
+        return task.task_id, task.lease
+
+
+def finished(desk: Desk) -> str:
+    name, lease = desk.held()
+    desk.tasks.complete(name, lease, "done")
+    return name
+
+
+def decided(desk: Desk) -> Callable[[], object]:
+    desk.tasks.open_decision(finished(desk))
+    [decision] = desk.tasks.claim(agent=DECISIONS)
+    return lambda: desk.tasks.settle(decision)
+
+
+def lapsed(desk: Desk) -> Callable[[], object]:
+    desk.held()
+    desk.held(max_retries=0)
+    desk.clock.advance(11)
+    return desk.tasks.sweep
+
+
+def delayed(desk: Desk) -> Callable[[], object]:
+    desk.enqueue(delay_s=5)
+    desk.clock.advance(6)
+    return desk.tasks.sweep
+
+
+def failing(desk: Desk) -> Callable[[], object]:
+    tries = [(desk.held(), 5.0), (desk.held(), 0.0), (desk.held(max_retries=0), None)]
+
+    def fail_all() -> None:
+        for held, pause_s in tries:
+            desk.tasks.fail(*held, "no", retry_in_s=pause_s)
+
+    return fail_all
+
+
+def dead(desk: Desk) -> Callable[[], object]:
+    name, lease = desk.held(max_retries=0)
+    desk.tasks.fail(name, lease, "no")
+    return lambda: desk.tasks.retry(name)
+
+
+def old(desk: Desk) -> Callable[[], object]:
+    name = desk.enqueue()
+    desk.tasks.cancel(name)
+    desk.clock.advance(10)
+    return desk.tasks.purge
+
+
+def behind(desk: Desk) -> Callable[[], object]:
+    desk.enqueue()
+    desk.tasks.store.set_outbox(Outbox(backlog_max=1, when_behind="refuse"))
+    return Tasks(desk.tasks.store).status
+
+
+SCENES: dict[str, Callable[[Desk], Callable[[], object]]] = {
+    "enqueue": lambda desk: desk.enqueue,
+    "enqueue of a known id or key": lambda desk: (
+        desk.enqueue(task_id="t"),
+        lambda: desk.enqueue(task_id="t"),
+    )[1],
+    "claim": lambda desk: (desk.enqueue(), lambda: desk.tasks.claim(agent=AGENT))[1],
+    "heartbeat": lambda desk: (held := desk.held(), lambda: desk.tasks.heartbeat(*held))[1],
+    "complete": lambda desk: (held := desk.held(), lambda: desk.tasks.complete(*held))[1],
+    "fail": failing,
+    "release": lambda desk: (held := desk.held(), lambda: desk.tasks.release(*held))[1],
+    "claim, sweep: a delay is over": delayed,
+    "claim, sweep: a lease ran out": lapsed,
+    "cancel": lambda desk: (name := desk.enqueue(), lambda: desk.tasks.cancel(name))[1],
+    "retry": dead,
+    "open_decision": lambda desk: (name := finished(desk), lambda: desk.tasks.open_decision(name))[1],
+    "settle": decided,
+    "purge": old,
+    "enqueue while the stream is too far behind": behind,
+}
+
+
+def test_every_operation_of_tasks_has_its_scene() -> None:
+    assert SCENES.keys() == OPERATIONS["tasks"].keys()
+
+
+@pytest.mark.parametrize("operation", SCENES)
+def test_an_operation_of_tasks_is_told_as_the_table_says(operation: str) -> None:
+    desk = Desk()
+    act = SCENES[operation](desk)
+    desk.told()
+    act()
+    assert set(desk.told()) == set(OPERATIONS["tasks"][operation])
+
+
+def test_the_operations_of_files_are_told_as_the_table_says(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml")
+    bus.append(type="note", project_id="p", body="one")
+    bus.append_many([{"type": "note", "project_id": "p", "body": "two"}])
+    clock = datetime(2026, 1, 1, tzinfo=UTC)
+    queue = Queue(tmp_path / "queue", clock=lambda: clock)
+    queue.send("ask", "one", sender="ada", ttl_s=1)
+    queue.poll("bob")
+    clock += timedelta(seconds=5)
+    queue.expire()
+    queue.poll("bob")
+    with (queue.root / "audit.jsonl").open("a") as file:
+        file.write("no line\n")
+    feeds = FileFeeds([queue.root], [bus.path])
+    kinds = {feed.source.partition(":")[0]: [event.kind for event in feed.read(0, 100)] for feed in feeds()}
+    feeds.close()
+    assert kinds["bus"] == ["created", "created"]
+    table = OPERATIONS["queue"]
+    assert kinds["queue"] == [kind for told in table.values() for kind in told]
+
+
+def test_every_kind_is_told_by_some_operation() -> None:
+    told = {kind for table in OPERATIONS.values() for kinds in table.values() for kind in kinds}
+    assert told == set(get_args(EventKind))

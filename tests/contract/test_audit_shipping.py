@@ -1,0 +1,413 @@
+"""From a store, a queue and a bus into the stream: every event, once, in order."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from postroom import Bus, Queue, Tasks
+from postroom.contracts.feeds import FileFeeds, StoreFeed
+from postroom.core.events import AuditEvent
+from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
+from postroom.runtime.shipping import Sources, opened
+from postroom.settings import AuditSettings
+from postroom.sinks.reading import Segments
+from postroom.sinks.segments import SegmentSink
+from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
+from postroom.sinks.verifying import verify
+from postroom.stores.base import Outbox
+from tests.smalldisk import small_disk
+
+__all__ = ["small_disk"]  # a fixture
+
+
+@contextmanager
+def shipper(folder: Path, *feeds: Feed) -> Iterator[Shipper]:
+    """One whose sink is closed at the end, as if its process had ended."""
+    sink = SegmentSink(folder)
+    try:
+        yield Shipper(sink, lambda: feeds)
+    finally:
+        sink.close()
+
+
+def told(folder: Path) -> list[AuditEvent]:
+    return list(Segments(folder).events())
+
+
+def feed_of(tasks: Tasks, outbox: Outbox | None = None) -> StoreFeed:
+    return StoreFeed(tasks.store, "tasks", outbox=outbox or Outbox())
+
+
+def work(tasks: Tasks, count: int = 3) -> None:
+    """Some tasks that come, are taken, and end in several ways."""
+    for number in range(count):
+        tasks.enqueue(agent="ada", payload={"n": number}, type="issue")
+    for number, task in enumerate(tasks.claim(agent="ada", limit=count)):
+        if number % 2:
+            tasks.fail(task.task_id, task.lease, "it broke")
+        else:
+            tasks.complete(task.task_id, task.lease, "done")
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def tasks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tasks]:
+    url = "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+    with Tasks.open(url) as opened:
+        yield opened
+
+
+# ---- a store ------------------------------------------------------------------------------------------
+
+
+def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks, tmp_path: Path) -> None:
+    for _ in range(3):
+        work(tasks)
+        with shipper(tmp_path / "audit", feed_of(tasks)) as one:
+            one.ship()
+    events = told(tmp_path / "audit")
+    assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
+    source = f"tasks:{tasks.store.identity()}"
+    assert {event.source for event in events} == {source}
+    assert [event.event_id for event in events] == [f"{source}#{event.seq}" for event in events]
+    created = [event for event in events if event.kind == "created"]
+    assert created[1].payload == '{"n":1}'
+    assert {(event.type, event.contract, event.agent_id) for event in created} == {("issue", "tasks", "ada")}
+    failed = [event for event in events if event.kind == "execution_failed"]
+    assert {event.error for event in failed} == {"it broke"}
+
+
+def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None:
+    work(tasks)
+    feed = feed_of(tasks)
+    with shipper(tmp_path / "audit", feed) as one:
+        one.ship()
+        assert tasks.store.outbox() == Outbox(shipped=tasks.store.newest_event())
+        work(tasks)
+    before = tasks.store.events(limit=10_000)
+    tasks.forget_events(10**9)
+    left = tasks.store.events(limit=10_000)
+    outbox = tasks.store.outbox()
+    assert outbox is not None
+    assert {event.seq for event in before if event.seq > outbox.shipped} <= {event.seq for event in left}
+
+
+def test_a_sink_that_knows_more_than_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
+    work(tasks)
+    feed = feed_of(tasks)
+    sink = SegmentSink(tmp_path / "audit")
+    newest = tasks.store.newest_event()
+    last = feed.read(newest - 1, 1)[0]
+    later = f"{feed.source}#{newest + 5}"
+    sink.write([msgspec.structs.replace(last, seq=newest + 5, event_id=later)])
+    with pytest.raises(SinkAhead, match="put back to an older state"):
+        Shipper(sink, lambda: [feed]).ship()
+    sink.close()
+
+
+def ship_store(folder: Path, database: Path) -> int:
+    """As `postroom audit ship --once` does."""
+    with opened(
+        folder, Sources(stores=(f"sqlite:///{database}",)), AuditSettings(environment="dev")
+    ) as shipping:
+        return shipping.once()
+
+
+def enqueue(database: Path, *payloads: str) -> None:
+    with Tasks.open(f"sqlite:///{database}") as tasks:
+        for payload in payloads:
+            tasks.enqueue(agent="ada", payload=payload)
+
+
+def test_a_store_that_was_put_back_is_refused_also_when_it_has_grown_again(tmp_path: Path) -> None:
+    enqueue(tmp_path / "queue.db", "first")
+    shutil.copy(tmp_path / "queue.db", tmp_path / "old.db")
+    enqueue(tmp_path / "queue.db", "old", "old")
+    assert ship_store(tmp_path / "audit", tmp_path / "queue.db") == 6
+    shutil.copy(tmp_path / "old.db", tmp_path / "queue.db")
+    with pytest.raises(SinkAhead):
+        ship_store(tmp_path / "audit", tmp_path / "queue.db")
+    enqueue(tmp_path / "queue.db", "new", "new", "new")
+    for _ in range(2):  # and again
+        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+            ship_store(tmp_path / "audit", tmp_path / "queue.db")
+    assert ship_store(tmp_path / "new", tmp_path / "new.db") == 0
+
+
+def test_a_store_has_one_stream(tmp_path: Path) -> None:
+    database = tmp_path / "queue.db"
+    enqueue(database, "one")
+    ship_store(tmp_path / "audit", database)
+    with pytest.raises(ShippedElsewhere, match="one store has one stream"):
+        ship_store(tmp_path / "second", database)
+    (tmp_path / "audit").rename(tmp_path / "moved")
+    enqueue(database, "two")
+    assert ship_store(tmp_path / "moved", database) == 2
+    with Tasks.open(f"sqlite:///{database}") as tasks:
+        tasks.store.set_outbox(None)
+    assert ship_store(tmp_path / "second", database) == 4
+
+
+def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> None:
+    database = tmp_path / "queue.db"
+    enqueue(database, "one")
+    with opened(tmp_path / "audit", Sources(stores=(f"sqlite:///{database}",)), AuditSettings()) as shipping:
+        assert shipping.shipper.ship() == 2
+        for path in [database, *tmp_path.glob("queue.db-*")]:
+            path.unlink()
+        enqueue(database, "another store")
+        with pytest.raises(ShippedElsewhere, match="was replaced"):
+            shipping.shipper.ship()
+    assert (
+        ship_store(tmp_path / "audit", database) == 2
+    )  # the next one takes the new store as a source of its own
+
+
+def test_events_that_were_forgotten_too_early_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tasks.open("memory://") as tasks:
+        work(tasks)
+        feed = feed_of(tasks)
+        sink = SegmentSink(tmp_path / "audit")
+        one = Shipper(sink, lambda: [feed])
+        one.ship()
+        tasks.store.set_outbox(None)
+        work(tasks)
+        last = tasks.store.newest_event()
+        tasks.forget_events(last)
+        tasks.enqueue(agent="ada", payload="after the gap")
+        one.ship()
+        one.ship()
+        sink.close()
+        assert "were forgotten before they were shipped" in caplog.text
+        assert [event.error_type for event in told(tmp_path / "audit") if event.kind == "alert"] == [
+            "EventsMissing"
+        ]
+
+
+def test_few_events_wait_a_second_and_many_do_not(tasks: Tasks, tmp_path: Path) -> None:
+    now = 0.0
+    sink = SegmentSink(tmp_path / "audit")
+    feed = feed_of(tasks)
+    one = Shipper(sink, lambda: [feed], monotonic=lambda: now)
+    assert not one.look()
+    tasks.enqueue(agent="ada", payload=1)
+    assert not one.look()
+    now += SHIP_AFTER_S
+    assert one.look()
+    assert sink.position(feed.source) == tasks.store.newest_event()
+    tasks.enqueue_many([{"agent": "ada", "payload": n} for n in range(SHIP_EVENTS)])
+    assert one.look()
+    assert not one.look()
+    sink.close()
+
+
+class FullOnce:
+    """A sink whose disk is full for a while."""
+
+    def __init__(self, sink: SegmentSink, failures: int) -> None:
+        self._sink = sink
+        self._failures = failures
+        self.position = sink.position
+        self.reopen = sink.reopen
+        self.close = sink.close
+
+    def write(self, events: Sequence[AuditEvent]) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise WriteFailed(self._sink.folder, OSError(28, "No space left on device"))
+        self._sink.write(events)
+
+
+def test_a_sink_that_fails_is_tried_again_and_counted(tasks: Tasks, tmp_path: Path) -> None:
+    work(tasks)
+    sink = SegmentSink(tmp_path / "audit")
+    one = Shipper(FullOnce(sink, 2), lambda: [feed_of(tasks)], monotonic=iter(range(1000)).__next__)
+    pauses: list[float] = []
+
+    def stopped(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        return len(pauses) > 5
+
+    one.run(stopped)
+    assert one.progress.failures == 2
+    assert pauses[2:4] == [1.0, 2.0]  # longer each time
+    assert one.progress.trouble == ""
+    assert [event.seq for event in told(tmp_path / "audit")] == list(range(1, tasks.store.newest_event() + 1))
+    sink.close()
+
+
+def test_new_tasks_are_refused_while_the_shipper_is_too_far_behind(tasks: Tasks) -> None:
+    tasks.store.set_outbox(Outbox(shipped=0, backlog_max=10, when_behind="refuse"))
+    done = [tasks.enqueue(agent="ada", payload=number) for number in range(6)]
+    other = Tasks(tasks.store)  # its first call looks
+    with pytest.raises(AuditBehind, match="at most 10 may"):
+        other.enqueue(agent="ada", payload="too much")
+    [outcome] = other.run_many([lambda inside: inside.enqueue(agent="ada", payload="too much")])
+    assert isinstance(outcome, AuditBehind)
+    [task] = other.claim(agent="ada")  # who ends a task is not held up
+    other.complete(task.task_id, task.lease)
+    status = other.status()
+    assert status.events_waiting is not None
+    assert status.events_waiting > 10
+    assert status.held_up == 2
+    alerts = [event for event in tasks.events() if event.kind == "alert"]
+    assert [(alert.error_type, alert.message_id) for alert in alerts] == [("AuditBehind", "")]
+    assert [line.task_id for line in tasks.find(agent="ada", limit=100)] == done
+    tasks.store.set_outbox(Outbox(shipped=tasks.store.newest_event(), backlog_max=10, when_behind="refuse"))
+    assert Tasks(tasks.store).enqueue(agent="ada", payload="welcome again")
+
+
+def test_new_tasks_slow_down_while_the_shipper_is_too_far_behind(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("postroom.contracts.backlog.time.sleep", slept.append)
+    tasks.store.set_outbox(Outbox(shipped=0, backlog_max=1))
+    tasks.enqueue(agent="ada", payload=1)
+    other = Tasks(tasks.store)
+    other.enqueue(agent="ada", payload=2)
+    assert slept == [0.05]
+    assert len(tasks.find(agent="ada")) == 2
+
+
+def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """The stream's disk is full, the store's is not: everything waits there, and goes when there is room."""
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
+        feed = feed_of(tasks, Outbox(backlog_max=50, when_behind="refuse"))
+        sink = SegmentSink(small_disk / "audit")
+        one = Shipper(sink, lambda: [feed], monotonic=iter(range(1000)).__next__)
+        tasks.enqueue(agent="ada", payload="x" * 1000)
+        assert one.ship() == 2
+        filler = fill(small_disk)
+        for _ in range(40):
+            tasks.enqueue(agent="ada", payload="x" * 1000)
+        with pytest.raises(WriteFailed, match="No space left"):
+            one.ship()
+        other = Tasks(tasks.store)
+        with pytest.raises(AuditBehind):
+            other.enqueue(agent="ada", payload="too much")
+        assert other.status().held_up == 1
+        filler.unlink()
+        one.ship()
+        assert Tasks(tasks.store).enqueue(agent="ada", payload="welcome again")
+        one.ship()
+        sink.close()
+        events = told(small_disk / "audit")
+        assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
+        assert sum(event.kind == "created" for event in events) == 42
+        assert verify(small_disk / "audit") == []
+
+
+def fill(disk: Path) -> Path:
+    """Write until there is no room for another byte."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+    return filler
+
+
+# ---- files ----------------------------------------------------------------------------------------------
+
+
+def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = None) -> list[AuditEvent]:
+    """As a new process would: it remembers nothing."""
+    feeds = FileFeeds([queue] if queue else [], [bus] if bus else [])
+    sink = SegmentSink(folder)
+    Shipper(sink, feeds).ship()
+    feeds.close()
+    sink.close()
+    return told(folder)
+
+
+def test_what_a_queue_did_is_in_the_stream(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "queue")
+    first = queue.send("ask", "is it green?", to="bob", sender="ada", ttl_s=60)
+    queue.poll("bob")
+    queue.expire()
+    events = ship_files(tmp_path / "audit", queue=queue.root)
+    assert [(event.kind, event.seq) for event in events] == [
+        ("created", 1),
+        ("delivered", 2),
+        ("heartbeat", 3),
+    ]
+    sent, polled, _ = events
+    assert (sent.message_id, sent.sender, sent.recipient, sent.type) == (first, "ada", "bob", "ask")
+    assert (sent.contract, sent.queue, sent.body_bytes, sent.detail) == (
+        "queue",
+        "default",
+        12,
+        {"ttl_s": 60},
+    )
+    assert (polled.recipient, polled.detail["matched"]) == ("bob", 1)
+    queue.send("ask", "and now?", sender="ada")
+    again = ship_files(tmp_path / "audit", queue=queue.root)
+    assert again[:3] == events
+    assert [event.seq for event in again] == [1, 2, 3, 4]
+    assert ship_files(tmp_path / "elsewhere", queue=queue.root) == again  # the same ids from the same log
+
+
+def test_a_line_that_cannot_be_read_is_told_and_leaves_no_hole(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "queue")
+    queue.send("ask", "one", sender="ada")
+    audit = queue.root / "audit.jsonl"
+    with audit.open("ab") as file:
+        file.write(b'{"ts": "no time", "op": "send", "session": "s"}\nno json\n')
+    queue.send("ask", "two", sender="ada")
+    with audit.open("ab") as file:
+        file.write(b'{"ts": "2026-11-15T00:')  # somebody is still writing, or died
+    events = ship_files(tmp_path / "audit", queue=queue.root)
+    assert [(event.seq, event.kind) for event in events] == [
+        (1, "created"), (2, "alert"), (3, "alert"), (4, "created")
+    ]  # fmt: skip
+    assert {event.error_type for event in events[1:3]} == {"UnreadableLine"}
+
+
+def test_messages_of_a_bus_keep_their_ids_across_a_rotation(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml")
+    parent = bus.append(type="note", project_id="p", body="one")
+    bus.append(type="note", project_id="p", task_id="t", run_id="r", parents=[parent], body="two")
+    first = ship_files(tmp_path / "audit", bus=bus.path)
+    bus.rotate()
+    bus.append(type="note", project_id="p", body="three")
+    events = ship_files(tmp_path / "audit", bus=bus.path)
+    assert events[:2] == first
+    assert [event.payload for event in events] == ["one", "two", "three"]
+    assert [event.seq for event in events] == [1, 2, 1]
+    assert len({event.event_id for event in events}) == 3
+    assert len({event.source for event in events}) == 2
+    assert (events[1].parent_message_id, events[1].task_id, events[1].agent_id) == (parent, "t", "r")
+    assert ship_files(tmp_path / "elsewhere", bus=bus.path) == events
+
+
+def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml")
+    feeds = FileFeeds([], [bus.path])
+    sink = SegmentSink(tmp_path / "audit")
+    one = Shipper(sink, feeds)
+    for number in range(6):
+        bus.append(type="note", project_id="p", body=str(number))
+        one.ship()
+        if number % 2:
+            bus.append(type="note", project_id="p", body=f"{number} late")
+            bus.rotate()
+    one.ship()
+    feeds.close()
+    sink.close()
+    bodies = [event.payload for event in told(tmp_path / "audit")]
+    assert sorted(bodies) == sorted([*map(str, range(6)), "1 late", "3 late", "5 late"])
+    assert verify(tmp_path / "audit") == []
+
+
+def test_the_settings_have_the_safe_defaults() -> None:
+    settings = AuditSettings()
+    assert (settings.environment, settings.redaction, settings.payloads) == ("prod", None, True)

@@ -1,0 +1,191 @@
+"""The mail server where something ends: a subscriber that takes nothing, and a disk that is full."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.contracts.mail.room import Mailroom
+from postroom.runtime import natsserver
+from postroom.runtime.natsserver import NatsServer, ServerOptions, new_loop
+from tests.contract.natsservers import CONNECT, HANG_GUARD_S
+from tests.contract.test_stores import fill
+from tests.smalldisk import small_disk
+
+__all__ = ["small_disk"]  # a fixture
+
+MSG = "$mq9.AI.MAILBOX.MSG."
+DEAF_RECEIVE_BYTES = 4096
+BODY = b"x" * 20_000
+MESSAGES = 300  # more than all the buffers of a connection hold
+
+
+class Client:
+    """A connection on the server's own loop, that can be deaf."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._asked = 0
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def until(self, end: bytes) -> bytes:
+        return await self._reader.readuntil(end)
+
+    async def read(self, size: int) -> bytes:
+        return await self._reader.readexactly(size)
+
+    async def ask(self, subject: str, payload: bytes = b"") -> Any:
+        """A request and its answer."""
+        inbox = self.request(subject, payload)
+        return await self.answer(inbox)
+
+    def request(self, subject: str, payload: bytes = b"") -> bytes:
+        self._asked += 1
+        inbox = b"_INBOX.%d" % self._asked
+        self.send(b"SUB %b %d\r\n" % (inbox, self._asked + 1))
+        self.send(b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), inbox, len(payload), payload))
+        return inbox
+
+    async def answer(self, inbox: bytes) -> Any:
+        line = await self.until(b"\r\n")
+        assert line.startswith(b"MSG %b " % inbox), line
+        return json.loads((await self.read(int(line.split()[-1]) + 2))[:-2])
+
+    async def message(self) -> bytes:
+        """The body of the next message."""
+        line = await self.until(b"\r\n")
+        verb, *_, header_bytes, size = line.split()
+        assert verb == b"HMSG", line
+        return (await self.read(int(size) + 2))[int(header_bytes) : -2]
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+Connect = Callable[..., Awaitable[Client]]
+Work = Callable[[NatsServer, Connect], Awaitable[None]]
+
+
+def serve(folder: Path, work: Work, **options: Any) -> None:
+    """Run a test beside a mail server."""
+
+    async def run() -> None:
+        room = Mailroom(folder, asyncio.get_running_loop().call_soon_threadsafe)
+        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), room)
+        await server.start()
+        clients: list[Client] = []
+
+        async def connect(receive_bytes: int = 0) -> Client:
+            made = socket.socket()
+            if receive_bytes:  # after connecting, the system would have made it larger already
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            made.connect(("127.0.0.1", server.port))
+            streams = await asyncio.open_connection(sock=made, limit=receive_bytes or 1 << 20)
+            clients.append(Client(*streams))
+            clients[-1].send(CONNECT + b"PING\r\n")
+            await clients[-1].until(b"PONG\r\n")
+            return clients[-1]
+
+        try:
+            async with asyncio.timeout(HANG_GUARD_S):
+                await work(server, connect)
+        finally:
+            for client in clients:
+                client.close()
+            await server.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
+
+
+async def flood(sender: Client, mail_id: str) -> None:
+    for _ in range(MESSAGES):
+        await sender.ask(f"{MSG}{mail_id}", BODY)
+
+
+def test_what_a_member_that_takes_nothing_holds_goes_to_the_others(tmp_path: Path) -> None:
+    async def work(server: NatsServer, connect: Connect) -> None:
+        sender, deaf, well = await connect(), await connect(DEAF_RECEIVE_BYTES), await connect()
+        mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
+        deaf.send(f"SUB {MSG}{mail_id}.* g 1\r\nPING\r\n".encode())
+        await deaf.until(b"PONG\r\n")
+        well.send(f"SUB {MSG}{mail_id}.* g 1\r\n".encode())
+        sending = asyncio.create_task(flood(sender, mail_id))
+        got = 0
+        while got < MESSAGES:
+            assert await well.message() == BODY
+            got += 1
+        await sending
+        assert len(server.connections) == 2
+
+    serve(tmp_path, work, write_timeout_s=0.3)
+
+
+def test_who_takes_a_little_now_and_then_is_not_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(natsserver, "TICK_S", HANG_GUARD_S)  # the test says what time it is
+
+    async def work(server: NatsServer, connect: Connect) -> None:
+        sender = await connect()
+        mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
+        others = set(server.connections)
+        slow = await connect(DEAF_RECEIVE_BYTES)
+        [link] = server.connections - others
+        slow.send(f"SUB {MSG}{mail_id}.* 1\r\nPING\r\n".encode())
+        await slow.until(b"PONG\r\n")
+        assert not link.is_stuck(0.0, 5.0)
+        await flood(sender, mail_id)
+        now_s = server.loop.time()
+        assert not link.is_stuck(now_s, 5.0)
+        assert not link.is_stuck(now_s + 4, 5.0)
+        before = link.pending_bytes
+        while link.pending_bytes == before:
+            await slow.read(len(BODY))
+        assert not link.is_stuck(now_s + 6, 5.0)
+        assert not link.is_stuck(now_s + 10, 5.0)
+        assert link.is_stuck(now_s + 12, 5.0)
+
+    serve(tmp_path, work, ping_interval_s=2 * HANG_GUARD_S)
+
+
+def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small_disk: Path) -> None:
+    acknowledged: list[int] = []
+    folder = small_disk / "mail"
+
+    async def work(server: NatsServer, connect: Connect) -> None:
+        client, other = await connect(), await connect()
+        mail_id = (await client.ask("$mq9.AI.MAILBOX.CREATE", b'{"name":"box","ttl":0}'))["mail_id"]
+        subject = f"{MSG}{mail_id}.urgent"
+        acknowledged.append((await client.ask(subject, b"before"))["msg_id"])
+        filler = fill(small_disk)
+        waiting = client.request(subject, BODY)  # written half, and taken back
+        while not in_trouble(server):  # noqa: ASYNC110 - a room has no event for it
+            await asyncio.sleep(0)
+        refused = await other.ask(subject, BODY)
+        assert refused == {"code": 503, "error": "the mail log cannot be written: No space left on device"}
+        assert "msg_id" in await other.ask(f"{MSG}{mail_id}", b"in memory")
+        filler.unlink()
+        acknowledged.append((await client.answer(waiting))["msg_id"])
+        acknowledged.append((await other.ask(subject, b"after"))["msg_id"])
+
+    serve(folder, work)
+
+    async def look(_: NatsServer, connect: Connect) -> None:
+        client = await connect()
+        listed = await client.ask("$mq9.AI.MAILBOX.LIST.box")
+        assert [message["msg_id"] for message in listed["messages"]] == acknowledged
+
+    serve(folder, look)
+
+
+def in_trouble(server: NatsServer) -> bool:
+    room = server._room
+    assert isinstance(room, Mailroom)
+    return bool(room.trouble)

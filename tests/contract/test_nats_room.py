@@ -1,0 +1,354 @@
+"""The seam between the NATS server and a room: what it owns goes to it, and to nobody else."""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.contracts.mail import Link
+from postroom.runtime.natsserver import NatsServer, ServerOptions, new_loop
+from tests.contract.natsservers import CONNECT, HANG_GUARD_S, key_beside, made_certificate
+
+LINK_FULL_BYTES = 1 << 20
+LONG_REPLAY = 3_000
+BURST = 400
+BODY = b"x" * 10_000
+READ_AHEAD_BYTES = 1 << 16  # a client that is not asked reads no further than twice this
+LOOPS = {"uvloop": new_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True, params=LOOPS)
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test on both loops: uvloop is an extra."""
+    monkeypatch.setitem(LOOPS, "this", LOOPS[request.param])
+
+
+class Shelf:
+    """A small room: keeps what is published under `$room.`, answers requests, replays on subscribe."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, bytes, bytes]] = []
+        self.noted: list[tuple[str, object]] = []
+        self.behind: Callable[[], Awaitable[None] | None] = lambda: None
+        self.owed: dict[Link, tuple[str, int]] = {}
+
+    def owns(self, subject: str) -> bool:
+        return subject.startswith("$room.")
+
+    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        self.kept.append((subject, headers, payload))
+        self.noted.append(("published", payload))
+        if reply:
+            link.answer(
+                reply, b"%s %s" % (link.name.encode(), link.user.encode()), b"NATS/1.0\r\nA: b\r\n\r\n"
+            )
+
+    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            self.published(link, subject, "", b"", payload)
+
+    def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
+        self.noted.append(("subscribed", (sid, subject, group)))
+        if subject.endswith(">"):
+            return "no wildcards here"
+        if subject == "$room.long":
+            self.owed[link] = (sid, LONG_REPLAY)
+            self.drained(link)
+            return None
+        for kept, headers, payload in self.kept:
+            link.deliver(sid, kept, "", headers, payload)
+        return None
+
+    def unsubscribed(self, link: Link, sid: str) -> None:  # noqa: ARG002 - the seam's
+        self.noted.append(("unsubscribed", sid))
+
+    def closed(self, link: Link) -> None:
+        self.noted.append(("closed", link.number))
+
+    def drained(self, link: Link) -> None:
+        sid, left = self.owed.get(link, ("", 0))
+        while left and link.pending_bytes < LINK_FULL_BYTES:
+            link.deliver(sid, "$room.long", "", b"", BODY)
+            left -= 1
+        self.owed[link] = (sid, left)
+
+    def flush(self) -> Awaitable[None] | None:
+        self.noted.append(("flush", None))
+        return self.behind()
+
+    def tick(self) -> None:
+        self.noted.append(("tick", None))
+
+    def close(self) -> None:
+        self.noted.append(("close", None))
+
+    def notes(self, *kinds: str) -> list[tuple[str, object]]:
+        return [note for note in self.noted if note[0] in kinds]
+
+
+class Client:
+    """A connection on the server's own loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def until(self, end: bytes) -> bytes:
+        return (await self.reader.readuntil(end)).removesuffix(end)
+
+    async def ask(self, data: bytes = b"") -> bytes:
+        self.send(data + b"PING\r\n")
+        return await self.until(b"PONG\r\n")
+
+    async def leave(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+Connect = Callable[..., Coroutine[Any, Any, Client]]
+Work = Callable[[NatsServer, Shelf, Connect], Coroutine[Any, Any, None]]
+
+
+def serve(work: Work, **options: Any) -> Shelf:
+    """Run a test beside a server with a shelf."""
+    shelf = Shelf()
+
+    async def run() -> None:
+        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), shelf)
+        await server.start()
+        clients: list[Client] = []
+
+        async def connect(said: bytes = CONNECT) -> Client:
+            streams = await asyncio.open_connection("127.0.0.1", server.port, limit=READ_AHEAD_BYTES)
+            clients.append(Client(*streams))
+            await clients[-1].until(b"\r\n")
+            await clients[-1].ask(said)
+            return clients[-1]
+
+        try:
+            async with asyncio.timeout(HANG_GUARD_S):
+                await work(server, shelf, connect)
+        finally:
+            for client in clients:
+                client.writer.close()
+            await server.close()
+
+    with asyncio.Runner(loop_factory=LOOPS["this"]) as runner:
+        runner.run(run())
+    return shelf
+
+
+def test_what_the_room_owns_goes_to_the_room_and_to_no_wildcard() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        stranger, sender = await connect(), await connect()
+        await stranger.ask(b"SUB > 1\r\nSUB *.a 2\r\nSUB _INBOX.> 3\r\n")
+        await sender.ask(b"PUB $room.a 2\r\nhi\r\nHPUB $room.a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
+        assert shelf.kept == [("$room.a", b"", b"hi"), ("$room.a", b"NATS/1.0\r\n\r\n", b"hi")]
+        await sender.ask(b"PUB roomy 2\r\nhi\r\n")
+        assert await stranger.ask() == b"MSG roomy 1 2\r\nhi\r\n"
+
+    serve(work)
+
+
+def test_an_answer_reaches_who_asked_and_no_strangers_wildcard() -> None:
+    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+        stranger = await connect()
+        asking = await connect(CONNECT.replace(b"{", b'{"name":"sdk",'))
+        await stranger.ask(b"SUB > 1\r\nSUB _INBOX.> 2\r\nSUB _INBOX.me.* g 3\r\n")
+        await asking.ask(b"SUB _INBOX.me.* 9\r\n")
+        asking.send(b"PUB $room.a _INBOX.me.1 0\r\n\r\n")
+        head = b"HMSG _INBOX.me.1 9 18 22\r\nNATS/1.0\r\nA: b\r\n\r\nsdk \r\n"
+        assert await asking.until(b"sdk \r\n") + b"sdk \r\n" == head
+        assert await stranger.ask() == b""
+
+    serve(work)
+
+
+def test_an_inbox_on_another_connection_is_found_by_its_very_name() -> None:
+    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+        inbox, asking = await connect(b'CONNECT {"verbose":false}\r\n'), await connect()
+        await inbox.ask(b"SUB _INBOX.exact 5\r\n")
+        await asking.ask(b"PUB $room.a _INBOX.exact 0\r\n\r\n")
+        assert await inbox.ask() == b"MSG _INBOX.exact 5 1\r\n \r\n"  # without the headers it cannot read
+
+    serve(work)
+
+
+def test_a_refused_subscription_is_an_error_that_clients_survive() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        client = await connect()
+        answer = await client.ask(b"SUB $room.> 1\r\n")
+        assert answer == b"-ERR 'Permissions Violation for Subscription to \"$room.>\"'\r\n"
+        await client.ask(b"UNSUB 1\r\n")
+        assert shelf.notes("unsubscribed") == []
+
+    serve(work)
+
+
+def test_a_replay_begins_with_subscribe_and_unsub_counts_it() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        client = await connect()
+        await client.ask(b"".join(b"PUB $room.a 1\r\n%d\r\n" % number for number in range(5)))
+        answer = await client.ask(b"SUB $room.a g 1\r\n")
+        assert answer == b"".join(b"MSG $room.a 1 1\r\n%d\r\n" % number for number in range(5))
+        await client.ask(b"UNSUB 1 6\r\n")
+        assert shelf.notes("unsubscribed") == []
+        await client.ask(b"UNSUB 1 2\r\n")
+        assert shelf.notes("subscribed", "unsubscribed") == [
+            ("subscribed", ("1", "$room.a", "g")),
+            ("unsubscribed", "1"),
+        ]
+
+    serve(work)
+
+
+def test_the_room_hears_of_the_end_of_a_connection_once() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        one, two = await connect(), await connect()
+        await one.ask(b"SUB $room.a 1\r\n")
+        two.send(b"NONSENSE\r\n")
+        await two.until(b"-ERR 'Unknown Protocol Operation'\r\n")
+        await one.leave()
+        while len(shelf.notes("closed")) < 2:  # noqa: ASYNC110 - the server's loop is this one
+            await asyncio.sleep(0)
+
+    shelf = serve(work)
+    assert sorted(shelf.notes("closed")) == [("closed", 1), ("closed", 2)]
+    assert shelf.notes("close") == [("close", None)]
+
+
+def test_a_batch_is_flushed_once_and_what_came_meanwhile_afterwards() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        client = await connect()
+        disk = asyncio.get_running_loop().create_future()
+        shelf.behind = lambda: disk
+        client.send(b"PUB $room.a 1\r\n1\r\n" * 3)
+        while not shelf.notes("flush"):  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        other = await connect()
+        await other.ask(b"PUB $room.a 1\r\n2\r\n")
+        client.send(b"PUB $room.a 1\r\n3\r\n")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [what for kind, what in shelf.notes("published", "flush")] == [b"1"] * 3 + [None, b"2"]
+        shelf.behind = lambda: None
+        disk.set_result(None)
+        assert await client.ask() == b""
+        kinds = [what for kind, what in shelf.notes("published", "flush")]
+        assert kinds[:5] == [b"1", b"1", b"1", None, b"2"]
+        assert kinds[5:].count(b"3") == 1
+        assert kinds[-1] is None
+
+    serve(work)
+
+
+def test_a_long_replay_goes_on_when_there_is_room_and_is_not_cut_off() -> None:
+    async def work(server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+        client = await connect()
+        client.send(b"SUB $room.long 1\r\n")
+        while not any(link.paused for link in server.connections):  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        for _ in range(LONG_REPLAY):
+            await client.until(b"\r\n")
+            assert await client.reader.readexactly(len(BODY) + 2) == BODY + b"\r\n"
+
+    serve(work, pending_bytes_max=4 << 20)
+
+
+def test_a_server_whose_room_fails_stops_and_says_why() -> None:
+    class Lost(Exception):
+        pass
+
+    async def work(server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        def fail() -> None:
+            raise Lost
+
+        shelf.behind = fail
+        client = await connect()
+        client.send(b"PUB $room.a 1\r\n1\r\n")
+        await server.until_stopped()
+        assert isinstance(server.failure, Lost)
+
+    serve(work)
+
+
+def test_time_passes_for_the_room() -> None:
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        while len(shelf.notes("tick")) < 2:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0.01)
+
+    serve(work)
+
+
+@pytest.mark.parametrize("subject", [b"$room.\xff", b"\xff\xfe"])
+def test_subjects_that_are_no_text_harm_nobody(subject: bytes) -> None:
+    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+        client = await connect()
+        await client.ask(b"SUB %b %b\r\nPUB %b %b 1\r\nx\r\nUNSUB %b\r\n" % ((subject,) * 5))
+        assert await client.ask() == b""
+
+    serve(work)
+
+
+def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
+    certificate = made_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key_beside(certificate))
+
+    async def work(server: NatsServer, _shelf: Shelf, _connect: Connect) -> None:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            assert (await reader.readline()).startswith(b"INFO ")
+            writer.write(b"no TLS at all, and in the clear\r\n")
+            await reader.read()
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+
+    serve(work, tls=context)
+
+
+def test_a_burst_of_one_connection_holds_up_nobody_and_keeps_its_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)  # time for one message a turn
+
+    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        busy, other = await connect(b'CONNECT {"headers":true}\r\n'), await connect()
+        same = b"".join(b"PUB $room.a 3\r\n%03d\r\n" % number for number in range(BURST // 2))
+        different = b"".join(
+            b"PUB $room.%d 3\r\n%03d\r\n" % (number, number) for number in range(BURST // 2, BURST)
+        )
+        busy.send(same + different + b"PING\r\n")
+        while not shelf.kept:  # noqa: ASYNC110 - the server's loop is this one
+            await asyncio.sleep(0)
+        await other.ask()
+        assert len(shelf.kept) < BURST
+        assert (await busy.until(b"PONG\r\n")).count(b"+OK\r\n") == BURST
+        assert [int(payload) for _, _, payload in shelf.kept] == list(range(BURST))
+        await busy.ask(b"PUB $room.a 1\r\n1\r\n")  # and it is read on
+
+    serve(work)
+
+
+def test_what_a_connection_sent_and_had_no_time_for_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)
+
+    async def work(server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+        busy, other = await connect(), await connect()
+        busy.send(b"PUB $room.a 1\r\n1\r\n" * BURST)
+        while not shelf.kept:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        for link in list(server.connections):
+            if link.number == 1:
+                link.cut()
+        count = len(shelf.kept)
+        await other.ask()
+        assert len(shelf.kept) == count < BURST
+
+    serve(work)

@@ -1,0 +1,182 @@
+"""The audit stream under kills, and the checker of histories under very many histories.
+
+`kills-audit`: the shipper and everybody whose events it ships are killed at random and started again.
+
+At the end the stream holds every committed event once, in order, and as the store has it; nothing that was
+acknowledged is missing; the chain of segments is whole; and the checker of histories finds nothing.
+`histories-audit`: in clean generated histories the checker finds nothing, in others what was planted, and
+nothing else.
+"""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from postroom import Tasks
+from postroom.core.events import AuditEvent, of_store
+from postroom.core.history import History
+from postroom.runtime.shipping import Shipping, Sources, opened
+from postroom.settings import AuditSettings
+from postroom.sinks import shipper as shipping_module
+from postroom.sinks.reading import Segments
+from postroom.sinks.segments import SegmentSink
+from postroom.sinks.verifying import verify
+from tests.contract import test_history_checker
+from tests.crash.ledger import Tally, acknowledged_in
+from tests.crash.taskprograms import open_tasks
+from tests.crash.tasks import Cast, Tick, finish, portions, producers_lines, scratch
+from tests.crash.workers import Crew, Report, Worker
+
+KILLS_PER_ROUND = 25
+LOOK_EVERY_S = 0.005
+SEAL_BYTES = 60_000  # so that many segments are sealed, and crashes hit that
+SEAL_AFTER_S = 0.2
+BATCH_FEW = 200
+SHIPPERS_SHARE = 0.5  # of the kills
+
+
+def run(count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
+    """So many kills, in rounds."""
+    tally = Tally()
+    rng = Random(f"kills-audit/{seed}")
+    for number, size in enumerate(portions(count, KILLS_PER_ROUND)):
+        with scratch(number) as folder:
+            _round(folder, size, rng, tally, sabotage)
+        tick(size)
+    return tally
+
+
+def ship(report: Report, *, folder: str, careless: bool = False) -> None:
+    """The program that gets killed: it reports each time when it has shipped something."""
+    shipping_module.BATCH_MAX = BATCH_FEW
+    while True:
+        with contextlib.suppress(FileNotFoundError), _shipping(Path(folder)) as shipping:
+            if careless:
+                _drop_some(shipping.sink)
+            while True:
+                shipped = shipping.shipper.ship()
+                shipping.tend()
+                if shipped:
+                    report("shipped", shipped)
+                time.sleep(LOOK_EVERY_S)
+
+
+def _shipping(folder: Path) -> "contextlib.AbstractContextManager[Shipping]":
+    settings = AuditSettings(environment="dev", seal_bytes=SEAL_BYTES, seal_after_s=SEAL_AFTER_S)
+    return opened(folder / "audit", Sources(stores=(f"sqlite:///{folder}/queue.db",)), settings)
+
+
+def _drop_some(sink: SegmentSink) -> None:
+    write = sink.write
+
+    def careless(events: Sequence[AuditEvent]) -> None:
+        write(events[1:] or events)
+
+    sink.write = careless  # type: ignore[method-assign]
+
+
+class _AuditCast(Cast):
+    """Everybody who works on tasks, and one who ships."""
+
+    producer_pause_s = 0.02  # a kill waits for the shipper, and what came meanwhile has to be done, too
+
+    def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
+        super().__init__(folder, crew, rng, "")
+        self._careless = sabotage == "careless"
+        self._shipper = self._start_shipper()
+
+    def kill_one(self) -> None:
+        if self._rng.random() >= SHIPPERS_SHARE:
+            super().kill_one()
+            return
+        self._crew.kill_at_random(self._shipper, self._rng, 2)
+        self._shipper = self._start_shipper()
+
+    def _start_shipper(self) -> Worker:
+        return self._crew.start("shipper:", ship, folder=self._folder, careless=self._careless)
+
+
+def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+    with Crew() as crew:
+        cast = _AuditCast(folder, crew, rng, sabotage)
+        for _ in range(kills):
+            cast.kill_one()
+            tally.count("kills")
+        crew.kill_all()
+        lines = [*crew.lines()]
+        acknowledged = acknowledged_in(producers_lines(crew.workers))
+    words = [line.split(" ") for line in lines]
+    with open_tasks(folder) as tasks:
+        finish(tasks, words, tally)
+        with _shipping(folder) as shipping:
+            shipping.once()
+        tally.acknowledged += len(acknowledged)
+        judge(tasks, folder / "audit", set(acknowledged), tally)
+
+
+def judge(tasks: Tasks, folder: Path, acknowledged: set[str], tally: Tally) -> None:
+    """The stream against the store, against what was acknowledged, against its chain, and against itself."""
+    segments = Segments(folder, on_trouble=tally.breaks)
+    events = list(segments.events())
+    tally.count("events", len(events))
+    tally.count("segments", len(segments.entries()))
+    times = Counter(event.event_id for event in events)
+    tally.count("repeated", sum(n - 1 for n in times.values()))
+    _judge_numbers(tasks, events, tally)
+    _judge_content(tasks, events, acknowledged, tally)
+    for finding in verify(folder):
+        tally.breaks(f"{finding.file}: {finding.reason}")
+    history = History()
+    for event in events:
+        history.add(event)
+    verdict = history.verdict(absent=lambda message: tasks.store.read(message.message_id) is None)
+    for violation in verdict.violations:
+        tally.breaks(f"{violation.rule}: {violation.sentence}")
+
+
+def _judge_numbers(tasks: Tasks, events: list[AuditEvent], tally: Tally) -> None:
+    numbers = [event.seq for event in events]
+    missing = set(range(1, tasks.store.newest_event() + 1)) - set(numbers)
+    tally.lost += len(missing)
+    first_seen = list(dict.fromkeys(numbers))
+    if first_seen != sorted(first_seen):
+        tally.breaks("the stream is not in the order of its numbers")
+    if numbers and max(numbers) > tasks.store.newest_event():
+        tally.breaks("the stream is ahead of the store")
+
+
+def _judge_content(tasks: Tasks, events: list[AuditEvent], acknowledged: set[str], tally: Tally) -> None:
+    told = {event.seq: event for event in events}
+    source = f"tasks:{tasks.store.identity()}"
+    for event in tasks.store.events(limit=1_000_000):
+        shown = told.get(event.seq)
+        if shown is not None and msgspec.structs.replace(shown, payload="") != of_store(
+            event, source, "tasks"
+        ):
+            tally.torn += 1
+    tokens = {
+        msgspec.json.decode(event.payload)["token"]
+        for event in events
+        if event.kind == "created" and event.payload.startswith('{"token"')
+    }
+    tally.lost += len(acknowledged - tokens)
+
+
+def check_histories(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
+    """So many clean and so many faulty histories."""
+    tally = Tally()
+    for number in range(count):
+        try:
+            planted = test_history_checker.run(1, 1_000 * seed + number)
+        except AssertionError as error:
+            tally.breaks(f"history {1_000 * seed + number}: {error}")
+        else:
+            tally.count("violations_planted_and_found", planted.total())
+        tally.count("histories", 2)
+        tick(1)
+    return tally

@@ -1,0 +1,224 @@
+"""`postroom pipeline generate` and `postroom verify`, with real segments and a real store."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from postroom import Tasks
+from postroom.contracts.feeds import StoreFeed
+from postroom.core.events import AuditEvent, from_line, to_line
+from postroom.message import EventKind
+from postroom.pipeline.world import MODELS, REQUESTS, RESPONSES
+from postroom.sinks.segments import SegmentSink
+from postroom.sinks.verifying import verify as verify_chain
+from postroom.stores.base import Outbox
+from tests.integration.commandline import isolate, postroom, run
+from tests.quick import quick_path
+
+__all__ = ["quick_path"]  # a fixture
+
+SAMPLE = 20_000
+EXIT_USAGE = 2
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, quick_path: Path) -> None:
+    isolate(monkeypatch, quick_path)
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    files = sorted(folder.glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
+    return [line for path in files for line in path.read_bytes().splitlines(keepends=True)]
+
+
+def digest_of(folder: Path) -> str:
+    """Every file of a history, with its name."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- what is made --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], list[AuditEvent]]:
+    folder = tmp_path_factory.mktemp("sample")
+    done = postroom("pipeline", "generate", "--messages", SAMPLE, "--seed", 1, "--out", folder)
+    assert (done.code, done.errors) == (0, "")
+    lines = lines_of(folder)
+    assert done.line["lines"] == len(lines)
+    assert verify_chain(folder) == []
+    return lines, [from_line(line) for line in lines]
+
+
+def test_every_line_is_what_the_schema_would_write(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    lines, stream = sample
+    assert [line for line, event in zip(lines, stream, strict=True) if to_line(event) != line] == []
+    assert all(event.event_id == f"{event.source}#{event.seq}" for event in stream)
+
+
+def test_everything_that_can_happen_happens(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    _, stream = sample
+    assert {event.kind for event in stream} == set(get_args(EventKind))
+    assert {event.type for event in stream} == {*REQUESTS, *RESPONSES, ""}
+    assert {event.priority for event in stream} == {0, 1, 2, 3, None}
+
+
+def test_traffic_is_uneven_late_and_repeated(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    lines, stream = sample
+    by_org = Counter(event.org_id for event in stream if event.org_id).most_common()
+    assert by_org[0][1] > 10 * by_org[-1][1]
+    assert len(set(lines)) < len(lines)
+    newest_us, late_us = 0, 0
+    for event in stream:
+        newest_us = max(newest_us, event.ts_us)
+        late_us = max(late_us, newest_us - event.ts_us)
+    assert late_us > 10 * 60 * 1_000_000
+
+
+def test_children_follow_their_parents_in_one_trace(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    _, stream = sample
+    created = {event.message_id: event for event in stream if event.kind == "created"}
+    children = [event for event in created.values() if event.parent_message_id in created]
+    assert len(children) > SAMPLE // 2
+    for child in children:
+        parent = created[child.parent_message_id]
+        assert (child.trace_id, child.goal_id, child.org_id) == (
+            parent.trace_id,
+            parent.goal_id,
+            parent.org_id,
+        )
+        assert child.ts_us > parent.ts_us
+
+
+def test_what_a_call_costs_is_exact(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    _, stream = sample
+    prices = {model.name: model for model in MODELS}
+    calls = [event for event in stream if event.cost_usd is not None]
+    assert calls
+    for call in calls:
+        model = prices[call.model]
+        nano = call.tokens_in * model.in_nano + call.tokens_out * model.out_nano
+        assert call.cost_usd == Decimal(nano) / 10**9
+
+
+def test_dead_letters_come_in_families(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
+    _, stream = sample
+    dead = {event.message_id: event for event in stream if event.kind == "dead_letter"}
+    families = Counter(event.error_type for event in dead.values())
+    assert len(families) > 4
+    assert len({event.error for event in dead.values()}) > 0.8 * len(dead)
+
+
+# ---- the same again ------------------------------------------------------------------------------------
+
+PINNED = "0511dca46dcc8d6bc9d9fd3a20d6787e0ad93ac519cc0fb5b4208f48081cbdfb"
+"""Of the lines. It changes with the generator, and with nothing else: no version of Python, no machine."""
+
+
+def test_a_seed_gives_the_same_bytes() -> None:
+    for name, hash_seed in (("a", "1"), ("b", "2")):
+        arguments = ("pipeline", "generate", "--messages", 300, "--seed", 9, "--out", name, "--faults")
+        assert run("postroom", *arguments, env={**os.environ, "PYTHONHASHSEED": hash_seed}).code == 0
+    assert digest_of(Path("a")) == digest_of(Path("b"))
+    assert hashlib.sha256(b"".join(lines_of(Path("a")))).hexdigest() == PINNED
+
+
+def test_another_seed_gives_another_history() -> None:
+    for seed in (1, 2):
+        assert (
+            postroom("pipeline", "generate", "--messages", 20, "--seed", seed, "--out", f"h{seed}").code == 0
+        )
+    assert set(lines_of(Path("h1"))).isdisjoint(lines_of(Path("h2")))
+
+
+def test_a_folder_with_something_in_it_is_refused() -> None:
+    Path("out").mkdir()
+    Path("out/mine").touch()
+    done = postroom("pipeline", "generate", "--messages", 5, "--seed", 1, "--out", "out")
+    assert (done.code, done.error) == (
+        EXIT_USAGE,
+        "postroom: out is not empty: a history needs a folder of its own",
+    )
+
+
+# ---- verify --------------------------------------------------------------------------------------------
+
+
+def test_a_clean_history_and_a_broken_one() -> None:
+    for name, options in (("clean", ()), ("broken", ("--faults",))):
+        postroom("pipeline", "generate", "--messages", 400, "--seed", 5, "--out", name, *options)
+    done = postroom("verify", "clean")
+    assert (done.code, done.out, done.errors) == (0, "", "")
+    done = postroom("verify", "broken", "--json")
+    planted = [json.loads(line) for line in Path("broken/_faults.jsonl").read_text().splitlines()]
+    assert done.code == 1
+    assert sorted((one["rule"], one["message_id"]) for one in done.lines) == sorted(
+        (one["rule"], one["message_id"]) for one in planted
+    )
+    assert all(one["event_ids"] and one["sentence"] for one in done.lines)
+    done = postroom("verify", "broken", "--horizon-s", "0")
+    assert "lost" not in {one["rule"] for one in done.lines}
+
+
+def test_a_stretch_of_a_history() -> None:
+    postroom("pipeline", "generate", "--messages", 400, "--seed", 6, "--out", "h")
+    since, until = "2025-01-09T00:00:00Z", "2025-01-10T12:00:00Z"
+    assert postroom("verify", "h", "--since", since, "--until", until).code == 0
+    assert postroom("verify", "h", "--since", until).code == 0
+    done = postroom("verify", "h", "--since", "yesterday")
+    assert (done.code, "--since: 'yesterday' is not an RFC 3339 time" in done.error) == (EXIT_USAGE, True)
+
+
+def ship(tasks: Tasks, folder: Path, *, up_to: int = 1_000) -> None:
+    feed = StoreFeed(tasks.store, "tasks", outbox=Outbox())
+    with SegmentSink(folder, durability="os") as sink:
+        sink.write(feed.read(sink.position(feed.source), up_to))
+
+
+def test_what_is_open_has_to_be_in_the_store(quick_path: Path) -> None:
+    url = f"sqlite:///{quick_path}/queue.db"
+    with Tasks.open(url) as tasks:
+        ids = tasks.enqueue_many([{"agent": "a", "payload": n} for n in range(3)])
+        [task] = tasks.claim(agent="a")
+        ship(tasks, Path("audit"))
+        tasks.complete(task.task_id, task.lease)  # not shipped, and that is no loss
+    assert postroom("verify", "audit", "--store", url).code == 0
+    _forget(quick_path / "queue.db", ids[2])
+    done = postroom("verify", "audit", "--store", url)
+    assert (done.code, done.line["rule"], done.line["message_id"]) == (1, "lost", ids[2])
+
+
+def _forget(database: Path, message_id: str) -> None:
+    """Remove a record behind the store's back."""
+    import apsw
+
+    connection = apsw.Connection(str(database))
+    number = message_id.rpartition("-")[2]
+    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    for table in tables:
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        if "seq" in columns and table != "events":
+            connection.execute(f"DELETE FROM {table} WHERE seq = ?", (int(number),))  # noqa: S608
+    connection.close()
+
+
+def test_a_store_that_the_stream_does_not_tell_of(quick_path: Path) -> None:
+    postroom("pipeline", "generate", "--messages", 20, "--seed", 1, "--out", "h")
+    url = f"sqlite:///{quick_path}/other.db"
+    done = postroom("verify", "h", "--store", url)
+    assert (done.code, done.error) == (1, f"postroom: there is no store at {url}")
+    with Tasks.open(url) as tasks:
+        tasks.enqueue(agent="a", payload=1)
+    done = postroom("verify", "h", "--store", url)
+    assert done.code == 1
+    assert done.error.startswith(f"postroom: the stream does not tell of {url}")

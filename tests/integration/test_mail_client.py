@@ -1,0 +1,352 @@
+"""`Mail` against a real server: plain and for asyncio, across restarts, with TLS and with passwords."""
+
+import asyncio
+import json
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postroom import Mail, MailRefused, MailUnavailable
+from postroom.core.mailcalls import message_of
+from postroom.core.natswire import Head
+from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.natsclient import servers_of
+from tests.contract.natsservers import key_beside, made_certificate, running
+from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
+
+MANY = 1_200
+
+
+@pytest.fixture(name="server", scope="module")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MailServer]:
+    with serving(tmp_path_factory.mktemp("mail") / "data") as server:
+        yield server
+
+
+@pytest.fixture(name="mail")
+def one_client(server: MailServer) -> Iterator[Mail]:
+    with Mail(server.url) as mail:
+        yield mail
+
+
+def test_a_mailbox_gives_what_was_sent_in_the_order_of_priority(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    first = mail.send(box, {"job": 1})
+    second = mail.send(box, "stop", priority="critical", headers={"Trace": "t1"})
+    third = mail.send(box, b"\xff\x00", priority="urgent")
+    assert first < second < third
+    found = mail.messages(box)
+    assert [(each.msg_id, each.priority, each.payload) for each in found] == [
+        (second, "critical", b"stop"),
+        (third, "urgent", b"\xff\x00"),
+        (first, "normal", b'{"job":1}'),
+    ]
+    assert found[0].headers["Trace"] == "t1"
+    assert (found[0].text, found[2].json()) == ("stop", {"job": 1})
+    assert [each.payload for each in mail.messages(box, priority="normal")] == [b'{"job":1}']
+    assert [(each.msg_id, each.priority) for each in mail.list(box)] == [
+        (second, "critical"),
+        (third, "urgent"),
+        (first, "normal"),
+    ]
+    assert mail.delete(box, second)
+    assert not mail.delete(box, second)
+    assert [each.msg_id for each in mail.messages(box)] == [third, first]
+
+
+def test_words_of_one_rank_are_read_together(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    for word in ("urgent", "high", "low"):
+        mail.send(box, word, priority=word)
+    assert [each.payload for each in mail.messages(box, priority="urgent")] == [b"urgent", b"high"]
+
+
+def test_several_threads_may_use_one_client(server: MailServer) -> None:
+    mail = Mail(server.url)
+    boxes: list[str] = []
+    threads = [threading.Thread(target=lambda: boxes.append(mail.create(ttl_s=60))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mail.close()
+    assert len(set(boxes)) == 8
+
+
+def test_a_message_that_the_server_does_not_take_is_refused_here(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    with pytest.raises(InvalidMessage, match="at most 1048576 bytes"):
+        mail.send(box, b"x" * (1 << 20) + b"x")
+    assert mail.send(box, b"x" * (1 << 20))
+
+
+def test_a_subscription_gives_what_is_stored_and_then_what_comes(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    mail.send(box, "stored")
+    with mail.subscribe(box) as messages:
+        assert messages.next(HANG_GUARD_S) == mail.messages(box)[0]
+        assert messages.next(0.0) is None
+        mail.send(box, "live", wait=False)
+        live = messages.next(HANG_GUARD_S)
+        assert live is not None
+        assert live.payload == b"live"
+    assert list(messages) == []
+
+
+def test_an_iteration_ends_when_somebody_else_closes_it(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    mail.send(box, "one")
+    messages = mail.subscribe(box)
+    found = []
+    for message in messages:
+        found.append(message.payload)
+        threading.Timer(0.05, messages.close).start()
+    assert found == [b"one"]
+
+
+def test_a_group_shares_messages(mail: Mail, server: MailServer) -> None:
+    box = mail.create("pool.work", ttl_s=60, public=True)
+    with (
+        Mail(server.url) as other,
+        mail.subscribe(box, group="g") as one,
+        other.subscribe(box, group="g") as two,
+    ):
+        for number in range(10):
+            mail.send(box, str(number))
+        got = [[], []]  # type: list[list[bytes]]
+        for place, member in enumerate((one, two)):
+            while (message := member.next(0.5)) is not None:
+                got[place].append(message.payload)
+        assert sorted(got[0] + got[1]) == [b"%d" % number for number in range(10)]
+        assert len(got[0]) == len(got[1]) == 5
+
+
+def test_public_mailboxes_can_be_found_and_private_ones_cannot(mail: Mail) -> None:
+    private = mail.create(ttl_s=60)
+    named = mail.create("hidden.name", ttl_s=60)
+    mail.create("shown.name", public=True, ttl_s=60, desc="for all")
+    found = {each.mail_id: each for each in mail.public()}
+    assert found["shown.name"].desc == "for all"
+    assert found["shown.name"].ttl_s == 60
+    assert private not in found
+    assert named not in found
+
+
+def test_a_mailbox_with_more_than_a_list_shows_is_read_whole(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    for number in range(MANY):
+        mail.send(box, str(number), wait=False)
+    assert len(mail.list(box)) == 1000
+    assert [int(each.payload) for each in mail.messages(box)] == list(range(MANY))
+
+
+def test_what_a_server_refuses_is_an_error_with_its_code(mail: Mail) -> None:
+    with pytest.raises(MailRefused, match="does not exist") as refused:
+        mail.send("nowhere", "x")
+    assert refused.value.code == 404
+    with pytest.raises(MailRefused, match="refuses the subscription"):
+        mail.subscribe("nowhere")
+    with pytest.raises(MailRefused, match="needs a name"):
+        mail.create(public=True)
+    mail.create()  # and all goes on
+
+
+@pytest.mark.parametrize("mail_id", ["", "a b", "a.*", ">", "a\r\nPUB x 0\r\n"])
+def test_nothing_that_would_break_the_protocol_is_sent(mail: Mail, mail_id: str) -> None:
+    with pytest.raises(InvalidMessage):
+        mail.send(mail_id, "x")
+
+
+def test_wrong_words_are_refused_here(mail: Mail) -> None:
+    with pytest.raises(InvalidMessage, match="priority"):
+        mail.send("a", "x", priority="soon")  # type: ignore[arg-type]
+    with pytest.raises(InvalidMessage, match="header"):
+        mail.send("a", "x", headers={"A": "b\r\nC: d"})
+    with pytest.raises(InvalidMessage, match="group"):
+        mail.subscribe("a", group="a b")
+
+
+def test_the_same_calls_for_asyncio(server: MailServer) -> None:
+    async def work() -> None:
+        async with Mail(server.url) as mail:
+            box = await mail.create(ttl_s=60)
+            number = await mail.send(box, "hello", priority="urgent")
+            async with await mail.subscribe(box) as messages:
+                async for message in messages:
+                    assert (message.msg_id, message.payload) == (number, b"hello")
+                    assert await mail.delete(box, number)
+                    break
+            assert await mail.list(box) == []
+            assert await mail.messages(box) == []
+            sends = [mail.send(box, str(each)) for each in range(100)]
+            assert len(set(await asyncio.gather(*sends))) == 100
+
+    asyncio.run(work())
+
+
+def test_a_slow_reader_holds_up_no_other_call(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.mailclient.QUEUED_BYTES_MAX", 100_000)
+    box = mail.create(ttl_s=60)
+    with mail.subscribe(box) as messages:
+        for number in range(200):
+            mail.send(box, b"%03d" % number + b"x" * 10_000, wait=False)
+        assert len(mail.list(box)) == 200
+        found = [messages.next(HANG_GUARD_S) for _ in range(200)]
+        assert [int(each.payload[:3]) for each in found if each is not None] == list(range(200))
+
+
+def test_a_subscription_outlives_its_server(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "data") as server,
+        Mail(server.url) as mail,
+        Mail(server.url, timeout_s=0.2) as hasty,
+    ):
+        box = mail.create(ttl_s=60)
+        before = mail.send(box, "before", priority="critical")
+        with mail.subscribe(box) as messages, mail.subscribe(box, group="g") as member:
+            assert [each.next(HANG_GUARD_S).msg_id for each in (messages, member)] == [before] * 2  # type: ignore[union-attr]
+            server.end(signal.SIGKILL)
+            with pytest.raises(MailUnavailable):
+                hasty.send(box, "nobody is there")
+            server.start()
+            after = mail.send(box, "after", priority="critical")
+            message = messages.next(HANG_GUARD_S)
+            assert message is not None
+            assert message.msg_id == after  # what it gave before it passes over
+            again = [member.next(HANG_GUARD_S).msg_id for _ in range(2)]  # type: ignore[union-attr]
+            assert again == [before, after]  # somebody has to finish it
+
+
+def test_a_subscription_to_a_mailbox_that_ended_meanwhile_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as server, Mail(server.url) as mail:
+        box = mail.create(ttl_s=0.5)
+        with mail.subscribe(box) as messages:
+            server.end()
+            server.start()
+            with pytest.raises(MailRefused):
+                messages.next(HANG_GUARD_S)
+
+
+def test_passwords_and_tokens(tmp_path: Path) -> None:
+    (tmp_path / "users").write_text("# who\nada:one\nbob:two:three\n")
+    with serving(tmp_path / "data", "--users-file", str(tmp_path / "users"), "--token", "t0ken") as server:
+        host = f"127.0.0.1:{server.port}"
+        for url, words in {
+            f"nats://ada:one@{host}": {},
+            f"nats://t0ken@{host}": {},
+            f"nats://{host}": {"user": "bob", "password": "two:three"},
+            host: {"token": "t0ken"},
+        }.items():
+            with Mail(url, **words) as mail:  # type: ignore[arg-type]
+                mail.create(ttl_s=60)
+        for url in (f"nats://{host}", f"nats://ada:two@{host}"):
+            with pytest.raises(MailRefused, match="wrong user, password or token"), Mail(url):
+                pass
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate = made_certificate(tmp_path)
+    words = ("--tls-cert", str(certificate), "--tls-key", str(key_beside(certificate)))
+    with serving(tmp_path / "data", *words) as server:
+        assert server.url.startswith("tls://")
+        trusting = ssl.create_default_context(cafile=certificate)
+        with Mail(server.url, tls=trusting) as mail:
+            box = mail.create(ttl_s=60)
+            mail.send(box, b"x" * 500_000)
+            assert [len(each.payload) for each in mail.messages(box)] == [500_000]
+        with pytest.raises(MailUnavailable, match="TLS failed"), Mail(server.url):
+            pass
+
+
+def test_nothing_is_said_in_the_clear_when_tls_is_wanted(server: MailServer) -> None:
+    with pytest.raises(MailRefused, match="no TLS"), Mail(f"tls://127.0.0.1:{server.port}"):
+        pass
+
+
+def say_something_else(listening: socket.socket) -> None:
+    with listening.accept()[0] as accepted:
+        accepted.sendall(b"HTTP/1.1 400\r\n\r\n")
+        accepted.recv(1)
+
+
+def test_who_is_there_and_keeps_no_mailboxes_is_told_apart(tmp_path: Path) -> None:
+    refused = pytest.raises(MailUnavailable, match="plain NATS server")
+    with running("nats-server", tmp_path) as plain, Mail(plain.url) as mail, refused:
+        mail.create()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=say_something_else, args=[listening]).start()
+        url = f"nats://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(MailUnavailable, match="does not speak NATS"), Mail(url):
+            pass
+
+
+def test_the_next_server_of_a_list_is_taken_when_the_first_is_not_there(server: MailServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with Mail(f"nats://127.0.0.1:{port},{server.url}") as mail:
+        mail.create(ttl_s=60)
+    with pytest.raises(MailUnavailable, match="Connection refused"), Mail(f"nats://127.0.0.1:{port}"):
+        pass
+
+
+@pytest.mark.parametrize("address", ["", "http://host", "nats://", "nats://host:port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(InvalidSetting):
+        Mail(address)
+
+
+def test_addresses_say_who_we_are() -> None:
+    found = servers_of("nats://a%40b:p%3Aw@h:1, tls://t@[::1], h2", user="u", password="p", token="")  # noqa: S106
+    assert [(each.host, each.port, each.tls, each.user, each.password, each.token) for each in found] == [
+        ("h", 1, False, "a@b", "p:w", ""),
+        ("::1", 4222, True, "u", "p", "t"),
+        ("h2", 4222, False, "u", "p", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        (b"raw", b"", (0, "urgent", b"raw")),
+        (b"raw", b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", (7, "urgent", b"raw")),
+        (b'{"msg_id":"7","priority":"high","payload":"aGk="}', b"", (7, "high", b"hi")),
+        (b'{"msg_id":"7","priority":"high","payload":" "}', b"", (7, "high", b"")),
+        (b'{"msg_id":"7"}', b"", (0, "urgent", b'{"msg_id":"7"}')),
+        (
+            b'{"msg_id":"7","priority":"high","payload":"#"}',
+            b"NATS/1.0\r\nmq9-msg-id: 8\r\n\r\n",
+            (8, "urgent", None),
+        ),
+    ],
+)
+def test_a_message_is_read_in_every_form(
+    body: bytes, headers: bytes, expected: tuple[int, str, bytes | None]
+) -> None:
+    head = Head(b"$mq9.AI.MAILBOX.MSG.a.b.urgent", b"", len(headers) or -1, len(headers) + len(body))
+    found = message_of("a.b", head, headers + body)
+    assert (found.msg_id, found.priority) == expected[:2]
+    assert found.payload == (body if expected[2] is None else expected[2])
+
+
+def test_a_payload_that_is_no_json_says_so(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    mail.send(box, "{")
+    with pytest.raises(InvalidMessage, match="not JSON"):
+        mail.messages(box)[0].json()
+
+
+def test_a_closed_client_says_so(server: MailServer) -> None:
+    mail = Mail(server.url)
+    box = mail.create(ttl_s=60)
+    messages = mail.subscribe(box)
+    mail.close()
+    mail.close()
+    with pytest.raises(MailUnavailable, match="closed"):
+        messages.next()
+    assert json.dumps(mail.list(box)) == "[]"  # the next call connects again
+    mail.close()

@@ -1,0 +1,158 @@
+"""A mailroom without a server: links that remember what they got, and a loop that is turned by hand."""
+
+import json
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from postroom.contracts.mail.options import MailOptions
+from postroom.contracts.mail.room import Mailroom
+from postroom.testing import ManualClock
+
+HANG_GUARD_S = 30.0
+CREATE = "$mq9.AI.MAILBOX.CREATE"
+MSG = "$mq9.AI.MAILBOX.MSG."
+
+
+class Got(NamedTuple):
+    sid: str
+    subject: str
+    headers: bytes
+    payload: bytes
+
+    @property
+    def msg_id(self) -> int:
+        for line in self.headers.split(b"\r\n"):
+            if line.startswith(b"Mq9-Msg-Id: "):
+                return int(line.partition(b": ")[2])
+        return int(json.loads(self.payload)["msg_id"])
+
+
+class FakeLink:
+    """A connection that keeps everything. As one that closed, it takes nothing more."""
+
+    last_number = 0
+
+    def __init__(self, name: str = "", user: str = "") -> None:
+        FakeLink.last_number += 1
+        self.number = FakeLink.last_number
+        self.name = name
+        self.user = user
+        self.pending_bytes = 0
+        self.got: list[Got] = []
+        self.answers: list[tuple[str, bytes]] = []
+        self.open = True
+
+    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        assert reply == ""  # the server has answered the sender itself
+        if self.open:
+            self.got.append(Got(sid, subject, headers, payload))
+
+    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
+        for headers, payload in messages:
+            self.deliver(sid, subject, "", headers, payload)
+
+    def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
+        assert reply
+        assert headers == b""
+        if self.open:
+            self.answers.append((reply, payload))
+
+    def payloads(self) -> list[bytes]:
+        return [got.payload for got in self.got]
+
+    def take(self) -> list[bytes]:
+        """What came since the last time."""
+        payloads = self.payloads()
+        self.got.clear()
+        return payloads
+
+
+class Rooms:
+    """A room that can be ended and opened again, with its loop, its clock and its events."""
+
+    alive: ClassVar[list["Rooms"]] = []
+
+    def __init__(self, folder: Path | None, **options: Any) -> None:
+        Rooms.alive.append(self)
+        self.folder = folder
+        self.options = MailOptions(**options)
+        self.clock = ManualClock()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.inboxes = 0
+        self.room = self.opened()
+
+    def opened(self) -> Mailroom:
+        return Mailroom(self.folder, self.soon.put, options=self.options, clock=self.clock, emit=self.emit)
+
+    @classmethod
+    def close_all(cls) -> None:
+        while cls.alive:
+            cls.alive.pop().room.close()
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    def settle(self) -> None:
+        """Turn the loop until nothing is under way."""
+        self.room.flush()
+        log = self.room._shelves.log
+        while not self.soon.empty() or (log is not None and log._asked):
+            self.soon.get(timeout=HANG_GUARD_S)()
+            self.room.flush()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        self.room.tick()
+        self.settle()
+
+    def reopen(self) -> None:
+        self.room.close()
+        self.soon = queue.SimpleQueue()
+        self.room = self.opened()
+
+    def publish(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> None:
+        self.room.published(link, subject, "", headers, payload)
+        self.settle()
+
+    def request(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> Any:
+        """Ask, and turn the loop; None when there is no answer yet."""
+        self.inboxes += 1
+        inbox = f"_INBOX.{self.inboxes}"
+        self.room.published(link, subject, inbox, headers, payload)
+        self.settle()
+        return self.answer_of(link, inbox)
+
+    def answer_of(self, link: FakeLink, inbox: str) -> Any:
+        found = [payload for reply, payload in link.answers if reply == inbox]
+        assert len(found) <= 1, "answered twice"
+        return json.loads(found[0]) if found else None
+
+    def create(self, link: FakeLink, **body: Any) -> str:
+        reply = self.request(link, CREATE, json.dumps(body).encode())
+        assert "error" not in reply, reply
+        mail_id = reply["mail_id"]
+        assert isinstance(mail_id, str)
+        return mail_id
+
+    def send(self, link: FakeLink, mail_id: str, payload: bytes, word: str = "") -> int:
+        reply = self.request(link, f"{MSG}{mail_id}{'.' * bool(word)}{word}", payload)
+        assert "error" not in reply, reply
+        msg_id = reply["msg_id"]
+        assert isinstance(msg_id, int)
+        return msg_id
+
+    def subscribe(self, link: FakeLink, rest: str, group: str = "", sid: str = "1") -> str | None:
+        refusal = self.room.subscribed(link, sid, MSG + rest, group)
+        self.settle()
+        return refusal
+
+    def close_link(self, link: FakeLink) -> None:
+        link.open = False
+        self.room.closed(link)
+        self.settle()

@@ -1,0 +1,151 @@
+"""Payloads at rest: only who has the key reads them, and only where they belong."""
+
+import base64
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from postroom.errors import InvalidSetting, UnsafePath
+from postroom.sinks.cipher import Cipher, Unreadable, add_key, read_keys
+from postroom.sinks.reading import Segments
+from postroom.sinks.segments import SegmentSink
+from tests.segmentstories import events
+
+KEY = bytes(range(32))
+[EVENT] = events(1, 1, payload='{"to": "ada"}')
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_what_is_concealed_is_revealed(payload: str) -> None:
+    cipher = Cipher({"k": KEY})
+    event = replace(EVENT, payload=payload)
+    assert cipher.reveal(cipher.conceal(event)) == event
+
+
+def test_the_form_of_a_concealed_payload() -> None:
+    cipher = Cipher({"k1": KEY})
+    first, second = cipher.conceal(EVENT).payload, cipher.conceal(EVENT).payload
+    assert first.startswith("enc:1:k1:")
+    sealed = base64.urlsafe_b64decode(first.rpartition(":")[2])
+    assert len(sealed) == 12 + len(EVENT.payload) + 16  # nonce, text, tag
+    assert first != second  # a nonce is used once
+
+
+def test_what_is_empty_or_in_the_clear_stays_so() -> None:
+    cipher = Cipher({"k": KEY})
+    empty = replace(EVENT, payload="")
+    assert cipher.conceal(empty) is empty
+    assert cipher.reveal(EVENT) is EVENT
+
+
+def test_a_segment_holds_no_payload_in_the_clear(tmp_path: Path) -> None:
+    cipher = Cipher({"k": KEY})
+    with SegmentSink(tmp_path, cipher=cipher) as sink:
+        sink.write(events(1, 5, payload="the canary sings"))
+        sink.seal()
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"canary" not in path.read_bytes()
+    assert [cipher.reveal(event) for event in Segments(tmp_path).events()] == events(
+        1, 5, payload="the canary sings"
+    )
+
+
+def test_a_payload_belongs_to_its_event() -> None:
+    cipher = Cipher({"k": KEY})
+    moved = replace(cipher.conceal(EVENT), event_id="tasks:t1#2")
+    with pytest.raises(Unreadable, match=r"the payload of tasks:t1#2 does not fit the key 'k'"):
+        cipher.reveal(moved)
+
+
+@pytest.mark.parametrize("text", ["", "A", "AAAA", "!", "A" * 64, "ü"])
+def test_a_changed_payload_is_one_sentence(text: str) -> None:
+    with pytest.raises(Unreadable, match="or the payload was changed"):
+        Cipher({"k": KEY}).reveal(replace(EVENT, payload=f"enc:1:k:{text}"))
+
+
+def test_every_changed_character_is_seen() -> None:
+    cipher = Cipher({"k": KEY})
+    sealed = cipher.conceal(EVENT)
+    start = len("enc:1:k:")
+    for at in range(start, len(sealed.payload.rstrip("=")) - 1):
+        other = "A" if sealed.payload[at] != "A" else "B"
+        changed = sealed.payload[:at] + other + sealed.payload[at + 1 :]
+        with pytest.raises(Unreadable):
+            cipher.reveal(replace(sealed, payload=changed))
+
+
+def test_a_wrong_or_missing_key_is_one_sentence() -> None:
+    sealed = Cipher({"k": KEY}).conceal(EVENT)
+    with pytest.raises(Unreadable, match="this is another key of that name"):
+        Cipher({"k": KEY[::-1]}).reveal(sealed)
+    with pytest.raises(Unreadable, match="needs the key 'k', which is not there"):
+        Cipher({"other": KEY}).reveal(sealed)
+
+
+def test_rotation_writes_with_the_new_key_and_reads_with_all(tmp_path: Path) -> None:
+    keys = tmp_path / "audit.keys"
+    add_key(keys, "2026-01")
+    old = Cipher.from_file(keys).conceal(EVENT)
+    add_key(keys, "2026-02")
+    cipher = Cipher.from_file(keys)
+    new = cipher.conceal(EVENT)
+    assert old.payload.startswith("enc:1:2026-01:")
+    assert new.payload.startswith("enc:1:2026-02:")
+    assert cipher.reveal(old) == cipher.reveal(new) == EVENT
+    assert keys.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InvalidSetting, match="already"):
+        add_key(keys, "2026-01")
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_file_may_have_comments(tmp_path: Path) -> None:
+    text = base64.urlsafe_b64encode(KEY).decode()
+    assert read_keys(key_file(tmp_path, f"# ours\n\nk {text}\n")) == {"k": KEY}
+
+
+@pytest.mark.parametrize(
+    "line", ["k", "k AAAA", "k !", f"ü {'A' * 43}=", f"a:b {'A' * 43}=", f"{'k' * 65} {'A' * 43}="]
+)
+def test_a_line_that_is_no_key_is_one_sentence_without_the_key(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidSetting, match=r"line 1 of key file .* is not a key") as caught:
+        read_keys(key_file(tmp_path, line + "\n"))
+    assert "AAAA" not in str(caught.value)
+
+
+def test_key_files_that_are_refused(tmp_path: Path) -> None:
+    text = base64.urlsafe_b64encode(KEY).decode()
+    with pytest.raises(UnsafePath, match="open to everybody"):
+        read_keys(key_file(tmp_path, f"k {text}\n", 0o604))
+    with pytest.raises(InvalidSetting, match="twice"):
+        read_keys(key_file(tmp_path, f"k {text}\nk {text}\n"))
+    with pytest.raises(InvalidSetting, match="at least one key"):
+        Cipher.from_file(key_file(tmp_path, "# none\n"))
+    with pytest.raises(InvalidSetting, match="32"):
+        Cipher({"k": b"short"})
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        ("cryptography", "from postroom.sinks.cipher import Cipher; Cipher({'k': bytes(32)})"),
+        ("fsspec", "from postroom.sinks.remote import Publisher; Publisher('.', 'memory://x')"),
+    ],
+)
+def test_without_the_library_one_sentence_says_what_to_install(missing: str, code: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None\n{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert run.stderr.splitlines()[-1].endswith('pip install "postroom[audit]"')

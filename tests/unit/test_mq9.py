@@ -1,0 +1,222 @@
+"""The dialects of mq9, as pure functions."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postroom.core import mq9
+from postroom.core.mailbox import RANKS, Letter, Word
+from postroom.core.mq9 import Call, Refused
+
+
+def letter(payload: bytes = b"x", headers: bytes = b"", word: Word = "normal", number: int = 7) -> Letter:
+    size = len(payload) + len(headers)
+    return Letter(number, word, RANKS[word], size, payload, headers, 1_794_702_425_000_000)
+
+
+@pytest.mark.parametrize(
+    ("subject", "call"),
+    [
+        ("$mq9.AI.MAILBOX.CREATE", Call("create")),
+        ("$mq9.AI.MAILBOX.MSG.task.queue", Call("send", "task.queue", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.task.queue.normal", Call("send", "task.queue", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.critical", Call("send", "m-1", "critical")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.urgent", Call("send", "m-1", "urgent")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.high", Call("send", "m-1", "high")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.low", Call("send", "m-1", "low")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.lower", Call("send", "m-1.lower", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.critical", Call("send", "critical", "normal")),
+        ("$mq9.AI.MAILBOX.LIST.a.b", Call("list", "a.b")),
+        ("$mq9.AI.MAILBOX.DELETE.a.b.17", Call("delete", "a.b", "17")),
+        ("$mq9.AI.MAILBOX.DELETE.a.b.", Call("delete", "a.b", "")),
+        ("$mq9.AI.MAILBOX.EXTEND.a", Call("extend", "a")),
+        ("$mq9.AI.MSG.SEND.a.b", Call("send3", "a.b")),
+        ("$mq9.AI.MSG.FETCH.a", Call("fetch", "a")),
+        ("$mq9.AI.MSG.ACK.a", Call("ack", "a")),
+        ("$mq9.AI.MSG.QUERY.a", Call("query", "a")),
+        ("$mq9.AI.MSG.DELETE.a.b.17", Call("delete3", "a.b", "17")),
+        ("$mq9.AI.AGENT.REGISTER", Call("register")),
+        ("$mq9.AI.AGENT.DISCOVER", Call("discover")),
+    ],
+)
+def test_subjects_of_every_dialect(subject: str, call: Call) -> None:
+    assert mq9.parse(subject) == call
+
+
+@pytest.mark.parametrize(
+    ("subject", "code"),
+    [
+        ("$mq9.AI.PUBLIC.LIST", 403),
+        ("$mq9.AI.MAILBOX.CREATE.x", 400),
+        ("$mq9.AI.MAILBOX.LIST", 400),
+        ("$mq9.AI.INBOX.x.urgent", 400),
+        ("$mq9.AI", 400),
+        ("$mq9.", 400),
+        ("$mq9.AI.AGENT.REGISTER.x", 400),
+    ],
+)
+def test_other_subjects_are_refused_with_a_code(subject: str, code: int) -> None:
+    with pytest.raises(Refused) as refused:
+        mq9.parse(subject)
+    assert refused.value.code == code
+
+
+@given(st.text())
+def test_no_subject_does_anything_but_parse_or_be_refused(text: str) -> None:
+    for subject in (text, mq9.PREFIX + text, mq9.ROOT + text, mq9.SEND + text):
+        for function in (mq9.parse, mq9.subscription):
+            try:
+                function(subject)
+            except Refused as error:
+                assert str(error)  # noqa: PT017 - it may also pass
+
+
+@pytest.mark.parametrize(
+    ("rest", "mail_id", "ranks"),
+    [
+        ("a.*", "a", 0b1111),
+        ("a", "a", 0b0100),
+        ("a.normal", "a", 0b0100),
+        ("a.critical", "a", 0b0001),
+        ("a.urgent", "a", 0b0010),
+        ("a.high", "a", 0b0010),
+        ("a.low", "a", 0b1000),
+        ("task.queue.*", "task.queue", 0b1111),
+    ],
+)
+def test_what_a_subscription_asks_for(rest: str, mail_id: str, ranks: int) -> None:
+    assert mq9.subscription(mq9.SEND + rest) == (mail_id, ranks)
+
+
+@pytest.mark.parametrize("rest", ["*", ">", "*.*", "a.>", "*.a.*", "a.*.*", "", ".", "a..*", "a b.*"])
+def test_a_wildcard_in_the_id_is_refused(rest: str) -> None:
+    with pytest.raises(Refused) as refused:
+        mq9.subscription(mq9.SEND + rest)
+    assert refused.value.code == 403
+
+
+@given(st.text(max_size=140))
+def test_a_name_that_is_taken_can_be_sent_to_and_subscribed_to(name: str) -> None:
+    try:
+        mq9.checked_name(name)
+    except Refused:
+        return
+    assert mq9.parse(mq9.SEND + name) == Call("send", name, "normal")
+    for word in RANKS:
+        assert mq9.parse(f"{mq9.SEND}{name}.{word}") == Call("send", name, word)
+    assert mq9.subscription(f"{mq9.SEND}{name}.*")[0] == name
+
+
+@pytest.mark.parametrize("payload", [b"", b"  ", b"{}", b'""', b"null"])
+def test_nothing_is_an_empty_body(payload: bytes) -> None:
+    assert mq9.body(payload, mq9.Creation) == mq9.Creation()
+
+
+def test_unknown_keys_and_nulls_are_ignored() -> None:
+    body = mq9.body(b'{"ttl":60,"token":"t","name":null}', mq9.Creation)
+    assert body == mq9.Creation(ttl=60)
+
+
+def test_a_fetch_has_the_defaults_of_its_dialect_and_bounds() -> None:
+    plain = mq9.body(b"", mq9.Fetch)
+    assert (plain.deliver, plain.limit, plain.wait_ms) == ("latest", 100, 500)
+    greedy = mq9.body(b'{"config":{"num_msgs":99999,"max_wait_ms":-1}}', mq9.Fetch)
+    assert (greedy.limit, greedy.wait_ms) == (mq9.FETCH_MAX, 0)
+    assert mq9.body(b'{"deliver":"from_time","from_time":1.5}', mq9.Fetch).bound == 1_500_000
+
+
+def test_headers_become_wishes_whatever_their_case() -> None:
+    headers = (
+        b"NATS/1.0\r\nMQ9-Priority: Critical\r\nmq9-key:k\r\nmq9-delay: 2\r\nX: y\r\nMq9-Tags: a, b,\r\n\r\n"
+    )
+    assert mq9.wishes(headers) == ("critical", "k", 2.0, 0.0, ("a", "b"))
+    assert mq9.wishes(b"NATS/1.0\r\nX: y\r\n\r\n") is mq9.PLAIN
+
+
+@given(st.binary(max_size=200))
+def test_no_headers_do_anything_but_parse_or_be_refused(headers: bytes) -> None:
+    for block in (headers, b"NATS/1.0\r\nmq9-ttl: " + headers, b"NATS/1.0\r\nmq9-tags:" + headers):
+        try:
+            mq9.wishes(block)
+        except Refused as error:
+            assert error.code == 400  # noqa: PT017 - it may also pass
+
+
+@given(st.binary(max_size=100), st.sampled_from(sorted(RANKS)))
+def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
+    frame = mq9.enveloped_frame("m", letter(payload, word=word))
+    envelope = json.loads(frame.payload)
+    assert envelope["payload"]
+    assert base64.b64decode(envelope["payload"]) == payload
+    assert frame.subject.rpartition(".")[2] == envelope["priority"]
+    assert envelope["priority"] in {"high", "normal", "low"}
+    assert envelope["msg_id"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("word", "subject"), [("normal", "m"), ("critical", "m.critical"), ("low", "m.low"), ("high", "m.high")]
+)
+def test_a_raw_frame_has_the_word_that_was_sent(word: Word, subject: str) -> None:
+    frame = mq9.raw_frame("m", letter(word=word))
+    assert frame == (mq9.SEND + subject, b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x")
+
+
+def test_a_sender_cannot_forge_a_message_id() -> None:
+    headers = b"NATS/1.0\r\nMQ9-MSG-ID: 1\r\nA: b\r\nmq9-msg-id: 2\r\n\r\n"
+    assert mq9.raw_frame("m", letter(headers=headers)).headers == (
+        b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "expected"),
+    [
+        ("auto", "robustmq-mq9-python", True),
+        ("auto", "robustmq", True),
+        ("auto", "", False),
+        ("auto", "my robustmq", False),
+        ("always", "", True),
+        ("never", "robustmq-mq9-python", False),
+    ],
+)
+def test_who_gets_an_envelope(mode: mq9.Envelope, name: str, expected: bool) -> None:
+    assert mq9.is_enveloped(mode, name) is expected
+
+
+def test_replies_have_the_error_key_only_in_the_newest_dialect() -> None:
+    assert json.loads(mq9.created("m", is_new=True)) == {"mail_id": "m", "mail_address": "m", "is_new": True}
+    assert json.loads(mq9.stored("send", 8)) == {"msg_id": 8}
+    assert json.loads(mq9.stored("send3", -1)) == {"error": "", "msg_id": -1}
+    assert json.loads(mq9.deleted("delete", found=False)) == {"deleted": False}
+    assert json.loads(mq9.deleted("delete3", found=True)) == {"error": "", "deleted": True}
+    assert json.loads(mq9.refused(Refused(404, "gone"))) == {"error": "gone", "code": 404}
+
+
+@pytest.mark.parametrize(("word", "seen"), [("high", "urgent"), ("low", "normal"), ("critical", "critical")])
+def test_a_fetch_speaks_the_words_of_its_dialect(word: Word, seen: str) -> None:
+    message = json.loads(mq9.fetched([letter(b"\xff", b"NATS/1.0\r\n\r\n", word)]))["messages"][0]
+    assert message["priority"] == seen
+    assert base64.b64decode(message["payload"]) == b"\xff"
+    assert bytes(message["header"]) == b"NATS/1.0\r\n\r\n"
+    assert (message["msg_id"], message["create_time"]) == (7, 1_794_702_425)
+
+
+def test_a_reply_is_bounded_and_holds_at_least_one() -> None:
+    big = letter(b"x" * (mq9.REPLY_BYTES_MAX // 2 + 1))
+    assert len(mq9.fitting([big, big, big], 10)) == 1
+    assert len(mq9.fitting([letter()] * 10, 3)) == 3
+    huge = letter(b"x" * (mq9.REPLY_BYTES_MAX + 1))
+    assert len(mq9.fitting([huge, huge], 10)) == 1
+
+
+def test_announcements_of_the_public_list() -> None:
+    assert json.loads(mq9.announcement("created", "q", "d", 60.0)) == {
+        "event": "created",
+        "mail_id": "q",
+        "desc": "d",
+        "ttl": 60,
+    }
+    assert json.loads(mq9.announcement("expired", "q", "d", 60.0)) == {"event": "expired", "mail_id": "q"}

@@ -1,0 +1,234 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postroom.core import natswire as wire
+
+CLIENT = (
+    b'CONNECT {"verbose":false}\r\nPING\r\nSUB a.* 1\r\nSUB b g 2\r\nPUB a.b 3\r\na\r\n\r\n'
+    b"PUB a.b in.box 2\r\nhi\r\nHPUB a.b 12 14\r\nNATS/1.0\r\n\r\nhi\r\nUNSUB 1 5\r\nUNSUB 2\r\n"
+    b"PONG\r\n+OK\r\n"
+)
+SERVER = (
+    b'INFO {"headers":true} \r\nPONG\r\nMSG a.b 1 3\r\na\r\n\r\nMSG a.b 1 in.box 2\r\nhi\r\n'
+    b"HMSG a.b 1 12 14\r\nNATS/1.0\r\n\r\nhi\r\nHMSG a 2 r 12 12\r\nNATS/1.0\r\n\r\n\r\n+OK\r\n"
+    b"-ERR 'Stale Connection'\r\nPING\r\n"
+)
+
+
+def flat(commands: list[wire.Command]) -> list[object]:
+    """Frames one by one, whether they came in a run or not."""
+    found: list[object] = []
+    for command in commands:
+        if isinstance(command, wire.Messages):
+            assert command.bodies
+            found += [(command.head, body) for body in command.bodies]
+        else:
+            found.append(command)
+    return found
+
+
+def read(data: bytes, *, step: int = 1 << 30, reader: wire.ClientReader | None = None) -> list[object]:
+    reader = reader or wire.ClientReader()
+    commands: list[wire.Command] = []
+    for start in range(0, len(data), step):
+        commands += reader.feed(data[start : start + step])
+    return flat(commands)
+
+
+def published(
+    subject: bytes, body: bytes, reply: bytes = b"", header_bytes: int = -1
+) -> tuple[wire.Head, bytes]:
+    before, after = wire.message_line(subject, reply, header_bytes, len(body))
+    return wire.Head(subject, reply, header_bytes, len(body), b"", before, after), body
+
+
+def test_what_a_client_sends() -> None:
+    assert read(CLIENT) == [
+        wire.Connect(b'{"verbose":false}'),
+        wire.Ping(),
+        wire.Subscribe(b"a.*", b"", b"1"),
+        wire.Subscribe(b"b", b"g", b"2"),
+        published(b"a.b", b"a\r\n"),
+        published(b"a.b", b"hi", b"in.box"),
+        published(b"a.b", b"NATS/1.0\r\n\r\nhi", header_bytes=12),
+        wire.Unsubscribe(b"1", 5),
+        wire.Unsubscribe(b"2", 0),
+        wire.Pong(),
+        wire.Okay(),
+    ]
+
+
+def test_what_a_server_sends() -> None:
+    assert flat(wire.ServerReader().feed(SERVER)) == [
+        wire.Info(b'{"headers":true}'),
+        wire.Pong(),
+        (wire.Head(b"a.b", b"", -1, 3, b"1"), b"a\r\n"),
+        (wire.Head(b"a.b", b"in.box", -1, 2, b"1"), b"hi"),
+        (wire.Head(b"a.b", b"", 12, 14, b"1"), b"NATS/1.0\r\n\r\nhi"),
+        (wire.Head(b"a", b"r", 12, 12, b"2"), b"NATS/1.0\r\n\r\n"),
+        wire.Okay(),
+        wire.Error("Stale Connection"),
+        wire.Ping(),
+    ]
+
+
+@pytest.mark.parametrize("step", range(1, len(CLIENT)))
+def test_any_pieces_give_the_same(step: int) -> None:
+    assert read(CLIENT, step=step) == read(CLIENT)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
+def test_any_pieces_of_what_a_server_sends_give_the_same(step: int) -> None:
+    reader = wire.ServerReader()
+    pieces = [SERVER[start : start + step] for start in range(0, len(SERVER), step)]
+    assert flat([command for piece in pieces for command in reader.feed(piece)]) == flat(
+        wire.ServerReader().feed(SERVER)
+    )
+
+
+FRAME = st.tuples(
+    st.sampled_from([b"a", b"b"]), st.sampled_from([b"", b"x", b"PUB a 1\r\n", b"\r\nPUB b 0\r\n"])
+)
+
+
+@given(st.lists(st.tuples(FRAME, st.integers(1, 40)), max_size=8), st.integers(1, 2000))
+def test_runs_of_any_length_and_between_others_lose_and_mix_nothing(
+    runs: list[tuple[tuple[bytes, bytes], int]], step: int
+) -> None:
+    frames = [frame for frame, times in runs for _ in range(times)]
+    data = b"".join(wire.publish(subject, body) for subject, body in frames)
+    assert read(data, step=step) == [published(subject, body) for subject, body in frames]
+
+
+def test_a_burst_is_one_command() -> None:
+    bodies = [b"%04d" % number for number in range(3_000)]
+    [messages] = wire.ClientReader().feed(b"".join(wire.publish(b"a", body) for body in bodies))
+    assert isinstance(messages, wire.Messages)
+    assert messages.bodies == bodies
+
+
+def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
+    good, bad = wire.publish(b"a", b"four"), b"PUB a 4\r\nfour!\n"
+    found = read(good * 500 + bad + good * 500)
+    assert found == [published(b"a", b"four")] * 500 + [wire.Fault(wire.UNKNOWN_OPERATION)]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"PUB a 101\r\n", wire.PAYLOAD_TOO_LARGE),
+        (b"PUB a 101\r\n%b\r\n" % (b"x" * 101), wire.PAYLOAD_TOO_LARGE),
+        (b"HPUB a 12 101\r\n", wire.PAYLOAD_TOO_LARGE),
+        (b"PUB a 9999999999\r\n", wire.UNKNOWN_OPERATION),
+        (b"S" * wire.CONTROL_LINE_BYTES_MAX, wire.LINE_TOO_LONG),
+        (b"PUB " + b"S" * wire.CONTROL_LINE_BYTES_MAX, wire.LINE_TOO_LONG),
+        (b"CONNECT {" + b" " * wire.CONNECT_BYTES_MAX, wire.LINE_TOO_LONG),
+        (b"HPUB a 3 2\r\nxx\r\n", wire.UNKNOWN_OPERATION),
+        (b"PUB a 1\r\nxy\r\n", wire.UNKNOWN_OPERATION),
+        (b"-ERR 'x'\r\n", wire.UNKNOWN_OPERATION),
+        (b"\n", wire.UNKNOWN_OPERATION),
+    ],
+)
+def test_what_breaks_a_rule_is_told_and_nothing_is_read_after_it(data: bytes, text: str) -> None:
+    for step in (1, 1 << 30):
+        reader = wire.ClientReader(payload_bytes_max=100)
+        assert read(b"PING\r\n" + data, step=step, reader=reader) == [wire.Ping(), wire.Fault(text)]
+        assert reader.feed(b"PING\r\n") == []
+
+
+def test_nothing_is_kept_beyond_one_frame() -> None:
+    reader = wire.ClientReader(payload_bytes_max=1000)
+    for _ in range(300):
+        reader.feed(b"PUB a 1000\r\n" + b"x" * 500)
+        assert len(reader._held) <= 1000 + wire.CONTROL_LINE_BYTES_MAX
+        reader.feed(b"x" * 500 + b"\r\n")
+        assert len(reader._held) == 0
+
+
+def test_control_lines_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEADS_KEPT_MAX", 10)
+    reader = wire.ClientReader()
+    reader._heads.clear()
+    for number in range(100):
+        assert len(read(b"PUB in.%d 1\r\nx\r\n" % number, reader=reader)) == 1
+        assert len(reader._heads) <= 10
+
+
+def test_a_connect_line_is_never_among_what_is_kept() -> None:
+    reader = wire.ClientReader()
+    read(b'CONNECT {"pass":"secret"}\r\nPUB a 1\r\nx\r\n', reader=reader)
+    assert not any(b"secret" in line for line in reader._heads)
+
+
+# ---- CONNECT -----------------------------------------------------------------------------------------
+
+
+def test_what_a_connect_leaves_out() -> None:
+    said = wire.connect_options(b"{}")
+    assert said.verbose
+    assert said.echo
+    assert not said.headers
+    assert not said.no_responders
+    assert said.name == said.user == said.password == said.auth_token == ""
+
+
+def test_what_a_connect_says() -> None:
+    said = wire.connect_options(
+        b'{"verbose":false,"name":"n","user":"u","pass":"p","new":[1],"headers":true}'
+    )
+    assert (said.verbose, said.name, said.user, said.password, said.headers) == (False, "n", "u", "p", True)
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
+def test_what_is_no_connect(said: bytes) -> None:
+    with pytest.raises(wire.Broken):
+        wire.connect_options(said)
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_headers", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 50])
+@pytest.mark.parametrize("headers", [b"", b"NATS/1.0\r\nK: v\r\n\r\n"])
+@pytest.mark.parametrize("reply", [b"", b"in.box"])
+def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
+    reply: bytes, headers: bytes, count: int, with_headers: bool
+) -> None:
+    sent = wire.publish(b"a.b", b"hello", reply=reply, headers=headers) * count
+    [messages] = wire.ClientReader().feed(sent)
+    assert isinstance(messages, wire.Messages)
+    passed = wire.passed_on(messages.head, messages.bodies, b"7", with_headers=with_headers)
+    given_headers = headers if with_headers else b""
+    assert passed == wire.message(b"a.b", b"7", reply, given_headers, b"hello") * count
+    head = wire.Head(b"a.b", reply, len(given_headers) or -1, len(given_headers) + 5, b"7")
+    assert flat(wire.ServerReader().feed(passed)) == [(head, given_headers + b"hello")] * count
+
+
+def test_commands_read_back() -> None:
+    said = b"".join(
+        (
+            wire.connect({"name": "n"}),
+            wire.subscribe(b"a", b"1"),
+            wire.subscribe(b"a", b"2", b"g"),
+            wire.unsubscribe(b"1"),
+            wire.unsubscribe(b"2", 5),
+        )
+    )
+    assert read(said) == [
+        wire.Connect(msgspec.json.encode({"name": "n"})),
+        wire.Subscribe(b"a", b"", b"1"),
+        wire.Subscribe(b"a", b"g", b"2"),
+        wire.Unsubscribe(b"1", 0),
+        wire.Unsubscribe(b"2", 5),
+    ]
+
+
+def test_errors_are_in_single_quotes() -> None:
+    assert wire.error("it's wrong") == b"-ERR 'its wrong'\r\n"
+    assert (
+        wire.permissions_violation("Subscription", b"a.>")
+        == b"-ERR 'Permissions Violation for Subscription to \"a.>\"'\r\n"
+    )

@@ -1,0 +1,497 @@
+"""What redaction takes out, what it leaves, and what it makes of it."""
+
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from collections import UserString
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.core import redaction
+from postroom.core.redaction import DEFAULT_FIELDS, PASSES_MAX, Redactor, level_for, luhn, mod97, shape_of
+from tests import redactioncorpus
+from tests.redactioncorpus import corpus, measure, misses
+from tests.redactionholdout import Either, holdout, overall
+
+RECALL_MIN, PRECISION_MIN = 0.99, 0.98
+BY_HAND_RECALL_MIN, BY_HAND_PRECISION_MIN = 0.95, 0.98
+HOSTILE_CHARS = 100_000
+medium = Redactor("medium")
+full = Redactor("full")
+
+KEY_BLOCK = "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc+/x\nDEK-Info: 12\n-----END RSA PRIVATE KEY-----"
+
+
+# ---- levels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "level"),
+    [("dev", "none"), ("staging", "medium"), ("prod", "full"), ("", "full"), ("Dev", "full"), (None, "full")],
+)
+def test_the_environment_picks_the_level_and_an_unknown_one_is_production(
+    environment: str | None, level: str
+) -> None:
+    assert level_for(environment) == level
+
+
+def test_the_default_is_full_and_none_changes_nothing() -> None:
+    assert Redactor().payload('{"a": "word"}') == '{"a":"<text:4>"}'
+    nothing = Redactor("none")
+    text, value = '{"password": "hunter2"} \ud800', {"password": b"x", 1: (2,)}
+    assert nothing.payload(text) is text
+    assert nothing.text(text) is text
+    assert nothing.value(value) is value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"level": "most"}, '"most" is no level of redaction: none, medium or full.'),
+        (
+            {"patterns": {"Staff": "x"}},
+            '"Staff" names no pattern: small letters, digits, - and _, at most 32.',
+        ),
+        ({"patterns": {"staff": "("}}, 'The pattern "staff" is no regular expression: '),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Redactor(**arguments)
+
+
+# ---- texts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("write to Anna.B+x@mail.example.co.uk!", "write to <email>!"),
+        ("?mail=bob%40example.com&x=1", "?mail=<email>&x=1"),
+        ("call +49 (170) 123-4567 or (555) 234-5678.", "call <phone> or <phone>."),
+        ("phone number 0170 1234567", "phone number <phone>"),
+        ("paid with 4111-1111-1111-1111 today", "paid with <card> today"),
+        ("to BE68 5390 0754 7034 AND MORE", "to <iban> AND MORE"),
+        ("from 10.1.2.3:80, [2001:db8::1] and ::ffff:10.0.0.1", "from <ip>:80, [<ip>] and <ip>"),
+        ("ssn 123-45-6789", "ssn <ssn>"),
+        (f"a {KEY_BLOCK} b", "a <key> b"),
+        (KEY_BLOCK[:60], "<key>"),
+        ("use sk-ant-api03-AbCdEf123456-xyz_789 now", "use <key> now"),
+        ("id AKIAIOSFODNN7EXAMPLE", "id <key>"),
+        ("xoxb-1234567890-abcdefgh", "<key>"),
+        ("send Bearer abc.def-123_456", "send Bearer <key>"),
+        ("Authorization: Basic dXNlcjpwYXNzd29yZA==", "Authorization: <redacted>"),
+        ("postgres://app:p@ss:w0rd@db/main", "postgres://app:<redacted>@db/main"),
+        ("/x?a=1&access_token=abc&sig=d%2Fe#f", "/x?a=1&access_token=<redacted>&sig=<redacted>"),
+        ("password: letmein please", "password: <redacted> please"),
+        ("DB_PASSWORD='let me in'", "DB_PASSWORD='<redacted>'"),
+        ('{"apiKey": "a\\"b", "n": 1}', '{"apiKey": "<redacted>", "n": 1}'),
+        ("card_number: 4111 1111 1111 1112 ok", "card_number: <redacted> ok"),
+        ("<password>x y</password>", "<password><redacted></password>"),
+        ("the password is hunter2", "the password is <key>"),
+        ("invalid token: unexpected end", "invalid token: unexpected end"),
+        ("token == None, max_tokens: 4096", "token == None, max_tokens: 4096"),
+        ("git@github.com:a/b icon@2x.png", "git@github.com:a/b icon@2x.png"),
+        ("at 10:39:12, version 1.2.3.4, std::string", "at 10:39:12, version 1.2.3.4, std::string"),
+        ("order 4111111111111112, 1770000000000000", "order 4111111111111112, 1770000000000000"),
+    ],
+)
+def test_medium_takes_matches_out_and_leaves_the_rest(text: str, redacted: str) -> None:
+    assert medium.text(text) == redacted
+    assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
+    assert medium.value([text]) == [redacted]
+
+
+def test_full_keeps_the_words_of_an_error_so_that_errors_of_one_kind_stay_alike() -> None:
+    one = full.text("can't open 'a b.txt' for \"Anna\" (job 1234567, a@b.example): it's `gone`")
+    two = full.text("can't open 'c.txt' for \"Bob Ng\" (job 7654321, x@y.example): it's `away`")
+    assert one == two == "can't open <quoted> for <quoted> (job <digits>, <email>): it's <quoted>"
+    assert full.text('cut off "in the mid') == "cut off <quoted>"
+
+
+def test_a_lone_surrogate_is_replaced_because_sinks_write_utf_8() -> None:
+    assert medium.text("a\ud800b") == "a\ufffdb"
+    assert medium.payload('{"a":"\\ud800","password":"x"}') == '{"a":"\ufffd","password":"<redacted>"}'
+
+
+# ---- payloads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["password", "userPassword", "DB_PASSWORD", "X-Api-Key", "api.key", "APIKey", "apikeys", "ssn", "userPin"]
+)  # fmt: skip
+def test_the_value_of_such_a_field_goes_as_a_whole(name: str) -> None:
+    for value in ("x", "a b", 12, 1.5, 10**5):
+        assert json.loads(medium.payload(json.dumps({"a": [{name: value}]}))) == {"a": [{name: "<redacted>"}]}
+    below = {name: {"x": ["y", None, True, ""], "a@b.example": 1}}
+    masked = {name: {"x": ["<redacted>", None, True, ""], "<email>": "<redacted>"}}
+    assert json.loads(medium.payload(json.dumps(below))) == medium.value(below) == masked
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "tokens", "author", "secretary", "passwordless", "password_set_at", "spin", "key"]
+)  # fmt: skip
+def test_a_name_that_only_resembles_one_is_left(name: str) -> None:
+    text = json.dumps({name: "some words"}, separators=(",", ":"))
+    assert medium.payload(text) == text
+    assert medium.value({name: "some words"}) == {name: "some words"}
+
+
+def test_own_fields_replace_the_known_ones() -> None:
+    own = Redactor("medium", fields={"customer_ref", "nick"})
+    text = '{"customerRef":"x1","Nick":"y","password":"z","note":"customer ref: abc9"}'
+    expected = (
+        '{"customerRef":"<redacted>","Nick":"<redacted>","password":"z","note":"customer ref: <redacted>"}'
+    )
+    assert own.payload(text) == expected
+    assert Redactor("medium", fields=()).payload('{"password":"z"}') == '{"password":"z"}'
+    assert "password" in DEFAULT_FIELDS
+
+
+def test_own_patterns_come_first_and_replace_their_group() -> None:
+    own = Redactor("medium", patterns={"staff": r"EMP\d+", "order": r"order (\d+)", "empty": "x*"}, key=None)
+    assert own.payload('{"a":"EMP123, order 77","n":1}') == '{"a":"<staff>, order <order>","n":1}'
+    assert own.payload('{"n":12345}') == '{"n":12345}'
+    assert Redactor("medium", patterns={"pin": r"\b\d{5}\b"}).payload('{"n":12345}') == '{"n":"<pin>"}'
+
+
+def test_full_leaves_the_shape_of_strings_and_no_number() -> None:
+    text = '{"name":"Anna Bell","mail":"a@b.example","n":-4.5,"big":123456789012345,"t":true,"z":null,"e":""}'
+    assert (
+        full.payload(text) == '{"name":"<text:16>","mail":"<email>","n":0,"big":0,"t":true,"z":null,"e":""}'
+    )
+    assert full.payload("no JSON at all") == "<text:16>"
+    assert [shape_of("x" * n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [
+        "", "<text:1>", "<text:2>", "<text:4>", "<text:4>", "<text:8>", "<text:1024>"
+    ]  # fmt: skip
+
+
+def test_medium_leaves_the_text_of_a_payload_alone_apart_from_what_it_takes_out() -> None:
+    text = '{ "a": 1.10,\n  "b": [1e5, "x"],  "c": "%s" }'
+    assert medium.payload(text % "plain words") == text % "plain words"
+    assert medium.payload(text % "to a@b.example") == text % "to <email>"
+
+
+def test_two_names_that_become_one_are_kept_apart() -> None:
+    text = '{"a@b.example":1,"c@b.example":2,"<email>#2":3}'
+    assert medium.payload(text) == '{"<email>":1,"<email>#2":2,"<email>#2#2":3}'
+
+
+def test_a_name_given_twice_hides_nothing() -> None:
+    assert "hunter2" not in medium.payload('{"password":"hunter2","password":null}')
+
+
+def test_a_card_as_a_number_goes_and_a_time_stays() -> None:
+    assert medium.payload('{"n":[4111111111111111,1770000000000000]}') == '{"n":["<card>",1770000000000000]}'
+    assert medium.payload('{"n":[4111111111111111, "a@b.example"]}') == '{"n":["<card>","<email>"]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ('{"password":1e999,"n":1e999}', '{"password":"<redacted>","n":0.0}'),
+        (f'{{"password":"x","n":{"9" * 5000}}}', '{"password":"<redacted>","n":0}'),
+        ('{"password":"x","n":NaN}', '{"password":"<redacted>","n":NaN}'),
+        ('{"pass\\u0077ord":"x"}', '{"password":"<redacted>"}'),
+        ('{"a":"bob\\u0040example.com"}', '{"a":"<email>"}'),
+        ('{"a":"\\u00e94111111111111111"}', '{"a":"é<card>"}'),
+        ('{"a":"password=<phone>, token=<phone:0123456789ab>"}',) * 2,
+        ('{"a":"x\\nbob@example.com\\n"}', '{"a":"x\\n<email>\\n"}'),
+        ('"a@b.example"', '"<email>"'),
+        ("{'password': 'x y', a@b.example", "{'password': '<redacted>', <email>"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_odd_payloads(text: str, redacted: str) -> None:
+    assert medium.payload(text) == redacted
+
+
+def test_what_lies_too_deep_to_be_parsed_is_replaced() -> None:
+    assert medium.payload('[{"pin":1},' * 2_000 + "1" + "]" * 2_000) == '"<deep>"'
+    assert "<deep>" in medium.payload('[{"pin":1},' * 200 + "1" + "]" * 200)
+
+
+def test_what_json_does_not_know_becomes_other_and_subclasses_what_they_are() -> None:
+    class Word(str):
+        __slots__ = ()
+
+    class Number(int):
+        pass
+
+    handed = {
+        "a": b"x",
+        "b": UserString("x"),
+        "c": (Word("a@b.example"), Number(5)),
+        7: {1},
+        "password": b"x",
+    }
+    expected = {"a": "<other>", "b": "<other>", "c": ["<email>", 5], 7: "<other>", "password": "<other>"}
+    assert medium.value(handed) == expected
+    assert math.isnan(medium.value(math.nan))
+    loop: list[Any] = []
+    loop.append(loop)
+    assert "<deep>" in str(medium.value(loop))
+
+
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def test_a_token_joins_what_is_the_same_value_and_needs_the_key() -> None:
+    one = Redactor("medium", key=b"one")
+    assert one.text("A@b.example") == one.text("a@B.example") == one.payload("a@b.example")
+    assert one.text("4111 1111 1111 1111") == one.text("4111-1111-1111-1111") == one.text("4111111111111111")
+    assert one.text("a@b.example") != one.text("b@b.example")
+    assert one.text("a@b.example") != Redactor("medium", key=b"two").text("a@b.example")
+    assert one.payload('{"n":4111111111111111}') == json.dumps(
+        {"n": one.text("4111111111111111")}, separators=(",", ":")
+    )
+    (token,) = json.loads(Redactor("full", key=b"one").payload('["a@b.example"]'))
+    assert token == one.text("a@b.example")
+
+
+def test_the_token_is_a_published_function_of_key_and_value() -> None:
+    assert Redactor("medium", key=b"k").text("bob@example.com") == "<email:3c106b25062f>"
+
+
+# ---- what once slipped through ---------------------------------------------------------------------
+
+AWS, OPENAI, STRIPE = (
+    "AKIAIOSFODNN7EXAMPLE",
+    "sk-proj-abcdEFGH1234ijklMNOP5678qrst",
+    "sk_live_4eC39HqLyjWDarjtT1zdp7dc",
+)
+GITHUB = "ghp_abcdEFGH1234ijklMNOP5678qrst"
+
+
+@pytest.mark.parametrize(
+    "secret", [AWS, OPENAI, STRIPE, GITHUB, "AIza" + "a1" * 18, "eyJhbGciOi.eyJzdWIiOi.a1"]
+)
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "\\n",
+        "\\r",
+        "\\t",
+        '\\"',
+        "\\\\",
+        "\\/",
+        "\\u000a",
+        "\\x0a",
+        "\\\\n",
+        "%20",
+        "%0A",
+        "\x1b[31m",
+        "\x1b[1;31m",
+    ],
+)
+def test_an_escape_in_front_of_a_key_is_no_part_of_it(escape: str, secret: str) -> None:
+    text = f"HTTP 401{escape}{secret}"
+    assert medium.text(text) == f"HTTP 401{escape}<key>"
+    assert full.text(text).endswith("<key>")
+    document = json.dumps({"a": f"x{escape}{secret} y"})
+    assert json.loads(medium.payload(document)) == {"a": f"x{escape}<key> y"}
+
+
+@pytest.mark.parametrize("nestings", [1, 2, 3])
+def test_json_in_a_string_of_json_is_looked_into(nestings: int) -> None:
+    lines = [GITHUB, "4111111111111111", "203.0.113.77", "bob@example.com", "123-45-6789", "555-234-5678"]
+    found = ["<key>", "<card>", "<ip>", "<email>", "<ssn>", "<phone>"]
+    document, redacted = (json.dumps({"stdout": "\n".join(["done", *each])}) for each in (lines, found))
+    for _ in range(nestings):
+        document, redacted = (json.dumps({"log": each}) for each in (document, redacted))
+    assert json.loads(medium.payload(document)) == json.loads(redacted)
+
+
+def test_the_digits_of_an_escape_do_not_hide_a_card() -> None:
+    assert medium.text("?q=%204111111111111111") == "?q=%20<card>"
+    assert medium.text("2222 4111 1111 1111 1111") == "2222 <card>"
+
+
+@pytest.mark.parametrize("prefix", ["b", "B", "u", "r", "f", "rb", "Rb", "\\n", ""])
+def test_a_quotation_may_have_a_prefix(prefix: str) -> None:
+    redacted = full.text(f"RuntimeError({prefix}'my secret words')")
+    assert redacted.removeprefix("RuntimeError(\\n").removeprefix("RuntimeError(") == "<quoted>)"
+    assert full.text(f"{{'token': {prefix}'s3cretval'}}").count("s3cretval") == 0
+
+
+def test_a_quotation_goes_on_behind_an_escaped_mark() -> None:
+    assert full.text(r"KeyError('it\'s my secret') end") == "KeyError(<quoted>) end"
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("password\t=x", "password\t=<redacted>"),
+        ("password=\tx", "password=\t<redacted>"),
+        ("password\t:\tx", "password\t:\t<redacted>"),
+        ("password\\t=\\tx C:\\token=y", "password\\t=\\t<redacted> C:\\token=<redacted>"),
+        ("password:=x", "password:=<redacted>"),
+        ("password==x", "password==<redacted>"),
+        ("password:\n  x\nuser: y", "password:\n  <redacted>\nuser: y"),
+        ("password: |\n  one two\n  three\nuser: y", "password: |\n  <redacted>\nuser: y"),
+        ("password: >-\n  one two\n  three", "password: >-\n  <redacted>"),
+        ("password=abc&tail", "password=<redacted>"),
+        ("/x?password=abc&tail=1", "/x?password=<redacted>&tail=1"),
+        ("password=abc<tail", "password=<redacted>"),
+        ("password=abc>tail", "password=<redacted>"),
+        ("password=it's", "password=<redacted>"),
+        ("<p>password=abc</p>", "<p>password=<redacted></p>"),
+        ("{'token': b's3cretval'}", "{'token': b'<redacted>'}"),
+        ('x {"password":["s3cretval"]}', 'x {"password":<redacted>}'),
+        ('x {"password": ["a", "b"], "n": 1}', 'x {"password": <redacted>, "n": 1}'),
+        ('x {"auth":{"a":{"b":"c"},"d":"e"},"n":1', 'x {"auth":<redacted>,"n":1'),
+        ('x {"password":["s3cret', 'x {"password":<redacted>'),
+        ('x {"Authorization":["Bearer x y"]}', 'x {"Authorization":<redacted>}'),
+    ],
+)  # fmt: skip
+def test_the_whole_value_of_an_assignment_goes(text: str, redacted: str) -> None:
+    assert medium.text(text) == medium.payload(text) == redacted
+    assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
+
+
+@pytest.mark.parametrize("gap", [" ", "-", ".", "  ", "\u00a0", "\u2011", "\u202f", "\u2013", "\u00a0 "])
+def test_whatever_stands_between_the_digits_of_cards_and_phones(gap: str) -> None:
+    for kind, groups in (("card", ("4111", "1111", "1111", "1111")), ("phone", ("555", "234", "5678"))):
+        text = f"it is {gap.join(groups)} ok"
+        assert medium.text(text) == f"it is <{kind}> ok"
+        for ascii_only in (True, False):
+            document = json.dumps({"a": text}, ensure_ascii=ascii_only)
+            assert json.loads(medium.payload(document)) == {"a": f"it is <{kind}> ok"}
+    assert medium.text(gap.join(("+49", "170", "1234567"))) == "<phone>"
+    keyed = Redactor("medium", key=b"k")
+    assert keyed.text(gap.join(("4111", "1111", "1111", "1111"))) == keyed.text("4111111111111111")
+
+
+@pytest.mark.parametrize("number", ["-4111111111111111", "4111111111111111.0", "-4111111111111111.00"])
+def test_a_card_as_any_number_goes(number: str) -> None:
+    assert medium.payload(f'{{"n":{number}}}') == '{"n":"<card>"}'
+    assert medium.value({"n": json.loads(number)}) == {"n": "<card>"}
+    keyed = Redactor("medium", key=b"k")
+    assert json.loads(keyed.payload(number)) == keyed.text("4111111111111111")
+
+
+# ---- the rules themselves --------------------------------------------------------------------------
+
+
+def test_check_digits() -> None:
+    assert luhn("4111111111111111")
+    assert not luhn("4111111111111112")
+    assert mod97("DE89370400440532013000")
+    assert not mod97("DE88370400440532013000")
+
+
+@pytest.mark.parametrize("seed", [redactioncorpus.SEED, 1, 2])
+def test_precision_and_recall_of_every_class(seed: int) -> None:
+    samples = corpus(seed)
+    scores = measure(samples, medium)
+    print(redactioncorpus.report(scores))
+    wrong = "\n".join(
+        f"{sample.source}: {sample.text!r} -> {text!r}" for sample, text in misses(samples, medium)
+    )
+    for kind, score in scores.items():
+        assert score.recall >= RECALL_MIN, f"{kind}\n{wrong}"
+        assert score.precision >= PRECISION_MIN, f"{kind}\n{wrong}"
+
+
+def test_precision_and_recall_on_texts_written_by_hand() -> None:
+    found = measure(holdout(), Either("medium"))
+    print(redactioncorpus.report(found))
+    assert overall(found).recall >= BY_HAND_RECALL_MIN
+    assert overall(found).precision >= BY_HAND_PRECISION_MIN
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("found glpat-4hQe8rTyUi0pAsDfGhJk there", "found <key> there"),
+        ("twine -p pypi-AgEIcHlwaS5vcmcCJDEyMzQ dist", "twine -p <key> dist"),
+        ("whsec_8fJ2kLmN4pQrS6tUvWxYz1AbC3dEfG5h", "<key>"),
+        ("deploy --token n0tt0day --verbose", "deploy --token <key> --verbose"),
+        ("Password is: qwerty99", "Password is: <key>"),
+        ('environ["API_KEY"] = "k3y"', 'environ["API_KEY"] = "<redacted>"'),
+        ("def reset(user, token=None):", "def reset(user, token=None):"),
+        ("token=null, ok", "token=null, ok"),
+        ("token=Nonesuch9", "token=<redacted>"),
+        ("联系 li.wei@公司.example.cn 了", "联系 <email> 了"),
+    ],
+)
+def test_forms_that_were_missed_once(text: str, redacted: str) -> None:
+    assert medium.text(text) == redacted
+    assert json.loads(medium.payload(json.dumps({"a": text}))) == {"a": redacted}
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        (
+            '{"a": "x\\ny", "dbPassword" : "q\\"r", "n": 1}',
+            '{"a": "x\\ny", "dbPassword" : "<redacted>", "n": 1}',
+        ),
+        ('{"größe": "é a@b.example \\u4e2d", "n": 1.10}', '{"größe": "é <email> 中", "n": 1.10}'),
+        ('{"pin": null, "ssn": "", "auth": "<key>"}', '{"pin": null, "ssn": "", "auth": "<key>"}'),
+        (
+            '{"headers": {"Authorization": "Bearer a@b.example"}}',
+            '{"headers": {"Authorization": "<redacted>"}}',
+        ),
+        (
+            '{"cmd": "API_KEY=abc def", "token": "t"}',
+            '{"cmd": "API_KEY=<redacted> def", "token": "<redacted>"}',
+        ),
+    ],
+)
+def test_a_payload_with_something_in_it_keeps_its_spaces_and_numbers(text: str, redacted: str) -> None:
+    assert medium.payload(text) == redacted
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a", "1", "a@", "a.", "@a.", "%40", "-", "1-", "1.", ":", "a:", "1:", "::", "+1", "+1 ", "( ",
+        "://a:", "://", "eyJ", "eyJ_", "eyJa.", "sk-", "-sk-", "ghp_", "A", "AA00 ", "DE89 ", "4111 ",
+        "4111-", "password", "password=", "password:", "password>", 'password="', 'password=\\"',
+        "password: \\", "token ", "token is ", "Bearer ", "Basic A", "?sig=", "&key=", "authorization:",
+        "cookie", "-----BEGIN PRIVATE KEY-----", "-----BEGIN ", '"', "'", "'a", " 'a'a", "`", "“", "\\",
+        "\\u0040", "<email>", "<", "[", '{"a":', "phone ", "phone 1", "é", "\ud800", "xoxb-", "api_",
+        "api_key", "=", "=a", "0x", "\\n", "%20", "%4", "\\u000a", "\\'", " b'", "password=[",
+        'password=["', "password={1",
+        "password=a&", "password=a<", "password: |\n ", "password:\n", "\u00a0", "4111  ", "4111\u00a0", "&",
+        "password=(1",
+    ],
+)  # fmt: skip
+def test_no_input_is_slow(piece: str) -> None:
+    """It comes to an end: a pattern that is not linear would run into the guard of all tests."""
+    text = piece * (HOSTILE_CHARS // len(piece))
+    full.text(text)  # has the rules of the others, and its own
+    medium.payload(json.dumps({"a": text}))
+
+
+def test_a_pattern_that_never_rests_ends_in_the_shape() -> None:
+    restless = Redactor("medium", patterns={"next": "(?<=>)x|^x"})
+    assert restless.text("x" * 5) == "<next>" * 5
+    assert restless.text("x" * (PASSES_MAX + 10)) == "<text:32>"
+
+
+def test_the_patterns_use_nothing_that_java_reads_differently() -> None:
+    for rule in redaction.RULES:
+        for python_only in ("(?P", "\\Z", "\\w", "\\d", "\\s", "\\b", "(?a"):
+            assert python_only not in rule.pattern
+
+
+def test_the_file_stands_alone_and_a_redactor_travels() -> None:
+    source = Path(redaction.__file__)
+    program = "import redaction; print(redaction.Redactor('medium').text('a@b.example'))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(source.parent)!r}); {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "<email>\n"
+    travelled = pickle.loads(pickle.dumps(Redactor("medium", key=b"k", patterns={"x": "X+"})))  # noqa: S301 - ours
+    assert travelled.text("XX") == Redactor("medium", key=b"k", patterns={"x": "X+"}).text("XX")

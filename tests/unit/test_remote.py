@@ -1,0 +1,184 @@
+"""Copies of segments: whole, once, in order, whatever happened on the way."""
+
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
+from postroom.sinks.chain import read_chain
+from postroom.sinks.reading import Segments
+from postroom.sinks.remote import Publisher
+from postroom.sinks.retention import retain
+from postroom.sinks.segments import SegmentSink
+from postroom.sinks.verifying import verify
+from postroom.testing import FIRST_WALL_US
+from tests import children
+from tests.children import no_child_left
+from tests.segmentstories import SOURCE, events, files_of, seal_events, sealed_folder, seqs
+
+__all__ = ["no_child_left"]
+
+
+def grown(folder: Path, first: int, count: int = 10) -> None:
+    seal_events(folder, first, count)
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/copy" if request.param == "file" else f"memory://copy-{uuid.uuid4()}"
+
+
+def copied(url: str, folder: Path) -> Path:
+    """The copy as a folder, to be judged as any other."""
+    file_system, root = url_to_fs(url)
+    file_system.get(root, str(folder), recursive=True)
+    return folder
+
+
+def test_what_is_sealed_is_sent_once_and_what_grows_is_not(tmp_path: Path, url: str) -> None:
+    sealed_folder(tmp_path / "audit", 2)
+    with SegmentSink(tmp_path / "audit") as sink:
+        sink.write(events(41, 5))
+        publisher = Publisher(tmp_path / "audit", url)
+        assert publisher.publish() == 2
+        assert publisher.publish() == 0
+        sink.seal()
+        assert publisher.publish() == 1
+    copy = copied(url, tmp_path / "got")
+    assert verify(copy, read_chain(tmp_path / "audit").head) == []
+    assert list(Segments(copy).events()) == events(1, 45)
+    assert Segments(copy).find({f"{SOURCE}-m3"}) == events(15, 5)
+    assert not list(copy.rglob("_part-*"))
+
+
+def test_a_copy_on_a_disk_is_private(tmp_path: Path) -> None:
+    sealed_folder(tmp_path / "audit", 2)
+    before = os.umask(0o022)
+    try:
+        Publisher(tmp_path / "audit", f"file://{tmp_path}/copies/audit").publish()
+    finally:
+        os.umask(before)
+    modes = {
+        (path.is_dir(), oct(path.stat().st_mode & 0o777))
+        for path in [tmp_path / "copies", *(tmp_path / "copies").rglob("*")]
+    }
+    assert modes == {(True, "0o700"), (False, "0o600")}
+
+
+def test_another_publisher_goes_on_where_one_ended(tmp_path: Path, url: str) -> None:
+    sealed_folder(tmp_path / "audit", 2)
+    assert Publisher(tmp_path / "audit", url).publish() == 2
+    grown(tmp_path / "audit", 41)
+    assert Publisher(tmp_path / "audit", url).publish() == 1
+    assert seqs(list(Segments(copied(url, tmp_path / "got")).events())) == list(range(1, 51))
+
+
+@pytest.mark.parametrize("method", ["pipe_file", "mv", "makedirs", "cat_file"])
+@pytest.mark.parametrize("fails_at", range(7))
+def test_an_error_anywhere_is_made_up_for_by_the_next_try(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, method: str, fails_at: int
+) -> None:
+    sealed_folder(tmp_path / "audit", 2)
+    publisher = Publisher(tmp_path / "audit", url)
+    real: Callable[..., Any] = getattr(publisher._fs, method)
+    calls = iter(range(1_000))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == fails_at:
+            raise OSError(errno.EIO, "the line is dead")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._fs, method, failing)
+        try:
+            publisher.publish()
+        except WriteFailed as error:
+            assert "the line is dead" in str(error)  # noqa: PT017 - whether it comes so far is not the point
+    grown(tmp_path / "audit", 41)
+    publisher.publish()
+    copy = copied(url, tmp_path / "got")
+    assert verify(copy) == []
+    assert seqs(list(Segments(copy).events())) == list(range(1, 51))
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_a_crash_at_any_step_neither_loses_nor_doubles(tmp_path: Path) -> None:
+    sealed_folder(tmp_path / "audit", 2)
+    for step in range(children.STEPS_MAX):
+        url = f"file://{tmp_path}/copy{step}"
+
+        def dying(step: int = step, url: str = url) -> None:
+            children.die_at(step, ("open", "write", "rename", "makedirs", "mkdir", "close"))
+            Publisher(tmp_path / "audit", url).publish()
+
+        died = children.killed(dying)
+        Publisher(tmp_path / "audit", url).publish()
+        copy = tmp_path / f"copy{step}"
+        assert verify(copy) == [], step
+        assert list(Segments(copy).events()) == events(1, 40), step
+        if not died:
+            assert step > 5
+            return
+    pytest.fail("it never came to the end")
+
+
+def test_a_copy_outlives_retention(tmp_path: Path, url: str) -> None:
+    folder = tmp_path / "audit"
+    sealed_folder(folder, 2)
+    publisher = Publisher(folder, url)
+    publisher.publish()
+    retain(folder, FIRST_WALL_US + 1_000)
+    assert publisher.publish() == 0
+    grown(folder, 41)
+    assert publisher.publish() == 1
+    copy = copied(url, tmp_path / "got")
+    assert verify(copy) == []
+    assert seqs(list(Segments(copy).events())) == list(range(1, 51))
+
+
+def test_a_copy_that_begins_after_retention_has_its_checkpoint(tmp_path: Path, url: str) -> None:
+    folder = tmp_path / "audit"
+    sealed_folder(folder, 3)
+    retain(folder, FIRST_WALL_US + 41)
+    assert Publisher(folder, url).publish() == 1
+    copy = copied(url, tmp_path / "got")
+    assert verify(copy) == []
+    assert seqs(list(Segments(copy).events())) == list(range(41, 61))
+
+
+def test_what_was_removed_before_it_was_sent_is_said(tmp_path: Path, url: str) -> None:
+    folder = tmp_path / "audit"
+    sealed_folder(folder, 1)
+    Publisher(folder, url).publish()
+    grown(folder, 21)
+    grown(folder, 31)
+    retain(folder, FIRST_WALL_US + 31)
+    with pytest.raises(StoreDamaged, match="segments 2 to 2 were removed"):
+        Publisher(folder, url).publish()
+
+
+def test_two_folders_do_not_share_a_copy(tmp_path: Path, url: str) -> None:
+    sealed_folder(tmp_path / "one", 2)
+    grown(tmp_path / "two", 1, 7)
+    Publisher(tmp_path / "one", url).publish()
+    with pytest.raises(StoreDamaged, match="are not of"):
+        Publisher(tmp_path / "two", url).publish()
+
+
+def test_what_was_changed_here_is_not_sent(tmp_path: Path, url: str) -> None:
+    files = sealed_folder(tmp_path / "audit", 2)
+    files[1].write_bytes(files[1].read_bytes()[:-9])
+    with pytest.raises(StoreDamaged, match="is not what was sealed"):
+        Publisher(tmp_path / "audit", url).publish()
+    assert files_of(tmp_path / "audit") == files
+
+
+def test_an_address_that_leads_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="cannot be reached"):
+        Publisher(tmp_path, "nosuch://bucket/x")

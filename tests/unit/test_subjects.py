@@ -1,0 +1,113 @@
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postroom.core import subjects
+from postroom.core.subjects import Subscriptions
+
+
+@dataclass(eq=False)
+class Interest:
+    pattern: bytes
+    group: bytes = b""
+
+
+TOKENS = st.sampled_from([b"a", b"b", b"*", b">", b"a*"])
+PATTERNS = st.lists(TOKENS, min_size=1, max_size=4).map(b".".join).filter(subjects.is_pattern)
+LITERALS = st.lists(st.sampled_from([b"a", b"b", b"a*"]), min_size=1, max_size=4).map(b".".join)
+
+
+@pytest.mark.parametrize(
+    "subject", [b"a", b"a.b", b"*", b">", b"a.*.c", b"a.>", b"a*b", b"\xc3\xa4", b"$mq9.x"]
+)
+def test_patterns(subject: bytes) -> None:
+    assert subjects.is_pattern(subject)
+
+
+@pytest.mark.parametrize(
+    "subject", [b"", b".", b"a.", b".a", b"a..b", b">.a", b"a b", b"a\tb", b"a\n", b"a\r"]
+)
+def test_what_is_no_pattern(subject: bytes) -> None:
+    assert not subjects.is_pattern(subject)
+    assert not subjects.is_literal(subject)
+
+
+def test_a_pattern_has_an_end() -> None:
+    assert subjects.is_pattern(b"a" * subjects.SUBJECT_BYTES_MAX)
+    assert not subjects.is_pattern(b"a" * (subjects.SUBJECT_BYTES_MAX + 1))
+    assert subjects.is_pattern(b".".join([b"a"] * subjects.TOKENS_MAX))
+    assert not subjects.is_pattern(b".".join([b"a"] * (subjects.TOKENS_MAX + 1)))
+
+
+@pytest.mark.parametrize(
+    ("subject", "literal"), [(b"a.b", True), (b"a*.b", True), (b"a>", True), (b"a.*", False), (b">", False)]
+)
+def test_wildcards_are_whole_tokens(subject: bytes, literal: bool) -> None:
+    assert subjects.is_literal(subject) == literal
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "matches"),
+    [
+        (b"a.b", b"a.b", True),
+        (b"a.*", b"a.b", True),
+        (b"a.*", b"a", False),
+        (b"a.*", b"a.b.c", False),
+        (b"a.>", b"a.b.c", True),
+        (b"a.>", b"a", False),
+        (b">", b"a", True),
+        (b"*.>", b"a", False),
+        (b"a*", b"ab", False),
+    ],
+)
+def test_matches(pattern: bytes, subject: bytes, matches: bool) -> None:
+    assert subjects.matches(pattern, subject) == matches
+
+
+@given(
+    st.lists(st.tuples(PATTERNS, st.sampled_from([b"", b"g", b"h"])), max_size=12),
+    st.lists(LITERALS),
+    st.data(),
+)
+def test_the_tree_finds_what_matching_one_by_one_finds(
+    wanted: list[tuple[bytes, bytes]], published: list[bytes], data: st.DataObject
+) -> None:
+    tree: Subscriptions[Interest] = Subscriptions()
+    interests = [Interest(*each) for each in wanted]
+    for count, interest in enumerate(interests, 1):
+        tree.add(interest.pattern, interest)
+        for subject in published:
+            check(tree, interests[:count], subject)
+    while True:
+        assert len(tree) == len(interests)
+        for subject in published:
+            check(tree, interests, subject)
+        if not interests:
+            break
+        leaving = interests.pop(data.draw(st.integers(0, len(interests) - 1)))
+        tree.remove(leaving.pattern, leaving)
+    assert tree._root.is_empty()
+    assert not tree._literal
+
+
+def check(tree: Subscriptions[Interest], interests: list[Interest], subject: bytes) -> None:
+    each, groups = tree.match(subject)
+    matching = [interest for interest in interests if subjects.matches(interest.pattern, subject)]
+    assert set(each) == {interest for interest in matching if not interest.group}
+    assert len(each) == len(set(each))
+    assert {frozenset(group) for group in groups} == {
+        frozenset(interest for interest in matching if interest.group == name)
+        for name in {interest.group for interest in matching} - {b""}
+    }
+    assert set(tree.literal(subject)) == {interest for interest in interests if interest.pattern == subject}
+
+
+def test_what_was_matched_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
+    tree: Subscriptions[Interest] = Subscriptions()
+    tree.add(b"in.*", Interest(b"in.*"))
+    for number in range(100):
+        assert len(tree.match(b"in.%d" % number).each) == 1
+        assert len(tree._made) <= 10

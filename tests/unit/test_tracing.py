@@ -1,0 +1,60 @@
+"""From events to the tree of a request."""
+
+from postroom.core.events import SCHEMA, AuditEvent, event_id
+from postroom.core.tracing import related, spans
+from postroom.message import EventKind
+
+
+def event(
+    seq: int, kind: EventKind, message_id: str, parent: str = "", *, ts_us: int | None = None, **more: object
+) -> AuditEvent:
+    return AuditEvent(
+        event_id=event_id("s", seq), seq=seq, ts_us=1_000 * seq if ts_us is None else ts_us, kind=kind,
+        contract="engine", source="s", schema=SCHEMA, message_id=message_id, parent_message_id=parent, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_request_is_a_tree_in_the_order_of_time() -> None:
+    events = [
+        event(1, "created", "a", type="ask"),
+        event(2, "enqueued", "a"),
+        event(5, "dequeued", "a", attempt=1),
+        event(6, "created", "c", "a"),
+        event(4, "created", "b", "a"),
+        event(7, "created", "d", "b"),
+        event(8, "execution_completed", "b"),
+        event(9, "execution_completed", "a", attempt=1),
+        event(9, "execution_completed", "a", attempt=1),  # shipped twice
+    ]
+    found = spans(events)
+    assert [(span.message_id, span.depth) for span in found] == [("a", 0), ("b", 1), ("d", 2), ("c", 1)]
+    a = found[0]
+    assert (a.type, a.wait_us, a.total_us, a.attempts, a.outcome) == ("ask", 3_000, 8_000, 1, "completed")
+    assert [span.offset_us for span in found] == [0, 3_000, 6_000, 5_000]
+    assert [event.seq for event in a.events] == [1, 2, 5, 9]
+
+
+def test_a_parent_that_is_not_there_does_not_hide_its_children() -> None:
+    [span] = spans([event(1, "created", "b", "gone")])
+    assert (span.depth, span.parent_message_id, span.outcome, span.wait_us) == (0, "gone", "open", None)
+
+
+def test_messages_that_name_each_other_as_parents_are_all_shown() -> None:
+    found = spans([event(1, "created", "a", "b"), event(2, "created", "b", "a")])
+    assert [(span.message_id, span.depth) for span in found] == [("a", 0), ("b", 1)]
+
+
+def test_a_long_chain_needs_no_stack() -> None:
+    chain = [event(n, "created", f"m{n}", f"m{n - 1}" if n > 1 else "") for n in range(1, 5_001)]
+    assert [span.depth for span in spans(chain)] == list(range(5_000))
+
+
+def test_a_replay_opens_a_message_again() -> None:
+    dead = [event(1, "created", "a"), event(2, "dead_letter", "a", error="no")]
+    assert (spans(dead)[0].outcome, spans(dead)[0].error) == ("dead_letter", "no")
+    assert spans([*dead, event(3, "replayed", "a")])[0].outcome == "open"
+
+
+def test_what_is_related_goes_in_both_directions() -> None:
+    found = [event(1, "created", "a", "root", trace_id="t"), event(2, "created", "b", "a")]
+    assert related(found, {"a"}) == {"root", "b", "t"}
