@@ -1,0 +1,333 @@
+"""The history checker as a Spark job: what `core.history` proves event by event, over any amount of history.
+
+Rule 1: the promises and their words are those of `core.history`. Judged are `lost`, `unknown`, `overlap`,
+        `terminal` and `gap`. The order of first deliveries stays with `postroom verify`: it needs all events
+        of a lane in one place.
+Rule 2: the lives of messages are judged where a store tells of them (`LEASED`): there one source has all of a
+        life. Numbers are checked of every source.
+Rule 3: one shuffle by message. Window functions see the events before one; only violations are collected.
+Rule 4: behind a hole everything may have happened: what was true before it proves nothing.
+"""
+
+from functools import reduce
+from operator import or_
+from typing import Final, NamedTuple
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.core.lives import ENDS, LEASED, MICROS_PER_S, Rule
+
+SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
+HORIZON_S: Final = 86_400.0
+BLOCK: Final = 1 << 20  # numbers of a source that are looked at in one place
+RULES: Final[tuple[Rule, ...]] = ("lost", "unknown", "overlap", "terminal", "gap")
+
+_END_KINDS: Final = tuple(ENDS)
+_MAY_FOLLOW: Final = (
+    ("execution_completed", "delivered"),
+    ("dead_letter", "quarantined"),
+    ("delivered", "expired"),
+)
+_WORDS: Final = ("heartbeat", "execution_started", "execution_failed", "lease_lapsed", "released")
+"""What counts under its lease only; the last three give it back."""
+_GIVE_BACK: Final = _WORDS[2:]
+_MOVES: Final = ("created", "enqueued", "promoted", "retry_scheduled", "dequeued", "replayed")
+_JUDGED: Final = (*_MOVES, *_WORDS, *_END_KINDS)
+_STATES: Final = ("created", "dequeued", "replayed", *_END_KINDS)
+"""What begins or ends a life."""
+_UNSAID: Final = -1  # a lease that may be open, or not
+
+
+class Sample(NamedTuple):
+    """A broken promise, and the events that prove it."""
+
+    rule: Rule
+    message_id: str
+    event_ids: tuple[str, ...]
+    sentence: str
+
+
+class Verdict(NamedTuple):
+    """What a history proves."""
+
+    counts: dict[Rule, int]
+    samples: list[Sample]
+    """At most `SAMPLES_MAX` of each rule, in the order of their names."""
+    events: int
+    messages: int
+
+    @property
+    def violations(self) -> int:
+        return sum(self.counts.values())
+
+
+def check(bronze: DataFrame, silver: DataFrame, *, horizon_s: float = HORIZON_S) -> Verdict:
+    """Judge the events of silver, and in bronze whether a number stands for two of them."""
+    violations = find_violations(bronze, silver, round(horizon_s * MICROS_PER_S)).persist()
+    try:
+        counts = {
+            row["rule"]: row["n"] for row in violations.groupBy("rule").agg(F.count("*").alias("n")).collect()
+        }
+        ranked = F.row_number().over(Window.partitionBy("rule").orderBy("message_id", "event_ids"))
+        shown = (
+            violations.withColumn("rank", ranked).where(F.col("rank") <= SAMPLES_MAX).orderBy("rule", "rank")
+        )
+        samples = [
+            Sample(row["rule"], row["message_id"] or "", tuple(row["event_ids"]), row["sentence"])
+            for row in shown.collect()
+        ]
+    finally:
+        violations.unpersist()
+    sizes = silver.agg(F.count("*"), F.count(F.when(F.col("kind") == "created", 1))).collect()[0]
+    return Verdict({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
+
+
+def find_violations(bronze: DataFrame, silver: DataFrame, horizon_us: int) -> DataFrame:
+    """One row for each violation: rule, message_id, event_ids, sentence."""
+    holes = find_holes(silver)
+    lives = _judged(_told(silver, holes), horizon_us)
+    return lives.unionByName(_missing(holes)).unionByName(_doubled(bronze))
+
+
+# ---- numbers -------------------------------------------------------------------------------------------
+
+
+def find_holes(events: DataFrame) -> DataFrame:
+    """One row for each hole of a source: the last number before it, and the first behind.
+
+    Numbers are sorted within blocks, so that no source has to fit into one task; between blocks only their
+    ends are compared.
+    """
+    block = F.floor(F.col("seq") / F.lit(BLOCK))
+    numbers = events.select("source", "seq", block.alias("block"))
+    by_number = Window.partitionBy("source", "block").orderBy("seq")
+    inside = numbers.withColumn("before", F.lag("seq").over(by_number))
+    ends = numbers.groupBy("source", "block").agg(F.min("seq").alias("seq"), F.max("seq").alias("last"))
+    by_block = Window.partitionBy("source").orderBy("block")
+    between = ends.withColumn("before", F.lag("last").over(by_block))
+    return (
+        inside.select("source", "before", "seq")
+        .unionByName(between.select("source", "before", "seq"))
+        .where(F.col("seq") - F.col("before") > 1)
+        .select("source", "before", F.col("seq").alias("behind"))
+    )
+
+
+def _missing(holes: DataFrame) -> DataFrame:
+    first, last = F.col("before") + 1, F.col("behind") - 1
+    which = F.when(first == last, F.format_string("%d is", first)).otherwise(
+        F.format_string("%d to %d are", first, last)
+    )
+    return holes.select(
+        F.lit("gap").alias("rule"),
+        F.lit("").alias("message_id"),
+        F.array(_event_id(F.col("before")), _event_id(F.col("behind"))).alias("event_ids"),
+        F.format_string("of source %s, %s missing", F.col("source"), which).alias("sentence"),
+    )
+
+
+def _doubled(bronze: DataFrame) -> DataFrame:
+    """Numbers under which two different lines stand. The same line twice is no violation."""
+    wire = [name for name in bronze.columns if name not in ("segment", "date", "_corrupt")]
+    said = bronze.select("source", "seq", "message_id", F.xxhash64(*wire).alias("said"))
+    return (
+        said.groupBy("source", "seq")
+        .agg(
+            F.min("said").alias("one"), F.max("said").alias("other"), F.min("message_id").alias("message_id")
+        )
+        .where("one <> other")
+        .select(
+            F.lit("gap").alias("rule"),
+            F.coalesce("message_id", F.lit("")).alias("message_id"),
+            F.array(_event_id(F.col("seq"))).alias("event_ids"),
+            F.concat(_event_id(F.col("seq")), F.lit(" stands for two different events")).alias("sentence"),
+        )
+    )
+
+
+def _event_id(seq: Column) -> Column:
+    return F.concat_ws("#", F.col("source"), seq.cast("string"))
+
+
+# ---- what was true before each event ------------------------------------------------------------------
+
+
+def _told(events: DataFrame, holes: DataFrame) -> DataFrame:
+    """The events that are judged, each with what was true just before it.
+
+    `epoch` counts the holes before an event; `whole` says that there is none, back to number 1.
+    """
+    life = Window.partitionBy("source", "message_id").orderBy("seq")
+    earlier = life.rowsBetween(Window.unboundedPreceding, -1)
+    kind, seq, mark = F.col("kind"), F.col("seq"), F.struct("kind", "seq", "epoch")
+    begins_or_ends = kind.isin(*_STATES) & (kind != "deleted")
+    delivers = kind.isin("dequeued", "delivered")
+    # All at once, so that they share one pass over the sorted rows.
+    seen = _of_stores(events, holes).withColumns(
+        {
+            "state_before": F.last(F.when(begins_or_ends, mark), ignorenulls=True).over(earlier),
+            "forgotten": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
+            "created_seq": F.last(F.when(kind == "created", seq), ignorenulls=True).over(earlier),
+            "leased_seq": F.last(F.when(kind == "dequeued", seq), ignorenulls=True).over(earlier),
+            "first_created": F.min(F.when(kind == "created", seq)).over(earlier),
+            "first_delivered": F.min(F.when(delivers & F.col("whole"), seq)).over(earlier),
+            "is_first": F.row_number().over(life) == 1,
+            "is_last": F.lead("seq").over(life).isNull(),
+        }
+    )
+    told = F.col("first_delivered").isNotNull() & (
+        F.col("first_created").isNull() | (F.col("first_delivered") < F.col("first_created"))
+    )
+    return (
+        seen.withColumn("end", _end())
+        .withColumn("unaccepted", delivers & F.col("whole") & F.col("first_created").isNull())
+        .withColumn("told_unaccepted", told)
+        .withColumn("token", _token())
+    )
+
+
+def _of_stores(events: DataFrame, holes: DataFrame) -> DataFrame:
+    """The events of lives, with what is known of their source."""
+    ends = events.groupBy("source").agg(F.min("seq").alias("first_seq"), F.max("ts_us").alias("newest_us"))
+    behind = holes.groupBy("source").agg(F.sort_array(F.collect_list("behind")).alias("holes"))
+    sources = F.broadcast(ends.join(behind, "source", "left"))
+    passed = F.size(F.filter("holes", lambda at: at <= F.col("seq")))
+    return (
+        events.where(F.col("contract").isin(*LEASED) & F.col("message_id").isNotNull())
+        .where(F.col("kind").isin(*_JUDGED))
+        .select(
+            "source", "message_id", "seq", "ts_us", "kind", "state", "lease", _delay_us().alias("delay_us")
+        )
+        .join(sources, "source")
+        .withColumn("epoch", F.when(F.col("holes").isNull(), 0).otherwise(passed))
+        .withColumn("whole", (F.col("epoch") == 0) & (F.col("first_seq") == 1))
+    )
+
+
+def _delay_us() -> Column:
+    """How long a message that is held back says nothing."""
+    held = (F.col("kind") == "retry_scheduled") | (
+        (F.col("kind") == "created") & (F.col("state") == "SCHEDULED")
+    )
+    delay_s = F.get_json_object("detail", "$.delay_s").try_cast("decimal(18,6)")
+    return F.when(held, F.coalesce((delay_s * MICROS_PER_S).cast("bigint"), F.lit(0))).otherwise(0)
+
+
+def _end() -> Column:
+    """The event that had ended the life when this one came; NULL where it was open.
+
+    A record that is forgotten (`deleted`) ends a life only if nothing else had.
+    """
+    state, forgotten = F.col("state_before"), F.col("forgotten")
+    return F.when(state["kind"].isin(*_END_KINDS), state).when(
+        state.isNull() | (forgotten["seq"] > state["seq"]), forgotten
+    )
+
+
+def _token() -> Column:
+    """The lease that was open before an event: 0 for none, `_UNSAID` where nothing has said so.
+
+    A delivery opens one, and a word or an end closes it. Behind a hole, the first word says which is open.
+    """
+    kind, lease = F.col("kind"), F.coalesce("lease", F.lit(0))
+    is_over = F.col("end").isNotNull()
+    begins = ((kind == "created") & (F.col("is_first") | is_over)) | ((kind == "replayed") & is_over)
+    said = (
+        F.when(kind == "dequeued", F.when(lease != 0, lease).otherwise(F.col("seq")))
+        .when(kind.isin(*_GIVE_BACK, *_END_KINDS) & ~((kind == "deleted") & is_over), F.lit(0))
+        .when(begins, F.lit(0))
+    )
+    word = F.when(kind.isin("heartbeat", "execution_started") & (lease != 0), lease)
+    since_hole = (
+        Window.partitionBy("source", "message_id", "epoch")
+        .orderBy("seq")
+        .rowsBetween(Window.unboundedPreceding, -1)
+    )
+    return F.coalesce(
+        F.last(said, ignorenulls=True).over(since_hole),
+        F.when(F.col("whole"), F.lit(0)),
+        F.first(word, ignorenulls=True).over(since_hole),
+        F.lit(_UNSAID),
+    )
+
+
+# ---- judgement -----------------------------------------------------------------------------------------
+
+
+def _judged(told: DataFrame, horizon_us: int) -> DataFrame:
+    """Every rule looks at every event, in one pass."""
+    found = F.array_compact(F.array(_terminal(), _overlap(), _unknown(), _lost(horizon_us)))
+    proof = F.array_compact(
+        F.array(
+            F.when(F.col("found.earlier") > 0, _event_id(F.col("found.earlier"))), _event_id(F.col("seq"))
+        )
+    )
+    return told.select("source", "message_id", "seq", F.explode(found).alias("found")).select(
+        "found.rule",
+        "message_id",
+        F.array_distinct(proof).alias("event_ids"),
+        F.concat_ws(" ", "message_id", "found.said").alias("sentence"),
+    )
+
+
+def _violation(condition: Column, rule: Rule, earlier: Column, said: Column) -> Column:
+    """What is found where a condition holds, NULL elsewhere; `earlier` is another proof's number, or 0."""
+    return F.when(
+        condition,
+        F.struct(F.lit(rule).alias("rule"), earlier.cast("bigint").alias("earlier"), said.alias("said")),
+    )
+
+
+def _in_words(kind: Column) -> Column:
+    """An end, as it is told."""
+    words = F.create_map(*(F.lit(part) for pair in ENDS.items() for part in pair))
+    return words[kind]
+
+
+def _terminal() -> Column:
+    """A life that ended goes on, or ends once more."""
+    kind, end = F.col("kind"), F.col("end")
+    is_allowed = reduce(or_, ((end["kind"] == first) & (kind == second) for first, second in _MAY_FOLLOW))
+    again = kind.isin(*_END_KINDS) & (kind != "deleted") & ~is_allowed
+    is_sure = end.isNotNull() & (end["epoch"] == F.col("epoch"))
+    went_on = F.when(kind == "dequeued", F.lit("was leased")).otherwise(_in_words(kind))
+    said = F.concat_ws(" after it ", went_on, _in_words(end["kind"]))
+    return _violation(is_sure & (again | (kind == "dequeued")), "terminal", end["seq"], said)
+
+
+def _overlap() -> Column:
+    """A delivery while a lease was open, or a word under another lease than that."""
+    kind, token, lease = F.col("kind"), F.col("token"), F.coalesce("lease", F.lit(0))
+    twice = (kind == "dequeued") & (token > 0) & F.col("end").isNull()
+    speaks = kind.isin(*_WORDS) | ((kind == "execution_completed") & F.col("end").isNull())
+    strange = speaks & (lease != 0) & (token != _UNSAID) & (lease != token)
+    state = F.when(token > 0, F.format_string("while lease %d was open", token)).otherwise("which was over")
+    said = F.when(twice, F.format_string("was leased while lease %d was open", token)).otherwise(
+        F.format_string("was held under lease %d, %s", lease, state)
+    )
+    accepted, leased = F.coalesce("created_seq", F.lit(0)), F.coalesce("leased_seq", F.lit(0))
+    proof = F.when(leased > accepted, leased).when(twice, 0).otherwise(accepted)
+    return _violation(twice | strange, "overlap", proof, said)
+
+
+def _unknown() -> Column:
+    """A first delivery that no acceptance came before."""
+    is_first = F.col("unaccepted") & ~F.col("told_unaccepted")
+    return _violation(is_first, "unknown", F.lit(0), F.lit("was delivered, and nobody had accepted it"))
+
+
+def _lost(horizon_us: int) -> Column:
+    """A life that is open, and has been silent for longer than the horizon by its source's own time.
+
+    What nobody had accepted is told as that, and not once more.
+    """
+    kind = F.col("kind")
+    goes_on = kind.isin("created", "dequeued", "replayed") | (F.col("end").isNull() & ~kind.isin(*_END_KINDS))
+    told = F.col("unaccepted") | F.col("told_unaccepted")
+    silent_us = F.col("newest_us") - F.col("ts_us") - F.col("delay_us")
+    seconds = F.floor(silent_us / F.lit(MICROS_PER_S))
+    said = F.format_string("was accepted, did not end, and has been silent for %d s", seconds)
+    is_lost = F.col("is_last") & goes_on & ~told & (silent_us > horizon_us)
+    accepted = F.when(kind == "created", 0).otherwise(F.coalesce("created_seq", F.lit(0)))
+    return _violation(is_lost, "lost", accepted, said)

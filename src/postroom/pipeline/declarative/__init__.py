@@ -1,0 +1,148 @@
+"""The tables as a declarative pipeline: `spark-pipelines run` over the same transforms.
+
+Rule 1: nothing is decided here. Each table is a transform and the names of what it is made of; Spark finds
+        the order, and what is out of date.
+Rule 2: bronze is a streaming table: each segment is read once. What comes of it is a materialized view.
+Rule 3: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
+        `postroom pipeline run`: `silver_spans` climbs trees until there is nothing left to climb.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pyspark import pipelines
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.types import DateType, StructField, StructType
+
+from postroom.errors import InvalidSetting
+from postroom.pipeline import redacting
+from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
+from postroom.pipeline.transforms import bronze, silver
+from postroom.pipeline.transforms.gold import GOLD
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from postroom.pipeline.transforms.goldtable import GoldTable
+
+EVENTS_SETTING: Final = "postroom.events"
+LEVEL_SETTING: Final = "postroom.redaction"
+LEVELS: Final = ("none", "medium", "full")
+SPEC_NAME: Final = "spark-pipeline.yml"
+DEFINITIONS: Final = "definitions"
+ASKING: Final = frozenset(["silver_spans", "gold_throughput"])
+"""Tables whose transforms look at the data, or at the type of a column, before there is any."""
+
+SPEC: Final = """\
+name: postroom
+storage: {storage}
+libraries:
+  - glob:
+      include: {definitions}/**
+configuration:
+  {events_setting}: {events}
+  {level_setting}: medium
+  spark.sql.session.timeZone: UTC
+"""
+DEFINING: Final = """\
+from postroom.pipeline.declarative import define
+
+define(spark)
+"""
+
+
+def write_project(folder: Path, events: Path) -> Path:
+    """Make a folder that `spark-pipelines run` can be started in; gives its spec."""
+    if folder.exists() and any(folder.iterdir()):
+        raise InvalidSetting(f"{folder} is not empty: a project gets a folder of its own")
+    definitions = folder / DEFINITIONS
+    definitions.mkdir(parents=True)
+    (definitions / "tables.py").write_text(DEFINING)
+    spec = folder / SPEC_NAME
+    storage = folder.absolute() / "storage"
+    spec.write_text(
+        SPEC.format(
+            storage=storage.as_uri(),
+            definitions=DEFINITIONS,
+            events_setting=EVENTS_SETTING,
+            events=events.absolute(),
+            level_setting=LEVEL_SETTING,
+        )
+    )
+    return spec
+
+
+def define(spark: "SparkSession") -> None:
+    """Define every table. To be called from a definitions file, where Spark hands over its session."""
+    folder, level = spark.conf.get(EVENTS_SETTING), spark.conf.get(LEVEL_SETTING, "medium")
+    if not folder:
+        raise InvalidSetting(f"the configuration of the pipeline has no {EVENTS_SETTING}")
+    if level not in LEVELS:
+        raise InvalidSetting(f"{LEVEL_SETTING} is {', '.join(LEVELS)}, and not {level!r}")
+    # Here, because Spark wants to know the type of a function, and a definition may ask nothing.
+    columns = redacting.redacted(level)  # type: ignore[arg-type]
+    pipelines.temporary_view(name="lines")(named("lines", partial(arriving, spark, folder)))
+    pipelines.table(name="bronze_events", partition_cols=list(bronze.PARTITIONS))(
+        named("bronze_events", lambda: bronze.events(spark.readStream.table("lines")))
+    )
+    derived: dict[str, tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]] = {
+        "silver_events": (
+            lambda rows: silver.events(once(rows), columns),
+            ("bronze_events",),
+            silver.PARTITIONS,
+        ),
+        "silver_messages": (silver.messages, ("silver_events",), silver.PARTITIONS),
+        "silver_attempts": (silver.attempts, ("silver_events",), silver.PARTITIONS),
+        **{name: (gold.build, gold.inputs, gold.partition_by) for name, gold in lazy(GOLD).items()},
+    }
+    for name, (build, inputs, partitions) in derived.items():
+        view = pipelines.materialized_view(name=name, partition_cols=list(partitions))
+        view(named(name, partial(_built, spark, build, inputs, partitions)))
+
+
+def _built(
+    spark: "SparkSession", build: Callable[..., DataFrame], inputs: tuple[str, ...], partitions: Sequence[str]
+) -> DataFrame:
+    """The rows of a table. Spark's own catalog wants the columns of its partitions behind all others."""
+    made = build(*[spark.read.table(source) for source in inputs])
+    return made.selectExpr(f"* EXCEPT ({', '.join(partitions)})", *partitions) if partitions else made
+
+
+def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
+    """A query under the name of its table: Spark reports it by that."""
+
+    def flow() -> DataFrame:
+        return query()
+
+    flow.__name__ = name
+    return flow
+
+
+def lazy(tables: "Mapping[str, GoldTable]") -> "dict[str, GoldTable]":
+    """Those gold tables that ask nothing, and need no table that does."""
+    missing = set(ASKING)
+    found: dict[str, GoldTable] = {}
+    for name, table in tables.items():
+        if name not in missing and missing.isdisjoint(table.inputs):
+            found[name] = table
+        else:
+            missing.add(name)
+    return found
+
+
+def arriving(spark: "SparkSession", folder: str) -> DataFrame:
+    """Every line of the segments, as they are sealed, with `segment` and the `date` of its folder."""
+    schema = StructType([*LINES.fields, StructField("date", DateType())])
+    reader = spark.readStream.schema(schema).option("columnNameOfCorruptRecord", CORRUPT)
+    found = reader.option("mode", "PERMISSIVE").json(folder)
+    return found.select(*LINES.names, F.col("_metadata.file_name").alias("segment"), "date")
+
+
+def once(rows: DataFrame) -> DataFrame:
+    """Grain: event_id. Of two events under one number the earlier one counts, as in the incremental fold."""
+    others = [name for name in EVENTS.names if name not in {"event_id", "ts_us"}]
+    first = rows.groupBy("event_id").agg(F.min(F.struct("ts_us", *others)).alias("told"))
+    return first.select("event_id", "told.*").select(*EVENTS.names)

@@ -1,0 +1,98 @@
+"""Values as a person reads them, and as HTML takes them.
+
+Rule: whatever comes from data passes through `esc` on its way into the page, numbers included.
+"""
+
+import html
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Final
+
+MICROS_PER_S: Final = 1_000_000
+MINUTE_US: Final = 60 * MICROS_PER_S
+HOUR_US: Final = 60 * MINUTE_US
+DAY_US: Final = 24 * HOUR_US
+SMALL: Final = Decimal("0.0001")
+LABEL_MAX: Final = 34  # characters of a name in a drawing
+
+_UNITS: Final = (
+    (DAY_US, "d"),
+    (HOUR_US, "h"),
+    (MINUTE_US, "min"),
+    (MICROS_PER_S, "s"),
+    (1_000, "ms"),
+)
+_SIZES: Final = ((10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def esc(value: object) -> str:
+    """Text for an element or a quoted attribute; what a browser may not show becomes a visible sign."""
+    text = "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(value)
+    )
+    return html.escape(text, quote=True)
+
+
+def duration(us: float) -> str:
+    """A span of time with three digits and the unit that fits."""
+    for size, unit in _UNITS:
+        if us >= size:
+            return f"{_digits(us / size)} {unit}"
+    return f"{us:.0f} µs"
+
+
+def count(n: float) -> str:
+    """A whole number; from ten thousand on, with three digits."""
+    if n < 10_000:  # noqa: PLR2004 - up to there every digit can be read at once
+        return f"{n:,.0f}"
+    size, unit = next(found for found in _SIZES if n >= found[0])
+    return f"{_digits(n / size)} {unit}"
+
+
+def share(part: float) -> str:
+    """A share in percent. What is not all never reads as all."""
+    percent = 100 * part
+    if 99.95 <= percent < 100:  # noqa: PLR2004 - it would be rounded up
+        return "99.9 %"
+    return "100 %" if percent == 100 else f"{percent:.1f} %"  # noqa: PLR2004 - the whole
+
+
+def money(amount: Decimal) -> str:
+    """Dollars; below one with four digits, below those with all."""
+    if amount >= 1 or not amount:
+        return f"${amount:,.2f}"
+    return f"${amount:.4f}" if amount >= SMALL else f"${amount.normalize():f}"
+
+
+def moment(us: int) -> str:
+    """A time of day in UTC, to the minute."""
+    return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def day(us: int) -> str:
+    return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%d %b").lstrip("0")
+
+
+def clock(us: int) -> str:
+    return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%H:%M")
+
+
+def label(text: str, characters: int = LABEL_MAX) -> str:
+    """A name that fits, with its middle left out."""
+    if len(text) <= characters:
+        return text
+    tail = (characters - 1) // 3
+    return f"{text[: characters - 1 - tail]}…{text[-tail:] if tail else ''}"
+
+
+def plural(n: int, word: str) -> str:
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
+def _digits(value: float) -> str:
+    """Three digits, without a zero that says nothing."""
+    for limit, form in ((9.995, ".2f"), (99.95, ".1f")):
+        if value < limit:
+            text = format(value, form)
+            return text.rstrip("0").rstrip(".")
+    return f"{value:,.0f}"

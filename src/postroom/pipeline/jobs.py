@@ -1,0 +1,392 @@
+"""From segments to tables: take what is new, fold what changed, derive what depends on it.
+
+Rule 1: how far a table has come with its source stands in the table's own commit, as an application
+        transaction. A job that was killed anywhere is simply run again.
+Rule 2: a fold reads the events that are new and the rows of the messages that they are about. Rows that did
+        not change stay in their files.
+Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.core.redaction import Level
+from postroom.errors import InvalidMessage
+from postroom.pipeline import redacting
+from postroom.pipeline.tables import DataFile, Tables, Txn
+from postroom.pipeline.transforms import bronze, silver, spans
+from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.sinks.layout import SEGMENT
+
+BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
+BROADCAST_ROWS_MAX: Final = 5_000_000  # ids that are sent to every executor instead of being shuffled
+CHECKPOINTS: Final = "_checkpoints"
+SOURCES: Final = {
+    "silver_events": "bronze_events",
+    "silver_messages": "silver_events",
+    "silver_attempts": "silver_events",
+    "silver_spans": "silver_messages",
+}
+"""What each silver table is made of."""
+
+Progress = Callable[[str], None]
+"""Told in a few words what is done at present."""
+
+
+class Segment(NamedTuple):
+    """A sealed file of the audit stream."""
+
+    number: int
+    path: Path
+    size: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a run did."""
+
+    segments: int
+    lines: int
+    rejects: int
+    rows: dict[str, int]
+    """Of every table, now."""
+
+
+class Pipeline:
+    """One folder of tables, the session that works on it, and who is told about it."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        tables: Tables,
+        *,
+        gold: Mapping[str, GoldTable] | None = None,
+        level: Level = "medium",
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self.spark = spark
+        self.tables = tables
+        self.level: Level = level
+        self._gold = gold
+        self._tell = progress
+        self._lines = 0
+        self._rejects = 0
+
+    # ---- the jobs ------------------------------------------------------------------------------------
+
+    def run(self, events: Path) -> Summary:
+        """Take every new segment, and bring all tables up to it."""
+        self._lines = self._rejects = 0
+        return self._summary(self._run(events, sealed_segments(events)))
+
+    def backfill(self, events: Path | None = None) -> Summary:
+        """Make the silver and gold tables anew from all of bronze, after the segments that are new."""
+        with self.tables.lock():
+            taken = 0 if events is None else sum(map(len, self._ingest(events, sealed_segments(events))))
+            self._fold(anew=True)
+            self._derive(anew=True)
+        return self._summary(taken)
+
+    def stream(self, events: Path, *, every_s: float | None = None) -> None:
+        """Let Spark watch for segments: once for all that there are, or again and again.
+
+        The file source notices them and its checkpoint remembers it. What is taken is decided by the table
+        itself, so `run` and `stream` can take turns.
+        """
+        watched = bronze.arrivals(self.spark, str(events.absolute()))
+        trigger = watched.writeStream.foreachBatch(lambda batch, _: self._arrived(events, batch))
+        query = trigger.option("checkpointLocation", str(self._checkpoint(events)))
+        if every_s is None:
+            query = query.trigger(availableNow=True)
+        else:
+            query = query.trigger(processingTime=f"{every_s} seconds")
+        query.start().awaitTermination()
+
+    def answers(self, query: str) -> Iterator[str]:
+        """The rows of an SQL query over all tables, each as JSON."""
+        for name in self.tables.names():
+            self.tables.read(self.spark, name).createOrReplaceTempView(name)
+        found = self.spark.sql(query)
+        rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
+        for row in rows.toLocalIterator():
+            yield row[0]
+
+    def _arrived(self, events: Path, batch: DataFrame) -> None:
+        names = [row["segment"] for row in batch.distinct().collect()]
+        newest = max((int(name.partition("-")[0]) for name in names), default=0)
+        self._run(events, [segment for segment in sealed_segments(events) if segment.number <= newest])
+
+    def _checkpoint(self, events: Path) -> Path:
+        return self.tables.folder / CHECKPOINTS / events.absolute().as_posix().strip("/").replace("/", "-")
+
+    def _run(self, events: Path, segments: list[Segment]) -> int:
+        with self.tables.lock():
+            taken = 0
+            for batch in self._ingest(events, segments):
+                taken += len(batch)
+                self._fold()
+            if not taken:
+                self._fold()  # what a killed run left undone
+            self._derive()
+        return taken
+
+    def _summary(self, taken: int) -> Summary:
+        rows = {name: sum(file.rows for file in self.tables.files(name)) for name in self.tables.names()}
+        return Summary(taken, self._lines, self._rejects, rows)
+
+    # ---- bronze --------------------------------------------------------------------------------------
+
+    def _ingest(self, events: Path, segments: list[Segment]) -> Iterator[list[Segment]]:
+        """Take the segments that are new, in batches, each in one commit."""
+        folder = str(events.absolute())
+        app_id = ingest_id(events)
+        taken = self.tables.last_txn("bronze_events", app_id)
+        for batch in _batches(segment for segment in segments if segment.number > taken):
+            numbers = f"segment {batch[0].number}" + (f" to {batch[-1].number}" if len(batch) > 1 else "")
+            self._tell(f"bronze: {numbers}, {sum(segment.size for segment in batch) / 1e6:,.0f} MB")
+            self._take(folder, batch, app_id)
+            yield batch
+
+    def _take(self, folder: str, batch: list[Segment], app_id: str) -> None:
+        """The rejects first: whoever is interrupted reads the segments again, and knows their rejects."""
+        seen = Observation()
+        parsed = bronze.lines(self.spark, folder, [str(segment.path) for segment in batch])
+        lines = parsed.observe(seen, bronze.bad_segments().alias("bad"), F.count("*").alias("lines"))
+        staged = self.tables.stage("bronze_events", bronze.events(lines), partition_by=bronze.PARTITIONS)
+        self._reject(folder, batch, set(seen.get["bad"]), app_id)
+        self.tables.commit("bronze_events", staged, txns=[Txn(app_id, batch[-1].number)])
+        self._lines += seen.get["lines"]
+        self._rejects += seen.get["lines"] - staged.rows
+
+    def _reject(self, folder: str, batch: list[Segment], bad: set[str], app_id: str) -> None:
+        """Keep the bad lines of a batch. The table is there also when there are none."""
+        known = self.tables.last_txn("bronze_rejects", app_id)
+        new = [segment for segment in batch if segment.path.name in bad and segment.number > known]
+        if not new and self.tables.exists("bronze_rejects"):
+            return
+        texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new or batch[:1]])
+        rows = bronze.rejects(texts) if new else bronze.rejects(texts).limit(0)
+        txns = [Txn(app_id, new[-1].number)] if new else []
+        self.tables.append("bronze_rejects", rows, partition_by=bronze.PARTITIONS, txns=txns)
+
+    # ---- silver --------------------------------------------------------------------------------------
+
+    def _fold(self, *, anew: bool = False) -> None:
+        """Bring the silver tables up to bronze."""
+        self._fold_events(anew=anew)
+        self._fold_messages("silver_messages", silver.messages, ("finished_us", "last_us"), anew=anew)
+        self._fold_messages("silver_attempts", silver.attempts, ("ended_us", "first_us"), anew=anew)
+        self._fold_spans(anew=anew)
+
+    def _fold_events(self, *, anew: bool) -> None:
+        news = self._news("silver_events", anew=anew)
+        if news is None:
+            return
+        removed = self.tables.files("silver_events") if anew else []
+        rows = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
+        known = self._known_events(rows, news.added, anew=anew)
+        fresh = silver.once(rows, silver.repeats(rows, known))
+        result = silver.events(fresh, redacting.redacted(self.level))
+        self.tables.swap("silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn])
+
+    def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
+        """The ids of events that are known and may come again: those of the same time."""
+        old = [] if anew else self.tables.files("silver_events")
+        near = [file for file in old if any(_overlap(file, other, "ts_us") for other in added)]
+        source = self.tables.read(self.spark, "silver_events", near) if near else rows.limit(0)
+        return source.select("event_id")
+
+    def _fold_messages(
+        self, name: str, fold: Callable[..., DataFrame], ends: tuple[str, str], *, anew: bool
+    ) -> None:
+        news = self._news(name, anew=anew)
+        if news is None:
+            return
+        events = self.tables.read(self.spark, "silver_events", news.added)
+        if anew:
+            touched, result = self.tables.files(name), fold(events)
+        else:
+            touched = self._holding(name, [events.select("message_id")], news.added)
+            result = fold(events, self.tables.read(self.spark, name, touched)) if touched else fold(events)
+        self._settle(name, result, touched, silver.settled(news.newest_us, *ends), news.txn)
+
+    def _fold_spans(self, *, anew: bool) -> None:
+        news = self._news("silver_spans", anew=anew)
+        if news is None:
+            return
+        changed = spans.spans(self.tables.read(self.spark, "silver_messages", news.added))
+        old = self.tables.files("silver_spans")
+        if anew or not old:
+            touched = old
+            result = spans.placed(changed, spans.places(changed, _no_anchors(changed)))
+        else:
+            touched, result = self._moved_spans(changed, news.added)
+        quiet = silver.settled(self._newest_us(), "end_us", "start_us")
+        self._settle("silver_spans", result, touched, quiet, news.txn)
+        self.spark.catalog.clearCache()
+
+    def _moved_spans(self, changed: DataFrame, added: list[DataFile]) -> tuple[list[DataFile], DataFrame]:
+        """The files that have to be written anew, and their rows: new, moved, or as they were."""
+        before = self.tables.read(self.spark, "silver_spans")
+        roots = spans.uprooted(changed, before).persist()
+        ids = changed.select("message_id")
+        touched = self._holding("silver_spans", [ids, roots], added)
+        rows = self.tables.read(self.spark, "silver_spans", touched).join(ids, "message_id", "left_anti")
+        moved = rows.join(roots, "root_message_id", "left_semi")
+        stay = rows.join(roots, "root_message_id", "left_anti")
+        nodes = changed.unionByName(moved.select(changed.columns)).persist()
+        parents = nodes.select(F.col("parent_message_id").alias("message_id")).distinct()
+        anchors = before.join(parents, "message_id", "left_semi").join(
+            nodes.select("message_id"), "message_id", "left_anti"
+        )
+        new = spans.placed(nodes, spans.places(nodes, anchors))
+        return touched, new.unionByName(stay)
+
+    # ---- what a fold needs to know ---------------------------------------------------------------------
+
+    def _news(self, name: str, *, anew: bool) -> "News | None":
+        """What its source has that the table has not seen; None when there is nothing."""
+        source = SOURCES[name]
+        known = -1 if anew else self.tables.last_txn(name, source)
+        version = self.tables.version(source)
+        if known == version:
+            return None
+        added, _ = self.tables.changed(source, known)
+        if not added and self.tables.exists(name):
+            self.tables.mark(name, [Txn(source, version)])
+            return None
+        self._tell(f"{name}: {sum(file.rows for file in added):,} rows of {source}")
+        return News(added, Txn(source, version), max((_high(file) for file in added), default=0))
+
+    def _newest_us(self) -> int:
+        return max((_high(file) for file in self.tables.files("silver_events")), default=0)
+
+    def _holding(self, name: str, wanted: list[DataFrame], sources: list[DataFile]) -> list[DataFile]:
+        """The files of a table that hold a row with one of the ids, which are named by their column.
+
+        `sources` hold the message_ids that are wanted; where no others are, most files are ruled out by the
+        log alone.
+        """
+        files = self.tables.files(name)
+        if len(wanted) == 1:
+            files = [file for file in files if any(_overlap(file, other, "message_id") for other in sources)]
+        if not files:
+            return []
+        few = sum(file.rows for file in sources) <= BROADCAST_ROWS_MAX
+        rows = self.tables.read(self.spark, name, files).withColumn("file", F.col("_metadata.file_name"))
+        held = [
+            rows.join(F.broadcast(ids) if few else ids, ids.columns[0], "left_semi").select("file")
+            for ids in (frame.distinct() for frame in wanted)
+        ]
+        names = {row["file"] for row in reduce(DataFrame.unionAll, held).distinct().collect()}
+        return [file for file in files if Path(file.path).name in names]
+
+    def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], settled: Column, txn: Txn) -> None:
+        """Rows that nothing more is expected of get files of their own, which then stay as they are."""
+        marked = rows.withColumn(silver.SETTLED, settled)
+        self.tables.swap(
+            name, marked, removed, partition_by=silver.PARTITIONS, split_by=silver.SETTLED, txns=[txn]
+        )
+
+    # ---- gold ----------------------------------------------------------------------------------------
+
+    def _derive(self, *, anew: bool = False) -> None:
+        for name, table in self._gold_tables().items():
+            self._derive_one(name, table, anew=anew)
+
+    def _gold_tables(self) -> Mapping[str, GoldTable]:
+        if self._gold is None:
+            from postroom.pipeline.transforms.gold import GOLD  # noqa: PLC0415 - it is large
+
+            self._gold = GOLD
+        return self._gold
+
+    def _derive_one(self, name: str, table: GoldTable, *, anew: bool) -> None:
+        versions = {source: self.tables.version(source) for source in table.inputs}
+        known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
+        if versions == known or -1 in versions.values():
+            return
+        self._tell(name)
+        txns = [Txn(source, version) for source, version in versions.items()]
+        old = self.tables.files(name)
+        if table.scope == "all" or anew or not self.tables.exists(name):
+            inputs = [self.tables.read(self.spark, source) for source in table.inputs]
+        else:
+            days = {day for source in table.inputs for day in self._changed_days(source, known[source])}
+            inputs = [self._days_of(source, days) for source in table.inputs]
+            old = [file for file in old if file.partition["day"] in days]
+        self.tables.swap(name, table.build(*inputs), old, partition_by=table.partition_by, txns=txns)
+
+    def _changed_days(self, source: str, since: int) -> set[str | None]:
+        added, removed = self.tables.changed(source, since)
+        return {file.partition["day"] for file in (*added, *removed)}
+
+    def _days_of(self, source: str, days: set[str | None]) -> DataFrame:
+        files = [file for file in self.tables.files(source) if file.partition["day"] in days]
+        return self.tables.read(self.spark, source, files)
+
+
+class News(NamedTuple):
+    """What a table has not seen of its source."""
+
+    added: list[DataFile]
+    txn: Txn
+    newest_us: int
+
+
+# ---- segments and files ------------------------------------------------------------------------------
+
+
+def sealed_segments(events: Path) -> list[Segment]:
+    """The sealed segments of a folder, the oldest first."""
+    if not events.is_dir():
+        raise InvalidMessage(f"{events} is not a folder of segments")
+    return sorted(
+        Segment(int(match[1]), path, path.stat().st_size)
+        for path in events.absolute().glob("date=*/hour=*/*.jsonl")
+        if (match := SEGMENT.fullmatch("/".join(path.parts[-3:])))
+    )
+
+
+def ingest_id(events: Path) -> str:
+    """The application whose transactions tell which segments of a folder were taken."""
+    return f"segments of {events.absolute()}"
+
+
+def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    batch: list[Segment] = []
+    for segment in segments:
+        if batch and sum(taken.size for taken in batch) + segment.size > BATCH_BYTES_MAX:
+            yield batch
+            batch = []
+        batch.append(segment)
+    if batch:
+        yield batch
+
+
+def row_number() -> Column:
+    """A number of a row of a Parquet file, the same whenever it is read."""
+    return F.xxhash64("_metadata.file_name", "_metadata.row_index")
+
+
+def _overlap(one: DataFile, other: DataFile, column: str) -> bool:
+    """Whether two files can hold the same value. Who does not know says yes."""
+    low, high = one.low.get(column), one.high.get(column)
+    other_low, other_high = other.low.get(column), other.high.get(column)
+    if low is None or high is None or other_low is None or other_high is None:
+        return True
+    return bool(low <= other_high and other_low <= high)
+
+
+def _high(file: DataFile) -> int:
+    return file.high.get("ts_us") or 0
+
+
+def _no_anchors(nodes: DataFrame) -> DataFrame:
+    place = {name: F.lit(None).cast("string") for name in spans.PLACE}
+    return nodes.limit(0).select("message_id").withColumns(place)

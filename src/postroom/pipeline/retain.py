@@ -1,0 +1,311 @@
+"""How long the tables keep what happened, and how it leaves them.
+
+Rule 1: a message leaves as a whole: its row, its attempts, its span and all its events, when the last thing
+        that happened to it is older than its organization's tier. Failures may stay longer. What is about no
+        message leaves by its own time.
+Rule 2: a legal hold on an organization or a goal keeps everything about it, whatever its age.
+Rule 3: nothing leaves before it was counted: the rows that stay and the rows that go (as read back from the
+        archive, where there is one) are together the rows that there were. Else the table stays as it is.
+Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. Whoever is killed
+        is run again: what is gone is not missed, and an archive of the same commit is written anew.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline.tables import DataFile, Tables, Txn
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+
+DAY_US: Final = 86_400_000_000
+DAYS_MAX: Final = 36_500
+FAILURES: Final = ("dead_letter", "quarantined")
+DECIDES: Final = "silver_messages"
+FEEDS: Final = {
+    "silver_events": "bronze_events",
+    "silver_messages": "silver_events",
+    "silver_attempts": "silver_events",
+    "silver_spans": "silver_messages",
+}
+"""What each table is folded from."""
+ORDER: Final = (
+    "bronze_rejects",
+    "bronze_events",
+    "silver_events",
+    "silver_attempts",
+    "silver_spans",
+    "silver_messages",
+)
+BEGAN: Final = "retain began at"
+ENDED: Final = "retain ended at"
+_FILE: Final = "_file"
+
+Progress = Callable[[str], None]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept for how long."""
+
+    keep_days: int
+    org_days: Mapping[str, int] = {}
+    """The tiers of organizations that have one of their own."""
+    failures_days: int = 0
+    """Dead letters and quarantined messages stay at least so long."""
+    held_orgs: frozenset[str] = frozenset()
+    held_goals: frozenset[str] = frozenset()
+
+
+class Retained(msgspec.Struct, frozen=True):
+    """What left one table, or would leave it."""
+
+    table: str
+    before: int
+    deleted: int
+    archived: int | None
+    """None when nothing was archived."""
+
+
+# ---- files that people write -----------------------------------------------------------------------------
+
+
+def read_org_days(path: Path) -> dict[str, int]:
+    """Lines of an organization and a number of days."""
+    found: dict[str, int] = {}
+    for number, (org_id, days) in _lines(path, "an organization and a number of days"):
+        if not days.isdecimal() or not 1 <= int(days) <= DAYS_MAX or org_id in found:
+            raise InvalidSetting(
+                f"line {number} of {path} is not an organization and 1 to {DAYS_MAX} days, once"
+            )
+        found[org_id] = int(days)
+    return found
+
+
+def read_holds(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Lines of `org ID` and `goal ID`; gives the organizations and the goals."""
+    held: dict[str, set[str]] = {"org": set(), "goal": set()}
+    for number, (kind, name) in _lines(path, "org ID or goal ID"):
+        if kind not in held:
+            raise InvalidSetting(f"line {number} of {path} is not a hold: it is org ID or goal ID")
+        held[kind].add(name)
+    return frozenset(held["org"]), frozenset(held["goal"])
+
+
+def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
+    try:
+        texts = path.read_text().splitlines()
+    except OSError as error:
+        raise InvalidSetting(f"cannot read {path}: {error.strerror}") from None
+    found = []
+    for number, text in enumerate(texts, start=1):
+        words = text.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:  # noqa: PLR2004 - a name and what belongs to it
+            raise InvalidSetting(f"line {number} of {path} is not {wanted}")
+        found.append((number, (words[0], words[1])))
+    return found
+
+
+# ---- what is over ----------------------------------------------------------------------------------------
+
+
+def kept_us(policy: Policy) -> "Column":
+    """How long a row of an organization is kept."""
+    tier = F.lit(policy.keep_days)
+    if policy.org_days:
+        days = F.create_map(*[F.lit(part) for pair in sorted(policy.org_days.items()) for part in pair])
+        tier = F.coalesce(days[F.col("org_id")], tier)
+    return tier.cast("long") * DAY_US
+
+
+def held(policy: Policy) -> "Column":
+    """Whether a hold keeps a row."""
+    org = F.col("org_id").isin(*policy.held_orgs)
+    goal = F.col("goal_id").isin(*policy.held_goals)
+    return F.coalesce(org, F.lit(False)) | F.coalesce(goal, F.lit(False))  # noqa: FBT003 - SQL's
+
+
+def over_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame:
+    """Grain: message_id of messages that leave."""
+    kept = kept_us(policy)
+    longer = F.greatest(kept, F.lit(policy.failures_days * DAY_US))
+    kept = F.when(F.col("outcome").isin(*FAILURES), longer).otherwise(kept)
+    return messages.where((F.col("last_us") < now_us - kept) & ~held(policy)).select("message_id")
+
+
+def over_alone(policy: Policy, now_us: int) -> "Column":
+    """Whether an event that is about no message leaves."""
+    return F.col("message_id").isNull() & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
+
+
+def over_rejects(policy: Policy, now_us: int) -> "Column":
+    """Whether a line that was no event leaves: after the longest tier, unless it names what is held."""
+    days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
+    sealed_us = F.unix_micros(F.to_timestamp("date"))
+    names = [F.col("line").contains(name) for name in sorted(policy.held_orgs | policy.held_goals)]
+    return (sealed_us + DAY_US < now_us - days * DAY_US) & ~reduce(or_, names, F.lit(False))  # noqa: FBT003 - SQL's
+
+
+# ---- the job ---------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """What a table would lose."""
+
+    files: list[DataFile]
+    """Those in which a row leaves."""
+    going: int
+
+
+class Retention:
+    """One pass over the tables of a folder."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        tables: Tables,
+        policy: Policy,
+        *,
+        now_us: int,
+        archive: str | None = None,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        self._spark = spark
+        self._tables = tables
+        self._policy = policy
+        self._now_us = now_us
+        self._archive = archive
+        self._tell = progress
+
+    def run(self, *, dry_run: bool = False) -> list[Retained]:
+        """Let what is over leave every table; gives how many rows that were."""
+        with self._tables.lock():
+            self._check_folded()
+            there = [name for name in ORDER if self._tables.exists(name)]
+            if DECIDES not in there:
+                raise InvalidSetting(
+                    f"there is no table {DECIDES} in {self._tables.folder}: run the pipeline first"
+                )
+            over = over_messages(
+                self._tables.read(self._spark, DECIDES), self._policy, self._now_us
+            ).persist()
+            try:
+                return [self._retain(name, over, dry_run=dry_run) for name in there]
+            finally:
+                over.unpersist()
+
+    def _check_folded(self) -> None:
+        """What was not folded so far may be about a message that is over: it would be lost unread."""
+        for name, source in FEEDS.items():
+            if self._is_behind(name, source):
+                raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+
+    def _is_behind(self, name: str, source: str) -> bool:
+        known, version = self._tables.last_txn(name, source), self._tables.version(source)
+        if known == version or not self._tables.exists(source):
+            return False
+        # The last commits of the source may be those of a pass that was killed.
+        ended = self._tables.last_txn(source, ENDED)
+        return not (ended == version and known >= self._tables.last_txn(source, BEGAN))
+
+    def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
+        before = sum(file.rows for file in self._tables.files(name))
+        change = self._change(name, over)
+        self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
+        archived = None
+        if not dry_run:
+            if change.going:
+                archived = self._delete(name, over, change)
+            self._catch_up(name)
+            self._tables.vacuum(name)
+        return Retained(name, before, change.going, archived)
+
+    def _split(self, name: str, over: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
+        """The rows that go, and those that stay."""
+        rows = self._tables.read(self._spark, name, files).withColumn(_FILE, F.col("_metadata.file_path"))
+        if name == "bronze_rejects":
+            leaves = over_rejects(self._policy, self._now_us)
+            return rows.where(leaves), rows.where(~F.coalesce(leaves, F.lit(False)))  # noqa: FBT003 - SQL's
+        go, stay = rows.join(over, "message_id", "left_semi"), rows.join(over, "message_id", "left_anti")
+        if name.endswith("_events"):
+            alone = F.coalesce(over_alone(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
+            return go.unionByName(rows.where(alone)), stay.where(~alone)
+        return go, stay
+
+    def _change(self, name: str, over: DataFrame) -> Change:
+        files = self._tables.files(name)
+        if not files:
+            return Change([], 0)
+        go, _ = self._split(name, over, files)
+        counts = {
+            unquote(row[_FILE]).rpartition(f"/{name}/")[2]: row["count"]
+            for row in go.groupBy(_FILE).count().collect()
+        }
+        touched = [file for file in files if file.path in counts]
+        return Change(touched, sum(counts.values()))
+
+    def _delete(self, name: str, over: DataFrame, change: Change) -> int | None:
+        """Archive, write what stays aside, count both, and only then make it count."""
+        go, stay = self._split(name, over, change.files)
+        archived = self._archived(name, go.drop(_FILE))
+        if archived is not None and archived != change.going:
+            raise Unavailable(
+                f"the archive of {name} has {archived} rows instead of {change.going}: nothing was deleted"
+            )
+        partitions = self._partitions(name)
+        # What lay in a file of its own stays so: the fold keeps settled messages apart.
+        stay = stay.withColumn(_FILE, F.xxhash64(_FILE))
+        staged = self._tables.stage(name, stay, partition_by=partitions, split_by=_FILE)
+        there = sum(file.rows for file in change.files)
+        if staged.rows + change.going != there:
+            raise Unavailable(
+                f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "
+                "nothing was deleted"
+            )
+        self._tables.commit(name, staged, change.files, txns=self._signs(name))
+        return archived
+
+    def _catch_up(self, name: str) -> None:
+        """Note that a table has seen its source: what left there has left here as well."""
+        behind = [(name, FEEDS[name])] if name in FEEDS else []
+        if name == DECIDES:
+            behind.append(("silver_spans", DECIDES))
+        for table, source in behind:
+            if self._tables.exists(table) and self._has_missed(table, source):
+                self._tables.mark(table, self._signs(table))
+
+    def _has_missed(self, table: str, source: str) -> bool:
+        return self._tables.last_txn(table, source) != self._tables.version(source)
+
+    def _signs(self, name: str) -> list[Txn]:
+        """A commit as one of this job: whoever is behind by such commits alone has missed nothing."""
+        version = self._tables.version(name)
+        goes_on = self._tables.last_txn(name, ENDED) == version
+        began = self._tables.last_txn(name, BEGAN) if goes_on else version
+        signs = [Txn(BEGAN, began), Txn(ENDED, version + 1)]
+        if name in FEEDS:
+            signs.append(Txn(FEEDS[name], self._tables.version(FEEDS[name])))
+        return signs
+
+    def _archived(self, name: str, rows: DataFrame) -> int | None:
+        """Write rows to the archive and read back how many there are. The same commit has the same place."""
+        if self._archive is None:
+            return None
+        table = DeltaTable(self._tables.folder / name)
+        place = f"{self._archive.rstrip('/')}/{name}/retained={table.metadata().id}-{table.version()}"
+        rows.write.partitionBy(*self._partitions(name)).mode("overwrite").parquet(place)
+        return self._spark.read.schema(rows.schema).parquet(place).count()
+
+    def _partitions(self, name: str) -> list[str]:
+        return list(DeltaTable(self._tables.folder / name).metadata().partition_columns)

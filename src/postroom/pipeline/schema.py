@@ -1,0 +1,81 @@
+"""The columns of the wire, in one place: what a line of a segment may say, and how Spark reads it.
+
+Rule 1: the schema is explicit. Nothing is inferred, so a field that a version does not write reads as NULL,
+        and one that this version does not know is passed over.
+Rule 2: times are µs as long, money is an exact decimal, `detail` stays the JSON text that it was.
+Rule 3: a field that a line leaves out is NULL.
+"""
+
+from typing import Final
+
+from pyspark.sql.types import (
+    DataType,
+    DecimalType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+CORRUPT: Final = "_corrupt"
+"""The text of a line that is no event, beside its empty columns."""
+REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")
+"""A line without one of these is no event, whatever else it says."""
+MONEY: Final = DecimalType(18, 9)
+
+_NOT_TEXT: Final[dict[str, DataType]] = {
+    "seq": LongType(),
+    "ts_us": LongType(),
+    "schema": IntegerType(),
+    "priority": IntegerType(),
+    "attempt": IntegerType(),
+    "duration_us": LongType(),
+    "tokens_in": LongType(),
+    "tokens_out": LongType(),
+    "cost_usd": MONEY,
+    "body_bytes": LongType(),
+    "lease": LongType(),
+}
+_FIELDS: Final = [
+    "event_id",
+    "seq",
+    "ts_us",
+    "kind",
+    "contract",
+    "source",
+    "schema",
+    "queue",
+    "org_id",
+    "user_id",
+    "agent_id",
+    "message_id",
+    "goal_id",
+    "task_id",
+    "parent_message_id",
+    "type",
+    "priority",
+    "state",
+    "attempt",
+    "worker_id",
+    "trace_id",
+    "span_id",
+    "duration_us",
+    "error_type",
+    "error",
+    "model",
+    "tokens_in",
+    "tokens_out",
+    "cost_usd",
+    "body_bytes",
+    "payload",
+    "sender",
+    "recipient",
+    "service",
+    "lease",
+    "detail",
+]
+
+EVENTS: Final = StructType([StructField(name, _NOT_TEXT.get(name, StringType())) for name in _FIELDS])
+LINES: Final = StructType([*EVENTS.fields, StructField(CORRUPT, StringType())])
+"""As a reader of segments needs it: a line that is no event stands in the last column."""

@@ -1,0 +1,121 @@
+"""One Spark session a command, with the settings that the transforms were measured with.
+
+Rule 1: what is missing on this machine is said in one sentence, before a JVM is tried.
+Rule 2: a local master talks to itself alone. Where a cluster listens is the cluster's business.
+"""
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+LOCAL_MASTER: Final = "local[*]"
+LOOPBACK: Final = "127.0.0.1"
+LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution joins what is small
+CONCURRENT_WRITERS_MAX: Final = (
+    64  # open files a task: rows need not be sorted by day before they are written
+)
+LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
+
+SETTINGS: Final[dict[str, str]] = {
+    "spark.app.name": "postroom",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.memory": "2g",
+    # Throughput is all that counts here, and ParallelGC spends the least CPU on it.
+    "spark.driver.extraJavaOptions": f"-XX:+UseParallelGC -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
+    "spark.executor.extraJavaOptions": "-XX:+UseParallelGC",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.adaptive.enabled": "true",
+    "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
+    "spark.sql.autoBroadcastJoinThreshold": "64m",
+    "spark.sql.parquet.compression.codec": "zstd",
+    "spark.hadoop.parquet.compression.codec.zstd.level": "1",  # a tenth larger, and quicker to write
+    "spark.sql.maxConcurrentOutputFileWriters": str(CONCURRENT_WRITERS_MAX),
+    # A file is visible when the table's log names it, so Spark's own commit may be the quick one.
+    "spark.hadoop.mapreduce.fileoutputcommitter.algorithm.version": "2",
+    "spark.hadoop.mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+LOCAL_SETTINGS: Final[dict[str, str]] = {
+    "spark.driver.host": LOOPBACK,
+    "spark.driver.bindAddress": LOOPBACK,
+    "spark.sql.shuffle.partitions": str(LOCAL_SHUFFLE_PARTITIONS),
+}
+
+
+def spark_session(
+    master: str = LOCAL_MASTER, remote: str | None = None, conf: Mapping[str, str] | None = None
+) -> "SparkSession":
+    """The session of this process: on a master, or behind a Spark Connect server at `remote`."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    with _quiet():
+        builder = _builder()
+        if remote is not None:
+            return builder.remote(remote).config(map=dict(conf or {})).getOrCreate()
+        _need_java()
+        return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
+
+
+def _settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    if not master.startswith("local"):
+        return {**SETTINGS, **conf}
+    os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
+    return {**SETTINGS, **LOCAL_SETTINGS, **conf}
+
+
+def _builder() -> "SparkSession.Builder":
+    try:
+        import deltalake  # noqa: F401, PLC0415 - the tables need it, and half a pipeline is none
+        from pyspark.sql import SparkSession  # noqa: PLC0415 - only who runs a job pays for it
+    except ImportError as error:
+        raise InvalidSetting(
+            f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
+        ) from None
+    return SparkSession.Builder()
+
+
+def _need_java() -> None:
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java", path=f"{home}/bin" if home else None) is None:
+        where = f"there is none in JAVA_HOME={home}" if home else "there is none on the PATH"
+        raise InvalidSetting(f"the pipeline needs Java 17 or 21, and {where}: install it, or set JAVA_HOME")
+
+
+@contextmanager
+def _quiet() -> "Iterator[None]":
+    """PySpark warns about a pandas that it was not tested with; nothing here goes through pandas."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"pyspark\..*")
+        yield
+
+
+@contextmanager
+def spark_errors() -> "Iterator[None]":
+    """What Spark refuses is the caller's mistake, in one sentence."""
+    from pyspark.errors import AnalysisException, ParseException, PySparkException  # noqa: PLC0415 - lazy
+
+    try:
+        yield
+    except (AnalysisException, ParseException) as error:
+        raise InvalidMessage(_first_sentence(error)) from None
+    except PySparkException as error:
+        raise Unavailable(_first_sentence(error)) from None
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the code in front, and without the plan behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return f"Spark refuses it: {text.partition('] ')[2] or text}".partition(" SQLSTATE")[0]

@@ -1,0 +1,69 @@
+"""What the tables' own logs tell: how far they are, their columns, their files. No Spark is started."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from postroom.errors import InvalidSetting
+
+try:
+    from postroom.pipeline.jobs import SOURCES, ingest_id, sealed_segments
+    from postroom.pipeline.tables import Tables
+except ImportError as error:
+    raise InvalidSetting(
+        f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
+    ) from None
+
+
+def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, Any]]:
+    """A row for each table; for the segments in front of them too, where they are."""
+    tables = Tables(folder)
+    if events is not None:
+        yield _segments(tables, events)
+    for name in tables.names():
+        files = tables.files(name)
+        yield {
+            "table": name,
+            "version": tables.version(name),
+            "rows": sum(file.rows for file in files),
+            "files": len(files),
+            "bytes": sum(file.size for file in files),
+            "behind": _behind(tables, name),
+        }
+
+
+def _segments(tables: Tables, events: Path) -> dict[str, Any]:
+    segments = sealed_segments(events)
+    taken = tables.last_txn("bronze_events", ingest_id(events))
+    return {
+        "table": "segments",
+        "version": max((segment.number for segment in segments), default=0),
+        "rows": None,
+        "files": len(segments),
+        "bytes": sum(segment.size for segment in segments),
+        "behind": sum(1 for segment in segments if segment.number > taken),
+    }
+
+
+def _behind(tables: Tables, name: str) -> int | None:
+    source = SOURCES.get(name)
+    return None if source is None else tables.version(source) - tables.last_txn(name, source)
+
+
+def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each column of each table."""
+    tables = Tables(folder)
+    for name in tables.names():
+        for field in tables.schema(name).fields:
+            yield {"table": name, "column": field.name, "type": field.dataType.simpleString()}
+
+
+def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[[str], None]) -> None:
+    """Join small files, and delete those that nobody needs."""
+    tables = Tables(folder)
+    with tables.lock():
+        for name in tables.names():
+            if compact:
+                progress(f"{name}: {tables.compact(name)} files joined")
+            if vacuum:
+                progress(f"{name}: {len(tables.vacuum(name))} files deleted")

@@ -1,0 +1,102 @@
+"""Messages submitted again, as tasks of a store, each once for a replay.
+
+Rule 1: a message is submitted under the key (replay id, message id), which the store remembers. Whoever is
+        killed, repeats himself or runs twice adds nothing.
+Rule 2: the payload goes as it was. What is not JSON becomes a JSON text.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import msgspec
+
+from postroom.contracts.backlog import Backlog
+from postroom.contracts.tasks import KEY_CHARS_MAX, Tasks
+from postroom.core.names import checked_name
+from postroom.core.retry import RetryPolicy
+from postroom.errors import InvalidMessage
+from postroom.message import Envelope
+
+COMMIT_MESSAGES: Final = 200  # in one commit of the store
+_MAX_RETRIES: Final = RetryPolicy().max_retries
+
+
+class Message(NamedTuple):
+    """A message that is to be submitted again."""
+
+    message_id: str
+    queue: str
+    payload: str
+    type: str = ""
+    parent_message_id: str = ""
+
+
+class Submitter:
+    """Puts messages into the store at `url`, in their order."""
+
+    def __init__(self, url: str, replay_id: str) -> None:
+        self._tasks = Tasks.open(url)
+        self._backlog = Backlog(self._tasks.store)
+        self._replay_id = checked_name("replay id", replay_id)
+        self.new = 0
+        self.known = 0
+        """Messages that this replay had submitted before."""
+
+    def submit(self, messages: Iterable[Message]) -> None:
+        """All of them, a few in each commit."""
+        envelopes = map(self._envelope, messages)
+        while chunk := list(islice(envelopes, COMMIT_MESSAGES)):
+            self._commit(chunk)
+
+    def _commit(self, envelopes: list[Envelope]) -> None:
+        self._backlog.hold_up()
+        accepted = self._tasks.store.write(lambda transaction: transaction.insert(envelopes))
+        known = sum(each.duplicate for each in accepted)
+        self.known += known
+        self.new += len(accepted) - known
+
+    def _envelope(self, message: Message) -> Envelope:
+        key = f"{self._replay_id}:{message.message_id}"
+        if not message.message_id or len(key) > KEY_CHARS_MAX:
+            raise InvalidMessage(
+                f"{message.message_id!r} is no message id: nothing can be remembered under it"
+            )
+        queue = checked_name("queue", message.queue)
+        return Envelope(
+            queue=queue,
+            payload=_as_json(message.payload),
+            key=key,
+            type=message.type,
+            parent_message_id=message.parent_message_id,
+            max_retries=_MAX_RETRIES,
+            durability=self._tasks.store.limits(queue).durability or "os",
+        )
+
+    def close(self) -> None:
+        self._tasks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_json(payload: str) -> bytes:
+    data = payload.encode()
+    try:
+        msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return msgspec.json.encode(payload)
+    return data
+
+
+def chunks(messages: Iterable[Message], size: int) -> Iterator[list[Message]]:
+    """The messages in lists of at most that length."""
+    rest = iter(messages)
+    while chunk := list(islice(rest, size)):
+        yield chunk

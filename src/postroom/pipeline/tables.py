@@ -1,0 +1,348 @@
+"""Delta tables without a JVM jar: Spark writes the Parquet files, the `deltalake` wheel commits them.
+
+Rule 1: a file counts when a commit names it. What a killed job left behind is an orphan that no reader sees,
+        and `vacuum` removes it.
+Rule 2: a commit is one file of the table's log: it adds, removes and remembers how far a job has come, or
+        does none of it.
+Rule 3: one writer a folder of tables. A reader needs no lock: it reads the files of one version, and `vacuum`
+        leaves those of the last days.
+"""
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+from urllib.parse import unquote
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterProperties
+from deltalake.exceptions import TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
+
+from postroom.errors import InvalidMessage, Unavailable
+from postroom.system import lock
+from postroom.system.atomic import open_safely
+
+WRITER_LOCK: Final = "_writer.lock"
+STAGING: Final = "_staging"
+LOG: Final = "_delta_log"
+NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
+INDEXED: Final = ("message_id", "root_message_id", "ts_us")
+"""Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
+KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
+COMPACT_BYTES: Final = 128 << 20
+NANOS_PER_MS: Final = 1_000_000
+
+
+class Txn(NamedTuple):
+    """How far an application has come, committed together with what it wrote."""
+
+    app_id: str
+    version: int
+
+
+class DataFile(NamedTuple):
+    """One Parquet file of a table, as the log tells it."""
+
+    path: str
+    """Below the table's folder."""
+    size: int
+    rows: int
+    partition: dict[str, str | None]
+    low: dict[str, Any]
+    high: dict[str, Any]
+
+
+class Staged(NamedTuple):
+    """Files that were written for a commit to come."""
+
+    schema: StructType
+    partition_by: tuple[str, ...]
+    adds: list[AddAction]
+
+    @property
+    def rows(self) -> int:
+        return sum(json.loads(add.stats)["numRecords"] for add in self.adds)
+
+
+class Tables:
+    """The tables of one folder, each in a folder of its own name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    # ---- what there is -------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Every table that was committed at least once."""
+        return sorted(log.parent.name for log in self.folder.glob(f"*/{LOG}") if any(log.iterdir()))
+
+    def exists(self, name: str) -> bool:
+        return self._delta(name) is not None
+
+    def version(self, name: str) -> int:
+        """The number of the last commit; -1 when there is none."""
+        delta = self._delta(name)
+        return -1 if delta is None else delta.version()
+
+    def last_txn(self, name: str, app_id: str) -> int:
+        """How far an application has come with this table; -1 when it never wrote it."""
+        delta = self._delta(name)
+        found = None if delta is None else delta.transaction_version(app_id)
+        return -1 if found is None else found
+
+    def files(self, name: str, version: int | None = None) -> list[DataFile]:
+        """The files of a version, the current one when none is named."""
+        delta = self._delta(name, version)
+        return [] if delta is None else _files_of(delta)
+
+    def changed(self, name: str, since: int) -> tuple[list[DataFile], list[DataFile]]:
+        """The files that were added after a version, and those that were removed after it."""
+        now = self.files(name)
+        before = self.files(name, since) if since >= 0 else []
+        known, current = {file.path for file in before}, {file.path for file in now}
+        added = [file for file in now if file.path not in known]
+        return added, [file for file in before if file.path not in current]
+
+    def schema(self, name: str) -> StructType:
+        """The columns of a table, its partition columns included."""
+        delta = self._known(name)
+        return StructType.fromJson(json.loads(delta.schema().to_json()))
+
+    def _delta(self, name: str, version: int | None = None) -> DeltaTable | None:
+        try:
+            return DeltaTable(self.folder / name, version=version)
+        except TableNotFoundError:
+            return None
+
+    def _known(self, name: str) -> DeltaTable:
+        delta = self._delta(name)
+        if delta is None:
+            raise InvalidMessage(f"there is no table {name} in {self.folder}")
+        return delta
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def read(self, spark: SparkSession, name: str, files: Iterable[DataFile] | None = None) -> DataFrame:
+        """The rows of the current version, or of some of its files."""
+        schema = self.schema(name)
+        chosen = self.files(name) if files is None else list(files)
+        if not chosen:
+            return spark.createDataFrame([], schema)
+        folder = self.folder / name
+        paths = [str(folder / file.path) for file in chosen]
+        return spark.read.schema(schema).option("basePath", str(folder)).parquet(*paths).select(*schema.names)
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """While this process alone writes the tables of the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fd = open_safely(self.folder / WRITER_LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            lock.flock(fd, lock.EXCLUSIVE_NOW)
+        except BlockingIOError:
+            os.close(fd)
+            raise Unavailable(
+                f"another job is writing the tables in {self.folder}: wait until it is done"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def append(
+        self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), txns: Iterable[Txn] = ()
+    ) -> None:
+        """Add rows."""
+        self.swap(name, df, (), partition_by=partition_by, txns=txns)
+
+    def replace(
+        self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), txns: Iterable[Txn] = ()
+    ) -> None:
+        """These rows instead of all that there were."""
+        self.swap(name, df, self.files(name), partition_by=partition_by, txns=txns)
+
+    def swap(
+        self,
+        name: str,
+        df: DataFrame,
+        removed: Iterable[DataFile],
+        *,
+        partition_by: Sequence[str] = (),
+        split_by: str | None = None,
+        txns: Iterable[Txn] = (),
+    ) -> None:
+        """These rows instead of those in the removed files, in one commit. For `split_by` see `stage`."""
+        staged = self.stage(name, df, partition_by=partition_by, split_by=split_by)
+        self.commit(name, staged, removed, txns=txns)
+
+    def stage(
+        self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), split_by: str | None = None
+    ) -> Staged:
+        """Write the files of a commit to come. Nobody reads them so far.
+
+        Rows that differ in `split_by` go to files of their own. It is no column of the table.
+        """
+        split = () if split_by is None else (split_by,)
+        adds = [self._add(name, path, partition_by) for path in self._write(name, df, partition_by, split)]
+        return Staged(df.drop(*split).schema, tuple(partition_by), adds)
+
+    def commit(
+        self, name: str, staged: Staged, removed: Iterable[DataFile] = (), *, txns: Iterable[Txn] = ()
+    ) -> None:
+        """Make staged files count, and the removed ones no longer."""
+        now_ms = time.time_ns() // NANOS_PER_MS
+        gone = [
+            RemoveAction(file.path, True, now_ms, file.size, file.partition)  # noqa: FBT003 - it is data that changes
+            for file in removed
+        ]
+        self._commit(name, staged.schema, staged.partition_by, [*staged.adds, *gone], txns)
+
+    def mark(self, name: str, txns: Iterable[Txn]) -> None:
+        """Remember how far an application has come, where there was nothing to write."""
+        delta = self._known(name)
+        self._commit(name, self.schema(name), delta.metadata().partition_columns, [], txns)
+
+    def _write(
+        self, name: str, df: DataFrame, partition_by: Sequence[str], split: Sequence[str]
+    ) -> list[Path]:
+        """Let Spark write the files aside, then give them their place. Nobody reads them so far."""
+        table = self.folder / name
+        staging = table / STAGING / uuid.uuid4().hex
+        df.write.partitionBy(*split, *partition_by).parquet(str(staging))
+        placed = []
+        for file in sorted(staging.rglob("*.parquet")):
+            folders = file.relative_to(staging).parts[:-1]
+            # A task gives its files one name, and tells them apart by their folders alone.
+            name = "-".join((*folders[: len(split)], file.name)).lstrip("_")
+            place = table.joinpath(*folders[len(split) :], name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            placed.append(file.rename(place))
+        shutil.rmtree(table / STAGING)
+        return placed
+
+    def _add(self, name: str, path: Path, partition_by: Sequence[str]) -> AddAction:
+        below = path.relative_to(self.folder / name)
+        told = path.stat()
+        return AddAction(
+            below.as_posix(),
+            told.st_size,
+            _partition_of(below, partition_by),
+            told.st_mtime_ns // NANOS_PER_MS,
+            data_change=True,
+            stats=json.dumps(_stats_of(path)),
+        )
+
+    def _commit(
+        self,
+        name: str,
+        schema: StructType,
+        partition_by: Sequence[str],
+        actions: list[AddAction | RemoveAction],
+        txns: Iterable[Txn],
+    ) -> None:
+        properties = CommitProperties(app_transactions=[Transaction(*txn) for txn in txns])
+        columns = delta_schema(schema)
+        delta = self._delta(name)
+        if delta is None:
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            create_table_with_add_actions(
+                str(self.folder / name),
+                columns,
+                cast("list[AddAction]", actions),
+                partition_by=list(partition_by),
+                commit_properties=properties,
+            )
+            return
+        _add_columns(delta, columns)
+        delta.create_write_transaction(
+            actions, "append", columns, list(partition_by), commit_properties=properties
+        )
+
+    # ---- keeping house -------------------------------------------------------------------------------
+
+    def compact(self, name: str) -> int:
+        """Join small files of a partition; the rows stay the same. Gives how many files are gone."""
+        metrics = self._known(name).optimize.compact(
+            target_size=COMPACT_BYTES, writer_properties=WriterProperties(compression="ZSTD")
+        )
+        return int(metrics["numFilesRemoved"])
+
+    def vacuum(self, name: str, keep_hours: int = KEEP_HOURS) -> list[str]:
+        """Delete files that no version of the last hours names, and what killed jobs left."""
+        shutil.rmtree(self.folder / name / STAGING, ignore_errors=True)
+        return self._known(name).vacuum(
+            keep_hours, dry_run=False, enforce_retention_duration=keep_hours >= KEEP_HOURS, full=True
+        )
+
+
+# ---- what the log says of a file ---------------------------------------------------------------------
+
+
+def delta_schema(schema: StructType) -> Schema:
+    """The same columns in the words of the log. Every one may be NULL."""
+    fields = [{**field.jsonValue(), "nullable": True} for field in schema.fields]
+    return Schema.from_json(json.dumps({"type": "struct", "fields": fields}))
+
+
+def _add_columns(delta: DeltaTable, wanted: Schema) -> None:
+    """A table of an earlier version gets the columns that this one writes; its old rows read NULL there."""
+    known = {field.name for field in delta.schema().fields}
+    new = [field for field in wanted.fields if field.name not in known]
+    if new:
+        delta.alter.add_columns(new)
+        delta.update_incremental()
+
+
+def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | None]:
+    found = dict(part.split("=", 1) for part in path.parts[:-1])
+    values = {name: unquote(found[name]) for name in partition_by}
+    return {name: None if value == NO_VALUE else value for name, value in values.items()}
+
+
+def _stats_of(path: Path) -> dict[str, Any]:
+    """Rows, and the lowest and highest values of the indexed columns, from the footer of the file."""
+    footer = pq.read_metadata(path)
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    for at, column in enumerate(footer.schema.names):
+        if column not in INDEXED:
+            continue
+        groups = [footer.row_group(n).column(at).statistics for n in range(footer.num_row_groups)]
+        if groups and all(group is not None and group.has_min_max for group in groups):
+            low[column] = min(group.min for group in groups)
+            high[column] = max(group.max for group in groups)
+    return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": {}}
+
+
+def _files_of(delta: DeltaTable) -> list[DataFile]:
+    rows = pa.table(delta.get_add_actions(flatten=True)).to_pylist()
+    return [
+        DataFile(
+            unquote(row["path"]),
+            row["size_bytes"],
+            row["num_records"] or 0,
+            {name: _as_text(value) for name, value in _prefixed(row, "partition.").items()},
+            _prefixed(row, "min."),
+            _prefixed(row, "max."),
+        )
+        for row in rows
+    ]
+
+
+def _prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+
+
+def _as_text(value: object) -> str | None:
+    return None if value is None else str(value)

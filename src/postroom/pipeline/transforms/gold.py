@@ -1,0 +1,331 @@
+"""Gold: what operators and agents ask for, summed up from silver.
+
+Rule 1: a table that can be said by day is: then only days that changed are built anew. What spans days is
+        made of a small table by day: `gold_depth` of `gold_flow`, `gold_poison_suspects` of `gold_crashes`,
+        `gold_dlq_patterns` of `gold_dlq_templates`.
+Rule 2: percentiles are exact, and never depend on how rows are spread: the value at the nearest rank of the
+        sorted list. Beside them stands a histogram of fixed buckets, which can be added up over any groups.
+Rule 3: money is decimal from end to end.
+Rule 4: `hour_us` is the beginning of an hour of UTC. A message counts for the hour that it was created in, an
+        event for the hour that it happened in.
+"""
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
+from postroom.pipeline.transforms.flames import flames
+from postroom.pipeline.transforms.goldtable import GoldTable
+
+MINUTE_US: Final = 60_000_000
+HOUR_US: Final = 60 * MINUTE_US
+SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
+"""How long a message of each priority may wait for its first delivery."""
+BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
+LAPSES_SUSPECT: Final = 2  # workers that a message has outlived, until it is suspected
+ERROR_KINDS: Final = (
+    "execution_failed",
+    "lease_lapsed",
+    "dead_letter",
+    "rejected",
+    "quarantined",
+    "conflict_resolution_failed",
+)
+WAITING: Final = "QUEUED"
+_ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
+_ENDS: Final = ("delivered", "expired", "cancelled", "quarantined", "deleted")
+
+
+def hour_us(ts_us: Column) -> Column:
+    """The beginning of its hour."""
+    return ts_us - F.pmod(ts_us, F.lit(HOUR_US))
+
+
+def _born_hour() -> Column:
+    return hour_us(F.coalesce("created_us", "first_us"))
+
+
+def _how_many(condition: Column) -> Column:
+    return F.count(F.when(condition, 1))
+
+
+# ---- latency and its targets ---------------------------------------------------------------------------
+
+
+def latency(messages: DataFrame) -> DataFrame:
+    """One row for each hour, organization, type and priority: how long its messages waited (`queue_us`).
+
+    Two aggregations and one shuffle: rows that are spread by the outer keys need not move again for the
+    buckets within them. A group is what one organization sends of one kind in an hour, so its list is small.
+    """
+    keys = ["day", "hour_us", "org_id", "type", "priority"]
+    waits = messages.where("queue_us IS NOT NULL").select(
+        "day", _born_hour().alias("hour_us"), "org_id", "type", "priority", "queue_us"
+    )
+    return (
+        waits.withColumn("le_us", bucket_us(F.greatest("queue_us", F.lit(0))))
+        .repartition(*keys)
+        .groupBy(*keys, "le_us")
+        .agg(F.collect_list("queue_us").alias("waits"))
+        .groupBy(*keys)
+        .agg(
+            F.sort_array(F.flatten(F.collect_list("waits"))).alias("waits"),
+            F.sort_array(F.collect_list(F.struct("le_us", F.size("waits").cast("bigint").alias("n")))).alias(
+                "histogram"
+            ),
+        )
+        .select(
+            *keys,
+            F.size("waits").cast("bigint").alias("n"),
+            *(nearest_rank(F.col("waits"), percent).alias(f"p{percent}_us") for percent in (50, 95, 99)),
+            F.element_at("waits", -1).alias("max_us"),
+            "histogram",
+        )
+    )
+
+
+def nearest_rank(values: Column, percent: int) -> Column:
+    """The smallest of sorted values that so many percent are not above. Whole numbers only: no rounding."""
+    rank = F.floor((F.size(values) * percent + 99) / F.lit(100)).cast("int")
+    return F.element_at(values, rank)
+
+
+def bucket_us(value: Column) -> Column:
+    """The largest whole number in the bucket of a value: exact below 32, then sixteen buckets an octave."""
+    bits = F.length(F.bin(value)) - (BUCKET_BITS + 1)
+    shift = F.greatest(bits, F.lit(0))
+    cut = F.call_function("shiftright", value, shift)
+    return F.call_function("shiftleft", cut + 1, shift) - 1
+
+
+def sla(messages: DataFrame) -> DataFrame:
+    """One row for each hour, organization, type and priority: how many were delivered within their target."""
+    targets = F.create_map(*(F.lit(part) for pair in SLA_US.items() for part in pair))
+    keys = ["day", "hour_us", "org_id", "type", "priority", "target_us"]
+    return (
+        messages.where("queue_us IS NOT NULL")
+        .select(
+            "day",
+            _born_hour().alias("hour_us"),
+            "org_id",
+            "type",
+            "priority",
+            targets[F.col("priority")].cast("bigint").alias("target_us"),
+            "queue_us",
+        )
+        .where("target_us IS NOT NULL")
+        .groupBy(*keys)
+        .agg(F.count("*").alias("n"), _how_many(F.col("queue_us") <= F.col("target_us")).alias("within"))
+        .withColumn("attainment", F.col("within") / F.col("n"))
+    )
+
+
+# ---- flow ----------------------------------------------------------------------------------------------
+
+
+def throughput(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization and type: how many events of each kind that matters."""
+    kinds = {
+        "created": "created",
+        "delivered": "delivered",
+        "dequeued": "dequeued",
+        "completed": "execution_completed",
+        "failed": "execution_failed",
+        "retried": "retry_scheduled",
+        "dead_letters": "dead_letter",
+        "expired": "expired",
+        "cancelled": "cancelled",
+        "quarantined": "quarantined",
+        "rejected": "rejected",
+        "duplicates": "duplicate",
+        "replayed": "replayed",
+    }
+    return (
+        events.where("message_id IS NOT NULL")
+        .groupBy("day", hour_us(F.col("ts_us")).alias("hour_us"), "org_id", "type")
+        .agg(
+            F.count("*").alias("events"),
+            *(_how_many(F.col("kind") == kind).alias(name) for name, kind in kinds.items()),
+            F.sum(F.when(F.col("kind") == "created", F.coalesce("body_bytes", F.lit(0)))).alias("bytes"),
+        )
+        .fillna(0, ["bytes"])
+    )
+
+
+def errors(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization, type, kind of event and class of error."""
+    keys = ["day", "hour_us", "org_id", "type", "kind", "error_type"]
+    return (
+        events.where(F.col("kind").isin(*ERROR_KINDS))
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .groupBy(*keys)
+        .agg(F.count("*").alias("n"), F.min("ts_us").alias("first_us"), F.max("ts_us").alias("last_us"))
+    )
+
+
+def flow(events: DataFrame) -> DataFrame:
+    """One row for each minute and queue in which something began or ceased to wait.
+
+    What an event changed shows against the state before it. Of the first event of a message in a day, the
+    kind tells that state. One that ends without a lease, on a later day than it was last told of, counts as
+    one that waited until then.
+    """
+    before = Window.partitionBy("source", "message_id").orderBy("seq")
+    told = F.last("state").over(before.rowsBetween(-1, -1))
+    waits = F.col("state") == WAITING
+    waited = F.when(told.isNotNull(), told == WAITING).otherwise(_must_have_waited())
+    minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
+    return (
+        events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL")
+        .select(
+            "day",
+            minute_us.alias("minute_us"),
+            "org_id",
+            "queue",
+            (waits.cast("int") - waited.cast("int")).alias("change"),
+        )
+        .where("change <> 0")
+        .groupBy("day", "minute_us", "org_id", "queue")
+        .agg(_how_many(F.col("change") > 0).alias("arrived"), _how_many(F.col("change") < 0).alias("left"))
+    )
+
+
+def _must_have_waited() -> Column:
+    """Whether a message has waited since an earlier day, by what its first event of this day is."""
+    kind = F.col("kind")
+    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
+    return (
+        F.when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
+        .when(
+            kind == "dequeued",
+            F.col("duration_us").isNull() | (F.col("ts_us") - F.col("duration_us") < day_us),
+        )
+        .when(kind.isin(*_ENDS), F.col("lease").isNull())
+        .otherwise(F.col("state") == WAITING)
+    )
+
+
+def depth(flows: DataFrame) -> DataFrame:
+    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute."""
+    so_far = Window.partitionBy("org_id", "queue").orderBy("minute_us")
+    return flows.withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far)).select(
+        "minute_us", "org_id", "queue", "arrived", "left", "depth"
+    )
+
+
+def traffic(messages: DataFrame) -> DataFrame:
+    """One row for each day, organization, pair and type: who talks to whom.
+
+    Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
+    for.
+    """
+    return (
+        messages.where("created_us IS NOT NULL")
+        .withColumn("sender", F.coalesce("sender", "contract"))
+        .withColumn("recipient", F.coalesce("recipient", "service", "agent_id", "queue"))
+        .groupBy("day", "org_id", "sender", "recipient", "type")
+        .agg(
+            F.count("*").alias("messages"),
+            F.coalesce(F.sum("body_bytes"), F.lit(0)).alias("bytes"),
+            _how_many(F.col("outcome") == "dead_letter").alias("dead_letters"),
+        )
+    )
+
+
+# ---- tokens and money ----------------------------------------------------------------------------------
+
+_SPENDERS: Final = ["day", "hour_us", "org_id", "goal_id", "agent_id", "model"]
+
+
+def tokens(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization, goal, agent and model: what went in and came out."""
+    return (
+        events.where("tokens_in IS NOT NULL OR tokens_out IS NOT NULL")
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .groupBy(*_SPENDERS)
+        .agg(
+            F.count("*").alias("calls"),
+            F.coalesce(F.sum("tokens_in"), F.lit(0)).alias("tokens_in"),
+            F.coalesce(F.sum("tokens_out"), F.lit(0)).alias("tokens_out"),
+        )
+    )
+
+
+def cost(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization, goal, agent and model: the exact sum of dollars."""
+    return (
+        events.where("cost_usd IS NOT NULL")
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .groupBy(*_SPENDERS)
+        .agg(F.count("*").alias("calls"), F.sum("cost_usd").cast("decimal(28,9)").alias("cost_usd"))
+    )
+
+
+# ---- poison --------------------------------------------------------------------------------------------
+
+
+def crashes(events: DataFrame) -> DataFrame:
+    """One row for each message and day on which a worker that held it was lost, or it was put aside."""
+    return (
+        events.where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
+        .groupBy("day", "message_id")
+        .agg(
+            F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
+            _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
+            F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(
+                "workers"
+            ),
+            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
+            F.max("ts_us").alias("last_us"),
+        )
+    )
+
+
+def poison_suspects(crashed: DataFrame) -> DataFrame:
+    """One row for each message that brings down whoever takes it: lost with two workers, or put aside."""
+    return (
+        crashed.groupBy("message_id")
+        .agg(
+            F.min("first").alias("first"),
+            F.sum("lapses").alias("lapses"),
+            F.size(F.array_distinct(F.flatten(F.collect_list("workers")))).alias("workers"),
+            (F.sum("quarantines") > 0).alias("quarantined"),
+            F.max("last_us").alias("last_us"),
+        )
+        .where((F.col("lapses") >= LAPSES_SUSPECT) | F.col("quarantined"))
+        .select(
+            "message_id",
+            *(
+                F.col(f"first.{name}").alias(name)
+                for name in ("org_id", "type", "agent_id", "goal_id", "queue")
+            ),
+            "lapses",
+            "workers",
+            "quarantined",
+            F.col("first.ts_us").alias("first_us"),
+            "last_us",
+        )
+    )
+
+
+_DAY: Final = ("day",)
+
+GOLD: Final[dict[str, GoldTable]] = {
+    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, "days"),
+    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, "days"),
+    "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, "days"),
+    "gold_errors": GoldTable(errors, ("silver_events",), _DAY, "days"),
+    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, "days"),
+    "gold_depth": GoldTable(depth, ("gold_flow",)),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, "days"),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, "days"),
+    "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, "days"),
+    "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
+    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, "days"),
+    "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
+    "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, "days"),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, "days"),
+}
+"""In the order in which they are built."""

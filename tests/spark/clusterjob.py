@@ -1,0 +1,32 @@
+"""A driver of its own: brings tables up to a history on a cluster. Arguments: master, events, tables."""
+
+import sys
+from pathlib import Path
+
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.session import spark_session
+from postroom.pipeline.tables import Tables
+
+CONF = {
+    "spark.driver.memory": "512m",
+    "spark.executor.memory": "512m",
+    "spark.executor.cores": "1",
+    "spark.sql.shuffle.partitions": "2",
+}
+
+
+def main(master: str, events: str, tables: str) -> None:
+    spark = spark_session(master, conf=CONF)
+    try:
+        job = Pipeline(
+            spark, Tables(Path(tables)), gold={}, progress=lambda text: print(text, file=sys.stderr)
+        )
+        job.run(Path(events))
+        hosts = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()
+        print(hosts - 1)  # the driver is one of them
+    finally:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,173 @@
+"""The checker on Spark finds what was planted, and says word for word what the checker of the core says."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pyspark.sql import SparkSession
+
+from postroom.core import lives
+from postroom.core.events import AuditEvent, event_id, to_line
+from postroom.core.history import History, Violation
+from postroom.pipeline import check as checking
+from postroom.pipeline.check import RULES, Verdict, check
+from postroom.pipeline.schema import EVENTS
+from postroom.sinks.reading import Place, Segments
+from tests.spark.conftest import TablesOf
+
+HORIZON_US = 86_400 * 10**6
+
+Told = set[tuple[str, str, tuple[str, ...], str]]
+
+
+def told(violations: list[Any]) -> Told:
+    return {(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in violations}
+
+
+def by_the_core(events: list[AuditEvent]) -> list[Violation]:
+    history = History()
+    for event in events:
+        history.add(event)
+    return [one for one in history.verdict(horizon_us=HORIZON_US).violations if one.rule in RULES]
+
+
+def by_spark(spark: SparkSession, tables_of: TablesOf, messages: int, seed: int, faults: bool) -> Verdict:
+    _, tables = tables_of(messages, seed, faults)
+    return check(tables.read(spark, "bronze_events"), tables.read(spark, "silver_events"))
+
+
+def test_it_finds_what_was_planted_and_nothing_else(spark: SparkSession, tables_of: TablesOf) -> None:
+    folder, _ = tables_of(1500, 11, True)
+    planted = [json.loads(line) for line in (folder / "_faults.jsonl").read_text().splitlines()]
+    found = by_spark(spark, tables_of, 1500, 11, faults=True)
+    assert sorted((one.rule, one.message_id) for one in found.samples) == sorted(
+        (fault["rule"], fault["message_id"]) for fault in planted if fault["rule"] in RULES
+    )
+    assert {tuple(one.event_ids) for one in found.samples if one.rule == "gap"} == {
+        tuple(fault["event_ids"]) for fault in planted if fault["rule"] == "gap"
+    }
+    assert set(found.counts) == set(RULES)
+    assert found.violations == len(found.samples)
+
+
+def test_it_says_what_the_checker_of_the_core_says(spark: SparkSession, tables_of: TablesOf) -> None:
+    folder, _ = tables_of(1500, 11, True)
+    events = [event for block, _ in Segments(folder).after(Place(0, 0)) for event in block]
+    assert told(by_spark(spark, tables_of, 1500, 11, faults=True).samples) == told(by_the_core(events))
+
+
+def test_a_clean_history_is_clean(spark: SparkSession, tables_of: TablesOf) -> None:
+    found = by_spark(spark, tables_of, 1500, 11, faults=False)
+    assert (found.counts, found.samples, found.violations) == ({}, [], 0)
+    assert found.events > found.messages > 1400
+
+
+KINDS = (
+    "created", "enqueued", "promoted", "dequeued", "dequeued", "execution_started", "heartbeat",
+    "execution_failed", "lease_lapsed", "released", "retry_scheduled", "execution_completed", "dead_letter",
+    "cancelled", "expired", "quarantined", "delivered", "deleted", "replayed", "duplicate",
+)  # fmt: skip
+
+
+def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
+    """Any events of two messages in any order, with leases that may be the right ones, and holes."""
+    events: list[AuditEvent] = []
+    open_leases = {"a": 0, "b": 0}
+    seq = rng.choice((0, 0, 0, 7))
+    fresh = {name for name in "ab" if rng.random() < 0.9}
+    known, over, forgotten = set(fresh), set[str](), set[str]()
+    for _ in range(rng.randint(1, 14)):
+        seq += rng.choice((1,) * 9 + (3,))
+        name = rng.choice("ab")
+        message_id = f"{source}-{name}"
+        kind = "created" if name in fresh else rng.choice(KINDS)
+        fresh.discard(name)
+        if kind == "created" and name not in known & over and events:  # an id is used again after an end only
+            kind = "enqueued" if any(event.message_id == message_id for event in events) else kind
+        if kind == "deleted" and name in forgotten:  # once
+            kind = "heartbeat"
+        if kind in lives.ENDS:
+            over.add(name)
+            forgotten |= {name} if kind == "deleted" else set()
+        elif kind in ("created", "dequeued", "replayed"):
+            over.discard(name)
+            forgotten.discard(name)
+        if kind == "dequeued":
+            open_leases[name] = seq
+        lease = rng.choice((open_leases[name],) * 4 + (0, 1)) if kind not in ("created", "enqueued") else 0
+        if kind == "dequeued":
+            lease = seq
+        detail = {"delay_s": rng.choice((2, 200_000))} if kind in ("created", "retry_scheduled") else {}
+        events.append(
+            AuditEvent(
+                event_id=event_id(source, seq),
+                seq=seq,
+                ts_us=seq * rng.choice((1, 10**10)),
+                kind=kind,  # type: ignore[arg-type]
+                contract=rng.choice(("engine", "engine", "tasks")) if not events else events[0].contract,
+                source=source,
+                schema=1,
+                queue="q",
+                message_id=message_id,
+                state="SCHEDULED" if detail else "QUEUED",
+                lease=lease,
+                detail=detail,
+            )
+        )
+    return events
+
+
+def test_of_made_up_lives_it_says_the_same_too(spark: SparkSession, tmp_path: Path) -> None:
+    """Hundreds of sources, each a small history of its own, in one job."""
+    rng = random.Random(20)
+    histories = [made_up(f"s{n:03}", rng) for n in range(600)]
+    events = [event for history in histories for event in history]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    rows = spark.read.schema(EVENTS).json(str(tmp_path / "events.jsonl"))
+    found, said = told(check(rows, rows).samples), told(by_the_core(events))
+    assert found == said
+    assert {one[0] for one in said} == set(RULES)
+
+
+def test_two_events_of_one_number_are_found_beside_honest_repeats(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    event = made_up("s", random.Random(1))[0]
+    other = msgspec.structs.replace(event, queue="elsewhere")
+    lines = [to_line(event), to_line(event), to_line(other)]
+    for number, (told_lines, n) in enumerate([(lines[:2], 0), (lines, 1)]):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_bytes(b"".join(told_lines))
+        bronze = spark.read.schema(EVENTS).json(str(file))
+        assert check(bronze, bronze.limit(1)).counts.get("gap", 0) == n
+
+
+def test_what_may_follow_an_end_is_what_the_core_says() -> None:
+    assert set(checking._MAY_FOLLOW) == lives._MAY_FOLLOW
+    assert set(checking._JUDGED) == set(lives.Lives._judges)
+
+
+def test_the_command_fails_with_the_ids_of_samples(tables_of: TablesOf) -> None:
+    _, tables = tables_of(1500, 11, True)
+    command = [
+        sys.executable,
+        "-m",
+        "postroom.cli.main",
+        "--json",
+        "pipeline",
+        "check",
+        "--tables",
+        str(tables.folder),
+    ]
+    done = subprocess.run(
+        [*command, "--master", "local[2]"], capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 1, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["rule"] for row in rows} == set(RULES)
+    assert all(row["event_ids"] and row["sentence"] for row in rows)
+    assert f"{len(rows)} violations in" in done.stderr

@@ -1,0 +1,85 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.spark.conftest import TablesOf
+
+POSTROOM = str(Path(sys.executable).with_name("postroom"))
+
+
+def call(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [POSTROOM, "pipeline", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
+    )
+
+
+@pytest.fixture
+def copied(tables_of: TablesOf, tmp_path: Path) -> tuple[Path, Path]:
+    events, tables = tables_of(1500, 11)
+    shutil.copytree(tables.folder, tmp_path / "tables")
+    return events, tmp_path / "tables"
+
+
+def test_sql_prints_json_lines(copied: tuple[Path, Path]) -> None:
+    _, tables = copied
+    query = "SELECT outcome, count(*) AS n, max(rejected_us) AS none FROM silver_messages GROUP BY outcome"
+    done = call("sql", "--tables", tables, "--master", "local[1]", query)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(text) for text in done.stdout.splitlines()]
+    assert sum(row["n"] for row in rows) == 1500
+    assert all(set(row) == {"outcome", "n", "none"} for row in rows)
+    assert "starting Spark" in done.stderr
+
+
+def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path]) -> None:
+    events, tables = copied
+    done = call("run", "--events", events, "--tables", tables, "--master", "local[1]", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["segments"], summary["rows"]["silver_messages"]) == (0, 1500)
+    assert "gold_latency" in done.stderr
+    assert "gold_latency" in summary["rows"]
+
+
+def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    events, tables = copied
+    done = call("status", "--tables", tables, "--events", events, PATH="", JAVA_HOME=str(tmp_path))
+    rows = {row["table"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert rows["segments"]["behind"] == rows["silver_spans"]["behind"] == 0
+    assert rows["silver_messages"]["rows"] == 1500
+    done = call("tables", "--tables", tables, "--vacuum", "--compact")
+    columns = [json.loads(text) for text in done.stdout.splitlines()]
+    assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
+
+
+def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
+    where = ("run", "--events", tmp_path, "--tables", tmp_path / "tables")
+    done = call(*where, JAVA_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "postroom: the pipeline needs Java 17 or 21, and there is none"
+    )
+    hidden = tmp_path / "hidden" / "pyspark"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text('raise ModuleNotFoundError("no", name="pyspark")')
+    for command in (where, ("status", "--tables", tmp_path)):
+        done = call(*command, PYTHONPATH=str(hidden.parent))
+        assert done.returncode == 2
+        missing = (
+            "postroom: the pipeline needs pyspark, which is not installed: pip install 'postroom[spark]'"
+        )
+        assert done.stderr.splitlines()[-1] == missing
+
+
+def test_help_does_not_import_spark() -> None:
+    code = "import sys; import postroom.cli.pipeline; sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

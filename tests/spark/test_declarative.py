@@ -1,0 +1,92 @@
+"""The declarative pipeline: its project loads, and its definitions make the tables that the jobs make."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pyspark.pipelines.flow import Flow
+from pyspark.pipelines.graph_element_registry import (
+    GraphElementRegistry,
+    graph_element_registration_context,
+)
+from pyspark.pipelines.output import Output
+from pyspark.sql import SparkSession
+
+from postroom.errors import InvalidSetting
+from postroom.pipeline.declarative import ASKING, EVENTS_SETTING, define, write_project
+from postroom.pipeline.declarative.__main__ import main
+from postroom.pipeline.transforms.gold import GOLD
+from tests.spark.conftest import TablesOf
+
+MESSAGES, SEED = 1_500, 11
+
+
+class Registry(GraphElementRegistry):
+    """Keeps what is defined, as Spark's own does before it runs anything."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Output] = {}
+        self.flows: dict[str, Flow] = {}
+
+    def register_output(self, output: Output) -> None:
+        self.outputs[output.name] = output
+
+    def register_flow(self, flow: Flow) -> None:
+        self.flows[flow.target] = flow
+
+    def register_auto_cdc_flow(self, flow: Any) -> None:
+        raise AssertionError(flow)
+
+    def register_sql(self, sql_text: str, file_path: Path) -> None:
+        raise AssertionError(sql_text, file_path)
+
+
+@pytest.fixture
+def configured(spark: SparkSession, tables_of: TablesOf) -> Iterator[SparkSession]:
+    spark.conf.set(EVENTS_SETTING, str(tables_of(MESSAGES, SEED)[0]))
+    yield spark
+    spark.conf.unset(EVENTS_SETTING)
+
+
+def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) -> None:
+    """Its definitions file is run as `spark-pipelines` runs it: with the session as a global name."""
+    spec = write_project(tmp_path / "project", tmp_path)
+    told = yaml.safe_load(spec.read_text())
+    assert told["configuration"][EVENTS_SETTING] == str(tmp_path)
+    registry = Registry()
+    for entry in told["libraries"]:
+        for file in spec.parent.glob(entry["glob"]["include"] + "/*"):
+            with graph_element_registration_context(registry):
+                exec(file.read_text(), {"spark": configured})  # noqa: S102 - that is what the program does
+    silver = {"silver_events", "silver_messages", "silver_attempts"}
+    assert {"lines", "bronze_events", *silver} < set(registry.outputs)
+    assert set(registry.outputs) == set(registry.flows)
+    missing = set(GOLD) - set(registry.outputs)
+    assert missing == {name for name, table in GOLD.items() if ASKING & {name, *table.inputs}}
+
+
+def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, tables_of: TablesOf) -> None:
+    _, tables = tables_of(MESSAGES, SEED)
+    registry = Registry()
+    with graph_element_registration_context(registry):
+        define(configured)
+    for name, source in (("silver_events", "bronze_events"), ("silver_messages", "silver_events")):
+        tables.read(configured, source).createOrReplaceTempView(source)
+        made, known = registry.flows[name].func(), tables.read(configured, name)
+        assert made.columns == known.columns
+        assert made.exceptAll(known).isEmpty()
+        assert known.exceptAll(made).isEmpty()
+
+
+def test_a_project_is_refused_where_there_is_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(InvalidSetting, match="is not empty"):
+        write_project(tmp_path, tmp_path)
+    assert main([str(tmp_path), str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main([str(tmp_path / "new"), str(tmp_path)]) == 0

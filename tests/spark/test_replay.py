@@ -1,0 +1,143 @@
+"""Messages of the past, submitted again: in order, once, and only with what they really said."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from postroom import Tasks
+from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.pipeline.jobs import sealed_segments
+from postroom.pipeline.replay import Wanted, replay
+from postroom.pipeline.tables import Tables
+from postroom.pipeline.transforms import bronze, silver
+from postroom.runtime.shipping import Sources, opened
+from postroom.settings import AuditSettings
+from postroom.sinks.cipher import add_key
+
+MESSAGES = 30
+
+
+class Past:
+    """A store, and the tables of its stream: once with encrypted payloads, once with redacted ones."""
+
+    def __init__(self, spark: SparkSession, folder: Path) -> None:
+        self.store = f"sqlite:///{folder}/queue.db"
+        self.keys = folder / "keys"
+        add_key(self.keys, "one")
+        with Tasks.open(self.store) as tasks:
+            for number in range(MESSAGES):
+                payload = {"n": number, "to": "ada@example.com"}
+                tasks.enqueue(agent=f"agent-{number % 3}", payload=payload, type="issue")
+        self.sealed = self._tables(spark, folder / "sealed", AuditSettings(key_file=self.keys))
+        self.redacted = self._tables(spark, folder / "redacted", AuditSettings())
+
+    def _tables(self, spark: SparkSession, folder: Path, settings: AuditSettings) -> Tables:
+        with opened(folder / "audit", Sources(stores=(self.store,)), settings) as shipping:
+            shipping.once()
+        segments = [str(segment.path) for segment in sealed_segments(folder / "audit")]
+        lines = bronze.events(bronze.lines(spark, str(folder / "audit"), segments))
+        tables = Tables(folder / "tables")
+        tables.replace("silver_events", silver.events(lines, {}), partition_by=("day",))
+        tables.replace("silver_messages", silver.messages(lines), partition_by=("day",))
+        return tables
+
+
+@pytest.fixture(scope="module")
+def past(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Past:
+    return Past(spark, tmp_path_factory.mktemp("past"))
+
+
+def said_in(url: str, agent: str = "agent-1") -> list[int]:
+    """What an agent would be given, in the order of its queue."""
+    with Tasks.open(url) as tasks:
+        return [task.payload["n"] for task in tasks.claim(agent=agent, limit=100)]
+
+
+def test_messages_come_again_in_order_from_the_encrypted_field(
+    spark: SparkSession, past: Past, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    wanted = Wanted(where="queue = 'agent-1'", to=url, key_file=past.keys)
+    found = replay(spark, past.sealed, wanted)
+    assert (found.selected, found.submitted, found.known, found.refused) == (10, 10, 0, 0)
+    again = replay(spark, past.sealed, wanted)
+    assert (again.replay_id, again.submitted, again.known) == (found.replay_id, 0, 10)
+    assert said_in(url) == list(range(1, MESSAGES, 3))
+
+
+def test_messages_come_again_from_the_store_that_has_them(
+    spark: SparkSession, past: Past, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    wanted = Wanted(where="type = 'issue'", to=url, store=past.store, rate=500.0)
+    assert replay(spark, past.redacted, wanted).submitted == MESSAGES
+    with Tasks.open(url) as tasks:
+        first = tasks.get(tasks.find(agent="agent-0")[0].task_id)
+    assert first.payload == {"n": 0, "to": "ada@example.com"}
+    assert first.type == "issue"
+
+
+def test_a_redacted_payload_is_refused_and_counted(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    found = replay(spark, past.redacted, Wanted(where="true", to=url, key_file=past.keys))
+    assert (found.selected, found.submitted, found.refused) == (MESSAGES, 0, MESSAGES)
+    assert len(found.refused_samples) == 5
+    other = tmp_path / "other-keys"
+    add_key(other, "one")
+    wrong_key = replay(spark, past.sealed, Wanted(where="true", to=url, key_file=other))
+    assert (wrong_key.submitted, wrong_key.refused) == (0, MESSAGES)
+
+
+def test_a_dry_run_submits_nothing(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+    wanted = Wanted(where="true", to=f"sqlite:///{tmp_path}/sandbox.db", store=past.store, dry_run=True)
+    assert replay(spark, past.redacted, wanted).submitted == MESSAGES
+    assert not (tmp_path / "sandbox.db").exists()
+
+
+def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    times = past.redacted.read(spark, "silver_messages").orderBy("created_us").select("created_us").collect()
+    since, until = times[10].created_us, times[20].created_us
+    expected = sum(since <= row.created_us < until for row in times)
+    wanted = Wanted(where="true", to=url, store=past.store, since_us=since, until_us=until, dry_run=True)
+    assert replay(spark, past.redacted, wanted).selected == expected
+
+
+def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    with pytest.raises(InvalidMessage, match="is no condition on silver_messages"):
+        replay(spark, past.redacted, Wanted(where="nobody = 1", to=url, store=past.store))
+    with pytest.raises(InvalidMessage, match="is no condition on silver_messages"):
+        replay(spark, past.redacted, Wanted(where="type = ", to=url, store=past.store))
+    with pytest.raises(InvalidSetting, match="where the payloads come from"):
+        replay(spark, past.redacted, Wanted(where="true", to=url))
+    with pytest.raises(InvalidSetting, match="there is no store"):
+        replay(spark, past.redacted, Wanted(where="true", to=url, store=f"sqlite:///{tmp_path}/nowhere.db"))
+
+
+SUBMIT = """
+import sys
+from postroom.pipeline.submitting import Message, Submitter
+with Submitter(sys.argv[1], "r1") as submitter:
+    for number in range(400):
+        submitter.submit([Message(f"m{number}", "ada", str(number))])
+        print(number, flush=True)
+"""
+
+
+def test_a_killed_replay_that_is_run_again_submits_nothing_twice(tmp_path: Path) -> None:
+    """Of the submitter, where a kill matters: selecting changes nothing."""
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    with subprocess.Popen([sys.executable, "-c", SUBMIT, url], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(50):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    subprocess.run([sys.executable, "-c", SUBMIT, url], check=True, stdout=subprocess.DEVNULL)
+    with Tasks.open(url) as tasks:
+        said = [task.payload for task in tasks.claim(agent="ada", limit=1_000)]
+    assert said == list(range(400))

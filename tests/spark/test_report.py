@@ -1,0 +1,324 @@
+"""The report stands alone, says what the tables say, lets nothing through, and a real browser shows it."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from decimal import Decimal
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from postroom.pipeline.html.facts import (
+    Attained,
+    Facts,
+    Goal,
+    Pair,
+    Pattern,
+    Percentiles,
+    Queue,
+    Spender,
+    Suspect,
+)
+from postroom.pipeline.html.flames import Profile, speedscope, tree
+from postroom.pipeline.html.page import POLICY, page
+from postroom.pipeline.html.words import HOUR_US, count, duration, esc, money, share
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.report import write_report
+from postroom.pipeline.tables import Tables
+from tests.spark.conftest import TablesOf
+from tests.spark.oracle import oracle
+
+EVIL = (
+    "\"><script>document.title='broken'</script><img src=https://evil.example/x onerror=alert(1)>&'\x00\x1b]"
+)
+START_US = 480_000 * HOUR_US
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+def hostile(text: str = EVIL) -> Facts:
+    """A report in which every name and text was chosen by an enemy."""
+    at = START_US
+    waits = Percentiles(9, 1_000, 20_000, 300_000)
+    stacks = [((text, "tool_call"), 700), ((text,), 300), ((text, "waiting"), 50)]
+    return Facts(
+        since_us=at,
+        until_us=at + 30 * HOUR_US,
+        step_us=HOUR_US,
+        events=70,
+        outcomes={"completed": 7, "dead_letter": 1, "open": 1, text: 1},
+        latency={0: {at: waits, at + HOUR_US: waits, at + 5 * HOUR_US: waits}},
+        overall={0: waits},
+        targets_us={0: 10_000},
+        sla={0: {at: Attained(30, 3), at + HOUR_US: Attained(4, 4)}},
+        throughput={"completed": {at: 7}, "dead letters": {at: 1}},
+        depth={at: 3, at + 2 * HOUR_US: 0},
+        queues=[Queue(text, 9, 3, 1)],
+        errors={text: {at: 50}, **{f"{text}{n}": {at: 1} for n in range(9)}},
+        tokens={text: {at: 1_000}},
+        spending={"model": [Spender(text, 3, 1_000, Decimal("0.000012"))]},
+        cost_usd=Decimal("0.000012"),
+        traffic=[Pair(text, text, 5, 1)],
+        patterns=[
+            Pattern(
+                "id", text, f"{text} <n>", 6, 1, at, at, "new", True, 2, (text,), {at: 6}, ((text, text),)
+            )
+        ],
+        suspects=[Suspect(text, text, text, 2, 2, False, at)],
+        goals=[Goal(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
+    )
+
+
+class Reader(HTMLParser):
+    """What a page is made of; tags have to close in the order in which they opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+
+def assert_stands_alone(text: str) -> None:
+    """Nothing in a page asks for anything outside of it, or could run."""
+    reader = Reader(text)
+    assert not {tag for tag, _ in reader.tags} & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "image",
+        "use",
+    }
+    for _, attributes in reader.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), name
+            if name in ("href", "src", "xlink:href"):
+                assert (value or "").startswith("#")
+    css = "".join(re.findall(r"<style>(.*?)</style>", text, re.DOTALL))
+    assert "url(" not in css
+    assert "@import" not in css
+    policies = [attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes]
+    assert policies == [POLICY]
+    assert POLICY.startswith("default-src 'none'")
+
+
+def test_what_an_enemy_chose_stays_text() -> None:
+    text = page(hostile())
+    assert_stands_alone(text)
+    assert "\x00" not in text
+    assert "\x1b" not in text
+    said = "".join(Reader(text).text)
+    assert "<script>document.title='broken'</script>" in said  # as text, where it can be read
+
+
+def test_a_page_of_nothing_says_so() -> None:
+    empty = Facts(
+        since_us=0, until_us=HOUR_US, step_us=HOUR_US, events=0, outcomes={}, latency={}, overall={},
+        targets_us={}, sla={}, throughput={}, depth={}, queues=[], errors={}, tokens={}, spending={},
+        cost_usd=Decimal(0), traffic=[], patterns=[], suspects=[], goals=[],
+    )  # fmt: skip
+    text = page(empty)
+    assert_stands_alone(text)
+    assert "There is no dead letter." in text
+
+
+def test_every_plot_has_words_and_a_table() -> None:
+    reader = Reader(page(hostile("name")))
+    drawings = [attributes for tag, attributes in reader.tags if tag == "svg"]
+    assert len(drawings) >= 10
+    assert all(
+        one.get("aria-hidden") == "true" or (one["role"], bool(one["aria-label"])) == ("img", True)
+        for one in drawings
+    )
+    assert sum(tag == "table" for tag, _ in reader.tags) >= 10
+    for headline in (
+        "Latency",
+        "Targets",
+        "Queue depth",
+        "Errors",
+        "Dead letters",
+        "Traffic",
+        "Flame graphs",
+    ):
+        assert headline in reader.text
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        (duration(999), "999 µs"), (duration(1_530), "1.53 ms"), (duration(60_000_000), "1 min"),
+        (count(9_999), "9,999"), (count(12_345), "12.3 k"), (share(0.9999), "99.9 %"), (share(1), "100 %"),
+        (money(Decimal("1234.5")), "$1,234.50"), (money(Decimal("0.000012")), "$0.000012"),
+        (esc("<a b='c'>\x07"), "&lt;a b=&#x27;c&#x27;&gt;\N{REPLACEMENT CHARACTER}"),
+    ],
+)  # fmt: skip
+def test_values_as_a_person_reads_them(said: str, value: str) -> None:
+    assert said == value
+
+
+# ---- from real tables --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn(
+    spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path, Facts]:
+    """A history, its report, its file for speedscope, and what is in them."""
+    folder, tables = tables_of(1500, 11)
+    place = tmp_path_factory.mktemp("report")
+    shutil.copytree(tables.folder, place / "tables")
+    copy = Tables(place / "tables")
+    Pipeline(spark, copy).run(folder)
+    out, goals = place / "report.html", place / "goals.json"
+    return folder, out, goals, write_report(spark, copy, out, goals)
+
+
+def test_the_report_says_what_the_oracle_says(drawn: tuple[Path, Path, Path, Facts]) -> None:
+    folder, out, _, facts = drawn
+    text = out.read_text()
+    assert_stands_alone(text)
+    con = oracle(folder)
+
+    def ask(sql: str) -> Any:
+        return con.execute(sql).fetchall()
+
+    assert facts.outcomes == dict(ask("SELECT outcome, count(*) FROM messages GROUP BY outcome"))
+    assert facts.cost_usd == ask("SELECT sum(cost_usd) FROM events")[0][0]
+    for priority, n, exact in ask(
+        "SELECT priority, count(*), quantile_disc(queue_us, 0.95) FROM messages "
+        "WHERE queue_us IS NOT NULL GROUP BY 1"
+    ):
+        found = facts.overall[priority]
+        assert found.n == n
+        assert exact <= found.p95_us <= exact * 17 / 16
+    assert esc(f"{facts.messages:,} messages") in text
+    assert (
+        sum(sum(times.values()) for times in facts.tokens.values())
+        == ask("SELECT sum(tokens_in + tokens_out) FROM events")[0][0]
+    )
+    assert (
+        sum(pattern.n for pattern in facts.patterns)
+        == ask("SELECT count(*) FROM events WHERE kind = 'dead_letter'")[0][0]
+    )
+
+
+def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Facts]) -> None:
+    _, _, goals, facts = drawn
+    file = json.loads(goals.read_text())
+    frames = [frame["name"] for frame in file["shared"]["frames"]]
+    first = next(one for one in file["profiles"] if one["name"] == facts.goals[0].goal_id)
+    assert first["endValue"] == sum(first["weights"]) == facts.goals[0].profile.total_us
+    assert [tuple(frames[n] for n in sample) for sample in first["samples"]] == [
+        path for path, _ in facts.goals[0].profile.stacks
+    ]
+    assert len(file["profiles"]) > len(facts.goals)
+
+
+def test_the_width_of_a_flame_is_the_sum_of_what_is_below_it() -> None:
+    profile = Profile("g", [(("a",), 5), (("a", "b"), 7), (("a", "b", "c"), 1), (("d",), 2)])
+    root = tree(profile)
+    assert (root.total_us, root.below["a"].total_us, root.below["a"].own_us) == (15, 13, 5)
+    assert root.below["a"].below["b"].total_us == 8
+    assert speedscope([profile], "x")["profiles"][0]["weights"] == [5, 7, 1, 2]
+
+
+# ---- in a browser ------------------------------------------------------------------------------------
+
+
+def browse(place: Path, html: Path, *arguments: str) -> bytes:
+    browser = shutil.which("chromium")
+    assert browser is not None, (
+        "this test needs the browser of Debian's package chromium: apt-get install chromium"
+    )
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars",
+        f"--user-data-dir={place / 'profile'}", "--window-size=1280,2400", *arguments, html.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, check=True, timeout=120).stdout
+
+
+def colours(png: bytes) -> tuple[int, int, int]:
+    """Width, height, and how many different lines of pixels there are. A page that is not drawn has one."""
+    width, height = struct.unpack(">II", png[16:24])
+    body, at = b"", 8
+    while at < len(png):
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        body += png[at + 8 : at + 8 + size] if kind == b"IDAT" else b""
+        at += size + 12
+    pixels = zlib.decompress(body)
+    stride = len(pixels) // height
+    return width, height, len({pixels[n * stride : (n + 1) * stride] for n in range(height)})
+
+
+def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:
+    _, out, _, facts = drawn
+    picture = tmp_path / "report.png"
+    browse(tmp_path, out, f"--screenshot={picture}")
+    width, height, lines = colours(picture.read_bytes())
+    assert (width, height) == (1280, 2400)
+    assert lines > 500
+    dom = browse(tmp_path, out, "--dump-dom").decode()
+    assert dom.count("<svg") == out.read_text().count("<svg")
+    assert esc(facts.goals[0].goal_id) in dom
+
+
+def test_a_browser_runs_nothing_that_an_enemy_chose(tmp_path: Path) -> None:
+    out = tmp_path / "hostile.html"
+    out.write_text(page(hostile()))
+    dom = browse(tmp_path, out, "--dump-dom").decode()
+    assert "<title>postroom: " in dom
+    assert "<script" not in dom
+    assert "<img" not in dom
+
+
+def test_the_command_writes_the_file(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:
+    _, out, _, facts = drawn
+    again = tmp_path / "again.html"
+    command = [
+        sys.executable,
+        "-m",
+        "postroom.cli.main",
+        "--json",
+        "pipeline",
+        "report",
+        "--master",
+        "local[2]",
+    ]
+    done = subprocess.run(
+        [*command, "--tables", str(out.parent / "tables"), "--out", str(again)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["messages"] == facts.messages
+    assert again.read_text() == out.read_text()

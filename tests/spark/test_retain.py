@@ -1,0 +1,233 @@
+"""What leaves the tables, what stays, and that nothing is lost on the way."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from pyspark.sql import SparkSession
+
+from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.retain import (
+    DAY_US,
+    ORDER,
+    Policy,
+    Retained,
+    Retention,
+    read_holds,
+    read_org_days,
+)
+from postroom.pipeline.tables import Staged, Tables, Txn
+from tests.spark.conftest import TablesOf
+from tests.spark.plainrows import Rows, column, rows_of
+
+MESSAGES, SEED = 1_500, 11
+
+
+def all_rows(tables: Tables) -> dict[str, Rows]:
+    return {name: rows_of(tables, name) for name in ORDER}
+
+
+def messages_of(tables: Tables) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in rows_of(tables, "silver_messages")]
+
+
+def copy_of(tables: Tables, folder: Path) -> Tables:
+    shutil.copytree(tables.folder, folder)
+    return Tables(folder)
+
+
+@pytest.fixture
+def tables(tables_of: TablesOf, tmp_path: Path) -> Tables:
+    """A copy of its own."""
+    return copy_of(tables_of(MESSAGES, SEED)[1], tmp_path / "tables")
+
+
+def leaving(messages: list[dict[str, Any]], policy: Policy, now_us: int) -> set[str]:
+    """The rules once more, in plain Python."""
+    gone = set()
+    for row in messages:
+        days = policy.org_days.get(row["org_id"], policy.keep_days)
+        if row["outcome"] in {"dead_letter", "quarantined"}:
+            days = max(days, policy.failures_days)
+        is_held = row["org_id"] in policy.held_orgs or row["goal_id"] in policy.held_goals
+        if row["last_us"] < now_us - days * DAY_US and not is_held:
+            gone.add(row["message_id"])
+    return gone
+
+
+def middle_us(messages: list[dict[str, Any]]) -> int:
+    times = sorted(row["last_us"] for row in messages)
+    return int(times[len(times) // 2])
+
+
+def policy_for(messages: list[dict[str, Any]]) -> Policy:
+    """One with every kind of rule."""
+    orgs = [name for name, _ in Counter(row["org_id"] for row in messages).most_common(3)]
+    old = [row for row in messages if row["last_us"] < middle_us(messages) and row["org_id"] not in orgs]
+    goals = Counter(row["goal_id"] for row in old if row["goal_id"] and row["outcome"] == "completed")
+    return Policy(
+        keep_days=7,
+        org_days={orgs[0]: 8, orgs[2]: 30},
+        failures_days=90,
+        held_orgs=frozenset([orgs[1]]),
+        held_goals=frozenset([goals.most_common(1)[0][0]]),
+    )
+
+
+class Pass(NamedTuple):
+    """One undisturbed run."""
+
+    policy: Policy
+    now_us: int
+    gone: set[str]
+    before: dict[str, Rows]
+    counted: list[Retained]
+    found: list[Retained]
+    tables: Tables
+    archive: str
+
+
+@pytest.fixture(scope="module")
+def whole(spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.TempPathFactory) -> Pass:
+    folder = tmp_path_factory.mktemp("retain")
+    tables = copy_of(tables_of(MESSAGES, SEED)[1], folder / "tables")
+    messages = messages_of(tables)
+    policy, now_us = policy_for(messages), middle_us(messages) + 7 * DAY_US
+    before, archive = all_rows(tables), f"file://{folder}/archive"
+    job = Retention(spark, tables, policy, now_us=now_us, archive=archive)
+    counted = job.run(dry_run=True)
+    assert all_rows(tables) == before
+    gone = leaving(messages, policy, now_us)
+    return Pass(policy, now_us, gone, before, counted, job.run(), tables, archive)
+
+
+def test_messages_leave_as_a_whole(whole: Pass) -> None:
+    for rule in ("org_days", "failures_days", "held_orgs", "held_goals"):
+        names = set(Policy.__struct_fields__) - {rule}
+        other = Policy(**{name: getattr(whole.policy, name) for name in names})
+        messages = [json.loads(row) for row in whole.before["silver_messages"]]
+        if rule != "failures_days":  # of few messages, perhaps none of the old ones failed
+            assert leaving(messages, other, whole.now_us) != whole.gone, rule
+    assert whole.gone
+    for told in whole.found:
+        kept = rows_of(whole.tables, told.table)
+        left = whole.before[told.table] - kept
+        assert kept <= whole.before[told.table]
+        assert (told.before, told.deleted) == (whole.before[told.table].total(), left.total())
+        if told.table != "bronze_rejects":
+            assert column(left, "message_id") == whole.gone & column(whole.before[told.table], "message_id")
+            assert column(kept, "message_id").isdisjoint(whole.gone)
+
+
+def test_a_dry_run_counts_the_same(whole: Pass) -> None:
+    assert [(told.table, told.deleted) for told in whole.counted] == [
+        (told.table, told.deleted) for told in whole.found
+    ]
+
+
+def test_what_leaves_is_in_the_archive(spark: SparkSession, whole: Pass) -> None:
+    for told in whole.found:
+        if told.table in {"silver_messages", "bronze_events"}:
+            stored = spark.read.parquet(f"{whole.archive}/{told.table}")
+            assert stored.count() == told.deleted == told.archived
+            ids = {row.message_id for row in stored.select("message_id").distinct().collect()}
+            assert ids - {None} == whole.gone
+
+
+def test_a_later_run_sees_nothing_new_and_brings_nothing_back(
+    spark: SparkSession, whole: Pass, tmp_path: Path
+) -> None:
+    versions = {name: whole.tables.version(name) for name in ORDER}
+    Pipeline(spark, whole.tables, gold={}).run(tmp_path)
+    assert {name: whole.tables.version(name) for name in ORDER} == versions
+
+
+class Losing(Tables):
+    """One whose stage loses what it was given, as a disk might."""
+
+    def stage(self, name: str, df: Any, **how: Any) -> Staged:
+        staged = super().stage(name, df, **how)
+        return staged._replace(adds=staged.adds[1:])
+
+
+def test_nothing_is_deleted_when_the_counts_do_not_match(
+    spark: SparkSession, tables: Tables, whole: Pass
+) -> None:
+    with pytest.raises(Unavailable, match="nothing was deleted"):
+        Retention(spark, Losing(tables.folder), whole.policy, now_us=whole.now_us).run()
+    assert all_rows(tables) == whole.before
+
+
+def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, whole: Pass) -> None:
+    tables.mark("bronze_events", [Txn("somebody", 1)])
+    with pytest.raises(Unavailable, match="silver_events has not seen all of bronze_events"):
+        Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+
+
+class Stopping(Tables):
+    """One whose process ends before a commit."""
+
+    commits_left = 2
+
+    def commit(self, name: str, staged: Staged, removed: Any = (), *, txns: Any = ()) -> None:
+        if self.commits_left == 0:
+            raise KeyboardInterrupt
+        self.commits_left -= 1
+        super().commit(name, staged, removed, txns=txns)
+
+
+def test_a_pass_that_ended_early_is_simply_run_again(
+    spark: SparkSession, tables: Tables, whole: Pass
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Retention(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
+    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+    assert all_rows(tables) == all_rows(whole.tables)
+
+
+def test_a_killed_command_is_simply_given_again(
+    spark: SparkSession, tables: Tables, whole: Pass, tmp_path: Path
+) -> None:
+    messages = messages_of(tables)
+    policy = Policy(keep_days=(time.time_ns() // 1000 - middle_us(messages)) // DAY_US)
+    words = ["pipeline", "retain", "--tables", str(tables.folder), "--keep-days", str(policy.keep_days)]
+    command = [sys.executable, "-m", "postroom.cli.main", *words, "--master", "local[1]"]
+    environment = {**os.environ, "SPARK_LOCAL_DIRS": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as child:
+        assert child.stderr is not None
+        assert any("silver_events: " in line for line in child.stderr)
+        child.send_signal(signal.SIGKILL)
+    now_us = time.time_ns() // 1000
+    Retention(spark, tables, policy, now_us=now_us).run()
+    gone = leaving(messages, policy, now_us)
+    for name, rows in all_rows(tables).items():
+        assert rows <= whole.before[name]
+        if name != "bronze_rejects":
+            left = whole.before[name] - rows
+            assert column(left, "message_id") == gone & column(whole.before[name], "message_id")
+
+
+def test_tiers_and_holds_are_read_from_lines(tmp_path: Path) -> None:
+    tiers, holds = tmp_path / "tiers", tmp_path / "holds"
+    tiers.write_text("# a comment\n\norg-1 30\norg-2   90\n")
+    holds.write_text("org org-1\ngoal g-7\n")
+    assert read_org_days(tiers) == {"org-1": 30, "org-2": 90}
+    assert read_holds(holds) == (frozenset(["org-1"]), frozenset(["g-7"]))
+    for text in ("org-1 0", "org-1 x", "org-1", "org-1 1\norg-1 2"):
+        tiers.write_text(text)
+        with pytest.raises(InvalidSetting, match=r"of .*tiers is not"):
+            read_org_days(tiers)
+    holds.write_text("user u-1")
+    with pytest.raises(InvalidSetting, match="is not a hold"):
+        read_holds(holds)
+    with pytest.raises(InvalidSetting, match="cannot read"):
+        read_holds(tmp_path / "nowhere")

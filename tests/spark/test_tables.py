@@ -1,0 +1,143 @@
+from pathlib import Path
+
+import deltalake
+import polars as pl
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.errors import InvalidMessage, Unavailable
+from postroom.pipeline.tables import STAGING, Tables, Txn
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Tables:
+    return Tables(tmp_path / "tables")
+
+
+def numbers(spark: SparkSession, start: int, end: int) -> DataFrame:
+    """Rows of three days, one of them unknown."""
+    day = F.when(
+        F.col("id") % 3 > 0, F.date_add(F.lit("2025-01-01").cast("date"), (F.col("id") % 3).cast("int"))
+    )
+    name = F.format_string("m%03d", "id").alias("message_id")
+    return spark.range(start, end).select(name, F.col("id").alias("ts_us"), day.alias("day"))
+
+
+def ids(df: DataFrame) -> list[int]:
+    return sorted(row["ts_us"] for row in df.select("ts_us").collect())
+
+
+def test_rows_come_back_with_their_partition(spark: SparkSession, tables: Tables) -> None:
+    rows = numbers(spark, 0, 9)
+    tables.append("t", rows, partition_by=("day",))
+    found = tables.read(spark, "t")
+    assert found.schema == rows.schema or found.columns == rows.columns
+    assert sorted(map(repr, found.collect())) == sorted(map(repr, rows.collect()))
+    assert {file.partition["day"] for file in tables.files("t")} == {None, "2025-01-02", "2025-01-03"}
+    assert sum(file.rows for file in tables.files("t")) == 9
+
+
+def test_other_programs_read_the_table_as_it_is(spark: SparkSession, tables: Tables) -> None:
+    tables.append("t", numbers(spark, 0, 9), partition_by=("day",))
+    tables.swap("t", numbers(spark, 20, 30), tables.files("t")[:1], partition_by=("day",))
+    want = ids(tables.read(spark, "t"))
+    folder = str(tables.folder / "t")
+    assert sorted(pl.read_delta(folder)["ts_us"]) == want
+    assert sorted(deltalake.DeltaTable(folder).to_pyarrow_table()["ts_us"].to_pylist()) == want
+
+
+def test_a_swap_is_one_commit_with_its_transactions(spark: SparkSession, tables: Tables) -> None:
+    assert (tables.version("t"), tables.last_txn("t", "job"), tables.files("t")) == (-1, -1, [])
+    tables.append("t", numbers(spark, 0, 3), txns=[Txn("job", 1)])
+    tables.swap("t", numbers(spark, 3, 6), tables.files("t"), txns=[Txn("job", 7), Txn("other", 2)])
+    assert (tables.version("t"), tables.last_txn("t", "job"), tables.last_txn("t", "other")) == (1, 7, 2)
+    assert ids(tables.read(spark, "t")) == [3, 4, 5]
+    added, removed = tables.changed("t", 0)
+    assert len(added) == len(tables.files("t"))
+    assert [file.path for file in removed] == [file.path for file in tables.files("t", 0)]
+    tables.mark("t", [Txn("job", 8)])
+    assert (tables.version("t"), tables.last_txn("t", "job")) == (2, 8)
+    assert tables.changed("t", 1) == ([], [])
+
+
+def test_replace_leaves_nothing_of_before(spark: SparkSession, tables: Tables) -> None:
+    tables.append("t", numbers(spark, 0, 9), partition_by=("day",))
+    tables.replace("t", tables.read(spark, "t").where("ts_us > 6"), partition_by=("day",))
+    assert ids(tables.read(spark, "t")) == [7, 8]
+    tables.replace("t", numbers(spark, 0, 0), partition_by=("day",))
+    assert ids(tables.read(spark, "t")) == []
+
+
+def test_rows_are_split_into_files_and_the_column_is_gone(spark: SparkSession, tables: Tables) -> None:
+    rows = (
+        numbers(spark, 0, 9).where("day IS NOT NULL").withColumn("odd", F.col("ts_us") % 2 == 1).coalesce(1)
+    )
+    tables.swap("t", rows, (), partition_by=("day",), split_by="odd")
+    assert tables.read(spark, "t").columns == ["message_id", "ts_us", "day"]
+    assert len(tables.files("t")) == 4
+    assert ids(tables.read(spark, "t")) == [1, 2, 4, 5, 7, 8]
+
+
+def test_the_log_tells_what_a_file_can_hold(spark: SparkSession, tables: Tables) -> None:
+    tables.append("t", numbers(spark, 10, 20).coalesce(1))
+    (file,) = tables.files("t")
+    assert (file.low["message_id"], file.high["message_id"]) == ("m010", "m019")
+    assert (file.low["ts_us"], file.high["ts_us"], file.rows) == (10, 19, 10)
+
+
+def test_a_new_column_reads_null_in_old_rows(spark: SparkSession, tables: Tables) -> None:
+    tables.append("t", numbers(spark, 0, 2))
+    tables.append("t", numbers(spark, 2, 3).withColumn("mood", F.lit("calm")))
+    found = tables.read(spark, "t").select("ts_us", "mood").collect()
+    assert sorted(map(tuple, found)) == [(0, None), (1, None), (2, "calm")]
+
+
+def test_files_without_a_commit_are_nobodys_rows_until_vacuum_takes_them(
+    spark: SparkSession, tables: Tables
+) -> None:
+    tables.append("t", numbers(spark, 0, 3))
+    tables.stage("t", numbers(spark, 3, 6))
+    (tables.folder / "t" / STAGING / "left").mkdir(parents=True)
+    assert ids(tables.read(spark, "t")) == [0, 1, 2]
+    files = set((tables.folder / "t").glob("*.parquet"))
+    gone = tables.vacuum("t", keep_hours=0)
+    assert len(gone) == len(files) - len(tables.files("t")) > 0
+    assert not (tables.folder / "t" / STAGING).exists()
+    assert ids(tables.read(spark, "t")) == [0, 1, 2]
+
+
+def test_vacuum_leaves_a_reader_of_the_last_days_its_files(spark: SparkSession, tables: Tables) -> None:
+    tables.append("t", numbers(spark, 0, 3))
+    reader = tables.read(spark, "t")
+    tables.replace("t", numbers(spark, 3, 6))
+    assert tables.vacuum("t") == []
+    assert ids(reader) == [0, 1, 2]
+
+
+def test_compaction_changes_files_and_no_rows(spark: SparkSession, tables: Tables) -> None:
+    for start in (0, 10, 20):
+        tables.append("t", numbers(spark, start, start + 10), partition_by=("day",))
+    before = ids(tables.read(spark, "t"))
+    assert tables.compact("t") > 0
+    assert len(tables.files("t")) == 3
+    assert ids(tables.read(spark, "t")) == before
+    tables.append("t", numbers(spark, 30, 31), partition_by=("day",))
+    assert ids(tables.read(spark, "t")) == [*before, 30]
+
+
+def test_a_second_writer_is_refused_in_one_sentence(tables: Tables) -> None:
+    with (
+        tables.lock(),
+        pytest.raises(Unavailable, match=r"another job is writing the tables in .*") as refused,
+    ):
+        Tables(tables.folder).lock().__enter__()
+    assert "\n" not in str(refused.value)
+    with tables.lock():
+        pass
+
+
+def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables) -> None:
+    assert tables.names() == []
+    with pytest.raises(InvalidMessage, match="there is no table t in"):
+        tables.read(spark, "t")
