@@ -51,7 +51,7 @@ def tables_of(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
-QUICK = ("test_bronze.py", "test_silver.py", "test_gold.py", "test_tables.py")
+QUICK = ("test_bronze.py", "test_silver.py", "test_tables.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

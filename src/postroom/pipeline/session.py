@@ -41,7 +41,6 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
     "spark.sql.autoBroadcastJoinThreshold": "64m",
     "spark.sql.parquet.compression.codec": "zstd",
-    "spark.hadoop.parquet.compression.codec.zstd.level": "1",  # a tenth larger, and quicker to write
     "spark.sql.maxConcurrentOutputFileWriters": str(CONCURRENT_WRITERS_MAX),
     # A file is visible when the table's log names it, so Spark's own commit may be the quick one.
     "spark.hadoop.mapreduce.fileoutputcommitter.algorithm.version": "2",

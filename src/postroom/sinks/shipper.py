@@ -19,7 +19,7 @@ from postroom.sinks.base import Sink
 
 SHIP_EVENTS = 100  # as many waiting events are shipped at once ...
 SHIP_AFTER_S = 1.0  # ... and fewer after this long
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S = 0.5  # each time costs the source an fsync, for which its writers wait
 BATCH_MAX = 5_000  # events in one write of the sink
 PAUSE_AFTER_ERROR_S = 1.0
 PAUSE_AFTER_ERROR_S_MAX = 30.0
