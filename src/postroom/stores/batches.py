@@ -1,6 +1,7 @@
 """New messages in batches: what one statement can store together."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from postroom.message import Envelope
 
@@ -8,11 +9,11 @@ ALIKE_ROWS = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES = 16 * 1024  # of one that is stored together with others: SQLite keeps them for a while
 
 
-def _traits(e: Envelope) -> tuple[object, ...]:
-    """What new records have in common that one statement can store: everything but number and payload."""
-    return (
-        e.queue, e.type, e.parent_message_id, e.priority, e.max_retries, e.delay_ns, e.ttl_ns, e.durability
-    )  # fmt: skip
+_traits = attrgetter(
+    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
+    "ttl_ns", "durability",
+)  # fmt: skip
+"""What new records have in common that one statement can store: everything but number and payload."""
 
 
 def are_alike(some: Sequence[Envelope], more: Sequence[Envelope]) -> bool:

@@ -42,6 +42,8 @@ from postroom.stores.base import (
     Transaction,
     unknown,
 )
+from postroom.stores.checkpoints import Checkpoints
+from postroom.stores.eventruns import unpacked
 from postroom.stores.sql.queries import (
     BY_NAME,
     BY_SEQ,
@@ -76,7 +78,6 @@ from postroom.stores.sqliteverbs import (
     counted_depths,
     decode_counts,
     decode_event,
-    decode_events,
     encode,
     limits_of,
     store_id_of,
@@ -95,7 +96,6 @@ FORK_WAIT_S = 10.0  # for a commit that is under way in another thread
 FILE_LOOK_S = 0.1  # how long a file that was moved or removed may still be written to
 LOOK_AGAIN_S = 0.05  # what a caller waits at most for a wake-up that never comes
 GROUP_MAX = 256  # callers whose work goes into one commit
-WAL_PAGES = 4_000  # 16 MB, then its pages move into the database
 WAL_BYTES_MAX = 64 * 1024 * 1024  # the file is cut to this after it was moved
 CACHE_KIB = 64 * 1024
 BALLAST_BYTES = 4 * 1024 * 1024
@@ -164,6 +164,7 @@ class SqliteStore:
         self._clock = SystemClock() if clock is None else clock
         self._lock = FairLock(self.path, lock_timeout_s)
         self._ballast = Ballast(self.path.with_name(self.path.name + ".ballast"), ballast_bytes)
+        self._checkpoints = Checkpoints(self.path, self._alone)
         self._writer: apsw.Connection | None = None
         self._reader: apsw.Connection | None = None
         self._offset_ns = 0
@@ -197,6 +198,7 @@ class SqliteStore:
         self._leading = threading.Lock()
         self._reading = threading.Lock()
         self._pending: deque[_Job[Any]] = deque()
+        self._checkpoints.fresh()
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -495,6 +497,7 @@ class SqliteStore:
             self._names[number], self._numbers[name] = name, number
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
+        self._checkpoints.watch(connection)
         self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
 
@@ -513,6 +516,20 @@ class SqliteStore:
         connection.execute(f"UPDATE records SET turn = ? + lease_ns WHERE lane = {LANE_LEASED}", (newest,))
         connection.execute(SET_FACT, ("clock_boot_id", self._clock.boot_id()))
         connection.execute(SET_FACT, ("clock_offset_ns", self._offset_ns))
+
+    @contextmanager
+    def _alone(self) -> Iterator[apsw.Connection | None]:
+        """Nobody writes: neither a thread nor another process. None when the file is closed."""
+        with self._leading:
+            if self._writer is None:
+                yield None
+                return
+            try:
+                self._lock.acquire()
+                yield self._writer
+            finally:
+                self._lock.release()
+        self._wake_next()
 
     @contextmanager
     def _snapshot(self) -> Iterator[apsw.Connection]:
@@ -675,7 +692,7 @@ class SqliteStore:
         with self._snapshot() as connection:
             rows = connection.execute("SELECT batch FROM events WHERE seq > ? ORDER BY seq", (after,))
             for (batch,) in rows:
-                found += [event for event in decode_events(batch) if event.seq > after]
+                found += [event for event in unpacked(batch, self.store_id) if event.seq > after]
                 if len(found) >= limit:
                     break
             rows.close()
@@ -781,13 +798,13 @@ class SqliteStore:
     # ---- life ----------------------------------------------------------------------------------
 
     def reopen(self) -> None:
-        with self._leading, self._reading:
+        with self._leading, self._reading, self._checkpoints.under_way:
             self._drop()
             self._suspect = self._suspect or self._dead
             self._dead, self.trouble = False, ""
 
     def close(self) -> None:
-        with self._leading, self._reading:
+        with self._leading, self._reading, self._checkpoints.under_way:
             self._drop()
             self._lock.forget()
 
@@ -805,8 +822,9 @@ class SqliteStore:
 
     def before_fork(self) -> None:
         """Close everything: SQLite keeps its locks in memory, and a child would believe the copy."""
-        self._resting = [lock for lock in (self._leading, self._reading) if lock.acquire(timeout=FORK_WAIT_S)]
-        if len(self._resting) == 2:  # noqa: PLR2004 - both; else it is forked in the middle of work
+        locks = (self._leading, self._reading, self._checkpoints.under_way)
+        self._resting = [lock for lock in locks if lock.acquire(timeout=FORK_WAIT_S)]
+        if len(self._resting) == len(locks):  # else it is forked in the middle of work
             self._drop()
 
     def after_fork_in_parent(self) -> None:
@@ -852,7 +870,6 @@ def _connect(path: Path) -> apsw.Connection:
     for pragma in (
         "journal_mode = WAL",
         "synchronous = NORMAL",
-        f"wal_autocheckpoint = {WAL_PAGES}",
         f"journal_size_limit = {WAL_BYTES_MAX}",
         f"cache_size = -{CACHE_KIB}",
         "temp_store = MEMORY",

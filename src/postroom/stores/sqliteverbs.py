@@ -3,14 +3,15 @@
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import apsw
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.message import Durability, Envelope, Event, Record, State, Step
+from postroom.message import Durability, Envelope, Event, Record, Step
 from postroom.stores import batches
 from postroom.stores.base import (
     LIVE_EVENTS,
@@ -24,14 +25,7 @@ from postroom.stores.base import (
     Pick,
     Transaction,
 )
-from postroom.stores.eventtexts import (
-    duration_text,
-    json_text,
-    lane_text,
-    origin_text,
-    quoted,
-    worker_text,
-)
+from postroom.stores.eventruns import CompletedRun, LeasedRun, NewRun, Told, packed
 from postroom.stores.sql.queries import (
     COMPLETE_ALIKE,
     COMPLETE_ONE,
@@ -66,9 +60,9 @@ Depths = dict[int, dict[Counted, int]]
 """How many records each queue has in each state."""
 
 NO_COUNTS: dict[Counted, int] = {}
+_HOLDER = itemgetter(2, 3, 5)  # of a leased row: queue, priority, worker
 
 encode = msgspec.json.Encoder().encode
-decode_events = msgspec.json.Decoder(list[Event]).decode
 decode_event = msgspec.json.Decoder(Event).decode
 decode_counts = msgspec.json.Decoder(list[tuple[int, Counted, int]]).decode
 decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
@@ -134,8 +128,8 @@ class SqliteTransaction(Transaction):
         self._new_end = 0
         self._queues: dict[str, tuple[int, Limits]] = {}
         self.new_queues: dict[str, int] = {}
-        self.texts: list[str] = []
-        """The events, as JSON, in order."""
+        self.told: list[Told] = []
+        """The events, in order."""
         self.changes = 0
         self.changed: list[tuple[int, Counted, int]] = []
         self.counted = store.counted
@@ -233,12 +227,13 @@ class SqliteTransaction(Transaction):
         runs = [envelopes] if len(envelopes) == 1 else batches.runs(envelopes)
         room: dict[str, int] = {}
         for run in runs:
-            queue = run[0].queue
+            first = run[0]
+            queue = first.queue
             number, limits = self._queue(queue)
             left = room[queue] if queue in room else limits.max_depth - self._waiting(queue, number)
             room[queue] = left - len(run)
-            bytes_max = limits.max_payload_bytes
-            if left < len(run) or [e for e in run if e.message_id or e.key or len(e.payload) > bytes_max]:
+            longest = max([len(envelope.payload) for envelope in run])
+            if left < len(run) or first.message_id or first.key or longest > limits.max_payload_bytes:
                 return super().insert(envelopes)  # names and keys of callers, and saying what is wrong
         if len(runs) == 1:
             return self._insert_alike(runs[0])
@@ -254,40 +249,31 @@ class SqliteTransaction(Transaction):
                 self._write_new()
             self._new = list(envelopes)
         e = envelopes[0]
-        number, queue, delay_ns = self.number, e.queue, e.delay_ns
-        state: State = "SCHEDULED" if delay_ns else "QUEUED"
-        prefix, texts, accepted = f"{self.store_id}-", self.texts, []
-        instant = f',"ts_us":{self.wall_us!s},"kind":'
-        named = f',"queue":{quoted(queue)},"message_id":"'
-        stands = f'","state":"{state}"{lane_text(e.priority)}'
-        origin = origin_text(e)
-        end = f',"detail":{{"delay_s":{delay_ns / lifecycle.NANOS_PER_S!r}}}}}' if delay_ns else "}"
-        for envelope in envelopes:
-            seq = str(number)
-            message_id = prefix + seq
-            accepted.append(Accepted(message_id, False))  # noqa: FBT003 - faster by position
-            about = f"{named}{message_id}{stands}"
-            size = len(envelope.payload)
-            texts.append(f'{{"seq":{seq}{instant}"created"{about}{origin},"body_bytes":{size!s}{end}')
-            number += 1
-            if not delay_ns:
-                texts.append(f'{{"seq":{number!s}{instant}"enqueued"{about}}}')
-                number += 1
-        self.number = self._new_end = number
-        self._count(queue, state, len(envelopes))
-        if not delay_ns:
-            self.ready.add(queue)
+        first, events = self.number, 1 if e.delay_ns else 2
+        self.number = self._new_end = first + events * len(envelopes)
+        self._count(e.queue, "SCHEDULED" if e.delay_ns else "QUEUED", len(envelopes))
+        if not e.delay_ns:
+            self.ready.add(e.queue)
         if e.durability != "os":
             self.synced = True
-        return accepted
+        prefix = f"{self.store_id}-"
+        return [
+            Accepted(f"{prefix}{number!s}", False)  # noqa: FBT003 - faster by position
+            for number in range(first, self.number, events)
+        ]
 
     def _write_new(self) -> None:
         """As late as possible: what several callers of one commit bring is one statement."""
         new, self._new = self._new, []
         e, now, delay_ns = new[0], self.steady_ns, new[0].delay_ns
         events = 1 if delay_ns else 2
+        first = self._new_end - events * len(new)
+        sizes = [len(envelope.payload) for envelope in new]
+        self.told.append(
+            NewRun(first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, delay_ns, sizes)
+        )
         values = (
-            self._new_end - events * len(new), self._queue(e.queue)[0], "SCHEDULED" if delay_ns else "QUEUED",
+            first, self._queue(e.queue)[0], "SCHEDULED" if delay_ns else "QUEUED",
             e.priority, e.max_retries, LANE_DELAYED if delay_ns else e.priority,
             now + delay_ns if delay_ns else None, now, now + e.ttl_ns if e.ttl_ns else 0, e.durability,
             self.wall_us, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
@@ -326,26 +312,27 @@ class SqliteTransaction(Transaction):
             self._cursor_held.execute(LEASE_ONE, (*values, rows[0][0]))
         else:
             self._cursor_held.execute(LEASE_MANY, (*values, _numbers([row[0] for row in rows])))
-        prefix, texts, deliveries = f"{self.store_id}-", self.texts, []
-        dequeued = f',"ts_us":{wall_us!s},"kind":"dequeued","queue":{quoted(queue)},"message_id":'
-        lane, worker = lane_text(priority), worker_text(terms.worker_id)
-        for seq, _, name, attempts, ready_at, durability, payload, kind, parent, _, _ in rows:
-            message_id = name or f"{prefix}{seq!s}"
-            attempt = attempts + 1
-            deliveries.append(Delivery(message_id, queue, payload, kind, parent, attempt, number, lease_ns))
-            named = json_text(name) if name else f'"{message_id}"'
-            token = str(number)
-            texts.append(
-                f'{{"seq":{token}{dequeued}{named},"state":"PROCESSING","attempt":{attempt!s}{lane}'
-                f',"lease":{token}{worker}{duration_text(now - ready_at)}}}'
-            )
-            number += 1
-            if durability != "os":
-                self.synced = True
-        self.number = number
+        seqs, _, names, attempts, ready_at, durabilities, payloads, kinds, parents, *_ = zip(
+            *rows, strict=True
+        )
+        which = [name or seq for seq, name in zip(seqs, names, strict=True)]
+        numbered = [attempt + 1 for attempt in attempts]
+        waited_us = [(now - ready) // 1000 for ready in ready_at]
+        self.told.append(
+            LeasedRun(number, wall_us, queue, priority, terms.worker_id, which, numbered, waited_us)
+        )
+        self.number = number + len(rows)
+        if durabilities.count("os") != len(rows):
+            self.synced = True
         self._count(queue, "QUEUED", -len(rows))
         self._count(queue, "PROCESSING", len(rows))
-        return deliveries
+        prefix = f"{self.store_id}-"
+        return [
+            Delivery(name or f"{prefix}{seq!s}", queue, payload, kind, parent, attempt, lease, lease_ns)
+            for name, seq, payload, kind, parent, attempt, lease in zip(
+                names, seqs, payloads, kinds, parents, numbered, range(number, self.number), strict=True
+            )
+        ]
 
     def complete(self, words: dict[str, tuple[int, bytes]]) -> None:
         if not words:
@@ -361,29 +348,25 @@ class SqliteTransaction(Transaction):
             super().complete(words)  # names that callers gave, repeated words, stale leases
             return
         self._write_results([result for _, result in words.values()], numbers)
-        number, texts = self.number, self.texts
-        counts: dict[str, int] = {}
-        completed = f',"ts_us":{self.wall_us!s},"kind":"execution_completed","queue":'
-        traits, queue, lane, worker = None, "", "", ""
-        for message_id, row in zip(words, rows, strict=True):
-            _, lease, queue_number, priority, attempt, worker_id, began, durability, _ = row
-            if traits != (queue_number, priority, worker_id):  # mostly they are those of the one before
-                traits = queue_number, priority, worker_id
-                queue = self._store.queue_name(queue_number, self._cursor_held)
-                lane, worker = lane_text(priority), worker_text(worker_id)
-            texts.append(
-                f'{{"seq":{number!s}{completed}{quoted(queue)},"message_id":"{message_id}"'
-                f',"state":"COMPLETED","attempt":{attempt!s}{lane},"lease":{lease!s}{worker}'
-                f"{duration_text(now - began)}}}"
+        for _, alike in groupby(rows, _HOLDER):
+            self._tell_completed(list(alike))
+
+    def _tell_completed(self, rows: list[Any]) -> None:
+        """Neighbours of one queue, one priority and one holder."""
+        queue_number, priority, worker_id = _HOLDER(rows[0])
+        queue = self._store.queue_name(queue_number, self._cursor_held)
+        seqs, leases, _, _, attempts, _, began, durabilities, _ = map(list, zip(*rows, strict=True))
+        worked_us = [(self.steady_ns - begin) // 1000 for begin in began]
+        self.told.append(
+            CompletedRun(
+                self.number, self.wall_us, queue, priority, worker_id, seqs, attempts, leases, worked_us
             )
-            number += 1
-            counts[queue] = counts.get(queue, 0) + 1
-            if durability != "os":
-                self.synced = True
-        self.number = number
-        for queue, count in counts.items():
-            self._count(queue, "PROCESSING", -count)
-            self._count(queue, "COMPLETED", count)
+        )
+        self.number += len(rows)
+        if durabilities.count("os") != len(rows):
+            self.synced = True
+        self._count(queue, "PROCESSING", -len(rows))
+        self._count(queue, "COMPLETED", len(rows))
 
     def _write_results(self, results: list[bytes], numbers: list[int]) -> None:
         first, wall_us = self.number, self.wall_us
@@ -471,7 +454,9 @@ class SqliteTransaction(Transaction):
         )
 
     def keep(self, events: Iterable[Event]) -> None:
-        self.texts += [encode(event).decode() for event in events]
+        if self._new:
+            self._write_new()
+        self.told += events
 
     def flush(self) -> None:
         """Write what was gathered on the way: new records, events, and what they did to the depths."""
@@ -480,9 +465,8 @@ class SqliteTransaction(Transaction):
         self.changed = [
             (self._number(queue), state, change) for (queue, state), change in self.counts.items() if change
         ]
-        if self.texts:
-            told = f"[{','.join(self.texts)}]"
-            values = (self.number - 1, self.wall_us, encode(self.changed).decode(), told)
+        if self.told:
+            values = (self.number - 1, self.wall_us, encode(self.changed).decode(), packed(self.told))
             self._cursor_held.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
         if self.number - self.counted > FOLD_EVENTS:
             self._fold()

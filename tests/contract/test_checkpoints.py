@@ -1,0 +1,164 @@
+"""The WAL: its pages move into the database beside the commits, and it stays short."""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+import pytest
+
+from postroom.message import Envelope
+from postroom.stores import checkpoints
+from postroom.stores.sqlite import SqliteStore
+from tests import children
+from tests.children import no_child_left
+
+__all__ = ["no_child_left"]  # a fixture
+
+FEW_PAGES = 20
+MANY = 400  # commits, each of three pages or more
+HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096
+LONG_S = 60.0
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
+    return tmp_path / "queue.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(path)
+    yield store
+    store.close()
+
+
+def insert(store: SqliteStore, count: int = 1) -> None:
+    for _ in range(count):
+        store.write(lambda transaction: transaction.insert([Envelope(queue="q", payload=b"0")]))
+
+
+def wal_pages(path: Path) -> int:
+    return (path.with_name("queue.db-wal").stat().st_size - HEADER_BYTES) // FRAME_BYTES
+
+
+def wait_for_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "postroom-checkpoint":
+            thread.join(LONG_S)
+
+
+def test_the_wal_starts_anew_again_and_again(store: SqliteStore, path: Path) -> None:
+    for _ in range(MANY // 10):
+        insert(store, 10)
+        wait_for_thread()
+    assert wal_pages(path) < 5 * FEW_PAGES  # the longest it ever was, of more than 1,200 pages
+    assert store.count() == {"q": {"QUEUED": MANY}}
+
+
+def test_pages_move_without_any_commit_doing_it(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a commit would do itself is counted, and the database alone holds the tasks."""
+    in_a_commit: list[int] = []
+    monkeypatch.setattr(
+        checkpoints, "_checkpoint", lambda connection: _count_commits(connection, in_a_commit)
+    )
+    insert(store, MANY)
+    wait_for_thread()
+    assert in_a_commit == []
+    alone = sqlite3.connect(f"file:{path}?immutable=1", uri=True)  # without the WAL
+    assert alone.execute("SELECT count(*) FROM records").fetchone()[0] > 0
+    alone.close()
+
+
+def _count_commits(connection: apsw.Connection, in_a_commit: list[int]) -> None:
+    if threading.current_thread().name != "postroom-checkpoint":
+        in_a_commit.append(1)
+    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+
+
+def test_pages_move_while_somebody_commits(store: SqliteStore, path: Path) -> None:
+    insert(store)
+    with store._leading:
+        store._checkpoints._move()
+        alone = sqlite3.connect(f"file:{path}?immutable=1", uri=True)
+        assert alone.execute("SELECT count(*) FROM records").fetchone() == (1,)
+        alone.close()
+
+
+def test_a_commit_moves_them_itself_when_no_thread_does(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints.Checkpoints, "_start", lambda _: False)
+    insert(store, MANY)
+    assert wal_pages(path) < 3 * FEW_PAGES
+
+
+def test_a_commit_waits_for_a_thread_that_does_not_keep_up(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread never gets to its work: at the limit, the commits do it."""
+    monkeypatch.setattr(checkpoints, "WAL_PAGES_MAX", 3 * FEW_PAGES)
+    monkeypatch.setattr(checkpoints.Checkpoints, "_start", lambda _: True)
+    insert(store, MANY)
+    assert wal_pages(path) < 5 * FEW_PAGES
+
+
+def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path) -> None:
+    insert(store)
+    reader = sqlite3.connect(path)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM records").fetchone() == (1,)
+    insert(store, MANY)
+    wait_for_thread()
+    assert reader.execute("SELECT count(*) FROM records").fetchone() == (1,)
+    assert store.count() == {"q": {"QUEUED": MANY + 1}}
+    reader.close()
+    insert(store, MANY)
+    wait_for_thread()
+    before = wal_pages(path)
+    insert(store, MANY)
+    wait_for_thread()
+    assert wal_pages(path) == before  # it started anew
+
+
+def test_threads_commit_while_pages_move(store: SqliteStore) -> None:
+    threads = [threading.Thread(target=insert, args=(store, 100)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert store.count() == {"q": {"QUEUED": 800}}
+
+
+def test_a_closed_store_leaves_nothing_open(path: Path) -> None:
+    for _ in range(20):
+        store = SqliteStore(path)
+        insert(store, FEW_PAGES)  # a checkpoint is under way, or just over
+        store.close()
+        wait_for_thread()
+    opened = [name for name in _open_files() if name.startswith(str(path))]
+    assert opened == []
+
+
+def _open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the folder's own
+            continue
+    return names
+
+
+def test_a_child_can_be_forked_while_pages_move(store: SqliteStore) -> None:
+    """At any moment of it: the child goes on with the file, and so does the parent."""
+    for _ in range(20):
+        insert(store, 10)
+        children.run(lambda: insert(store, 10))
+    wait_for_thread()
+    assert store.count() == {"q": {"QUEUED": 400}}
