@@ -873,3 +873,18 @@ def test_children_use_the_tasks_that_they_inherit(on_disk: Tasks, no_child_left:
     children.run(*[child] * 4)
     assert on_disk.status().totals == {"claimed": 1, "completed": 80}
     check_books(on_disk.store)
+
+
+def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks) -> None:
+    """Dropped as a duplicate, the task would be lost without a word."""
+    tasks.enqueue(agent="a", payload=1, task_id="job")
+    before = tasks.events()
+    with pytest.raises(InvalidMessage, match="is taken by a task of another agent"):
+        tasks.enqueue_many([{"agent": "b", "payload": 2}, {"agent": "b", "payload": 3, "task_id": "job"}])
+    assert tasks.events() == before
+    assert tasks.claim(agent="b") == []
+
+
+def test_only_the_harness_fills_the_queue_of_decisions(tasks: Tasks) -> None:
+    with pytest.raises(InvalidMessage, match="filled by the harness alone"):
+        tasks.enqueue(agent=DECISIONS, payload="forged")

@@ -299,6 +299,8 @@ class Tasks:
         if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
             raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
         queue = checked_name("agent", agent)
+        if queue == DECISIONS:
+            raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
         if durability is None:
             durability = self.store.limits(queue).durability or self._durability
         else:

@@ -234,8 +234,10 @@ class Transaction(ABC):
         # The first one may have been stored by a process that died before its fsync.
         self.synced = self.synced or envelope.durability != "os"
         with suppress(UnknownTask):  # perhaps only its key is remembered: then there is nothing to tell about
-            found = self.find(ByIds((message_id,)))
-            self._record_event(lifecycle.duplicate(found[0], self.moment(), envelope.key))
+            [found] = self.find(ByIds((message_id,)))
+            if found.queue != envelope.queue:
+                raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
+            self._record_event(lifecycle.duplicate(found, self.moment(), envelope.key))
         return Accepted(message_id, duplicate=True)
 
     def _check_name(self, message_id: str) -> None:
