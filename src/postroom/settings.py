@@ -221,7 +221,8 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     when_behind: Annotated[
         Literal["slow", "refuse"],
         Meta(
-            description="What happens to a new message then: it is accepted slowly, or refused.",
+            description="What happens to a new message then: it is accepted slowly, or refused. The shipper "
+            "tells the store, and everybody who enqueues there obeys: set it where the shipper runs.",
             extra={"env": ("POSTROOM_AUDIT_WHEN_BEHIND",), "wants": "slow or refuse"},
         ),
     ] = "slow"

@@ -1,15 +1,19 @@
 """From a store, a queue and a bus into the stream: every event, once, in order."""
 
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from postroom import Bus, Queue, Tasks
-from postroom.contracts.feeds import FileFeeds, StoreFeed
+from postroom.contracts.audit import Audit
+from postroom.contracts.feeds import MOVED_QUIET_S, FileFeeds, StoreFeed
 from postroom.core.events import AuditEvent
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
 from postroom.runtime.shipping import Sources, opened
@@ -93,6 +97,40 @@ def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None
     outbox = tasks.store.outbox()
     assert outbox is not None
     assert {event.seq for event in before if event.seq > outbox.shipped} <= {event.seq for event in left}
+
+
+class Busy(StoreFeed):
+    """A store into which somebody enqueues whenever the shipper has it settled."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        super().__init__(tasks.store, "tasks", outbox=Outbox())
+        self._tasks = tasks
+        self.settled = 0
+
+    def settle(self) -> None:
+        self.settled = self._tasks.store.newest_event()
+        super().settle()
+        if self.settled < 20:
+            self._tasks.enqueue(agent="ada", payload="meanwhile")
+
+
+class Careful(SegmentSink):
+    """Takes only what is settled."""
+
+    feed: Busy
+
+    def write(self, events: Sequence[AuditEvent]) -> None:
+        assert events[-1].seq <= self.feed.settled
+        super().write(events)
+
+
+def test_what_is_written_is_settled_and_what_comes_meanwhile_waits(tasks: Tasks, tmp_path: Path) -> None:
+    tasks.enqueue(agent="ada", payload="first")
+    with Careful(tmp_path / "audit") as sink:
+        sink.feed = Busy(tasks)
+        one = Shipper(sink, lambda: [sink.feed])
+        assert [one.ship(), one.ship()] == [2, 2]
+        assert one.waiting() == 2
 
 
 def test_a_sink_that_knows_more_than_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
@@ -406,6 +444,92 @@ def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
     bodies = [event.payload for event in told(tmp_path / "audit")]
     assert sorted(bodies) == sorted([*map(str, range(6)), "1 late", "3 late", "5 late"])
     assert verify(tmp_path / "audit") == []
+
+
+@pytest.mark.parametrize("contract", ["bus", "queue"])
+def test_a_file_that_was_put_back_is_refused_also_when_it_has_grown_again(
+    contract: str, tmp_path: Path
+) -> None:
+    path, say = speaker(contract, tmp_path)
+    say("first")
+    shutil.copy(path, tmp_path / "old")
+    say("old")
+    say("old")
+    sources = Sources(buses=(path,)) if contract == "bus" else Sources(queue_roots=(path.parent,))
+    assert ship_sources(tmp_path / "audit", sources) == 3
+    path.write_bytes((tmp_path / "old").read_bytes())
+    with pytest.raises(SinkAhead):
+        ship_sources(tmp_path / "audit", sources)
+    for body in ("new", "new", "new"):
+        say(body)
+    for _ in range(2):  # and again
+        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+            ship_sources(tmp_path / "audit", sources)
+    assert ship_sources(tmp_path / "new", sources) == 4
+
+
+@pytest.mark.parametrize("contract", ["bus", "queue"])
+def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path: Path) -> None:
+    path, say = speaker(contract, tmp_path)
+    say("first")
+    old = path.read_bytes()
+    say("second")
+    sources = Sources(buses=(path,)) if contract == "bus" else Sources(queue_roots=(path.parent,))
+    with opened(tmp_path / "audit", sources, AuditSettings()) as shipping:
+        assert shipping.shipper.ship() == 2
+        path.write_bytes(old)
+        for body in ("other", "and more", "and more"):
+            say(body)
+        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+            shipping.shipper.ship()
+
+
+def test_a_file_goes_on_when_what_the_stream_held_of_it_was_removed(tmp_path: Path) -> None:
+    path, say = speaker("bus", tmp_path)
+    say("first")
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1
+    assert len(Audit(tmp_path / "audit").retain(datetime.now(UTC) + timedelta(days=1))) == 1
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 0
+    say("second")
+    assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1
+
+
+def speaker(contract: str, folder: Path) -> tuple[Path, Callable[[str], object]]:
+    """The file that a contract tells its events in, and a way to make it say more."""
+    if contract == "bus":
+        bus = Bus(folder / "bus.yaml")
+        return bus.path, lambda body: bus.append(type="note", project_id="p", body=body)
+    queue = Queue(folder / "queue")
+    return queue.root / "audit.jsonl", lambda body: queue.send("ask", body, sender="ada")
+
+
+def ship_sources(folder: Path, sources: Sources) -> int:
+    """As `postroom audit ship --once` does."""
+    with opened(folder, sources, AuditSettings(environment="dev")) as shipping:
+        return shipping.once()
+
+
+def test_the_last_line_of_a_file_that_was_moved_away_is_told_without_its_end(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "queue")
+    queue.send("ask", "one", sender="ada")
+    audit = queue.root / "audit.jsonl"
+    feeds = FileFeeds([queue.root])
+    with SegmentSink(tmp_path / "audit") as sink:
+        one = Shipper(sink, feeds)
+        assert one.ship() == 1
+        with audit.open("ab") as file:
+            file.write(b'{"ts": "2026-11-15T00:')
+        moved = audit.rename(tmp_path / "moved.jsonl")
+        assert one.ship() == 0  # who writes may still be at it
+        long_ago = time.time() - MOVED_QUIET_S
+        os.utime(moved, (long_ago, long_ago))
+        assert [one.ship(), one.ship()] == [1, 0]
+        Queue(tmp_path / "queue").send("ask", "two", sender="ada")
+        assert one.ship() == 1
+    feeds.close()
+    assert [(event.seq, event.kind) for event in told(tmp_path / "audit")] == [
+        (1, "created"), (2, "alert"), (1, "created")
+    ]  # fmt: skip
 
 
 def test_the_settings_have_the_safe_defaults() -> None:

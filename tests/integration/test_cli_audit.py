@@ -67,6 +67,14 @@ def test_ship_once_ships_everything_and_then_nothing(shipped: list[str]) -> None
     assert postroom("audit", "ship", "--data", "run", "--to", "audit", "--once").line == {"shipped": 0}
 
 
+def test_the_status_of_tasks_says_how_many_events_wait(shipped: list[str]) -> None:
+    work(Path("run"))
+    waiting = postroom("tasks", "status", "--data", "run").line["events_waiting"]
+    assert waiting > len(shipped)
+    shown = run_on_terminal("postroom", "tasks", "status", "--data", "run")
+    assert f"{waiting} events wait for the audit stream".encode() in shown.raw
+
+
 def test_tail_shows_the_last(shipped: list[str]) -> None:
     lines = postroom("audit", "tail", "audit", "-n", 2).lines
     assert [line["kind"] for line in lines] == ["execution_failed", "dead_letter"]
@@ -366,6 +374,7 @@ def test_a_planted_secret_is_in_no_sink_log_or_metric(tmp_path: Path) -> None:
     log = (tmp_path / "harness.log").read_text()
     written = [*files_of(tmp_path / "audit"), *files_of(tmp_path / "audit2")]
     assert len(written) > 6
+    assert "\npostroom_events_waiting " in metrics
     for text in [log, metrics, *(f"{done.out}{done.errors}" for done in said)]:
         assert CANARY not in text
         assert CANARY[10:30] not in text

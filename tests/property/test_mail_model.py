@@ -95,13 +95,31 @@ class Mailboxes(RuleBasedStateMachine):
         assert ("error" in reply) is not self.lives(name)
         if not self.lives(name):
             return
-        newest = max((message.msg_id for message in self.stored[name]), default=0)
-        assert reply["msg_id"] > newest
-        message = Message(reply["msg_id"], word)
+        assert reply["msg_id"] > self.newest(name)
+        self.keep(name, reply["msg_id"], word)
+
+    def newest(self, name: str) -> int:
+        return max((message.msg_id for message in self.stored[name]), default=0)
+
+    def keep(self, name: str, msg_id: int, word: str) -> None:
+        message = Message(msg_id, word)
         self.stored[name].append(message)
         for _, where, ranks, expected in self.plain:
             if where == name and message.order[0] in ranks:
                 expected.append(message.msg_id)
+
+    @rule(name=names, word=st.sampled_from(WORDS), count=st.integers(2, 5))
+    def send_many(self, name: str, word: str, count: int) -> None:
+        """In a row and without answers; their ids are seen in a list."""
+        self.rooms.room.published_many(self.caller, f"{MSG}{name}.{word}", [b"x"] * count)
+        self.rooms.settle()
+        if self.lives(name):
+            rows = self.rooms.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")["messages"]
+            newest = self.newest(name)
+            fresh = sorted(row["msg_id"] for row in rows if row["msg_id"] > newest)
+            assert len(fresh) == count
+            for msg_id in fresh:
+                self.keep(name, msg_id, word)
 
     @rule(name=names, choice=choices)
     def delete(self, name: str, choice: int) -> None:

@@ -207,6 +207,23 @@ def test_messages_of_two_stores_may_have_one_name() -> None:
 # ---- overlap -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "kind", ["heartbeat", "execution_completed", "execution_failed", "lease_lapsed", "released"]
+)
+def test_a_word_names_its_lease(story: Story, kind: Any) -> None:
+    story.accept()
+    lease = story.lease()
+    word = story.tell(kind)
+    assert proof(only(story)) == ("overlap", "m", (lease, word))
+
+
+def test_only_what_is_leased_has_words_under_a_lease() -> None:
+    mail = Story(contract="mail")
+    mail.tell("created")
+    mail.tell("heartbeat")
+    assert found(mail) == []
+
+
 def test_two_leases_at_once(story: Story) -> None:
     story.accept()
     first = story.lease()
@@ -342,8 +359,39 @@ ENDS = ["execution_completed", "dead_letter", "cancelled", "expired", "quarantin
 @pytest.mark.parametrize(("one", "other"), [*pairwise(ENDS), ("execution_completed", "execution_completed")])
 def test_a_life_ends_once(story: Story, one: Any, other: Any) -> None:
     story.accept()
-    first, second = story.tell(one), story.tell(other)
+    lease = story.lease()
+    first, second = story.tell(one, lease=lease), story.tell(other, lease=lease)
     assert proof(only(story)) == ("terminal", "m", (first, second))
+
+
+def test_a_life_begins_once(story: Story) -> None:
+    first = story.accept()
+    second = story.tell("created", state="QUEUED")
+    assert proof(only(story)) == ("terminal", "m", (first, second))
+
+
+def test_behind_a_hole_a_life_may_have_ended_and_begun_anew(story: Story) -> None:
+    story.accept()
+    story.seq += 1
+    story.tell("created", state="QUEUED")
+    assert [one.rule for one in found(story)] == ["gap"]
+
+
+def test_what_has_not_ended_is_not_replayed(story: Story) -> None:
+    accepted = story.accept()
+    replayed = story.tell("replayed")
+    assert proof(only(story)) == ("terminal", "m", (accepted, replayed))
+
+
+def test_a_replay_of_what_ended_before_the_stretch_or_in_a_hole_is_none() -> None:
+    later = Story(first=100)
+    later.tell("replayed")
+    assert found(later) == []
+    holey = Story()
+    holey.accept()
+    holey.seq += 1
+    holey.tell("replayed")
+    assert [one.rule for one in found(holey)] == ["gap"]
 
 
 def test_it_does_not_go_on_after_its_end(story: Story) -> None:

@@ -114,6 +114,15 @@ def test_full_keeps_the_words_of_an_error_so_that_errors_of_one_kind_stay_alike(
     assert full.text('cut off "in the mid') == "cut off <quoted>"
 
 
+def test_a_quotation_goes_with_the_markers_in_it_and_one_of_a_marker_alone_stays() -> None:
+    assert full.text("no 'bill of anna@example.com for May' here") == "no <quoted> here"
+    assert full.text('no "bill of <email> for May') == "no <quoted>"
+    assert (
+        full.text("no user 'anna@example.com' or `10.0.0.1` or b'x'")
+        == "no user '<email>' or `<ip>` or <quoted>"
+    )
+
+
 def test_a_lone_surrogate_is_replaced_because_sinks_write_utf_8() -> None:
     assert medium.text("a\ud800b") == "a\ufffdb"
     assert medium.payload('{"a":"\\ud800","password":"x"}') == '{"a":"\ufffd","password":"<redacted>"}'
@@ -483,15 +492,28 @@ def test_the_patterns_use_nothing_that_java_reads_differently() -> None:
             assert python_only not in rule.pattern
 
 
-def test_the_file_stands_alone_and_a_redactor_travels() -> None:
-    source = Path(redaction.__file__)
-    program = "import redaction; print(redaction.Redactor('medium').text('a@b.example'))"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(source.parent)!r}); {program}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "<email>\n"
+ELSEWHERE = """
+import sys, types
+for name, source in SOURCES.items():
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), sys.modules[name].__dict__)
+print(sys.modules["elsewhere.redactor"].Redactor("medium").text("a@b.example"))
+print(any(name.partition(".")[0] == "postroom" for name in sys.modules))
+"""
+
+
+def test_the_files_stand_alone_in_their_order() -> None:
+    folder = Path(redaction.__file__).parent
+    assert {*redaction.MODULES} == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    sources = {
+        f"elsewhere.{name}": (folder / f"{name}.py").read_text().replace(redaction.__name__, "elsewhere")
+        for name in redaction.MODULES
+    }
+    program = f"SOURCES = {sources!r}{ELSEWHERE}"
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["<email>", "False"]
+
+
+def test_a_redactor_travels() -> None:
     travelled = pickle.loads(pickle.dumps(Redactor("medium", key=b"k", patterns={"x": "X+"})))  # noqa: S301 - ours
     assert travelled.text("XX") == Redactor("medium", key=b"k", patterns={"x": "X+"}).text("XX")

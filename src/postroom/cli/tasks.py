@@ -735,6 +735,8 @@ def status(shell: Shell, data: Path | None, url: str | None, token: str | None) 
     rows = [{"agent": name, **queue, "oldest_age_s": _age(queue)} for name, queue in facts["agents"].items()]
     columns = ["agent", "depth", "oldest_age_s", "in_flight", "holders", "lapses", "states"]
     shell.output.rows(columns, rows, empty="there is no task yet")
+    if facts.get("events_waiting") is not None:
+        shell.output.facts({}, f"{facts['events_waiting']} events wait for the audit stream")
 
 
 def _age(queue: Mapping[str, Any]) -> str | None:

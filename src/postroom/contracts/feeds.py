@@ -3,26 +3,26 @@
 Rule 1: a source is one thing that only grows: a store, or one physical file. Its name comes from its content,
         so that it stays the same when a file is rotated or moved, and reading it again repeats every event.
 Rule 2: `seq` is the event's number in a store, and the line's or message's ordinal in a file.
-Rule 3: what cannot be read as a line becomes an `alert` that says so: a hole in the numbers would look like
-        a loss.
 """
 
 import hashlib
 import logging
 import os
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from postroom.core import events
-from postroom.core.events import SCHEMA, AuditEvent, event_id
-from postroom.core.times import epoch_ns_of, parse_utc
-from postroom.errors import InvalidMessage, ShippedElsewhere, SinkAhead
+from postroom.core import auditlines, events
+from postroom.core.events import AuditEvent
+from postroom.core.redaction import Redactor
+from postroom.errors import ShippedElsewhere, SinkAhead
 from postroom.logs import busfile
-from postroom.message import BusMessage, Event, EventKind
+from postroom.message import Event
 from postroom.stores.base import Outbox, Store
 from postroom.system.atomic import open_safely
 
@@ -32,16 +32,26 @@ SOURCE_HASH_CHARS = 16
 MAIL_EVENTS = "events.jsonl"  # in the data folder of a mail server
 WINDOW_BYTES = 1024 * 1024
 USUAL_LINE_BYTES = 250  # only for a guess of how much waits
+TAIL_BYTES = 256  # in front of the next read, which have to be as they were at the last
+MOVED_QUIET_S = 5.0  # a line without its end, in a file that was moved away, is taken as it is after so long
+
+Holds: TypeAlias = Callable[[AuditEvent], bool]
+"""Whether a stream holds this very event, as far as it still knows."""
+
+
+def _everything(_event: AuditEvent) -> bool:
+    return True
 
 
 class StoreFeed:
     """The events of a store, and with `payloads` what the messages said.
 
-    While it has an outbox, the store keeps every event until it is shipped.
+    While it has an outbox, the store keeps every event until it is shipped. Without one the feed only reads,
+    and does not care who ships.
     """
 
     def __init__(
-        self, store: Store, contract: events.Contract, *, outbox: Outbox, payloads: bool = True
+        self, store: Store, contract: events.Contract, *, outbox: Outbox | None, payloads: bool = True
     ) -> None:
         self._store = store
         self._contract: events.Contract = contract
@@ -52,6 +62,8 @@ class StoreFeed:
         self._refuse_second_stream()
 
     def _refuse_second_stream(self) -> None:
+        if self._outbox is None:
+            return
         there = self._store.outbox()
         if there is not None and there.stream not in ("", self._outbox.stream):
             raise ShippedElsewhere(
@@ -71,11 +83,8 @@ class StoreFeed:
         first = min(known)
         for event in self._store.events(first - 1, max(known) - first + 1):
             shown = known.get(event.seq)
-            if shown is not None and _facts_of(shown) != _facts_of(event):
-                raise ShippedElsewhere(
-                    f"{self.source} has another event {event.seq} than the stream holds: it was put back to "
-                    "an older state and has gone on from there, so ship it to a new folder"
-                )
+            if shown is not None and facts_of(shown) != facts_of(event):
+                raise _put_back(self.source)
 
     def waiting(self, after: int) -> int:
         if _place_of(self._store) != self._place:
@@ -110,10 +119,18 @@ class StoreFeed:
         self._store.write(lambda transaction: transaction.alert("EventsMissing", said), makes_room=True)
 
     def kept(self, up_to: int) -> None:
-        self._store.set_outbox(msgspec.structs.replace(self._outbox, shipped=up_to))
+        if self._outbox is not None:
+            self._store.set_outbox(msgspec.structs.replace(self._outbox, shipped=up_to))
 
     def close(self) -> None:
         self._store.close()
+
+
+def _put_back(source: str) -> ShippedElsewhere:
+    return ShippedElsewhere(
+        f"{source} has other events than the stream holds of it: it was put back to an older state and has "
+        "gone on from there, so ship it to a new folder"
+    )
 
 
 def _place_of(store: Store) -> tuple[int, int]:
@@ -128,7 +145,7 @@ def _place_of(store: Store) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
-def _facts_of(event: AuditEvent | Event) -> tuple[object, ...]:
+def facts_of(event: AuditEvent | Event) -> tuple[object, ...]:
     """What no redaction changes."""
     return event.ts_us, event.kind, event.message_id, event.lease, event.attempt
 
@@ -136,59 +153,7 @@ def _facts_of(event: AuditEvent | Event) -> tuple[object, ...]:
 # ---- files -----------------------------------------------------------------------------------------
 
 
-class AuditLine(msgspec.Struct, rename={"sender": "from"}):
-    """A line of a queue's audit, of any operation."""
-
-    ts: str
-    op: str
-    session: str
-    msg_id: str = ""
-    topic: str = ""
-    to: str | None = None
-    sender: str = ""
-    body_bytes: int = 0
-    externalized: bool = False
-    ttl_s: float | None = None
-    unknown_recipient: bool = False
-    agent_id: str = ""
-    topics: list[str] | None = None
-    matched: int = 0
-    cursor_from: int = 0
-    cursor_to: int = 0
-    dropped: int = 0
-    epoch: int = 0
-
-
-class MailLine(msgspec.Struct):
-    """A line of a mail server's events. A private mailbox stands in it as a hash."""
-
-    kind: EventKind
-    ts_us: int
-    queue: str = ""
-    message_id: str = ""
-    type: str = ""
-    priority: int | None = None
-    attempt: int = 0
-    worker_id: str = ""
-    error_type: str = ""
-    error: str = ""
-    body_bytes: int = 0
-    sender: str = ""
-    recipient: str = ""
-    detail: dict[str, Any] = {}
-
-
-_FACTS = {
-    "send": ("externalized", "ttl_s", "unknown_recipient"),
-    "poll": ("topics", "matched", "cursor_from", "cursor_to"),
-    "expire": ("dropped", "epoch"),
-}
-_KINDS: dict[str, EventKind] = {"send": "created", "poll": "delivered", "expire": "expired"}
-_decode_line = msgspec.json.Decoder(AuditLine).decode
-_decode_mail_line = msgspec.json.Decoder(MailLine).decode
-
-
-class _FileFeed:
+class _FileFeed(ABC):
     """A file that only grows, read on from where the last read stopped."""
 
     source: str
@@ -199,6 +164,12 @@ class _FileFeed:
         self._offset = 0
         self._pending: list[AuditEvent] = []
         """Decoded, and not yet handed out."""
+        self._tail = b""
+        """The last bytes that were read."""
+        self.holds: Holds = _everything
+        """Asked about the last that the stream is said to hold of this file."""
+        self.is_moved = False
+        """Whether the name that it was found under is no longer its own."""
 
     def waiting(self, after: int) -> int:
         self._go_to(after)
@@ -212,6 +183,7 @@ class _FileFeed:
         self._go_to(after)
         while len(self._pending) < limit and self._decode_more():
             pass
+        self._note_tail()
         found, self._pending = self._pending[:limit], self._pending[limit:]
         if found:
             self._seq = found[-1].seq
@@ -219,17 +191,34 @@ class _FileFeed:
 
     def _go_to(self, after: int) -> None:
         """Pass over what a sink holds already. After a write that failed there, read again."""
+        self._check_tail()
         if after < self._seq:
-            self._seq, self._offset, self._pending = 0, 0, []
+            self._seq, self._offset, self._pending, self._tail = 0, 0, [], b""
             self._rewind()
+        if self._seq == after:
+            return
+        named: AuditEvent | None = None
         while self._seq < after:
             if not self._pending and not self._decode_more():
                 raise SinkAhead(self.source, after, self._seq)
             step = min(after - self._seq, len(self._pending))
+            named = next((event for event in reversed(self._pending[:step]) if event.message_id), named)
             self._seq += step
             del self._pending[:step]
+        self._note_tail()
+        if named is not None and not self.holds(named):
+            raise _put_back(self.source)
 
-    def kept(self, up_to: int) -> None:
+    def _note_tail(self) -> None:
+        start = max(0, self._offset - TAIL_BYTES)
+        self._tail = os.pread(self._fd, self._offset - start, start)
+
+    def _check_tail(self) -> None:
+        """What was read stands where it stood."""
+        if os.pread(self._fd, len(self._tail), self._offset - len(self._tail)) != self._tail:
+            raise _put_back(self.source)
+
+    def kept(self, up_to: int) -> None:  # noqa: B027 - there is nothing to be done, and that is all
         """A file keeps its lines."""
 
     def close(self) -> None:
@@ -241,11 +230,12 @@ class _FileFeed:
         """The number of the next event."""
         return self._seq + len(self._pending) + 1
 
-    def _rewind(self) -> None: ...
+    def _rewind(self) -> None:  # noqa: B027 - most have nothing more to forget
+        """Forget what was read besides the offset."""
 
+    @abstractmethod
     def _decode_more(self) -> bool:
         """Add what comes next to `_pending`; False when there is nothing more."""
-        raise NotImplementedError
 
 
 class _LineFeed(_FileFeed):
@@ -254,15 +244,20 @@ class _LineFeed(_FileFeed):
     def _decode_more(self) -> bool:
         data = os.pread(self._fd, WINDOW_BYTES, self._offset)
         end = data.rfind(b"\n") + 1
-        if not end and len(data) == WINDOW_BYTES:  # no line is so long: it is damage, told in pieces
-            end = WINDOW_BYTES
+        if not end and (len(data) == WINDOW_BYTES or self._is_left_behind()):
+            end = len(data)  # no line is so long, or nobody will end it: it is damage, told in pieces
         for line in data[:end].splitlines():
             self._pending.append(self._event(line, self._numbered()))
         self._offset += end
         return end > 0
 
+    def _is_left_behind(self) -> bool:
+        """Whether it was moved away, and whoever may have been writing is done."""
+        return self.is_moved and time.time() - os.fstat(self._fd).st_mtime >= MOVED_QUIET_S
+
+    @abstractmethod
     def _event(self, line: bytes, seq: int) -> AuditEvent:
-        raise NotImplementedError
+        """What a line tells."""
 
 
 class QueueFeed(_LineFeed):
@@ -273,7 +268,7 @@ class QueueFeed(_LineFeed):
         self.source = f"queue:{_hash(first)}"
 
     def _event(self, line: bytes, seq: int) -> AuditEvent:
-        return of_audit_line(line, self.source, seq)
+        return auditlines.of_audit_line(line, self.source, seq)
 
 
 class MailFeed(_LineFeed):
@@ -284,7 +279,7 @@ class MailFeed(_LineFeed):
         self.source = f"mail:{_hash(first)}"
 
     def _event(self, line: bytes, seq: int) -> AuditEvent:
-        return of_mail_line(line, self.source, seq)
+        return auditlines.of_mail_line(line, self.source, seq)
 
 
 class BusFeed(_FileFeed):
@@ -304,7 +299,8 @@ class BusFeed(_FileFeed):
         self._offset += part.consumed
         self._legacy_line = part.legacy_line
         for message in part.messages:
-            self._pending.append(of_bus_message(message, self._bus, self.source, self._numbered()))
+            event = auditlines.of_bus_message(message, self._bus, self.source, self._numbered())
+            self._pending.append(event)
         return part.consumed > 0
 
 
@@ -312,84 +308,30 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:SOURCE_HASH_CHARS]
 
 
-def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
-    """A line of a queue's audit, in the stream."""
-    try:
-        entry = _decode_line(line)
-        ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _KINDS[entry.op]
-        if kind != "created" and not (entry.matched or entry.dropped):
-            kind = "heartbeat"  # it looked, and there was nothing
-    except (msgspec.MsgspecError, InvalidMessage, KeyError, UnicodeDecodeError) as error:
-        return _unreadable(line, source, seq, str(error))
-    facts = {name: getattr(entry, name) for name in _FACTS[entry.op]}
-    return AuditEvent(
-        event_id=event_id(source, seq),
-        seq=seq,
-        ts_us=ts_us,
-        kind=kind,
-        contract="queue",
-        source=source,
-        schema=SCHEMA,
-        queue=entry.session,
-        agent_id=entry.sender or entry.agent_id,
-        message_id=entry.msg_id,
-        type=entry.topic,
-        body_bytes=entry.body_bytes,
-        sender=entry.sender,
-        recipient=entry.to or entry.agent_id,
-        detail={name: value for name, value in facts.items() if value not in (None, False)},
+# ---- what is taken out -------------------------------------------------------------------------------
+
+
+def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool = False) -> AuditEvent:
+    """The event without what must not be told. Most events say nothing of that kind; ids and names stay."""
+    if not (event.payload or event.error or event.detail):
+        return event
+    return msgspec.structs.replace(
+        event,
+        payload=event.payload if whole_payloads or not event.payload else redactor.payload(event.payload),
+        error=redactor.text(event.error) if event.error else "",
+        detail=_redacted_facts(redactor, event.detail) if event.detail else {},
     )
 
 
-def of_mail_line(line: bytes, source: str, seq: int) -> AuditEvent:
-    """A line of a mail server's events, in the stream."""
-    try:
-        entry = _decode_mail_line(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return _unreadable(line, source, seq, str(error), "mail")
-    told = msgspec.structs.asdict(entry)
-    return AuditEvent(
-        event_id=event_id(source, seq), seq=seq, contract="mail", source=source, schema=SCHEMA,
-        agent_id=entry.sender, **told,
-    )  # fmt: skip
-
-
-def _unreadable(
-    line: bytes, source: str, seq: int, reason: str, contract: events.Contract = "queue"
-) -> AuditEvent:
-    """The line itself stays where it is. When it happened is not known."""
-    return AuditEvent(
-        event_id=event_id(source, seq), seq=seq, ts_us=0, kind="alert", contract=contract, source=source,
-        schema=SCHEMA, error_type="UnreadableLine", error=reason, body_bytes=len(line),
-    )  # fmt: skip
-
-
-def of_bus_message(message: BusMessage, bus: str, source: str, seq: int) -> AuditEvent:
-    """A message of a bus, in the stream. Further parents stand in the detail."""
-    facts = {
-        "project_id": message.project_id,
-        "run_id": message.run_id,
-        "parents": message.parents[1:],
-        "attachment_path": message.attachment_path,
-    }
-    return AuditEvent(
-        event_id=event_id(source, seq),
-        seq=seq,
-        ts_us=epoch_ns_of(message.ts) // 1000,
-        kind="created",
-        contract="bus",
-        source=source,
-        schema=SCHEMA,
-        queue=bus,
-        agent_id=message.run_id,
-        message_id=message.msg_id,
-        task_id=message.task_id,
-        parent_message_id=message.parents[0] if message.parents else "",
-        type=message.type,
-        body_bytes=len(message.body.encode()),
-        payload=message.body,
-        detail={name: value for name, value in facts.items() if value},
-    )
+def _redacted_facts(redactor: Redactor, value: Any) -> Any:
+    """Our own facts stay, whatever the level; texts in them may come from users."""
+    if isinstance(value, str):
+        return redactor.text(value)
+    if isinstance(value, dict):
+        return {name: _redacted_facts(redactor, inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted_facts(redactor, inner) for inner in value]
+    return value
 
 
 # ---- which files there are -----------------------------------------------------------------------------
@@ -406,7 +348,10 @@ class FileFeeds:
         queue_roots: Iterable[Path] = (),
         buses: Iterable[Path] = (),
         mail_folders: Iterable[Path] = (),
+        *,
+        holds: Holds = _everything,
     ) -> None:
+        self._holds = holds
         self._queue_roots = list(queue_roots)
         self._buses = list(buses)
         self._mail_folders = list(mail_folders)
@@ -414,6 +359,8 @@ class FileFeeds:
 
     def __call__(self) -> list[_FileFeed]:
         """Every feed, the oldest archive of a bus first."""
+        for feed in self._open.values():
+            feed.is_moved = True
         for root in self._queue_roots:
             self._look(root / "audit.jsonl", _queue_feed)
         for bus in self._buses:
@@ -428,6 +375,7 @@ class FileFeeds:
             info = path.lstat()
             identity = info.st_dev, info.st_ino
             if identity in self._open:
+                self._open[identity].is_moved = False
                 return
             fd = open_safely(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -436,6 +384,7 @@ class FileFeeds:
         if feed is None:
             os.close(fd)
         else:
+            feed.holds = self._holds
             self._open[identity] = feed
 
     def close(self) -> None:

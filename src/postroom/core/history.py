@@ -19,9 +19,9 @@ from postroom.core.lives import LEASED, MICROS_PER_S, Life, Lives, Rule
 RULES: Final[dict[Rule, str]] = {
     "lost": "it was accepted, did not end, and is gone: absent from its store, or silent for too long",
     "unknown": "it was delivered, and nobody had accepted it",
-    "overlap": "two leases of it were open at once, or a word counted under a lease that was over",
+    "overlap": "two leases of it were open at once, or a word counted under none or one that was over",
     "order": "it was delivered before one that had waited longer in the same queue, key and priority",
-    "terminal": "a life of it ended twice, or went on after its end",
+    "terminal": "a life of it began or ended twice, or went on after its end",
     "gap": "a number of a source is missing, or stands for two different events",
 }
 

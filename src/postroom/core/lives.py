@@ -33,13 +33,17 @@ ENDS: Final[dict[EventKind, str]] = {
     "delivered": "was delivered",
     "deleted": "was deleted",
 }
-_MAY_FOLLOW: Final = frozenset(
+MAY_FOLLOW: Final = frozenset(
     {
         ("execution_completed", "delivered"),  # its result was acted on
         ("dead_letter", "quarantined"),
         ("delivered", "expired"),  # a file's old messages are swept out, read or not
     }
 )
+_UNDER_LEASE: Final[frozenset[EventKind]] = frozenset(
+    {"heartbeat", "execution_completed", "execution_failed", "lease_lapsed", "released"}
+)
+"""Words of who holds a lease, or about it: each names that lease."""
 _ANY_LEASE: Final = -1
 _TOLD: Final = -1
 _EARLIER: Final = -2
@@ -176,6 +180,8 @@ class Lives:
 
     def _created(self, event: AuditEvent, life: Life | None) -> None:
         if life is not None and not life.ended:
+            if self._leased and life.accepted > 0 and life.holes == self._holes:
+                self._prove("terminal", event, life, life.accepted, "was accepted again before it ended")
             life.accepted = life.accepted or event.seq  # another source was faster to tell of its delivery
             return
         if life is not None and not life.accepted:  # the same, and that was its end
@@ -238,6 +244,8 @@ class Lives:
 
     def _check_lease(self, event: AuditEvent, life: Life) -> None:
         lease = event.lease
+        if not lease and self._leased and event.kind in _UNDER_LEASE:
+            self._prove("overlap", event, life, life.leased or life.accepted, "was held under no lease")
         if not lease or lease == life.token:
             return
         if life.token == _ANY_LEASE:
@@ -312,10 +320,13 @@ class Lives:
         self._end(event, self._life(event, life))
 
     def _replayed(self, event: AuditEvent, life: Life | None) -> None:
+        is_known = life is not None
         life = self._life(event, life)
         self._leave(life)
         if life.ended:
             self._revive(life)
+        elif self._leased and is_known and not life.unsure:
+            self._prove("terminal", event, life, life.accepted or life.leased, "was replayed before it ended")
 
     def _revive(self, life: Life) -> None:
         self.ended -= 1
@@ -327,7 +338,7 @@ class Lives:
         if not life.ended:
             self.ended += 1
             self._keep(life)
-        elif not life.unsure and (life.end, event.kind) not in _MAY_FOLLOW:
+        elif not life.unsure and (life.end, event.kind) not in MAY_FOLLOW:
             self._prove("terminal", event, life, life.ended, f"{ENDS[event.kind]} after {_was(life)}")
         life.ended, life.end, life.unsure = event.seq, event.kind, False
 

@@ -20,7 +20,16 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Message, Receive, Scope, Send
 
-from postroom.contracts.tasks import DECISIONS, STATUS, AgentStatus, Status, Task, TaskInfo, Tasks
+from postroom.contracts.tasks import (
+    DECISIONS,
+    STATUS,
+    AgentStatus,
+    Status,
+    Task,
+    TaskInfo,
+    Tasks,
+    TasksStatus,
+)
 from postroom.errors import InvalidMessage, PostroomError, Unavailable, UnknownTask
 from postroom.message import Record
 from postroom.runtime.agents import Agents, Identity
@@ -263,9 +272,6 @@ class Desk:
     async def enqueue(self, call: Call) -> Reply:
         many = isinstance(call.body, NewTasks)
         new: list[NewTask] = call.body.tasks if many else [call.body]
-        for task in new:
-            if task.agent == DECISIONS:
-                raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
         keywords = [msgspec.structs.asdict(task) for task in new]
         task_ids: list[str] = await self.writer.submit(lambda tasks: tasks.enqueue_many(keywords))
         self.stir()
@@ -334,7 +340,7 @@ class Desk:
 
     async def metrics(self, call: Call) -> Reply:  # noqa: ARG002
         status = await self.read(self.tasks.status)
-        lines = [*_queue_metrics(status.agents), *self._own_metrics()]
+        lines = [*_queue_metrics(status.agents), *_stream_metrics(status), *self._own_metrics()]
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         return Reply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
 
@@ -555,3 +561,12 @@ def _queue_metrics(agents: dict[str, AgentStatus]) -> Iterable[str]:
     for name, agent in agents.items():
         for state, n in sorted(agent.states.items()):
             yield f'postroom_tasks{{agent="{name}",state="{state}"}} {n}'
+
+
+def _stream_metrics(status: TasksStatus) -> Iterable[str]:
+    """Nothing when nobody ships the events."""
+    if status.events_waiting is not None:
+        yield "# TYPE postroom_events_waiting gauge"
+        yield f"postroom_events_waiting {status.events_waiting}"
+        yield "# TYPE postroom_held_up_total counter"
+        yield f"postroom_held_up_total {status.held_up}"

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from postroom.contracts.feeds import FileFeeds, StoreFeed
+from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, redacted
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import DEFAULT_FIELDS, Level, Redactor, level_for
 from postroom.errors import InvalidSetting
 from postroom.settings import AuditSettings
+from postroom.sinks.chain import read_chain
 from postroom.sinks.cipher import Cipher
+from postroom.sinks.layout import STREAM
 from postroom.sinks.reading import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.segments import SegmentSink
@@ -28,7 +29,6 @@ from postroom.stores.opening import open_store
 from postroom.system.atomic import read_file, replace_file
 
 TOKEN_KEY_BYTES_MIN = 16
-STREAM = "_stream"  # the file with the name of the stream
 CHECKED_EVENTS = 100  # of a store that are compared with the stream before a shipper goes on
 
 
@@ -98,7 +98,8 @@ def _feeds(
     stores = [_store_feed(url, settings, sink) for url in sources.stores]
     for feed in stores:
         stack.callback(feed.close)
-    files = FileFeeds(sources.queue_roots, sources.buses, sources.mail)
+    holds = partial(_holds, sink.folder)
+    files = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=holds)
     stack.callback(files.close)
     return lambda: [*stores, *files()]
 
@@ -112,6 +113,15 @@ def _store_feed(url: str, settings: AuditSettings, sink: SegmentSink) -> StoreFe
     # From now on the store keeps what is not shipped, also while no shipper runs.
     feed.kept(sink.position(feed.source))
     return feed
+
+
+def _holds(folder: Path, event: AuditEvent) -> bool:
+    """Whether the stream holds an event of that name that tells the same, or retention has removed it."""
+    checkpoint = read_chain(folder).checkpoint
+    if checkpoint is not None and event.seq <= checkpoint.sources.get(event.source, 0):
+        return True
+    found = Segments(folder).find([event.message_id])
+    return any(one.event_id == event.event_id and facts_of(one) == facts_of(event) for one in found)
 
 
 def stream_name(folder: Path) -> str:
@@ -158,26 +168,3 @@ def preparing(settings: AuditSettings, *, whole_payloads: bool) -> Callable[[Aud
     if level_of(settings) == "none" and not settings.patterns:
         return None
     return partial(redacted, redactor_of(settings), whole_payloads=whole_payloads)
-
-
-def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool) -> AuditEvent:
-    """The event without what must not be told. Most events say nothing of that kind; ids and names stay."""
-    if not (event.payload or event.error or event.detail):
-        return event
-    return msgspec.structs.replace(
-        event,
-        payload=event.payload if whole_payloads or not event.payload else redactor.payload(event.payload),
-        error=redactor.text(event.error) if event.error else "",
-        detail=_facts(redactor, event.detail) if event.detail else {},
-    )
-
-
-def _facts(redactor: Redactor, value: Any) -> Any:
-    """Our own facts stay, whatever the level; texts in them may come from users."""
-    if isinstance(value, str):
-        return redactor.text(value)
-    if isinstance(value, dict):
-        return {name: _facts(redactor, inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_facts(redactor, inner) for inner in value]
-    return value

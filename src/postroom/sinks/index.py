@@ -30,6 +30,7 @@ SCAN_SHARE = 16  # from one id to so many words on, all words are looked at inst
 _HEAD = struct.Struct("<8sQ32s")
 _MAGIC = b"postidx2"
 _OFFSET_MASK = SEGMENT_BYTES_MAX - 1
+_empty = hashlib.blake2b(digest_size=WORD_BYTES)
 
 
 class Mark(Protocol):
@@ -55,8 +56,9 @@ class IndexDamaged(Exception):
 
 def key_of(wanted: str) -> int:
     """The upper 36 bits of every word of an id. Stable: it is on disks."""
-    digest = hashlib.blake2b(wanted.encode("utf-8", "surrogatepass"), digest_size=WORD_BYTES).digest()
-    return int.from_bytes(digest, "big") >> OFFSET_BITS << OFFSET_BITS
+    digest = _empty.copy()  # quicker than a new one
+    digest.update(wanted.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "big") >> OFFSET_BITS << OFFSET_BITS
 
 
 class IndexBuilder:

@@ -17,6 +17,7 @@ OPEN = "_open"
 CHAIN = "_chain.jsonl"
 INDEX = "_index"
 TORN = "_torn"
+STREAM = "_stream"  # the name of the stream
 WRITER_LOCK = "_writer.lock"
 CHAIN_LOCK = "_chain.lock"
 
@@ -26,8 +27,8 @@ MICROS_PER_S = 1_000_000
 
 SEGMENT = re.compile(r"date=\d{4}-\d\d-\d\d/hour=\d\d/(\d{8,})-[0-9a-f]{12}\.jsonl")
 _NUMBERED = re.compile(r"(\d{8,})\.(?:jsonl|idx)")
-_UNFINISHED = re.compile(rf"\.{re.escape(CHAIN)}\.\d+{re.escape(TEMPORARY_SUFFIX)}")
-"""A new chain that a crash kept from taking its place."""
+_UNFINISHED = re.compile(rf"\.(?:{re.escape(CHAIN)}|{STREAM})\.\d+{re.escape(TEMPORARY_SUFFIX)}")
+"""What a crash kept from taking its place."""
 
 
 def segment_name(n: int, sha256: str, sealed_us: int) -> str:

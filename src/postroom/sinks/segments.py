@@ -9,8 +9,9 @@ Rule 4: sealing is: fsync the data, write the index, add the line to the chain, 
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -90,12 +91,9 @@ class _Growing:
     def sha256(self) -> str:
         return self._sha256.hexdigest()
 
-    def add(self, data: bytes, marks: Sequence[Mark]) -> None:
-        """Count lines that are in the file now, each with its mark."""
-        at, base = 0, self.size
-        find = data.find
-        starts = [base, *[base + (at := find(b"\n", at) + 1) for _ in marks]]
-        self._count(data, len(marks), starts, marks)
+    def add(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
+        """Count lines that are in the file now, each with its mark and its length."""
+        self._count(data, len(marks), list(accumulate(lengths, initial=self.size)), marks)
 
     def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[Mark]) -> None:
         self._sha256.update(data)
@@ -220,7 +218,8 @@ class SegmentSink:
             events = [self._prepare(event) for event in events]
         if self._cipher:
             events = [self._cipher.conceal(event) for event in events]
-        self._write(encode_lines(events), events)
+        data = encode_lines(events)
+        self._write(data, events, _lengths(data, len(events)))
 
     def write_lines(self, lines: Sequence[bytes], marks: Sequence[Mark]) -> None:
         """Keep lines that are encoded already, each with its newline; a mark says what is in a line.
@@ -228,9 +227,10 @@ class SegmentSink:
         Neither `prepare` nor `cipher` sees them.
         """
         data = b"".join(lines)
-        if not len(lines) == len(marks) == data.count(b"\n"):
+        newlines = len(data) - len(data.replace(b"\n", b""))  # `count` takes five times as long
+        if not len(lines) == len(marks) == newlines:
             raise InvalidMessage("every line ends with its only newline and has one mark")
-        self._write(data, marks)
+        self._write(data, marks, map(len, lines))
 
     def seal(self) -> None:
         """Seal the growing segment, if there is anything in it."""
@@ -270,7 +270,7 @@ class SegmentSink:
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _write(self, data: bytes, marks: Sequence[Mark]) -> None:
+    def _write(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
         if not marks:
             return
         if len(data) > SEGMENT_BYTES_MAX:
@@ -280,7 +280,7 @@ class SegmentSink:
             self._make_room(len(data))
             growing = self._growing or self._start()
             self._append(growing, data)
-            growing.add(data, marks)
+            growing.add(data, marks, lengths)
             self._note_positions(growing)
 
     def _make_room(self, more_bytes: int) -> None:
@@ -438,6 +438,14 @@ class SegmentSink:
         for fd in (growing.fd if growing else -1, lock_fd):
             if fd >= 0:
                 os.close(fd)
+
+
+def _lengths(data: bytes, lines: int) -> Iterator[int]:
+    at = 0
+    for _ in range(lines):
+        end = data.find(b"\n", at) + 1
+        yield end - at
+        at = end
 
 
 def _cause_of(error: WriteFailed) -> OSError:

@@ -1,6 +1,6 @@
 """The shipper: takes committed events to a sink, and remembers nothing itself.
 
-Rule 1: it is never ahead of its source: what it reads is committed, and `settle` makes that last first.
+Rule 1: it is never ahead of its source: what it has read is settled there before it is written here.
 Rule 2: the sink holds the position: no event can be written and not remembered, nor the reverse.
 Rule 3: nothing is dropped. A sink that cannot be written to is tried again, and its sources keep what waits.
 """
@@ -19,7 +19,7 @@ from postroom.sinks.base import Sink
 
 SHIP_EVENTS = 100  # as many waiting events are shipped at once ...
 SHIP_AFTER_S = 1.0  # ... and fewer after this long
-LOOK_EVERY_S = 0.5  # each time costs the source an fsync, for which its writers wait
+LOOK_EVERY_S = 0.5  # each time costs the source an fsync and a commit, for which its writers wait
 BATCH_MAX = 5_000  # events in one write of the sink
 PAUSE_AFTER_ERROR_S = 1.0
 PAUSE_AFTER_ERROR_S_MAX = 30.0
@@ -81,17 +81,20 @@ class Shipper:
         return sum(self._drain(feed) for feed in self._feeds())
 
     def _drain(self, feed: Feed) -> int:
+        """What came meanwhile waits for the next look: each batch costs those who work a moment."""
         shipped = 0
         after = self._sink.position(feed.source)
-        while feed.waiting(after):
-            feed.settle()
+        more = feed.waiting(after) > 0
+        while more:
             events = feed.read(after, BATCH_MAX)
             if not events:
                 break
+            feed.settle()
             self._write(events)
             after = events[-1].seq
             feed.kept(after)
             shipped += len(events)
+            more = len(events) == BATCH_MAX
         return shipped
 
     def _write(self, events: Sequence[AuditEvent]) -> None:

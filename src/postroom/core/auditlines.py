@@ -1,0 +1,143 @@
+"""The lines of queues and mail servers and the messages of a bus, as events of the audit stream.
+
+A line that cannot be read becomes an `alert` that says so: a hole in the numbers would look like a loss.
+"""
+
+from typing import Any
+
+import msgspec
+
+from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
+from postroom.core.times import epoch_ns_of, parse_utc
+from postroom.errors import InvalidMessage
+from postroom.message import BusMessage, EventKind
+
+
+class AuditLine(msgspec.Struct, rename={"sender": "from"}):
+    """A line of a queue's audit, of any operation."""
+
+    ts: str
+    op: str
+    session: str
+    msg_id: str = ""
+    topic: str = ""
+    to: str | None = None
+    sender: str = ""
+    body_bytes: int = 0
+    externalized: bool = False
+    ttl_s: float | None = None
+    unknown_recipient: bool = False
+    agent_id: str = ""
+    topics: list[str] | None = None
+    matched: int = 0
+    cursor_from: int = 0
+    cursor_to: int = 0
+    dropped: int = 0
+    epoch: int = 0
+
+
+class MailLine(msgspec.Struct):
+    """A line of a mail server's events. A private mailbox stands in it as a hash."""
+
+    kind: EventKind
+    ts_us: int
+    queue: str = ""
+    message_id: str = ""
+    type: str = ""
+    priority: int | None = None
+    attempt: int = 0
+    worker_id: str = ""
+    error_type: str = ""
+    error: str = ""
+    body_bytes: int = 0
+    sender: str = ""
+    recipient: str = ""
+    detail: dict[str, Any] = {}
+
+
+_FACTS = {
+    "send": ("externalized", "ttl_s", "unknown_recipient"),
+    "poll": ("topics", "matched", "cursor_from", "cursor_to"),
+    "expire": ("dropped", "epoch"),
+}
+_KINDS: dict[str, EventKind] = {"send": "created", "poll": "delivered", "expire": "expired"}
+_decode_line = msgspec.json.Decoder(AuditLine).decode
+_decode_mail_line = msgspec.json.Decoder(MailLine).decode
+
+
+def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
+    """A line of a queue's audit, in the stream."""
+    try:
+        entry = _decode_line(line)
+        ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _KINDS[entry.op]
+        if kind != "created" and not (entry.matched or entry.dropped):
+            kind = "heartbeat"  # it looked, and there was nothing
+    except (msgspec.MsgspecError, InvalidMessage, KeyError, UnicodeDecodeError) as error:
+        return _unreadable(line, source, seq, str(error))
+    facts = {name: getattr(entry, name) for name in _FACTS[entry.op]}
+    return AuditEvent(
+        event_id=event_id(source, seq),
+        seq=seq,
+        ts_us=ts_us,
+        kind=kind,
+        contract="queue",
+        source=source,
+        schema=SCHEMA,
+        queue=entry.session,
+        agent_id=entry.sender or entry.agent_id,
+        message_id=entry.msg_id,
+        type=entry.topic,
+        body_bytes=entry.body_bytes,
+        sender=entry.sender,
+        recipient=entry.to or entry.agent_id,
+        detail={name: value for name, value in facts.items() if value not in (None, False)},
+    )
+
+
+def of_mail_line(line: bytes, source: str, seq: int) -> AuditEvent:
+    """A line of a mail server's events, in the stream."""
+    try:
+        entry = _decode_mail_line(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return _unreadable(line, source, seq, str(error), "mail")
+    told = msgspec.structs.asdict(entry)
+    return AuditEvent(
+        event_id=event_id(source, seq), seq=seq, contract="mail", source=source, schema=SCHEMA,
+        agent_id=entry.sender, **told,
+    )  # fmt: skip
+
+
+def _unreadable(line: bytes, source: str, seq: int, reason: str, contract: Contract = "queue") -> AuditEvent:
+    """The line itself stays where it is. When it happened is not known."""
+    return AuditEvent(
+        event_id=event_id(source, seq), seq=seq, ts_us=0, kind="alert", contract=contract, source=source,
+        schema=SCHEMA, error_type="UnreadableLine", error=reason, body_bytes=len(line),
+    )  # fmt: skip
+
+
+def of_bus_message(message: BusMessage, bus: str, source: str, seq: int) -> AuditEvent:
+    """A message of a bus, in the stream. Further parents stand in the detail."""
+    facts = {
+        "project_id": message.project_id,
+        "run_id": message.run_id,
+        "parents": message.parents[1:],
+        "attachment_path": message.attachment_path,
+    }
+    return AuditEvent(
+        event_id=event_id(source, seq),
+        seq=seq,
+        ts_us=epoch_ns_of(message.ts) // 1000,
+        kind="created",
+        contract="bus",
+        source=source,
+        schema=SCHEMA,
+        queue=bus,
+        agent_id=message.run_id,
+        message_id=message.msg_id,
+        task_id=message.task_id,
+        parent_message_id=message.parents[0] if message.parents else "",
+        type=message.type,
+        body_bytes=len(message.body.encode()),
+        payload=message.body,
+        detail={name: value for name, value in facts.items() if value},
+    )

@@ -1,0 +1,277 @@
+"""What is taken out: each rule is a pattern, what wakes it, and what a candidate has to be besides.
+
+Patterns keep to the dialect that Python's `re` (ASCII) and Java's regex share.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from postroom.core.redaction.checks import address, card, iban, trimmed_list
+
+# What a rule belongs to, as a bit: a trigger wakes a whole group.
+CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n for n in range(9))
+WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS = (1 << n for n in range(9, 15))  # keys
+EVERYTHING: Final = (1 << 15) - 1
+
+
+class Rule(NamedTuple):
+    """One thing to find. When the pattern has groups, the one that took part is replaced, else all of it."""
+
+    name: str
+    """The marker's name."""
+    group: int
+    pattern: str
+    hints: tuple[str, ...]
+    """A text that holds none of them has no match."""
+    check: Callable[[str], int] | None = None
+    fold: Callable[[str], str] | None = None
+    """What is the same value, written differently, before a token is made of it."""
+
+
+def _glued(found: str) -> str:
+    return "".join(filter(str.isalnum, found)).upper()
+
+
+_OCTETS: Final = r"(?:(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+_HEX: Final = r"[0-9A-Fa-f]"
+
+
+def _escapes(behind: str = "") -> str:
+    return (
+        rf"|(?<=\\[0abefnrtv]{behind})|(?<=%{_HEX}{{2}}{behind})|(?<=\\u{_HEX}{{4}}{behind})"
+        rf"|(?<=\\x{_HEX}{{2}}{behind})|(?<=[\[;][0-9]m{behind})|(?<=[\[;][0-9]{{2}}m{behind})"
+    )
+
+
+def _begins(behind: str = "", word: str = "A-Za-z0-9") -> str:
+    """The beginning of a word, of which `behind` is read already.
+
+    An escape such as a written newline, as in a quotation or in JSON within a string, ends in a letter or a
+    digit and is no part of the word. Neither is the colour of a terminal.
+    """
+    return f"(?:(?<![{word}]{behind}){_escapes(behind)})"
+
+
+_ESCAPE_ENDS: Final = rf"(?:(?<=\\)(?:[0abefnrtv]|u{_HEX}{{4}}|x{_HEX}{{2}})|(?<=%){_HEX}{{2}})?"
+
+
+def _plain(pattern: str) -> str:
+    """The same pattern for a text without escapes, which is most and quicker to search."""
+    for escapes in (_ESCAPE_ENDS, *map(_escapes, ("", "A", "AIza", "eyJ"))):
+        pattern = pattern.replace(escapes, "")
+    return pattern
+
+
+_BEGINS: Final = _begins()
+_BLANK: Final = r" \u00a0\u2007\u2009\u202f"
+_DASH: Final = r"\u2010-\u2015-"
+_GAP: Final = rf"(?:[{_BLANK}.{_DASH}]|[{_BLANK}]{{2}})"  # between groups of digits
+_LOCAL: Final = r"[A-Za-z0-9.!#$&*+_~^\u00c0-\u04ff-]"
+_LABEL: Final = r"[A-Za-z0-9\u00c0-\u04ff\u3040-\u9fff\uac00-\ud7a3]"
+OPAQUE: Final = r"[A-Za-z0-9_-]"
+SHOWN: Final = r"[A-Za-z0-9+/_.=~-]"
+BARE: Final = r"[^\x00-\x20\"'<>&]"
+# What a value may hold besides: `&` unless a further parameter follows, and `<`, `>`, `'` within a word.
+_WITHIN: Final = rf"(?:&(?![A-Za-z0-9_.%\[\]-]{{1,64}}=)|<(?!/)|>(?={BARE})|'(?=[A-Za-z0-9]))"
+_LINE_END: Final = r"(?:\r?\n|(?:\\{1,7}r)?\\{1,7}n)"
+UNQUOTED: Final = (
+    r"((?:(?i:bearer|basic|token|digest) {1,4})?(?!=|(?:None|null|[Tt]rue|[Ff]alse)[^A-Za-z0-9])"
+    rf"(?![|>][0-9+-]{{0,2}}{_LINE_END})"
+    rf"{BARE}{{1,8192}}(?:{_WITHIN}{BARE}{{0,8192}})*"
+    r"(?: [0-9]{2,8}(?![A-Za-z0-9.:]))*)"
+)
+QUOTED: Final = (
+    r"[BFRUbfru]{0,2}(?:\"((?:[^\"\\]|\\.)+)|'((?:[^'\\]|\\.)+)|"
+    r"\\{1,7}[\"']([^\"'\\]+(?:\\{1,7}[^\"'\\]+)*))"  # \"escaped\"
+)
+# A list or an object within a text goes as a whole, also when its end is missing.
+NESTED: Final = (
+    r"((?=[\[{(][\[{( \t\r\n]{0,16}[BUbu]?[\"'\\0-9])"
+    r"(?:\[(?:[^\[\]]|\[[^\[\]]*\]){0,8192}\]?|\{(?:[^{}]|\{[^{}]*\}){0,8192}\}?"
+    r"|\((?:[^()]|\([^()]*\)){0,8192}\)?))"
+)
+SPACE: Final = r"(?:[ \t]|\\{1,7}t){0,4}+"
+NEXT_LINE: Final = rf"(?:{_LINE_END}[ \t]{{1,16}})?+"
+# A block of YAML: all its lines.
+BLOCK: Final = rf"[|>][0-9+-]{{0,2}}{_LINE_END}[ \t]{{1,16}}([^ \t\n][^\n]*(?:\n[ \t]+[^\n]+)*)"
+EQUALS: Final = r":?={1,3}>?"
+
+RULES: Final = (
+    Rule(
+        "key",
+        BLOCKS,
+        r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----[^-\"]*(?:-(?!----)[^-\"]*)*"
+        r"(?:-----END [A-Z0-9 ]{0,60}-----)?",
+        ("-----BEGIN ",),
+    ),
+    Rule(
+        "redacted",
+        LINKS,
+        r"://[^\x00-\x20/?#@:\"'<>]{0,128}:([^\x00-\x20/?#\"'<>]{1,256})@",
+        ("://",),
+    ),
+    Rule(
+        "redacted",
+        FIELDS,
+        rf"(?i:authorization|cookie)[\"'\\]{{0,4}}[ \t]{{0,4}}:[ \t]{{0,4}}"
+        rf"(?:{NESTED}|(?:[BUbu](?=[\"']))?[\"'\\]{{0,4}}([^\x00-\x20\"'<>\\][^\x00-\x1f\"'<>\\]*))",
+        (":",),
+        trimmed_list,
+    ),
+    Rule(
+        "redacted",
+        LINKS,
+        rf"[?&;](?i:x-amz-|x-goog-)?(?i:sig|signature|credential|security-token)=({BARE}+)"
+        rf"|[?&;](?i:key|code)=({BARE}{{16,}})",
+        ("=",),
+    ),
+    Rule(
+        "key",
+        JWTS,
+        rf"eyJ{_begins('eyJ', 'A-Za-z0-9_-')}{OPAQUE}{{5,}}\.{OPAQUE}{{5,}}(?:\.{OPAQUE}*)*",
+        ("eyJ",),
+    ),
+    Rule("key", CLOUDS, rf"A{_begins('A')}(?:KIA|SIA|ROA|IDA|BIA|CCA)[A-Z0-9]{{16}}(?![A-Za-z0-9])", ("A",)),
+    Rule("key", CLOUDS, rf"AIza{_begins('AIza')}{OPAQUE}{{30,}}", ("AIza",)),
+    Rule(
+        "key",
+        PREFIXED,
+        rf"{_BEGINS}(?:gh[pousr]|github_pat|hf|npm|[sr]k_(?:live|test)|whsec|shp(?:at|ca|pa|ss)|dop_v1|lin_api|pr)_"
+        rf"(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{20,}}",
+        ("_",),
+    ),
+    Rule(
+        "key",
+        WORDED,
+        rf"{_BEGINS}(?:sk|glpat|pypi|xapp|AGE-SECRET-KEY)-(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{16,}}",
+        ("sk-", "glpat-", "pypi-", "xapp-", "KEY-"),
+    ),
+    Rule("key", WORDED, r"xox[abeoprs]-[A-Za-z0-9-]{10,}", ("xox",)),
+    Rule(
+        "key",
+        BEARERS,
+        rf"(?:[Bb]earer|BEARER) {{1,4}}(?={SHOWN}{{0,64}}[0-9])({SHOWN}{{8,}})"
+        rf"|(?:Basic|BASIC) {{1,4}}(?=[A-Za-z0-9+/]{{1,64}}[A-Z0-9=])([A-Za-z0-9+/]{{8,}}={{0,2}})",
+        ("earer ", "EARER ", "asic ", "ASIC "),
+    ),
+    Rule(
+        "key",
+        WORDED,
+        rf"(?:[Kk]ey|KEY|[Tt]oken|TOKEN) (?:is |IS )?['`]?(?={SHOWN}{{0,128}}[0-9])"
+        rf"(?={SHOWN}{{0,128}}[A-Za-z])({SHOWN}{{16,}})"
+        rf"|[Pp]assword (?:is:? )?['`]?(?={BARE}{{0,128}}[0-9])({BARE}{{4,}})"
+        rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})",
+        ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word "),
+    ),
+    Rule(
+        "card",
+        CARDS,
+        rf"{_BEGINS}(?<![0-9]\.)(?:[2-6][0-9]{{12,18}}"
+        rf"|[2-6][0-9]{{3}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}{_GAP}[0-9]{{4}}(?:{_GAP}[0-9]{{1,3}})?"
+        rf"|3[0-9]{{3}}{_GAP}[0-9]{{6}}{_GAP}[0-9]{{4,5}})(?![A-Za-z0-9])",
+        ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
+        card,
+        _glued,
+    ),
+    Rule(
+        "iban",
+        IBANS,
+        rf"{_BEGINS}[A-Z]{{2}}[0-9]{{2}}(?:[ \u00a0\u202f]?[A-Z0-9]{{4}}){{2,7}}"
+        r"(?:[ \u00a0\u202f]?[A-Z0-9]{1,3})?(?![A-Za-z0-9])",
+        ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"),
+        iban,
+        _glued,
+    ),
+    Rule(
+        "ssn",
+        SSNS,
+        rf"{_begins(word='A-Za-z0-9-')}(?!000|666|9)[0-9]{{3}}[-\u2010-\u2013](?!00)[0-9]{{2}}[-\u2010-\u2013](?!0000)"
+        r"[0-9]{4}(?![A-Za-z0-9]|-[0-9])",
+        tuple("0123456789"),
+        None,
+        _glued,
+    ),
+    Rule(
+        "email",
+        EMAILS,
+        rf"{_ESCAPE_ENDS}({_LOCAL}{{1,64}}+(?<!^git)(?<![^A-Za-z0-9]git)(?<!\\[nrt]git)(?<!%{_HEX}{{2}}git)"
+        rf"(?:@|%40)(?![0-9]x\.)(?:{_LABEL}(?:{_LABEL}|-){{0,62}}\.){{1,8}}"
+        r"[A-Za-z\u00c0-\u04ff]{2,24})",
+        ("@", "%40"),
+        None,
+        str.lower,
+    ),
+    Rule(
+        "phone",
+        PHONES,
+        rf"{_begins(word='A-Za-z0-9+')}\+[1-9](?:[{_BLANK}()./{_DASH}]{{0,2}}[0-9]){{7,14}}(?![0-9])"
+        rf"|{_begins(word='A-Za-z0-9.+-')}(?:1{_GAP})?(?:\([2-9][0-9]{{2}}\)(?:{_GAP})?|[2-9][0-9]{{2}}{_GAP})"
+        rf"[2-9][0-9]{{2}}{_GAP}[0-9]{{4}}(?![A-Za-z0-9]|[.-][0-9])",
+        tuple("0123456789"),
+        None,
+        _glued,
+    ),
+    Rule(
+        "phone",
+        PHONES,
+        rf"(?:[Pp]hone|PHONE)[a-z .:#]{{0,12}}([0-9(](?:[{_BLANK}()./{_DASH}]{{0,2}}[0-9]){{6,14}})(?![0-9])",
+        ("hone", "HONE"),
+        None,
+        _glued,
+    ),
+    Rule(
+        "ip",
+        ADDRESSES,
+        rf"{_begins(word='A-Za-z0-9.')}(?<![0-9A-Fa-f:]:)(?:[0-9A-Fa-f]{{0,4}}:){{2,8}}"
+        rf"(?:{_OCTETS}(?![A-Za-z0-9])|[0-9A-Fa-f]{{0,4}}(?![A-Za-z0-9:]|\.[0-9]))"
+        rf"|{_begins(word='A-Za-z0-9.')}(?<![A-Za-z]/)(?<![Vv]ersion )(?<![Rr]elease )"
+        rf"{_OCTETS}(?![A-Za-z0-9]|\.[0-9])",
+        (".", ":"),
+        address,
+    ),
+)
+
+# What a text loses besides at the full level: it keeps its words, so that errors of one kind stay alike.
+LONG_NUMBERS: Final = Rule("digits", 0, r"[0-9](?:[0-9]|[.,: _-](?=[0-9])){5,}", tuple("0123456789"))
+# A quotation goes with the markers in it.
+QUOTATIONS: Final = (
+    re.compile(r"\"(?:[^\"\\\n]|\\.)*(?:\"|(?=\n)|\\?\Z)", re.ASCII),
+    re.compile(r"`[^`\n]*(?:`|(?=\n)|\Z)", re.ASCII),
+    re.compile(
+        rf"{_BEGINS}[BFRUbfru]{{0,2}}'(?:\\'|[^'\n]|(?<=[A-Za-z])'(?=[A-Za-z]))*'(?![A-Za-z0-9])", re.ASCII
+    ),
+    re.compile(
+        r"[\u00ab\u2018\u201c\u201e][^\u00bb\u2019\u201c\u201d\n]*[\u00bb\u2019\u201c\u201d]?", re.ASCII
+    ),
+)
+QUOTES: Final = "\"'`\u00ab\u00bb\u2018\u2019\u201c\u201d\u201e"
+
+BUILT_IN: Final = (
+    "redacted",
+    "deep",
+    "other",
+    *dict.fromkeys(rule.name for rule in RULES),
+    LONG_NUMBERS.name,
+    "quoted",
+)
+
+
+class Compiled(NamedTuple):
+    """A rule, ready to search."""
+
+    name: str
+    group: int
+    search: Callable[..., "re.Match[str] | None"]
+    search_plain: Callable[..., "re.Match[str] | None"]
+    """The same for a text without escapes."""
+    hint: Callable[[str], "re.Match[str] | None"]
+    check: Callable[[str], int] | None
+    fold: Callable[[str], str] | None
+
+
+def compiled(rule: Rule, flags: int = re.ASCII) -> Compiled:
+    search = re.compile(rule.pattern, flags).search
+    search_plain = re.compile(_plain(rule.pattern), flags).search
+    hint = re.compile("|".join(map(re.escape, rule.hints))).search
+    return Compiled(rule.name, rule.group, search, search_plain, hint, rule.check, rule.fold)

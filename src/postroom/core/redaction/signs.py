@@ -1,0 +1,76 @@
+"""Signs of assignment with the end of a field's name in front of them.
+
+They are looked for in the reversed text: backwards it is one jump from sign to sign instead of a look for
+every name at every character, and what differs is seen at the first letter.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+from postroom.core.redaction.fields import JOINT, is_long
+from postroom.core.redaction.rules import BUILT_IN
+from postroom.core.redaction.views import folded
+
+_IPV6: Final = r":()|[0a-f][0a-f]{0,3}:[0a-f]{1,4}:()"  # behind a colon, in either direction
+
+_Ends: TypeAlias = "dict[str, _Ends]"
+
+
+class Signs:
+    """Finds assignments to the given fields, and on its way what may be an IPv6 address."""
+
+    def __init__(self, fields: Iterable[list[str]]) -> None:
+        ends: _Ends = {}
+        for words in fields:
+            backwards = [folded(word[::-1]) for word in reversed(words)]
+            _add(ends, backwards)
+            if is_long(words):
+                _add(ends, ["s" + backwards[0], *backwards[1:]])
+        self._names = _alternatives(ends)
+        self._equals, self._tag = re.compile(f"={self._behind('=')}"), re.compile(f">{self._behind('>')}")
+        # A colon near a colon may belong to an address, which is one of the groups: one jump serves both.
+        self._colon = re.compile(f":(?:{self._behind(':')}|{_IPV6})").search
+
+    def _behind(self, sign: str) -> str:
+        ours = "".join(f"(?<!{sign}{folded(name[::-1])})" for name in BUILT_IN)  # `<phone>` and `<phone:…>`
+        return rf"[ \"'\\\]\t\n\r_.-]*+{self._names}(?:(?!<)|{ours})"
+
+    def find(self, raw: str, low: str) -> tuple[list[int], list[int]]:
+        """Where the signs are, and where an address may be."""
+        back = low[::-1]
+        signs: list[int] = []
+        addresses: list[int] = []
+        match = self._colon(back)
+        while match:
+            (addresses if match.lastindex else signs).append(len(back) - 1 - match.start())
+            match = self._colon(back, match.start() + 1)
+        if "=" in raw:
+            signs += [len(back) - 1 - match.start() for match in self._equals.finditer(back)]
+        if ">" in raw:
+            signs += [len(back) - 1 - match.start() for match in self._tag.finditer(back)]
+        if "\\" in raw and "\\t" in raw:  # a tab, or a backslash and a name that begins with a t
+            signs += self.find(raw.replace("\\t", "  "), low.replace("\\t", "  "))[0]
+        return signs, addresses
+
+
+def _add(ends: _Ends, words: list[str]) -> None:
+    """Letter by letter into the tree; a joint is the empty letter."""
+    for number, word in enumerate(words):
+        if number:
+            ends = ends.setdefault("", {})
+        for letter in word:
+            ends = ends.setdefault(letter, {})
+    ends["end"] = {}
+
+
+def _alternatives(ends: _Ends) -> str:
+    if not ends:
+        return "(?!)"
+    if "end" in ends:
+        return ""
+    parts = [
+        (re.escape(letter) if letter else f"{JOINT}*") + _alternatives(rest)
+        for letter, rest in sorted(ends.items())
+    ]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
