@@ -19,12 +19,14 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 
 from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.core import natswire as wire
 from postroom.core.mailbox import RANKS
 from postroom.core.mailcalls import (
     CREATE,
     DELETE,
     LIST,
+    WITHOUT_PAYLOADS,
     Listed,
     MailMessage,
     Payload,
@@ -88,9 +90,9 @@ class AsyncSubscription:
                 self._queued_bytes += len(body) + MESSAGE_COST_BYTES
         if self._queued:
             self._some.set()
-        if self._queued_bytes > QUEUED_BYTES_MAX and not self._held:
+        if self._queued_bytes > QUEUED_BYTES_MAX:
             self._held = True
-            self._connection.hold()
+            self._connection.hold()  # each time: a connection that was made again reads on
 
     def _is_known(self, msg_id: int) -> bool:
         """Only another connection repeats messages."""
@@ -223,12 +225,12 @@ class AsyncMail:
         rows = await self.list(mail_id)
         rank = RANKS.get(priority)
         wanted = {each.msg_id for each in rows if rank is None or RANKS.get(each.priority) == rank}
-        if not wanted and len(rows) < mq9.LIST_MAX:
+        if not wanted and len(rows) < replies.LIST_MAX:
             return []
         found: Messages = []
         subscription = await self.subscribe(mail_id, priority=priority)
         try:
-            while wanted or len(rows) >= mq9.LIST_MAX:
+            while wanted or len(rows) >= replies.LIST_MAX:
                 message = await subscription.next(quiet_s)
                 if message is None:
                     break
@@ -240,7 +242,7 @@ class AsyncMail:
 
     async def list(self, mail_id: str) -> Lists:
         """What a mailbox holds now, without what it says: the first thousand, in the order of priority."""
-        return listed(await self._call(address(mail_id, what=LIST), b"{}"))
+        return listed(await self._call(address(mail_id, what=LIST), WITHOUT_PAYLOADS))
 
     async def delete(self, mail_id: str, msg_id: int) -> bool:
         """Take a message away; whether it was there."""

@@ -28,7 +28,8 @@ CONNECT = b'CONNECT {"verbose":false,"pedantic":false,"headers":true,"no_respond
 # Options are the keyword arguments of ServerOptions, as JSON.
 OURS = """
 import json, ssl, sys
-from postroom.runtime.natsserver import ServerOptions, serve
+from postroom.runtime.natsoptions import ServerOptions
+from postroom.runtime.natsserver import serve
 
 options = json.loads(sys.argv[1])
 if "certificate" in options:
@@ -51,6 +52,8 @@ class Wanted:
     connections_max: int = 65_536
     subscriptions_max: int = 100_000
     ping_interval_s: float = 120.0
+    files_max: int = 0
+    """How many files ours may have open, if that is to be fewer than the system allows."""
 
     def for_ours(self) -> str:
         options: dict[str, object] = {
@@ -121,6 +124,8 @@ def running(kind: str, folder: Path, wanted: Wanted | None = None) -> Iterator[S
 
 def _ours(_folder: Path, wanted: Wanted) -> Server:
     words = [sys.executable, "-W", "error", "-c", OURS, wanted.for_ours()]
+    if wanted.files_max:
+        words = ["sh", "-c", f'ulimit -n {wanted.files_max} && exec "$@"', "sh", *words]
     process = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert process.stdout is not None
     return Server("ours", process, int(process.stdout.readline()))
@@ -161,15 +166,15 @@ class Wire:
         self.socket.settimeout(HANG_GUARD_S)
         if receive_bytes:  # after connecting, the system would have made it larger already
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self._held = b""
         try:
             self.socket.connect((HOST, server.port))
-        except OSError:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.info = self.line()
+            self.send(connect)
+        except BaseException:
             self.socket.close()
             raise
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._held = b""
-        self.info = self.line()
-        self.send(connect)
 
     def __enter__(self) -> Self:
         return self

@@ -119,7 +119,7 @@ class Work:
             "agent": agent,
             "payload": 1,
             "delay_s": self.random.choice((0, 0, 0, 5)),
-            "task_id": f"t-{self.random.randrange(150)}" if self.random.random() < 0.2 else None,
+            "task_id": f"{agent}-{self.random.randrange(20)}" if self.random.random() < 0.2 else None,
         }
         self.ids += self.tasks.enqueue_many([new] * self.random.choice((1, 1, 3)))
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import listening, segments, shelves
+from postroom.contracts.mail import agents, listening, records, segments, shelves
 from postroom.contracts.mail.shelves import hashed
+from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.errors import LockTimeout
 from tests.faultydisk import FaultyDisk
-from tests.mailrooms import CREATE, MSG, FakeLink, Rooms
+from tests.mailrooms import CREATE, HANG_GUARD_S, MSG, FakeLink, Rooms
 
 PUBLIC = "$mq9.AI.PUBLIC.LIST"
 LIST = "$mq9.AI.MAILBOX.LIST."
@@ -253,6 +255,40 @@ def test_who_waits_for_no_answer_still_sees_what_it_sent_in_order(rooms: Rooms) 
     assert early.payloads() == [b"low", b"normal", b"urgent", b"normal", b"critical"]
     assert late.payloads() == [b"critical", b"urgent", b"normal", b"normal", b"low"]
     assert len(rooms.answer_of(link, "_INBOX.l")["messages"]) == 5
+
+
+def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "TASKS_TURN_S", 0.0)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    link.answers.clear()
+    for number in range(80):
+        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"")
+    rooms.room.flush()
+    turns = []
+    while len(link.answers) < 80:
+        rooms.soon.get(timeout=HANG_GUARD_S)()
+        turns.append(len(link.answers))
+    assert turns[0] == 80 // segments.TASKS_SHARE
+    assert turns == sorted(turns)
+    assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
+
+
+def test_who_waited_for_the_disk_is_told_when_the_room_closes(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "TASKS_TURN_S", 0.0)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    link.answers.clear()
+    for number in range(80):
+        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"")
+    rooms.room.flush()
+    rooms.soon.get(timeout=HANG_GUARD_S)()
+    rooms.room.close()
+    assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
 
 
 def test_messages_wait_while_nobody_listens_and_all_come_at_once(rooms: Rooms) -> None:
@@ -634,6 +670,17 @@ def test_list_is_bounded(rooms: Rooms) -> None:
     assert len(rooms.request(link, LIST + mail_id)["messages"]) == 1_000
 
 
+def test_a_list_with_payloads_ends_where_a_reply_is_full_and_one_without_goes_on(rooms: Rooms) -> None:
+    link, sdk = FakeLink(), FakeLink(SDK)
+    mail_id = rooms.create(link, ttl=60)
+    numbers = [rooms.send(link, mail_id, b"x" * (replies.REPLY_BYTES_MAX // 2)) for _ in range(5)]
+    assert len(rooms.request(link, LIST + mail_id)["messages"]) == 2
+    rows = rooms.request(link, LIST + mail_id, b'{"payload":false}')["messages"]
+    assert [row["msg_id"] for row in rows] == numbers
+    assert "payload" not in rows[0]
+    assert len(rooms.request(sdk, LIST + mail_id, b"{}")["messages"]) == 5
+
+
 # ---- how a message looks -----------------------------------------------------------------------
 
 
@@ -871,6 +918,49 @@ def test_agents_are_registered_found_by_their_words_and_unregistered(rooms: Room
     assert found(text="translation") == []
     rooms.reopen()
     assert found() == ["i"]
+
+
+def test_a_card_may_hold_anything_and_be_replaced(rooms: Rooms) -> None:
+    link = FakeLink()
+    mailboxes: list[object] = [[], {"a": []}, 7, None, "box"]
+    for mailbox in mailboxes:
+        body = json.dumps({"name": "ada", "mailbox": mailbox}).encode()
+        assert rooms.request(link, "$mq9.AI.AGENT.REGISTER", body) == {"error": ""}
+    assert rooms.request(link, "$mq9.AI.AGENT.UNREGISTER", b'{"mailbox":"box"}') == {"error": ""}
+    assert rooms.request(link, "$mq9.AI.AGENT.DISCOVER")["agents"] == []
+
+
+def test_the_cards_of_all_agents_are_bounded(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = FakeLink()
+
+    def register(name: str) -> Any:
+        body = json.dumps({"name": name, "text": "x" * 1_000}).encode()
+        return rooms.request(link, "$mq9.AI.AGENT.REGISTER", body)
+
+    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3_000)
+    assert [register(name).get("code") for name in ("a", "b", "c")] == [None, None, 429]
+    rooms.reopen()
+    assert register("c")["code"] == 429
+    rooms.request(link, "$mq9.AI.AGENT.UNREGISTER", b'{"name":"a"}')
+    assert register("c") == {"error": ""}
+
+
+def test_an_acknowledgement_of_what_is_not_there_is_not_remembered(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    first, second = rooms.send(link, mail_id, b"1"), rooms.send(link, mail_id, b"2")
+    assert fetch_ids(rooms, link, mail_id, group_name="g", deliver="earliest") == [first, second]
+    for number in (first, first, 10**9, 2**62, -1):
+        assert ack(rooms, link, mail_id, "g", number) == {"error": ""}
+    assert rooms.room._shelves.boxes[mail_id].groups["g"].done == set()
+    assert fetch_ids(rooms, link, mail_id, group_name="g") == [second]
+
+
+def test_the_name_of_a_pull_group_is_bounded(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    body = json.dumps({"group_name": "g" * (mq9.NAME_CHARS_MAX + 1)}).encode()
+    assert rooms.request(link, f"{NEWEST}FETCH.{mail_id}", body)["code"] == 400
 
 
 def test_an_unknown_subject_is_answered(rooms: Rooms) -> None:
@@ -1140,6 +1230,24 @@ def test_many_in_a_row_are_the_same_as_each_for_itself(
         seen.append((shown, got, again.payloads(), rooms.kinds(), rooms.room.stats()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]) == (quota or len(payloads) + 1)
+
+
+@pytest.mark.parametrize("row_bytes_max", [0, 1 << 20], ids=["each", "row"])
+def test_many_in_a_row_survive_a_restart_without_those_that_were_deleted(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
+) -> None:
+    monkeypatch.setattr(records, "ROW_BYTES_MAX", row_bytes_max)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    rooms.room.published_many(link, f"{MSG}{mail_id}.critical", [b"%d" % number for number in range(5)])
+    rooms.settle()
+    numbers = [row["msg_id"] for row in rooms.request(link, LIST + mail_id)["messages"]]
+    assert rooms.request(link, f"{DELETE}{mail_id}.{numbers[2]}") == {"deleted": True}
+    rooms.reopen()
+    rooms.subscribe(link, f"{mail_id}.*")
+    assert [(got.msg_id, got.payload) for got in link.got] == [
+        (number, b"%d" % place) for place, number in enumerate(numbers) if place != 2
+    ]
 
 
 def test_a_payload_cannot_pass_for_a_record(rooms: Rooms) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from postroom.contracts.mail.room import Mailroom
 from postroom.runtime import natsserver
-from postroom.runtime.natsserver import NatsServer, ServerOptions, new_loop
+from postroom.runtime.natsoptions import ServerOptions
+from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S
 from tests.contract.test_stores import fill
 from tests.smalldisk import small_disk
@@ -63,6 +64,10 @@ class Client:
         verb, *_, header_bytes, size = line.split()
         assert verb == b"HMSG", line
         return (await self.read(int(size) + 2))[int(header_bytes) : -2]
+
+    def leave(self) -> None:
+        """What was sent still goes out."""
+        self._writer.close()
 
     def close(self) -> None:
         self._writer.transport.abort()
@@ -153,6 +158,40 @@ def test_who_takes_a_little_now_and_then_is_not_stuck(
         assert link.is_stuck(now_s + 12, 5.0)
 
     serve(tmp_path, work, ping_interval_s=2 * HANG_GUARD_S)
+
+
+def test_a_connection_cut_at_any_byte_of_a_send_stores_nothing_of_it(tmp_path: Path) -> None:
+    async def work(server: NatsServer, connect: Connect) -> None:
+        client = await connect()
+        await client.ask("$mq9.AI.MAILBOX.CREATE", b'{"name":"box"}')
+        frame = b"HPUB $mq9.AI.MAILBOX.MSG.box.critical 12 17\r\nNATS/1.0\r\n\r\nhello\r\n"
+        for at in range(len(frame)):
+            cut = await connect()
+            cut.send(frame[:at])
+            cut.leave()
+        while len(server.connections) > 1:  # noqa: ASYNC110 - the server's loop is this one
+            await asyncio.sleep(0)
+        assert (await client.ask("$mq9.AI.MAILBOX.LIST.box"))["messages"] == []
+        client.send(frame)
+        assert len((await client.ask("$mq9.AI.MAILBOX.LIST.box"))["messages"]) == 1
+
+    serve(tmp_path, work)
+
+
+def test_a_deaf_subscriber_costs_the_others_nothing(tmp_path: Path) -> None:
+    async def work(server: NatsServer, connect: Connect) -> None:
+        sender, deaf, well = await connect(), await connect(DEAF_RECEIVE_BYTES), await connect()
+        mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
+        for each in (deaf, well):
+            each.send(f"SUB {MSG}{mail_id}.* 1\r\nPING\r\n".encode())
+            await each.until(b"PONG\r\n")
+        sending = asyncio.create_task(flood(sender, mail_id))
+        for _ in range(MESSAGES):
+            assert await well.message() == BODY
+        await sending
+        assert len(server.connections) == 2  # who had too much waiting was cut off
+
+    serve(tmp_path, work, pending_bytes_max=1 << 20)
 
 
 def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small_disk: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from postroom.contracts.mail import Link
-from postroom.runtime.natsserver import NatsServer, ServerOptions, new_loop
+from postroom.runtime.natsoptions import ServerOptions
+from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S, key_beside, made_certificate
 
 LINK_FULL_BYTES = 1 << 20

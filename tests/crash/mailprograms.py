@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from postroom.contracts.mail import records, segments
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.contracts.mail.room import Mailroom
 from postroom.core import mailbox, natswire
 from postroom.core.mailbox import RANKS
-from postroom.runtime import natsserver
+from postroom.runtime import mailserver, natsserver
+from postroom.runtime.natsoptions import ServerOptions
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import STUCK_S, Report
 
@@ -66,11 +66,8 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
         report("port", port)
 
     options = MailOptions(critical=storage, urgent=storage)
-    natsserver.serve(
-        natsserver.ServerOptions(host=HOST, port=0),
-        make_room=lambda run_soon: Mailroom(Path(folder, "mail"), run_soon, options=options),
-        ready=ready,
-    )
+    where = ServerOptions(host=HOST, port=0)
+    mailserver.serve(Path(folder, "mail"), where, options, ready=ready)
 
 
 def _answer_early() -> None:

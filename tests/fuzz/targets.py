@@ -4,6 +4,7 @@ A target's `check` raises nothing when all is well. `Wrong` means that a parser 
 said one thing and did another; any other exception is a crash of the parser.
 """
 
+import json
 import math
 import os
 import re
@@ -20,6 +21,7 @@ import msgspec
 
 from postroom import TOPICS, Queue
 from postroom.contracts.mail import records
+from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.room import Mailroom
 from postroom.core import buswire, names, natswire, queuewire, times
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting
@@ -28,6 +30,7 @@ from postroom.logs.queuefile import SessionFiles
 from postroom.message import BusMessage, Damage
 from postroom.settings import BusSettings, QueueSettings, Settings, described, load
 from tests.fuzz.mutate import mutated
+from tests.mailrooms import FakeLink
 
 NOW_NS = 1_794_700_800_000_000_000
 NAME_LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
@@ -520,6 +523,8 @@ class NatsTarget(Target):
         b"HPUB a r 12 14\r\nNATS/1.0\r\n\r\nhi\r\n" * 3,
         b"INFO {\"proto\":1} \r\nMSG a 1 r 1\r\nx\r\nHMSG a 1 12 12\r\nNATS/1.0\r\n\r\n\r\n-ERR 'no'\r\n",
         b"MSG a 1 5\r\nhello\r\n" * 50,
+        b"PUB a 5\r\nhello\r\nPUB a 4\r\nfour\r\nPUB b 0\r\n\r\nPUB a 6\r\nx\r\ny\r\n\r\n" * 20,
+        b"MSG a 1 5\r\nhello\r\nMSG a 1 1\r\nx\r\nHMSG a 1 12 12\r\nNATS/1.0\r\n\r\n\r\n" * 20,
     )
     payload_bytes_max = 4096
 
@@ -542,10 +547,16 @@ class NatsTarget(Target):
             for command in reader.feed(piece):
                 if isinstance(command, natswire.Messages):
                     demand(command.bodies, "a frame without a body")
-                    found += [(command.head, body) for body in command.bodies]
+                    found += [(self._sized(command.head, body), body) for body in command.bodies]
                 else:
                     found.append(command)
         return found
+
+    @staticmethod
+    def _sized(head: natswire.Head, body: bytes) -> natswire.Head:
+        """Of bodies of several sizes the reader gives one head for all."""
+        size = len(body) if head.size == natswire.ANY_SIZE else head.size
+        return msgspec.structs.replace(head, size=size, before_sid=b"", after_sid=b"")
 
     def _check(self, data: bytes, command: Any, *, is_last: bool) -> None:
         if isinstance(command, tuple):
@@ -587,6 +598,7 @@ WRITTEN: tuple[records.Record, ...] = (
     records.Put(1, NUMBER + 1, "urgent", b"second" * 30, b"NATS/1.0\r\nA: b\r\n\r\n", 1),
     records.Put(2, NUMBER + 2, "high", b"third", b"", 1, key="k", tags=("a", "b")),
     records.Put(2, NUMBER + 3, "low", b"", b"", 1, due_us=LATE_US),
+    records.PutRow(1, NUMBER + 4, "normal", 1, [b"in a row", b"", b"again"]),
     records.Removed(1, [NUMBER]),
     records.Pulled(1, "g", 0, [0, NUMBER + 1, 0, 0], [NUMBER + 1]),
     records.Extended(2, 7200.0, LATE_US + 1),
@@ -628,6 +640,7 @@ class MailLogTarget(_InFolder):
 
     def _check_room(self, room: Mailroom) -> None:
         puts = [record for record in WRITTEN if isinstance(record, records.Put)]
+        puts += [put for record in WRITTEN if isinstance(record, records.PutRow) for put in record.puts()]
         known = {(put.number, put.word, put.payload, put.headers) for put in puts}
         for box in room._shelves.boxes.values():
             for letter in [*box.letters.values(), *box.delayed.values()]:
@@ -639,6 +652,91 @@ def _framed(body: bytes) -> bytes:
     """A body under a checksum that fits."""
     checksum = zlib.crc32(body, int.from_bytes(SECRET[4:], "little"))
     return struct.pack("<4sII", SECRET[:4], len(body), checksum) + body
+
+
+CALLS = (
+    (b"MAILBOX.CREATE", b"", b'{"ttl":3600,"public":true,"name":"task.queue","desc":"d","prefix":"p"}'),
+    (b"MAILBOX.MSG.box.critical", b"", b"hello"),
+    (b"MAILBOX.LIST.box", b"", b'{"payload":false}'),
+    (b"MAILBOX.DELETE.box.1", b"", b""),
+    (b"MAILBOX.EXTEND.box", b"", b'{"ttl":7200}'),
+    (
+        b"MSG.SEND.box",
+        b"NATS/1.0\r\nmq9-priority: high\r\nmq9-key: k\r\nmq9-delay: 1\r\nmq9-ttl: 2\r\nmq9-tags: a,\r\n\r\n",
+        b"hello",
+    ),
+    (
+        b"MSG.FETCH.box",
+        b"",
+        b'{"group_name":"g","deliver":"from_time","from_time":1.5,"force_deliver":true,"config":{"num_msgs":2}}',
+    ),
+    (b"MSG.ACK.box", b"", b'{"group_name":"g","mail_address":"box","msg_id":1}'),
+    (b"MSG.QUERY.box", b"", b'{"key":"k","tags":["a","b"],"since":1,"limit":2}'),
+    (b"AGENT.REGISTER", b"", b'{"name":"ann","mailbox":"box","skills":[{"id":"x"}]}'),
+    (b"AGENT.REGISTER", b"", b'{"name":"ann","mailbox":[1],"x":{"y":null}}'),
+    (b"AGENT.REPORT", b"", b'{"name":"ben","report_info":{"load":1}}'),
+    (b"AGENT.UNREGISTER", b"", b'{"mailbox":"ben.box"}'),
+    (b"AGENT.DISCOVER", b"", b'{"text":"reviews code","semantic":"x","limit":1,"page":2}'),
+)
+
+
+class MailCallsTarget(Target):
+    """A call of any dialect: answered at most once, in JSON, with no stranger's id, and all goes on."""
+
+    corpus = tuple(b"\0".join(call) for call in CALLS)
+    words = (
+        *(
+            b"null",
+            b"-1",
+            b"1e400",
+            b"NaN",
+            b"[]",
+            b"{}",
+            b'"\\ud800"',
+            b"99999999999999999999",
+            b"[" * 2_000,
+        ),
+        *(
+            b"*",
+            b">",
+            b".",
+            b"critical",
+            b"g",
+            b"box",
+            b"\0",
+            b"\r\n",
+            b"inf",
+            b"\xff",
+            b'"name":',
+            b'"mailbox":',
+        ),
+    )
+
+    def check(self, data: bytes) -> None:
+        subject, headers, payload = [*data.split(b"\0", 2), b"", b""][:3]
+        soon: list[Callable[[], None]] = []
+        room = Mailroom(None, soon.append, options=MailOptions(extend=True, receipts=True))
+        asking, other = FakeLink(), FakeLink()
+        for call, body in (
+            ("MAILBOX.CREATE", b'{"name":"box"}'),
+            ("MAILBOX.CREATE", b"{}"),
+            ("MAILBOX.MSG.box", b"x"),
+            ("MSG.FETCH.box", b'{"group_name":"g","deliver":"earliest"}'),
+            ("AGENT.REGISTER", b'{"name":"ben","mailbox":"ben.box"}'),
+        ):
+            room.published(other, f"$mq9.AI.{call}", "_INBOX.other", b"", body)
+        secret = json.loads(other.answers[1][1])["mail_id"].encode()
+        for inbox in ("_INBOX.1", "_INBOX.2"):  # the second finds what the first has left
+            room.published(asking, f"$mq9.AI.{subject.decode('utf-8', 'replace')}", inbox, headers, payload)
+            room.tick()
+        inboxes = [reply for reply, _ in asking.answers]
+        demand(len(set(inboxes)) == len(inboxes), "was answered more than once")
+        for _, answer in asking.answers:
+            demand(isinstance(json.loads(answer), dict), answer)
+            demand(secret not in answer, "a private id was shown")
+        room.published(other, "$mq9.AI.MAILBOX.MSG.box", "_INBOX.after", b"", b"x")
+        demand(b"msg_id" in other.answers[-1][1], "nothing can be sent afterwards")
+        room.close()
 
 
 # ---- names, times, settings --------------------------------------------------------------------------
@@ -787,6 +885,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "journal": JournalTarget,
     "nats": NatsTarget,
     "mail-log": MailLogTarget,
+    "mail-calls": MailCallsTarget,
     "names": NameTarget,
     "times": TimeTarget,
     "settings-toml": TomlTarget,

@@ -17,6 +17,7 @@ INPUTS_OF_SLOW_ONES = {
     "cursor-files": 300,
     "journal": 200,
     "mail-log": 800,
+    "mail-calls": 3_000,
     "settings-toml": 500,
 }
 """They parse YAML or write files for every input, and `make test` has to end."""

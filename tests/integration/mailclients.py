@@ -12,6 +12,7 @@ import queue
 import shutil
 import subprocess
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -148,21 +149,22 @@ class Loop:
 # ---- plain NATS clients, with the subjects of the design written by hand --------------------------------
 
 
-class Raw:
+class Raw(ABC):
     """The design's dialect over whatever can request, publish and subscribe."""
 
     words: tuple[str, ...] = ("critical", "urgent", "normal")
 
-    def request(self, subject: str, body: bytes) -> Mapping[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def request(self, subject: str, body: bytes) -> Mapping[str, Any]: ...
 
-    def publish(self, subject: str, body: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def publish(self, subject: str, body: bytes) -> None: ...
 
+    @abstractmethod
     def subscribe(
         self, subject: str, group: str, took: Callable[[str, bytes, str], None]
     ) -> Callable[[], None]:
-        raise NotImplementedError
+        """Call `took` with the subject, the body and the message id of each; gives how to end it."""
 
     def ask(self, subject: str, body: bytes = b"") -> Mapping[str, Any]:
         reply = self.request(subject, body)

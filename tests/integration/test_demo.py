@@ -11,7 +11,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, DEMO, "--folder", tmp_path / "files"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.rstrip().endswith("Nothing acknowledged was lost.")
@@ -26,7 +26,12 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         r"acknowledged +(\d+) +done +(\d+) +lost (\d+) +doubled (\d+) +wrong (\d+)", run.stdout
     )
     assert act_2 == ("24", "24", "0", "0", "0")
-    assert run.stdout.count("kill -9 ") == 2
+    (act_3,) = re.findall(
+        r"stored +(\d+) +after kill -9 +(\d+) +done +(\d+) +lost (\d+) +doubled (\d+)", run.stdout
+    )
+    assert act_3 == ("9", "9", "9", "0", "0")
+    assert "private mailbox: 9\n" in run.stdout
+    assert run.stdout.count(" kill -9     ") == 3
     assert int(re.findall(r"that were refused: (\d+)", run.stdout)[0]) > 0
     for step in ("SIGSTOP", "took over", "SIGCONT", "all done", "lease_lapsed"):
         assert step in run.stdout
@@ -34,6 +39,10 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         r"events in the stream (\d+), numbers given by their sources (\d+)", run.stdout
     )
     assert int(told) == int(given) > 100
+    (act_5,) = re.findall(r"in the tables (\d+), messages (\d+), tables (\d+), segments left 0", run.stdout)
+    assert act_5[0] == told
+    assert (tmp_path / "files" / "report.html").read_text().startswith("<!doctype html>")
+    assert f"The report: {(tmp_path / 'files' / 'report.html').as_uri()}" in run.stdout
 
 
 def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:

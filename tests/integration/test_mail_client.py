@@ -145,6 +145,14 @@ def test_a_mailbox_with_more_than_a_list_shows_is_read_whole(mail: Mail) -> None
     assert [int(each.payload) for each in mail.messages(box)] == list(range(MANY))
 
 
+def test_a_mailbox_with_more_than_a_reply_holds_is_read_whole(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    for number in range(4):
+        mail.send(box, b"%d" % number * (1 << 19), wait=False)
+    assert len(mail.list(box)) == 4
+    assert [each.payload[:1] for each in mail.messages(box)] == [b"0", b"1", b"2", b"3"]
+
+
 def test_what_a_server_refuses_is_an_error_with_its_code(mail: Mail) -> None:
     with pytest.raises(MailRefused, match="does not exist") as refused:
         mail.send("nowhere", "x")

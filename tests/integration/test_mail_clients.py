@@ -15,7 +15,6 @@ from langchain_mq9 import Mq9Toolkit  # type: ignore[import-untyped]
 from tests.integration.mailclients import (
     HANG_GUARD_S,
     MSG,
-    QUIET_S,
     Client,
     Clients,
     NatsJs,
@@ -213,19 +212,27 @@ def test_no_wildcard_of_a_stranger_sees_anything(
 ) -> None:
     stranger = clients.connect("nats-py", server.url)
     assert isinstance(stranger, NatsPy)
-    seen: list[tuple[str, bytes]] = []
-    for subject in (">", "_INBOX.>", "*.>", "$mq9.>", "$mq9.AI.MAILBOX.MSG.>"):
-        stranger.subscribe(subject, "", lambda subject, data, _number: seen.append((subject, data)))
+    seen: dict[str, list[tuple[str, bytes]]] = {}
+
+    def watch(pattern: str) -> None:
+        told = seen.setdefault(pattern, [])
+        stranger.subscribe(pattern, "", lambda subject, data, _number: told.append((subject, data)))
+
+    for pattern in (">", "_INBOX.>", "*.>", "$mq9.>", "$mq9.AI.MAILBOX.MSG.>"):
+        watch(pattern)
     client = connect()
     box = client.create()
     inbox = client.listen(box)
     client.send(box, b"private")
     assert inbox.payloads(1) == [b"private"]
     client.list(box)
-    stranger.publish("ordinary", b"plain NATS")
-    wait_for(lambda: seen)
-    time.sleep(QUIET_S)
-    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in seen)
+    fence = ("_INBOX.fence", b"behind all that happened before it")
+    stranger.publish(*fence)
+    wait_for(lambda: all(fence in seen[pattern] for pattern in (">", "_INBOX.>", "*.>")))
+    told = [each for messages in seen.values() for each in messages]
+    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in told)
+    assert not seen["$mq9.>"]
+    assert not seen["$mq9.AI.MAILBOX.MSG.>"]
 
 
 @pytest.mark.parametrize("reading", KINDS)

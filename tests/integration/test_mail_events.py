@@ -16,6 +16,7 @@ from postroom.contracts.audit import Audit
 from postroom.contracts.feeds import FileFeeds
 from postroom.contracts.mail.options import MailOptions
 from postroom.core.events import OPERATIONS, AuditEvent
+from postroom.core.mailbox import RANKS, Letter, Word
 from postroom.runtime import mailserver
 from postroom.runtime.mailserver import EventLog
 from tests.integration.commandline import isolate, postroom
@@ -115,6 +116,32 @@ def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
     assert (first.message_id, first.priority, first.sender, first.agent_id) == ("all.see/7", 0, "ada", "ada")
     assert (second.seq, second.kind, second.type, second.source) == (2, "expired", "mailbox", first.source)
     assert first.ts_us <= second.ts_us
+
+
+@pytest.mark.parametrize("sender", ["", 'ada "the first"'])
+def test_stored_messages_are_told_as_any_other_event(tmp_path: Path, sender: str) -> None:
+    label = 'a"b\\c.ä'
+    sent: list[tuple[Word, int]] = [("urgent", 1), ("urgent", 1), ("urgent", 20), ("low", 20)]
+    letters = [
+        Letter(number, word, RANKS[word], size, b"x" * size, b"", 10 + number // 3, durable=True)
+        for number, (word, size) in enumerate(sent)
+    ]
+    log = opened(tmp_path)
+    log.stored(label, letters, sender)
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert lines == [
+        {
+            "kind": "created",
+            "ts_us": letter.created_us,
+            "queue": label,
+            "message_id": f"{label}/{letter.number}",
+            "priority": letter.rank,
+            "body_bytes": letter.size,
+            **({"sender": sender} if sender else {}),
+        }
+        for letter in letters
+    ]
 
 
 def test_all_events_of_a_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,21 @@ def flat(commands: list[wire.Command]) -> list[object]:
     for command in commands:
         if isinstance(command, wire.Messages):
             assert command.bodies
-            found += [(command.head, body) for body in command.bodies]
+            found += [(sized(command.head, len(body)), body) for body in command.bodies]
         else:
             found.append(command)
     return found
+
+
+def sized(head: wire.Head, size: int) -> wire.Head:
+    """The head of one frame; of bodies of several sizes, the reader gives one for all."""
+    if head.size != wire.ANY_SIZE:
+        return head
+    before, after = b"", b""
+    if head.before_sid:
+        before, after = wire.message_line(head.subject, head.reply, head.header_bytes, size)
+        assert (before, after.rpartition(b" ")[0] + b" ") == (head.before_sid, head.after_sid)
+    return wire.Head(head.subject, head.reply, head.header_bytes, size, head.sid, before, after)
 
 
 def read(data: bytes, *, step: int = 1 << 30, reader: wire.ClientReader | None = None) -> list[object]:
@@ -107,6 +118,51 @@ def test_a_burst_is_one_command() -> None:
     [messages] = wire.ClientReader().feed(b"".join(wire.publish(b"a", body) for body in bodies))
     assert isinstance(messages, wire.Messages)
     assert messages.bodies == bodies
+
+
+MIXED_BODIES = [b"x" * (number % 7) for number in range(600)]
+
+
+def test_bodies_of_several_sizes_to_one_subject_are_few_commands() -> None:
+    data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
+    reader = wire.ClientReader()
+    reader.feed(data)  # from here on it knows the lines
+    commands = reader.feed(data)
+    assert len(commands) <= 5
+    assert flat(commands) == [published(b"a", body) for body in MIXED_BODIES]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([b"a", b"b"]), st.integers(0, 5), st.sampled_from([b"", b"r"]), st.booleans()
+        ),
+        min_size=20,
+        max_size=80,
+    ),
+    st.sampled_from([b"", b"PUB a 2\r\nxyz", b"PUB a 5\r\nxx\r\ny\r\n", b"PING\r\n", b"PUB b 2\nxx\r\n"]),
+    st.integers(0, 80),
+)
+def test_rows_of_several_sizes_lose_and_mix_nothing(
+    frames: list[tuple[bytes, int, bytes, bool]], odd: bytes, at: int
+) -> None:
+    pieces = [
+        wire.publish(subject, b"x" * size, reply=reply, headers=b"NATS/1.0\r\n\r\n" if headed else b"")
+        for subject, size, reply, headed in frames
+    ]
+    data = b"".join([*pieces[:at], odd, *pieces[at:]])
+    read(b"".join(pieces))  # all lines are known
+    assert read(data) == read(data, step=1)
+
+
+def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
+    data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
+    reader = wire.ClientReader()
+    reader.feed(data)
+    commands = [each for each in reader.feed(data) if isinstance(each, wire.Messages)]
+    assert any(each.head.size == wire.ANY_SIZE for each in commands)
+    found = b"".join(wire.passed_on(each.head, each.bodies, b"7", with_headers=True) for each in commands)
+    assert found == b"".join(wire.message(b"a", b"7", b"", b"", body) for body in MIXED_BODIES)
 
 
 def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:

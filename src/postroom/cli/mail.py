@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from postroom.contracts.mail.options import MailOptions
     from postroom.core.mailcalls import MailMessage
     from postroom.mailclient import Mail, Subscription
-    from postroom.runtime.natsserver import ServerOptions
+    from postroom.runtime.natsoptions import ServerOptions
 
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
 PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a variable
@@ -215,7 +215,7 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
     from postroom.runtime.mailserver import read_users, tls_context
-    from postroom.runtime.natsserver import ServerOptions
+    from postroom.runtime.natsoptions import ServerOptions
 
     users = read_users(chosen["users_file"]) if chosen["users_file"] else {}
     password = chosen["password"] or os.environ.get(PASSWORD_VARIABLE, "")

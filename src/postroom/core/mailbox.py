@@ -114,6 +114,9 @@ class PullGroup:
 
     def acknowledge(self, number: int) -> list[int]:
         """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones."""
+        letter = self._alive.get(number)
+        if letter is None or number <= self.through[letter.rank]:
+            return []  # what is not there, or has been passed, need not be remembered
         link = self.handed.get(number)
         fresh = [number] if number not in self.done else []
         if link is not None:

@@ -1,22 +1,16 @@
-"""The dialects of mq9: subjects and bodies to calls, results to replies. All of them at once.
+"""The dialects of mq9: subjects, headers and bodies to calls. All of them at once.
 
-Rule 1: the subject alone says which dialect a call is in. Only CREATE is shared, and its reply suits all.
-Rule 2: a success of the older dialects has no `error` key: their published client takes an empty one for a
-        failure. The newest dialect always has it.
-Rule 3: each client reads its own words: the published SDK knows high, normal and low, the newest critical,
-        urgent and normal.
-Rule 4: no text made here holds a mailbox's id, except the replies to those who named it.
+Rule 1: the subject alone says which dialect a call is in. Only CREATE is shared.
+Rule 2: no text made here holds a mailbox's id.
 """
 
-import base64
 import re
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Letter, Word
+from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Word
 from postroom.core.times import SECONDS_MAX
 from postroom.errors import PostroomError
 
@@ -24,23 +18,19 @@ PREFIX = "$mq9."
 ROOT = "$mq9.AI."
 SEND = "$mq9.AI.MAILBOX.MSG."
 PUBLIC_LIST = "$mq9.AI.PUBLIC.LIST"
-ENVELOPE_CLIENT = "robustmq"  # how the published SDK calls itself, unless its user says otherwise
 
 SUBJECTS_CACHED = 4_096
 NAME_CHARS_MAX = 128
 DESC_CHARS_MAX = 4_096
 KEY_CHARS_MAX = 1_024
 TAGS_MAX = 64
-LIST_MAX = 1_000  # messages in one LIST
 QUERY_MAX = 100
 FETCH_MAX = 1_000
-REPLY_BYTES_MAX = 8 << 20  # of payloads in one reply; what is left over comes with the next call
 DISCOVER_MAX = 100
 DEFAULT_TTL_S = 86_400
 DEFAULT_FETCH = 100
 DEFAULT_WAIT_MS = 500
 
-Envelope = Literal["auto", "always", "never"]
 Verb = Literal[
     "create", "send", "list", "delete", "extend", "send3", "fetch", "ack", "query", "delete3",
     "register", "unregister", "report", "discover",
@@ -66,25 +56,10 @@ NEWEST: frozenset[Verb] = frozenset(verb for (area, _), verb in _VERBS.items() i
 """The verbs of the newest dialect."""
 
 _WITHOUT_MAILBOX: frozenset[Verb] = frozenset(["create", "register", "unregister", "report", "discover"])
-_SDK_WORDS: dict[Word, Word] = {
-    "critical": "high",
-    "urgent": "high",
-    "high": "high",
-    "normal": "normal",
-    "low": "low",
-}
-_NEWEST_WORDS: dict[Word, Word] = {
-    "critical": "critical",
-    "urgent": "urgent",
-    "high": "urgent",
-    "normal": "normal",
-    "low": "normal",
-}
 _PART = r"[^\s.*>\x00-\x1f\x7f]+"
 _NAME = re.compile(rf"{_PART}(?:\.{_PART})*")
 _PREFIX_NAME = re.compile(r"[a-z0-9]+(?:\.[a-z0-9]+)*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_MSG_ID_LINE = re.compile(rb"\r\n[Mm][Qq]9-[Mm][Ss][Gg]-[Ii][Dd][^\r\n]*")
 
 
 class Refused(PostroomError):
@@ -184,6 +159,13 @@ class Creation(msgspec.Struct, frozen=True):
     name: str | None = None
     desc: str | None = None
     prefix: str | None = None
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """The body of LIST."""
+
+    payload: bool = True
+    """Whether the list is to hold what the messages say."""
 
 
 class Extension(msgspec.Struct, frozen=True):
@@ -356,146 +338,3 @@ def _tags(text: str) -> tuple[str, ...]:
     if len(tags) > TAGS_MAX:
         raise Refused(400, f"a message has at most {TAGS_MAX} tags")
     return tags
-
-
-# ---- deliveries ------------------------------------------------------------------------------------
-
-
-def is_enveloped(mode: Envelope, client_name: str) -> bool:
-    """Whether a connection gets envelopes: the published SDK needs them, and all others the raw bytes."""
-    if mode == "auto":
-        return client_name.startswith(ENVELOPE_CLIENT)
-    return mode == "always"
-
-
-class Frame(NamedTuple):
-    """One message as it goes out."""
-
-    subject: str
-    headers: bytes
-    payload: bytes
-
-
-def raw_frame(mail_id: str, letter: Letter) -> Frame:
-    """The sender's own bytes; the message id stands in a header."""
-    return Frame(raw_subject(mail_id, letter.word), numbered(letter), letter.payload)
-
-
-def raw_subject(mail_id: str, word: Word) -> str:
-    """On which subject a message of this priority goes out."""
-    return f"{SEND}{mail_id}" if word == "normal" else f"{SEND}{mail_id}.{word}"
-
-
-def numbered(letter: Letter) -> bytes:
-    """The sender's headers, behind a message id that only the server can write."""
-    first = b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n" % letter.number
-    if not letter.headers:
-        return first + b"\r\n"
-    rest = _MSG_ID_LINE.sub(b"", letter.headers)
-    return first + rest[rest.find(b"\r\n") + 2 :]
-
-
-def enveloped_frame(mail_id: str, letter: Letter) -> Frame:
-    """What the published SDK reads: priority from the subject, the rest from the envelope."""
-    word = _SDK_WORDS[letter.word]
-    # An empty payload would be taken for none; a blank decodes to nothing.
-    text = base64.b64encode(letter.payload).decode("ascii") or " "
-    envelope = {
-        "msg_id": str(letter.number),
-        "mail_id": mail_id,
-        "priority": word,
-        "payload": text,
-        "ts": letter.created_us // 1_000_000,
-    }
-    return Frame(f"{SEND}{mail_id}.{word}", letter.headers, encode(envelope))
-
-
-def announcement(event: Literal["created", "expired"], mail_id: str, desc: str, ttl_s: float) -> bytes:
-    """One line of the public list."""
-    if event == "expired":
-        return encode({"event": event, "mail_id": mail_id})
-    return encode({"event": event, "mail_id": mail_id, "desc": desc, "ttl": _whole(ttl_s)})
-
-
-# ---- replies ---------------------------------------------------------------------------------------
-
-encode = msgspec.json.Encoder().encode
-
-
-def created(mail_id: str, *, is_new: bool) -> bytes:
-    return encode({"mail_id": mail_id, "mail_address": mail_id, "is_new": is_new})
-
-
-def stored(verb: Verb, msg_id: int) -> bytes:
-    return b'{"error":"","msg_id":%d}' % msg_id if verb in NEWEST else b'{"msg_id":%d}' % msg_id
-
-
-def deleted(verb: Verb, *, found: bool) -> bytes:
-    reply: dict[str, Any] = {"error": ""} if verb in NEWEST else {}
-    return encode({**reply, "deleted": found})
-
-
-def extended(mail_id: str, ttl_s: float) -> bytes:
-    return encode({"mail_id": mail_id, "ttl": _whole(ttl_s)})
-
-
-def done(**facts: Any) -> bytes:
-    """A success of the newest dialect."""
-    return encode({"error": "", **facts})
-
-
-def refused(error: Refused) -> bytes:
-    return encode({"error": str(error), "code": error.code})
-
-
-def listed(mail_id: str, letters: Iterable[Letter], *, sdk: bool) -> bytes:
-    """The reply to LIST: what every dialect looks for, in the words of the one who asks."""
-    messages = [_listed(letter, sdk=sdk) for letter in _bounded(letters, LIST_MAX)]
-    return encode({"mail_id": mail_id, "mail_address": mail_id, "messages": messages})
-
-
-def _listed(letter: Letter, *, sdk: bool) -> dict[str, Any]:
-    created_s = letter.created_us // 1_000_000
-    return {
-        "msg_id": str(letter.number) if sdk else letter.number,
-        "payload": letter.payload.decode("utf-8", "replace"),
-        "priority": _SDK_WORDS[letter.word] if sdk else letter.word,
-        "header": list(letter.headers) or None,
-        "ts": created_s,
-        "create_time": created_s,
-    }
-
-
-def fetched(letters: Iterable[Letter]) -> bytes:
-    """The reply to FETCH and QUERY."""
-    return done(messages=[_fetched(letter) for letter in letters])
-
-
-def _fetched(letter: Letter) -> dict[str, Any]:
-    return {
-        "msg_id": letter.number,
-        "payload": base64.b64encode(letter.payload).decode("ascii"),
-        "priority": _NEWEST_WORDS[letter.word],
-        "header": list(letter.headers) or None,
-        "create_time": letter.created_us // 1_000_000,
-    }
-
-
-def _bounded(letters: Iterable[Letter], limit: int) -> Iterator[Letter]:
-    """The first of them that fit one reply; at least one."""
-    size = 0
-    for count, letter in enumerate(letters, 1):
-        size += letter.size
-        if count > limit or (size > REPLY_BYTES_MAX and count > 1):
-            return
-        yield letter
-
-
-def fitting(letters: Iterable[Letter], limit: int) -> list[Letter]:
-    """The first of them that fit one reply."""
-    return list(_bounded(letters, limit))
-
-
-def _whole(seconds: float) -> float:
-    """Clients read whole seconds as whole numbers."""
-    return int(seconds) if seconds == int(seconds) else seconds

@@ -21,14 +21,15 @@ from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.room import Mailroom
 from postroom.core.mailbox import Letter
 from postroom.errors import InvalidSetting, LockTimeout, Unavailable
-from postroom.runtime.natsserver import RunSoon, ServerOptions
+from postroom.runtime.natsoptions import ServerOptions
+from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
 from postroom.system.atomic import open_safely
 
 EVENTS_WAITING_BYTES_MAX = 8 << 20  # of lines that could not be written yet
 
 _log = logging.getLogger("postroom.mail")
-_encode_lines = msgspec.json.Encoder().encode_lines
+_encode = msgspec.json.Encoder().encode
 
 
 class FolderTaken(Unavailable):
@@ -38,18 +39,6 @@ class FolderTaken(Unavailable):
         super().__init__(f"{folder} belongs to a mail server that is running")
 
 
-class _Stored(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """The event of a message. There are many of them, and the collector need not look at any."""
-
-    kind: str
-    ts_us: int
-    queue: str
-    message_id: str
-    priority: int
-    body_bytes: int
-    sender: str = ""
-
-
 class EventLog:
     """The file of a room's events, which only grows. What is told before `open` is written after it."""
 
@@ -57,7 +46,8 @@ class EventLog:
         self._path = path
         self._run_soon = run_soon
         self._fd = -1
-        self._events: list[dict[str, object] | _Stored] = []
+        self._lines: list[bytes] = []
+        self._told = 0  # events in these lines
         self._unwritten = b""
         self._lost = 0
         self._failing = False
@@ -72,35 +62,41 @@ class EventLog:
         """One event of the room."""
         fields["kind"] = kind
         fields["ts_us"] = time_ns() // 1000
-        self._events.append(fields)
-        if len(self._events) == 1:
-            self._run_soon(self.write)
+        self._add(_encode(fields) + b"\n", 1)
 
     def stored(self, label: str, letters: list[Letter], sender: str) -> None:
-        """The events of messages that were stored, as the room would tell them."""
-        if not self._events:
+        """The events of messages that were stored, as the room would tell them.
+
+        There are many of them, and most differ from the one before in the number alone.
+        """
+        name = _encode(label)[1:-1]
+        last = b',"sender":%b}\n' % _encode(sender) if sender else b"}\n"
+        pieces: list[bytes] = []
+        before, after, made_for = b"", b"", (-1, -1, -1)
+        for letter in letters:
+            facts = letter.created_us, letter.rank, len(letter.payload)
+            if facts != made_for:
+                first = b'{"kind":"created","ts_us":%d,"queue":"%b"' % (facts[0], name)
+                before = b'%b,"message_id":"%b/' % (first, name)
+                after = b'","priority":%d,"body_bytes":%d%b' % (*facts[1:], last)
+                made_for = facts
+            pieces += (before, b"%d" % letter.number, after)
+        self._add(b"".join(pieces), len(letters))
+
+    def _add(self, lines: bytes, count: int) -> None:
+        if not self._lines:
             self._run_soon(self.write)
-        self._events += [
-            _Stored(
-                "created",
-                letter.created_us,
-                label,
-                f"{label}/{letter.number}",
-                letter.rank,
-                len(letter.payload),
-                sender,
-            )
-            for letter in letters
-        ]
+        self._lines.append(lines)
+        self._told += count
 
     def write(self) -> None:
         """Write what this turn has told. Nothing is raised: what it tells has happened."""
-        events, self._events = self._events, []
-        data = self._unwritten + _encode_lines(events)
+        data, told = b"".join([self._unwritten, *self._lines]), self._told
+        self._lines, self._told = [], 0
         try:
             self._unwritten = data[os.write(self._fd, data) :]
         except OSError as error:
-            self._keep(data, len(events), error)
+            self._keep(data, told, error)
         else:
             self._failing = False
             self._tell_lost()
@@ -123,7 +119,7 @@ class EventLog:
         """Write the last of them, and end."""
         if self._fd >= 0:
             self.write()
-            if self._unwritten or self._events:
+            if self._unwritten or self._lines:
                 self.write()
             os.close(self._fd)
             self._fd = -1

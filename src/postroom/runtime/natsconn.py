@@ -167,8 +167,10 @@ class Connection(asyncio.Protocol):
             self._insecure = True
             return
         transport.write(self._hub.info_for(self))
-        if not has_place:
-            self.fail(TOO_MANY_CONNECTIONS)
+        if not has_place:  # closed at once: it has said nothing yet, and those who linger need a file each
+            transport.write(wire.error(TOO_MANY_CONNECTIONS))
+            self._give_up()
+            transport.close()
 
     def secured(self, transport: asyncio.Transport) -> None:
         """TLS is on: everything goes through another transport from here on."""

@@ -9,12 +9,11 @@ Rule 3: SIGTERM and SIGINT are a lame duck's end: nobody new comes in, everyone 
 
 import asyncio
 import contextlib
-import hmac
 import os
 import signal
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -28,64 +27,17 @@ from postroom.runtime.natsconn import (
     Connection,
     Subscription,
 )
+from postroom.runtime.natsoptions import ServerOptions, allowed_connections
 
-DEFAULT_PORT = 4222
 PROTOCOL_VERSION = "2.10.0"  # clients compare it: the nats-server whose core protocol this is
 BACKLOG = 1024
-CONNECTIONS_MAX = 65_536
-SUBSCRIPTIONS_MAX = 100_000  # of one connection
-PENDING_BYTES_MAX = 64 * 1024 * 1024
-PING_INTERVAL_S = 120.0
 PINGS_OUT_MAX = 2
-AUTH_TIMEOUT_S = 2.0
 TLS_TIMEOUT_S = 5.0
-WRITE_TIMEOUT_S = 10.0
-LAME_DUCK_S = 0.5  # with what closing may take, two seconds at most
 TICK_S = 0.25
 ROOM_BODIES_MAX = 200  # handed to the room between two looks at the clock
 CLOSE_TIMEOUT_S = 0.4
 
 RunSoon = Callable[[Callable[[], None]], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """How a server listens, whom it lets in, and where it stops."""
-
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    users: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Passwords by user."""
-    token: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = None
-    tls_first: bool = False
-    """Begin with the handshake. NATS clients want INFO in the clear first, unless they are told."""
-    payload_bytes_max: int = wire.PAYLOAD_BYTES_MAX
-    pending_bytes_max: int = PENDING_BYTES_MAX
-    connections_max: int = CONNECTIONS_MAX
-    subscriptions_max: int = SUBSCRIPTIONS_MAX
-    ping_interval_s: float = PING_INTERVAL_S
-    auth_timeout_s: float = AUTH_TIMEOUT_S
-    write_timeout_s: float = WRITE_TIMEOUT_S
-    lame_duck_s: float = LAME_DUCK_S
-
-    @property
-    def needs_auth(self) -> bool:
-        return bool(self.users or self.token)
-
-    def user_of(self, said: wire.ConnectOptions) -> str | None:
-        """Who somebody is that says CONNECT; None for nobody we know."""
-        if not self.needs_auth:
-            return ""
-        if self.token and _same(said.auth_token, self.token):
-            return "token"
-        password = self.users.get(said.user)
-        return said.user if password is not None and _same(said.password, password) else None
-
-
-def _same(given: str, wanted: str) -> bool:
-    """Takes as long whatever is given."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
 
 
 class NatsServer:
@@ -488,11 +440,12 @@ def serve(
     ready: Callable[[int], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is told the port."""
+    most = min(options.connections_max, allowed_connections())
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         room = make_room(loop.call_soon_threadsafe) if make_room else None
-        server = NatsServer(options, room)
+        server = NatsServer(replace(options, connections_max=most), room)
         try:
             await server.start()
         except BaseException:

@@ -15,10 +15,12 @@ import msgspec
 from postroom.contracts.mail.records import Agent
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.core.mq9 import Refused
 
 AGENTS_MAX = 100_000
 CARD_BYTES_MAX = 64 << 10
+CARDS_BYTES_MAX = 64 << 20  # of all cards, which stand in memory
 WORDS_MAX = 64  # of a search
 DEFAULT_DISCOVER = 20
 PREFIX_CHARS_MIN = 3  # of a search's word to find longer words that begin with it
@@ -36,12 +38,13 @@ class Agents:
         self._cards: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}  # a mailbox to its agent
         self._found: dict[str, set[str]] = {}  # a word to the agents that have it
-        self._stamp = 0
+        self._stamp = self._bytes = 0
         for agent in shelves.agents.values():
             self._stamp = max(self._stamp, agent.stamp)
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 card = msgspec.json.decode(agent.card, type=dict[str, Any])
                 self._add(agent.name, card, _card_words(card))
+                self._bytes += len(agent.card)
 
     def register(self, payload: bytes) -> None:
         """Put a card in, in place of an earlier one of the same name."""
@@ -51,6 +54,8 @@ class Agents:
             raise Refused(400, f"a card has at most {CARD_BYTES_MAX} bytes")
         if name not in self._cards and len(self._cards) >= AGENTS_MAX:
             raise Refused(429, f"there are {AGENTS_MAX} agents, which is the limit")
+        if self._bytes + len(payload) > CARDS_BYTES_MAX:
+            raise Refused(429, f"the cards of all agents have {CARDS_BYTES_MAX} bytes, which is the limit")
         card = {**card, "name": name, "registered_at": self._shelves.clock.wall_us() // 1_000_000}
         words = _card_words(card)  # before anything is changed: a card can be nested too deeply for it
         self._remove(name)
@@ -65,7 +70,7 @@ class Agents:
         info = said.get("report_info", facts or None)
         card = self._cards[name]
         card["report_info"], card["reported_at"] = info, self._shelves.clock.wall_us() // 1_000_000
-        if len(mq9.encode(card)) > 2 * CARD_BYTES_MAX:
+        if len(replies.encode(card)) > 2 * CARD_BYTES_MAX:
             card["report_info"] = None
             raise Refused(400, f"a report has at most {CARD_BYTES_MAX} bytes")
         self._write(name)
@@ -110,9 +115,8 @@ class Agents:
 
     def _add(self, name: str, card: dict[str, Any], words: set[str]) -> None:
         self._cards[name] = card
-        mailbox = card.get("mailbox")
-        if isinstance(mailbox, str):
-            self._names[mailbox] = name
+        for other in mq9.agent_names(card)[1:]:
+            self._names[other] = name
         for word in words:
             self._found.setdefault(word, set()).add(name)
 
@@ -120,8 +124,9 @@ class Agents:
         card = self._cards.pop(name, None)
         if card is None:
             return
-        if self._names.get(card.get("mailbox", "")) == name:
-            del self._names[card["mailbox"]]
+        for other in mq9.agent_names(card)[1:]:
+            if self._names.get(other) == name:
+                del self._names[other]
         for word in _card_words(card):
             names = self._found.get(word)
             if names is not None:
@@ -130,9 +135,10 @@ class Agents:
                     del self._found[word]
 
     def _write(self, name: str) -> None:
-        card = self._cards.get(name)
+        card, known = self._cards.get(name), self._shelves.agents.get(name)
         self._stamp += 1
-        agent = Agent(name, self._stamp, b"" if card is None else mq9.encode(card))
+        agent = Agent(name, self._stamp, b"" if card is None else replies.encode(card))
+        self._bytes += len(agent.card) - (len(known.card) if known is not None else 0)
         self._shelves.keep_agent(agent)
 
 

@@ -13,6 +13,7 @@ from typing import cast
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.core.mailbox import Audience, Box, Letter, Listener
 
 REPLAY_STEP = 1_000  # messages fed in one turn of the loop
@@ -45,7 +46,7 @@ class Listening:
             return
         mail_id, ranks = mq9.subscription(subject)
         self._shelves.find(mail_id)
-        enveloped = mq9.is_enveloped(self._shelves.options.envelope, link.name)
+        enveloped = replies.is_enveloped(self._shelves.options.envelope, link.name)
         listener = Listener(link, link.number, sid, mail_id, ranks, team, enveloped=enveloped)
         self._listeners.setdefault(link.number, {})[sid] = listener
         # What was sent before it, and is on its way to the disk, has its place in the order of the replay.
@@ -135,9 +136,9 @@ class Listening:
             for letter in letters:
                 self._deliver(box, listener, letter)
             return
-        numbered = mq9.numbered
+        numbered = replies.numbered
         messages = [(numbered(letter), letter.payload) for letter in letters]
-        subject = mq9.raw_subject(box.mail_id, letters[0].word)
+        subject = replies.raw_subject(box.mail_id, letters[0].word)
         cast("Link", listener.link).deliver_many(listener.sid, subject, messages)
 
     def _give(self, box: Box, listener: Listener, letter: Letter) -> None:
@@ -147,7 +148,7 @@ class Listening:
             listener.behind.append(letter)
 
     def _deliver(self, box: Box, listener: Listener, letter: Letter) -> None:
-        make = mq9.enveloped_frame if listener.enveloped else mq9.raw_frame
+        make = replies.enveloped_frame if listener.enveloped else replies.raw_frame
         subject, headers, payload = make(box.mail_id, letter)
         link = cast("Link", listener.link)
         link.deliver(listener.sid, subject, "", headers, payload)
@@ -219,7 +220,7 @@ class Listening:
             if not box.named:
                 del self._audiences[box.mail_id]
         if box.public:
-            self._announce(mq9.announcement("expired", box.mail_id, "", 0))
+            self._announce(replies.announcement("expired", box.mail_id, "", 0))
 
     # ---- the public list -----------------------------------------------------------------------
 
@@ -228,12 +229,12 @@ class Listening:
         now_ns = self._shelves.now_ns()
         for box in self._shelves.public.values():
             if box.safe and (box.expires_ns == 0 or box.expires_ns > now_ns):
-                said = mq9.announcement("created", box.mail_id, box.desc, box.ttl_s)
+                said = replies.announcement("created", box.mail_id, box.desc, box.ttl_s)
                 link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
 
     def announce_created(self, box: Box) -> None:
         if box.public:
-            self._announce(mq9.announcement("created", box.mail_id, box.desc, box.ttl_s))
+            self._announce(replies.announcement("created", box.mail_id, box.desc, box.ttl_s))
 
     def _announce(self, said: bytes) -> None:
         for sids in self._public.values():

@@ -4,7 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from postroom.core.mq9 import DEFAULT_TTL_S, Envelope
+from postroom.core.mq9 import DEFAULT_TTL_S
+from postroom.core.mq9replies import Envelope
 
 Storage = Literal["memory", "os", "group"]
 """When a message counts as stored: at once, with the operating system, after a shared fsync."""

@@ -13,6 +13,7 @@ from postroom.contracts.mail.listening import Failed
 from postroom.contracts.mail.records import Pulled
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.core.mailbox import EVERY_RANK, Box, Letter, PullGroup
 from postroom.core.mq9 import Refused
 
@@ -54,6 +55,8 @@ class Pulling:
         asked = mq9.body(payload, mq9.Fetch)
         box = self._shelves.find(mail_id)
         name = asked.group_name or ""
+        if len(name) > mq9.NAME_CHARS_MAX:
+            raise Refused(400, f"the name of a group has at most {mq9.NAME_CHARS_MAX} characters")
         if not name:
             through = box.position(asked.deliver, asked.bound)
             self._answer_or_wait(_Wait(link, reply, box, "", asked.limit, through), asked.wait_ms)
@@ -74,7 +77,7 @@ class Pulling:
         if wait.box.gone or self._try(wait):
             return
         if not wait_ms or self._wait_count >= WAITS_MAX:
-            _answer(wait.link, wait.reply, mq9.fetched(()))
+            _answer(wait.link, wait.reply, replies.fetched(()))
             return
         self._last_wait += 1
         self._wait_count += 1
@@ -91,7 +94,7 @@ class Pulling:
             group = wait.box.groups[wait.group]
             group.hand(letters, wait.link.number)
             self._holding.setdefault(wait.link.number, set()).add((wait.box.serial, wait.group))
-        _answer(wait.link, wait.reply, mq9.fetched(letters))
+        _answer(wait.link, wait.reply, replies.fetched(letters))
         if self._shelves.options.receipts:
             self._tell_fetched(wait, letters)
         return True
@@ -103,7 +106,7 @@ class Pulling:
             reader = PullGroup(box.letters)
             reader.through = wait.through or [0] * len(box.lanes)
         found = reader.next(box.lanes, wait.link.number, wait.limit, self._shelves.now_ns())
-        return mq9.fitting(found, wait.limit)
+        return replies.fitting(found, wait.limit)
 
     def _tell_fetched(self, wait: _Wait, letters: list[Letter]) -> None:
         for letter in letters:
@@ -127,7 +130,7 @@ class Pulling:
         """A wait is over."""
         wait = self._end(serial, number)
         if wait is not None:
-            _answer(wait.link, wait.reply, mq9.fetched(()))
+            _answer(wait.link, wait.reply, replies.fetched(()))
 
     def _end(self, serial: int, number: int) -> _Wait | None:
         waits = self._waits.get(serial)
@@ -169,9 +172,9 @@ class Pulling:
         if durable and self._shelves.log is not None:
             through = list(group.through)
             self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
-            self._shelves.commit("group", _answer, link, reply, mq9.done())
+            self._shelves.commit("group", _answer, link, reply, replies.done())
         else:
-            _answer(link, reply, mq9.done())
+            _answer(link, reply, replies.done())
 
     def query(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
         """Look without taking: by key, by tags, since a time; the newest ones when there are too many."""
@@ -186,4 +189,4 @@ class Pulling:
             and (asked.key is None or letter.key == asked.key)
             and tags.issubset(letter.tags)
         ]
-        _answer(link, reply, mq9.fetched(mq9.fitting(found, asked.wanted)))
+        _answer(link, reply, replies.fetched(replies.fitting(found, asked.wanted)))

@@ -11,7 +11,7 @@ Rule 2: mark and checksum start from a secret of the folder, so that no payload 
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -22,6 +22,7 @@ from postroom.core.times import SECONDS_MAX
 from postroom.message import Damage
 
 RECORD_BYTES_MAX = 65 << 20
+ROW_BYTES_MAX = 1 << 20  # of payloads in one record
 SECRET_BYTES = 8
 STARTS_MAX = (1 << 31) - 1
 _HEAD = struct.Struct("<4sII")
@@ -79,6 +80,23 @@ class Put(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
     tags: tuple[str, ...] = ()
 
 
+class PutRow(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
+    """Letters in a row that have nothing of their own but what they say. Their numbers follow each other."""
+
+    serial: Count
+    first: Count
+    word: Word
+    created_us: Count
+    payloads: list[bytes]
+
+    def puts(self) -> list[Put]:
+        """Each of them for itself."""
+        return [
+            Put(self.serial, number, self.word, payload, b"", self.created_us)
+            for number, payload in enumerate(self.payloads, self.first)
+        ]
+
+
 class Removed(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     """Letters that are deleted, replaced or expired."""
 
@@ -104,7 +122,7 @@ class Agent(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
     card: bytes
 
 
-Record: TypeAlias = Started | Opened | Extended | Gone | Put | Removed | Pulled | Agent
+Record: TypeAlias = Started | Opened | Extended | Gone | Put | PutRow | Removed | Pulled | Agent
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
@@ -120,15 +138,6 @@ class Framing:
     def frame(self, record: Record) -> bytes:
         body = _encode(record)
         return _HEAD.pack(self._mark, len(body), zlib.crc32(body, self._seed)) + body
-
-    def frames(self, records: Iterable[Record]) -> bytes:
-        """Several in a row."""
-        mark, seed, pack, crc32, encode = self._mark, self._seed, _HEAD.pack, zlib.crc32, _encode
-        pieces: list[bytes] = []
-        for record in records:
-            body = encode(record)
-            pieces += (pack(mark, len(body), crc32(body, seed)), body)
-        return b"".join(pieces)
 
     def scan(self, data: bytes) -> Iterator[Record | Damage]:
         """The records in a segment, and the stretches that are none."""

@@ -7,6 +7,7 @@ from postroom.contracts.mail.records import (
     Opened,
     Pulled,
     Put,
+    PutRow,
     Record,
     Removed,
     Started,
@@ -89,6 +90,9 @@ class Found:
         match record:
             case Put():
                 self.puts.setdefault(record.serial, {})[record.number] = record
+            case PutRow():
+                letters = self.puts.setdefault(record.serial, {})
+                letters.update((put.number, put) for put in record.puts())
             case Removed():
                 self.removed.setdefault(record.serial, set()).update(record.numbers)
             case Opened():

@@ -20,6 +20,7 @@ from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.pulling import Pulling
 from postroom.contracts.mail.shelves import Emit, Shelves, hashed
 from postroom.core import mq9
+from postroom.core import mq9replies as replies
 from postroom.core.mailbox import EVERY_RANK, RANKS, Box, Letter, Word
 from postroom.core.mq9 import Call, Refused, Verb, Wishes
 from postroom.core.times import NANOS_PER_S
@@ -121,7 +122,7 @@ class Mailroom:
 
     def _refuse(self, link: Link, reply: str, call: Call | None, error: Refused) -> None:
         if reply:
-            link.answer(reply, mq9.refused(error))
+            link.answer(reply, replies.refused(error))
         self._shelves.tell(
             "rejected",
             queue=self._label(call.mail_id) if call and call.mail_id else "",
@@ -270,7 +271,7 @@ class Mailroom:
         if public and not box.public:
             raise Refused(409, "the name belongs to a mailbox that is not public")
         self._shelves.tell("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
-        answer = mq9.created(name, is_new=False)
+        answer = replies.created(name, is_new=False)
         self._shelves.commit("memory" if box.safe else "group", request.answer, answer)
         return True
 
@@ -278,7 +279,7 @@ class Mailroom:
         box.safe = True
         if not box.gone:
             self._listening.announce_created(box)
-        request.answer(mq9.created(box.mail_id, is_new=True))
+        request.answer(replies.created(box.mail_id, is_new=True))
 
     def _extend(self, request: _Request) -> None:
         if not self._shelves.options.extend:
@@ -290,7 +291,7 @@ class Mailroom:
             raise Refused(403, "only who created a mailbox can extend its lifetime")
         self._shelves.check_log("group")
         self._shelves.extend(box, ttl_s)
-        self._shelves.commit("group", request.answer, mq9.extended(box.mail_id, ttl_s))
+        self._shelves.commit("group", request.answer, replies.extended(box.mail_id, ttl_s))
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -309,7 +310,7 @@ class Mailroom:
         if not (durable or letter.due_ns or box.syncing):
             shelves.put_at_once(box, letter, request.link.user)
             if request.reply:
-                request.answer(mq9.stored(call.verb, letter.number))
+                request.answer(replies.stored(call.verb, letter.number))
             return
         shelves.write(box, letter)
         if letter.due_ns:
@@ -368,22 +369,23 @@ class Mailroom:
 
     def _arrived(self, box: Box, letter: Letter, request: _Request) -> None:
         if not self._shelves.arrived(box, letter, request.link.user):
-            request.answer(mq9.refused(Refused(410, "the mailbox has expired")))
+            request.answer(replies.refused(Refused(410, "the mailbox has expired")))
         elif request.reply:
-            request.answer(mq9.stored(request.call.verb, letter.number))
+            request.answer(replies.stored(request.call.verb, letter.number))
 
     def _postponed(self, box: Box, letter: Letter, request: _Request) -> None:
         """A delayed message has no number yet that anybody could use."""
         if self._shelves.postponed(box, letter):
-            request.answer(mq9.stored(request.call.verb, -1))
+            request.answer(replies.stored(request.call.verb, -1))
         else:
-            request.answer(mq9.refused(Refused(410, "the mailbox has expired")))
+            request.answer(replies.refused(Refused(410, "the mailbox has expired")))
 
     def _list(self, request: _Request) -> None:
         box = self._shelves.find(request.call.mail_id)
-        sdk = mq9.is_enveloped(self._shelves.options.envelope, request.link.name)
+        payloads = mq9.body(request.payload, mq9.Listing).payload
+        sdk = replies.is_enveloped(self._shelves.options.envelope, request.link.name)
         letters = box.replay(EVERY_RANK, self._shelves.now_ns())
-        request.answer(mq9.listed(box.mail_id, letters, sdk=sdk))
+        request.answer(replies.listed(box.mail_id, letters, sdk=sdk, payloads=payloads))
 
     def _delete(self, request: _Request) -> None:
         call, shelves = request.call, self._shelves
@@ -391,7 +393,7 @@ class Mailroom:
         box = shelves.find(call.mail_id)
         letter = box.letters.get(number)
         if letter is None:
-            request.answer(mq9.deleted(call.verb, found=False))
+            request.answer(replies.deleted(call.verb, found=False))
             return
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
         shelves.check_log(storage)
@@ -399,7 +401,7 @@ class Mailroom:
         shelves.tell(
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
         )
-        shelves.commit(storage, request.answer, mq9.deleted(call.verb, found=True))
+        shelves.commit(storage, request.answer, replies.deleted(call.verb, found=True))
 
     # ---- the newest dialect --------------------------------------------------------------------
 
@@ -420,10 +422,10 @@ class Mailroom:
             "report": self._agents.report,
         }
         changes[request.call.verb](request.payload)
-        self._shelves.commit("group", request.answer, mq9.done())
+        self._shelves.commit("group", request.answer, replies.done())
 
     def _discover(self, request: _Request) -> None:
-        request.answer(mq9.done(agents=self._agents.discover(request.payload)))
+        request.answer(replies.done(agents=self._agents.discover(request.payload)))
 
     # ---- dead letters --------------------------------------------------------------------------
 

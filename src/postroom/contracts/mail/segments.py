@@ -14,10 +14,11 @@ import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 from postroom.contracts.mail.records import SECRET_BYTES, Framing, Record, Started
@@ -30,6 +31,8 @@ BACKLOG_BYTES_MAX = 64 << 20  # written and not yet on the disk; then the server
 COMPACT_FROM_BYTES = 64 << 20  # a smaller log is left alone
 COMPACT_FACTOR = 3  # and so is one of which more than a third is alive
 COMPACT_STEP_RECORDS = 500  # copied in one tick
+TASKS_TURN_S = 0.005  # of a turn of the loop, for those who waited for the disk,
+TASKS_SHARE = 8  # or longer, for one of so many of them: nobody can send faster than they are told
 LOCK_WAIT_S = 2.0  # for a server that is just ending
 
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
@@ -80,6 +83,8 @@ class SegmentLog:
         self._unsafe: deque[bytes] = deque()  # chunks that were written and are not known to be on the disk
         self._written: list[Task] = []
         self._waiting: list[Task] = []
+        self._due: deque[Task] = deque()  # those whose bytes are on the disk, and who have not been told
+        self._telling = False  # whether the next turn goes on with that
         self._backlog = self._unasked = 0
         self._head: bytes = b""
         self._copying: Iterator[Record] | None = None
@@ -156,10 +161,6 @@ class SegmentLog:
     def append(self, record: Record) -> None:
         """Into the next batch."""
         self._buffer.append(self._framing.frame(record))
-
-    def append_all(self, records: Iterable[Record]) -> None:
-        """Several into the next batch."""
-        self._buffer.append(self._framing.frames(records))
 
     def after_write(self, call: Callable[..., object], *facts: object) -> None:
         """Do something when the batch is with the operating system."""
@@ -305,19 +306,34 @@ class SegmentLog:
     # ---- back on the loop --------------------------------------------------------------------------
 
     def _drain(self) -> None:
+        self._take_results()
+        if not self._telling:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell those who waited: for a while, then the others have their turn. Of many, a share at least."""
+        self._telling = False
+        ends, most_left = perf_counter() + TASKS_TURN_S, len(self._due) - len(self._due) // TASKS_SHARE
+        while self._due:
+            call, facts = self._due.popleft()
+            call(*facts)
+            if 0 < len(self._due) <= most_left and perf_counter() >= ends:
+                self._telling = True
+                self._run_soon(self._tell)
+                return
+
+    def _take_results(self) -> None:
         while self._results:
             job, error = self._results.popleft()
             self._asked -= 1
-            if error is not None:
+            self._old = job.remove + self._old
+            if error is None:
+                self._forget_safe(job.nbytes)
+                self._due += job.tasks
+            else:
                 self._failed += job.tasks
                 self._dirty = list(dict.fromkeys(job.fds + self._dirty))
-                self._old = job.remove + self._old
                 self._die(error)
-                continue
-            self._forget_safe(job.nbytes)
-            self._old = job.remove + self._old
-            for call, facts in job.tasks:
-                call(*facts)
 
     def _forget_safe(self, nbytes: int) -> None:
         self._backlog -= nbytes
@@ -406,7 +422,10 @@ class SegmentLog:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._drain()
+        self._take_results()
+        for call, facts in self._due:
+            call(*facts)
+        self._due.clear()
         for fd in {*self._dirty, self._fd, self._lock_fd}:
             if fd >= 0:
                 with suppress(OSError):

@@ -326,11 +326,12 @@ class Shelves:
         box.reserved += len(letters)
         box.reserved_bytes += nbytes
         self._count_all(letters, nbytes)
-        if letters[0].durable and self.log is not None:
-            serial, put = box.serial, records.Put
-            self.log.append_all(
-                [put(serial, each.number, each.word, each.payload, b"", each.created_us) for each in letters]
-            )
+        if not letters[0].durable or self.log is None:
+            return
+        first, payloads = letters[0], [letter.payload for letter in letters]
+        row = records.PutRow(box.serial, first.number, first.word, first.created_us, payloads)
+        for record in [row] if nbytes <= records.ROW_BYTES_MAX else row.puts():
+            self.log.append(record)
 
     def put_all_at_once(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
         """As `put_at_once`, for plain letters of one rank."""

@@ -1,0 +1,72 @@
+"""How a NATS server listens, whom it lets in, and where it stops."""
+
+import contextlib
+import hmac
+import resource
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from postroom.core import natswire as wire
+
+DEFAULT_PORT = 4222
+CONNECTIONS_MAX = 65_536
+SUBSCRIPTIONS_MAX = 100_000  # of one connection
+PENDING_BYTES_MAX = 64 * 1024 * 1024
+PING_INTERVAL_S = 120.0
+AUTH_TIMEOUT_S = 2.0
+WRITE_TIMEOUT_S = 10.0
+LAME_DUCK_S = 0.5  # with what closing may take, two seconds at most
+FILES_RESERVED = 64  # of those that the system lets us open: what is no connection
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server listens, whom it lets in, and where it stops."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    users: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Passwords by user."""
+    token: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None
+    tls_first: bool = False
+    """Begin with the handshake. NATS clients want INFO in the clear first, unless they are told."""
+    payload_bytes_max: int = wire.PAYLOAD_BYTES_MAX
+    pending_bytes_max: int = PENDING_BYTES_MAX
+    connections_max: int = CONNECTIONS_MAX
+    subscriptions_max: int = SUBSCRIPTIONS_MAX
+    ping_interval_s: float = PING_INTERVAL_S
+    auth_timeout_s: float = AUTH_TIMEOUT_S
+    write_timeout_s: float = WRITE_TIMEOUT_S
+    lame_duck_s: float = LAME_DUCK_S
+
+    @property
+    def needs_auth(self) -> bool:
+        return bool(self.users or self.token)
+
+    def user_of(self, said: wire.ConnectOptions) -> str | None:
+        """Who somebody is that says CONNECT; None for nobody we know."""
+        if not self.needs_auth:
+            return ""
+        if self.token and _same(said.auth_token, self.token):
+            return "token"
+        password = self.users.get(said.user)
+        return said.user if password is not None and _same(said.password, password) else None
+
+
+def _same(given: str, wanted: str) -> bool:
+    """Takes as long whatever is given."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
+
+
+def allowed_connections() -> int:
+    """How many connections the system lets us have, after asking for as many files as we can get.
+
+    The rest is for everything else: who only opens connections must not keep a room from its next file.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS_MAX if soft == resource.RLIM_INFINITY else max(1, soft - FILES_RESERVED)
