@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test test-long check format bench bench-files bench-tasks bench-audit bench-mail crash fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-pipeline crash fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -36,10 +36,6 @@ demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
 test: $(STAMP) ## the tests, with the time each part took
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER)
 	@$(PYTHON) -m pytest
-
-test-long: $(STAMP) ## the tests of Spark that start sessions, commands and clusters of their own
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER)
-	@$(PYTHON) -m pytest -m long tests/spark
 
 check: $(STAMP) ## lint, formatting, types, and which layer may import which
 	@$(PYTHON) -m ruff check
@@ -65,6 +61,10 @@ bench-audit: $(STAMP) ## the benchmark of the audit stream, with a history of 5 
 
 bench-mail: $(STAMP) ## the benchmark of Mail beside nats-server
 	@$(PYTHON) bench/bench_mail.py
+
+bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
+	@$(PYTHON) tools/setup.py --system $(JAVA)
+	@$(PYTHON) bench/bench_pipeline.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, soak (long)
 	@$(PYTHON) tools/setup.py --system strace mkfs.ext4=e2fsprogs

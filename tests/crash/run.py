@@ -39,6 +39,8 @@ STOPS = 1_000
 CYCLES = 1_000_000
 HISTORIES = 2_000
 MIX_S = 60
+PIPELINE_KILLS = 100
+HISTORY_EVENTS = 5_000_000
 JOB_S_MAX = 3600.0  # a job that takes longer hangs
 PROGRESS_TERMINAL_S = 1.0
 PROGRESS_PIPED_S = 60.0
@@ -60,10 +62,32 @@ KILL_SHARES = {
 Task queues get as much as half of them together, the audit stream a tenth, and mail a fifth."""
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
-COUNTED: dict[str, Callable[[int, int, Callable[[int], None]], Tally]] = {
+Run = Callable[[int, int, Callable[[int], None]], Tally]
+
+
+def _on_spark(name: str) -> Run:
+    """A run of `pipelining`. Spark is loaded by those jobs alone."""
+
+    def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
+        from tests.crash import pipelining
+
+        tally: Tally = getattr(pipelining, name)(count, seed, tick)
+        return tally
+
+    return run
+
+
+PIPELINE_RUNS: dict[str, Run] = {
+    "kills-pipeline": _on_spark("run_kills"),
+    "history-pipeline": _on_spark("check_history"),
+    "cluster-pipeline": _on_spark("run_cluster"),
+    "skew-pipeline": _on_spark("run_skewed"),
+}
+COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
+    **PIPELINE_RUNS,
 }
 CALL_POINTS = {
     "syscalls-bus": 380,
@@ -125,6 +149,8 @@ def planned(options: argparse.Namespace) -> list[Job]:
     jobs = []
     for name in chosen:
         match name.split("-")[0]:
+            case _ if name in PIPELINE_RUNS:
+                jobs += _pipeline_jobs(name, options)
             case "kills":
                 jobs += _split(name, round(options.kills * KILL_SHARES[name] / total), 2, options.seed)
             case "flips":
@@ -147,14 +173,24 @@ def planned(options: argparse.Namespace) -> list[Job]:
 def _chosen(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
     names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
+    names += PIPELINE_RUNS
     names += [
         f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
     ]
     return [only] if only in names else [name for name in names if name.startswith(only)]
 
 
-def _split(scenario: str, count: int, parts: int, seed: int) -> list[Job]:
-    parts = parts if count > SPLIT_ABOVE else 1
+def _pipeline_jobs(name: str, options: argparse.Namespace) -> list[Job]:
+    match name.split("-", maxsplit=1)[0]:
+        case "kills":
+            return _split(name, options.pipeline_kills, 4, options.seed, above=PIPELINE_KILLS // 4)
+        case "history":
+            return [Job(name, 0, options.history_events, options.seed)]
+    return [Job(name, 0, 1, options.seed)]
+
+
+def _split(scenario: str, count: int, parts: int, seed: int, above: int = SPLIT_ABOVE) -> list[Job]:
+    parts = parts if count > above else 1
     edges = [count * part // parts for part in range(parts + 1)]
     return [
         Job(scenario, first, stop - first, seed + part)
@@ -380,6 +416,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--histories", type=int, default=HISTORIES, help=f"to check ({HISTORIES:,})")
     parser.add_argument("--cycles", type=int, default=CYCLES, help=f"of the soak ({CYCLES:,})")
     parser.add_argument("--mix-s", type=int, default=MIX_S, help=f"seconds of the mix ({MIX_S})")
+    parser.add_argument("--pipeline-kills", type=int, default=PIPELINE_KILLS, help=f"({PIPELINE_KILLS})")
+    parser.add_argument("--history-events", type=int, default=HISTORY_EVENTS, help=f"({HISTORY_EVENTS:,})")
     parser.add_argument("--seed", type=int, default=None, help="of every random choice")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--allow-missing", action="store_true", help="do not fail for what may not run here")

@@ -46,7 +46,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(page for part in ("docs", "bench", "examples") for page in (ROOT / part).rglob("*.md")),
 ]
-PROGRAMS_WITH_OWN_TEST = {"demo.py"}
+PROGRAMS_WITH_OWN_TEST = {"demo.py", "mailact.py", "pipelineact.py"}
 PROGRAMS = sorted(
     path
     for path in (ROOT / "examples").iterdir()
@@ -242,6 +242,7 @@ LIMITED = (
     "stores.base",
     "stores.memory",
     "stores.sql.queries",
+    "stores.checkpoints",
     "stores.sqlite",
     "stores.sqliteverbs",
     "core.lifecycle",

@@ -1,27 +1,36 @@
-"""A driver of its own: brings tables up to a history on a cluster. Arguments: master, events, tables."""
+"""A driver of its own: brings tables up to a history on a cluster.
+
+Arguments: master, events, tables, and `silver` or `gold`: how far. Prints how many executors there were.
+"""
 
 import sys
 from pathlib import Path
 
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import spark_session
+from postroom.pipeline.session import SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 
+QUICK = "-XX:TieredStopAtLevel=1"
 CONF = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
     "spark.executor.cores": "1",
     "spark.sql.shuffle.partitions": "2",
+    "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK}",
+    "spark.executor.extraJavaOptions": QUICK,
 }
 
 
-def main(master: str, events: str, tables: str) -> None:
+def main(master: str, events: str, tables: str, layer: str) -> None:
     spark = spark_session(master, conf=CONF)
     try:
-        job = Pipeline(
-            spark, Tables(Path(tables)), gold={}, progress=lambda text: print(text, file=sys.stderr)
+        told = Pipeline(
+            spark,
+            Tables(Path(tables)),
+            gold={} if layer == "silver" else None,
+            progress=lambda text: print(text, file=sys.stderr),
         )
-        job.run(Path(events))
+        told.run(Path(events))
         hosts = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()
         print(hosts - 1)  # the driver is one of them
     finally:

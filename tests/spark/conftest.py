@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the pipeline, and tables that are made once for all who read them."""
+"""One Spark session for all tests of the pipeline, tables that are made once, one process for commands."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +10,11 @@ from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
+from tests.spark import stories
+from tests.spark.commands import Commands
+from tests.spark.stories import Story
 
+MESSAGES, SEED = 1_500, 11
 QUICK_COMPILER = "-XX:TieredStopAtLevel=1"
 TablesOf = Callable[..., tuple[Path, Tables]]
 
@@ -35,27 +39,29 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def tables_of(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> TablesOf:
-    """A history and its bronze and silver tables. They are shared: whoever changes them makes a copy."""
-    made: dict[tuple[int, int, bool], tuple[Path, Tables]] = {}
+    """A history and all of its tables. They are shared: whoever changes them makes a copy."""
+    made: dict[bool, tuple[Path, Tables]] = {}
 
-    def make(messages: int, seed: int, faults: bool = False) -> tuple[Path, Tables]:
-        key = (messages, seed, faults)
-        if key not in made:
+    def make(*, faults: bool = False) -> tuple[Path, Tables]:
+        if faults not in made:
             folder = tmp_path_factory.mktemp("history")
-            generate(folder / "events", messages, seed, faults=faults)
+            generate(folder / "events", MESSAGES, SEED, faults=faults)
             tables = Tables(folder / "tables")
-            Pipeline(spark, tables, gold={}).run(folder / "events")
-            made[key] = (folder / "events", tables)
-        return made[key]
+            Pipeline(spark, tables).run(folder / "events")
+            made[faults] = (folder / "events", tables)
+        return made[faults]
 
     return make
 
 
-QUICK = ("test_bronze.py", "test_silver.py", "test_tables.py")
+@pytest.fixture(scope="session")
+def story(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Small stories with a known end, and the tables after each of their deliveries."""
+    return stories.told(spark, tmp_path_factory.mktemp("stories"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts sessions, commands or clusters of its own takes minutes, and is asked for by its mark."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name not in QUICK:
-            item.add_marker(pytest.mark.long)
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Runs `postroom pipeline …`."""
+    with Commands() as process:
+        yield process

@@ -1,13 +1,15 @@
 # ruff: noqa: S608 - every part of a statement is ours
 """The same tables by other means: SQL of DuckDB over the same segments, written without a look at Spark's."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import duckdb
-from pyspark.sql import DataFrame
 
 from postroom.core.redaction import Redactor
+from postroom.pipeline.tables import Tables
+from tests.spark.plainrows import plain, records
 
 FIELDS = {
     "event_id": "VARCHAR", "seq": "BIGINT", "ts_us": "BIGINT", "kind": "VARCHAR", "contract": "VARCHAR",
@@ -140,6 +142,7 @@ FROM messages LEFT JOIN tree USING (message_id)
 Rows = list[tuple[Any, ...]]
 
 
+@cache
 def oracle(folder: Path) -> duckdb.DuckDBPyConnection:
     """A database with the tables lines, events, messages, attempts and spans of a folder of segments."""
     con = duckdb.connect()
@@ -159,8 +162,10 @@ def expected(con: duckdb.DuckDBPyConnection, table: str) -> tuple[list[str], Row
     return [column[0] for column in found.description or ()], in_order(found.fetchall())
 
 
-def rows_of(df: DataFrame, columns: list[str] | None = None) -> Rows:
-    return in_order(tuple(row) for row in df.select(*(columns or df.columns)).collect())
+def stored(tables: Tables, table: str, columns: list[str] | None = None) -> Rows:
+    """What a table holds, to be compared with what was expected."""
+    rows = records(tables, table)
+    return in_order(plain([row[name] for name in columns] if columns else row) for row in rows)
 
 
 def in_order(rows: Any) -> Rows:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,13 @@ from postroom.core import lives
 from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history import History, Violation
 from postroom.pipeline import check as checking
-from postroom.pipeline.check import RULES, Verdict, check
+from postroom.pipeline.check import RULES, Sample, Verdict, check
+from postroom.pipeline.generate import FAULTS, generate
+from postroom.pipeline.jobs import sealed_segments
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.transforms import bronze
 from postroom.sinks.reading import Place, Segments
+from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 
 HORIZON_US = 86_400 * 10**6
@@ -35,35 +37,59 @@ def by_the_core(events: list[AuditEvent]) -> list[Violation]:
     return [one for one in history.verdict(horizon_us=HORIZON_US).violations if one.rule in RULES]
 
 
-def by_spark(spark: SparkSession, tables_of: TablesOf, messages: int, seed: int, faults: bool) -> Verdict:
-    _, tables = tables_of(messages, seed, faults)
-    return check(tables.read(spark, "bronze_events"), tables.read(spark, "silver_events"))
+def faults_in(folder: Path) -> list[dict[str, Any]]:
+    """What the generator lists of what can be found here."""
+    planted = map(json.loads, (folder / FAULTS).read_text().splitlines())
+    return [fault for fault in planted if fault["rule"] in RULES]
 
 
-def test_it_finds_what_was_planted_and_nothing_else(spark: SparkSession, tables_of: TablesOf) -> None:
-    folder, _ = tables_of(1500, 11, True)
-    planted = [json.loads(line) for line in (folder / "_faults.jsonl").read_text().splitlines()]
-    found = by_spark(spark, tables_of, 1500, 11, faults=True)
-    assert sorted((one.rule, one.message_id) for one in found.samples) == sorted(
-        (fault["rule"], fault["message_id"]) for fault in planted if fault["rule"] in RULES
-    )
-    assert {tuple(one.event_ids) for one in found.samples if one.rule == "gap"} == {
+def is_all_that_was_planted(found: Verdict, planted: list[dict[str, Any]]) -> bool:
+    return sorted((one.rule, one.message_id) for one in found.samples) == sorted(
+        (fault["rule"], fault["message_id"]) for fault in planted
+    ) and {one.event_ids for one in found.samples if one.rule == "gap"} == {
         tuple(fault["event_ids"]) for fault in planted if fault["rule"] == "gap"
     }
+
+
+MESSAGES, EVENTS_MIN = 23_000, 100_000
+
+
+def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """`make crash` does it with five million, by the commands."""
+    generate(tmp_path / "events", MESSAGES, 3, faults=True)
+    segments = [str(segment.path) for segment in sealed_segments(tmp_path / "events")]
+    lines = bronze.events(bronze.lines(spark, str(tmp_path / "events"), segments)).persist()
+    found = check(lines, lines.dropDuplicates(["event_id"]))
+    lines.unpersist()
+    assert found.events > EVENTS_MIN
     assert set(found.counts) == set(RULES)
     assert found.violations == len(found.samples)
-
-
-def test_it_says_what_the_checker_of_the_core_says(spark: SparkSession, tables_of: TablesOf) -> None:
-    folder, _ = tables_of(1500, 11, True)
-    events = [event for block, _ in Segments(folder).after(Place(0, 0)) for event in block]
-    assert told(by_spark(spark, tables_of, 1500, 11, faults=True).samples) == told(by_the_core(events))
+    assert is_all_that_was_planted(found, faults_in(tmp_path / "events"))
 
 
 def test_a_clean_history_is_clean(spark: SparkSession, tables_of: TablesOf) -> None:
-    found = by_spark(spark, tables_of, 1500, 11, faults=False)
+    _, tables = tables_of()
+    found = check(tables.read(spark, "bronze_events"), tables.read(spark, "silver_events"))
     assert (found.counts, found.samples, found.violations) == ({}, [], 0)
     assert found.events > found.messages > 1400
+
+
+def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
+    tables_of: TablesOf, commands: Commands
+) -> None:
+    folder, tables = tables_of(faults=True)
+    done = commands("check", "--tables", tables.folder, "--master", "local[2]")
+    assert done.code == 1, done.stderr
+    samples = [
+        Sample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
+        for row in map(json.loads, done.stdout.splitlines())
+    ]
+    events = [event for block, _ in Segments(folder).after(Place(0, 0)) for event in block]
+    assert told(samples) == told(by_the_core(events))
+    assert {one.rule for one in samples} == set(RULES)
+    assert f"{len(samples)} violations in" in done.stderr
 
 
 KINDS = (
@@ -142,32 +168,9 @@ def test_two_events_of_one_number_are_found_beside_honest_repeats(
     for number, (told_lines, n) in enumerate([(lines[:2], 0), (lines, 1)]):
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(b"".join(told_lines))
-        bronze = spark.read.schema(EVENTS).json(str(file))
-        assert check(bronze, bronze.limit(1)).counts.get("gap", 0) == n
+        rows = spark.read.schema(EVENTS).json(str(file))
+        assert check(rows, rows.limit(1)).counts.get("gap", 0) == n
 
 
-def test_what_may_follow_an_end_is_what_the_core_says() -> None:
-    assert set(checking._MAY_FOLLOW) == lives._MAY_FOLLOW
+def test_what_is_judged_is_what_the_core_judges() -> None:
     assert set(checking._JUDGED) == set(lives.Lives._judges)
-
-
-def test_the_command_fails_with_the_ids_of_samples(tables_of: TablesOf) -> None:
-    _, tables = tables_of(1500, 11, True)
-    command = [
-        sys.executable,
-        "-m",
-        "postroom.cli.main",
-        "--json",
-        "pipeline",
-        "check",
-        "--tables",
-        str(tables.folder),
-    ]
-    done = subprocess.run(
-        [*command, "--master", "local[2]"], capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 1, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {row["rule"] for row in rows} == set(RULES)
-    assert all(row["event_ids"] and row["sentence"] for row in rows)
-    assert f"{len(rows)} violations in" in done.stderr

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.spark.conftest import TablesOf
+from postroom.cli.pipeline import pipeline
+from tests.spark.commands import Commands
+from tests.spark.conftest import MESSAGES, TablesOf
 
 POSTROOM = str(Path(sys.executable).with_name("postroom"))
 
@@ -24,30 +26,40 @@ def call(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def copied(tables_of: TablesOf, tmp_path: Path) -> tuple[Path, Path]:
-    events, tables = tables_of(1500, 11)
+    events, tables = tables_of()
     shutil.copytree(tables.folder, tmp_path / "tables")
     return events, tmp_path / "tables"
 
 
-def test_sql_prints_json_lines(copied: tuple[Path, Path]) -> None:
-    _, tables = copied
+def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
+    tables_of: TablesOf, commands: Commands
+) -> None:
+    _, tables = tables_of()
     query = "SELECT outcome, count(*) AS n, max(rejected_us) AS none FROM silver_messages GROUP BY outcome"
-    done = call("sql", "--tables", tables, "--master", "local[1]", query)
-    assert done.returncode == 0, done.stderr
+    done = commands("sql", "--tables", tables.folder, "--master", "local[1]", query)
+    assert done.code == 0, done.stderr
     rows = [json.loads(text) for text in done.stdout.splitlines()]
-    assert sum(row["n"] for row in rows) == 1500
+    assert sum(row["n"] for row in rows) == MESSAGES
     assert all(set(row) == {"outcome", "n", "none"} for row in rows)
     assert "starting Spark" in done.stderr
+    done = commands(
+        "sql", "--tables", tables.folder, "--master", "local[1]", "SELECT nobody FROM silver_spans"
+    )
+    assert done.code == 2
+    assert done.stdout == ""
+    assert "nobody" in done.stderr.splitlines()[-1]
 
 
-def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path]) -> None:
+def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:
     events, tables = copied
-    done = call("run", "--events", events, "--tables", tables, "--master", "local[1]", "--json")
-    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tables / "gold_sla")
+    done = commands("run", "--events", events, "--tables", tables, "--master", "local[1]", "--json")
+    assert done.code == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert (summary["segments"], summary["rows"]["silver_messages"]) == (0, 1500)
-    assert "gold_latency" in done.stderr
-    assert "gold_latency" in summary["rows"]
+    assert (summary["segments"], summary["rows"]["silver_messages"]) == (0, MESSAGES)
+    assert summary["rows"]["gold_sla"] > 0
+    assert "gold_sla" in done.stderr
+    assert "gold_latency" not in done.stderr  # it is as its sources are
 
 
 def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:
@@ -55,7 +67,7 @@ def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Pat
     done = call("status", "--tables", tables, "--events", events, PATH="", JAVA_HOME=str(tmp_path))
     rows = {row["table"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["segments"]["behind"] == rows["silver_spans"]["behind"] == 0
-    assert rows["silver_messages"]["rows"] == 1500
+    assert rows["silver_messages"]["rows"] == MESSAGES
     done = call("tables", "--tables", tables, "--vacuum", "--compact")
     columns = [json.loads(text) for text in done.stdout.splitlines()]
     assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
@@ -83,3 +95,8 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
 def test_help_does_not_import_spark() -> None:
     code = "import sys; import postroom.cli.pipeline; sys.exit('pyspark' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_commands_are_those_that_are_promised() -> None:
+    promised = "run stream backfill status tables sql retain replay report check generate"
+    assert set(pipeline.commands) == set(promised.split())

@@ -20,8 +20,6 @@ from postroom.pipeline.declarative.__main__ import main
 from postroom.pipeline.transforms.gold import GOLD
 from tests.spark.conftest import TablesOf
 
-MESSAGES, SEED = 1_500, 11
-
 
 class Registry(GraphElementRegistry):
     """Keeps what is defined, as Spark's own does before it runs anything."""
@@ -45,7 +43,7 @@ class Registry(GraphElementRegistry):
 
 @pytest.fixture
 def configured(spark: SparkSession, tables_of: TablesOf) -> Iterator[SparkSession]:
-    spark.conf.set(EVENTS_SETTING, str(tables_of(MESSAGES, SEED)[0]))
+    spark.conf.set(EVENTS_SETTING, str(tables_of()[0]))
     yield spark
     spark.conf.unset(EVENTS_SETTING)
 
@@ -68,7 +66,7 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
 
 
 def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, tables_of: TablesOf) -> None:
-    _, tables = tables_of(MESSAGES, SEED)
+    _, tables = tables_of()
     registry = Registry()
     with graph_element_registration_context(registry):
         define(configured)

@@ -1,18 +1,19 @@
 """Patterns of dead letters: masks by example, grouping against a plain loop, and all rows against DuckDB."""
 
+import hashlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 from datetime import date
 from typing import Any
 
-import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms import dlq
 from tests.spark.conftest import TablesOf
-from tests.spark.oracle import oracle
-from tests.spark.test_gold import plain
+from tests.spark.oracle import in_order, oracle, stored
+from tests.spark.plainrows import plain
 
 HOUR_US = dlq.HOUR_US
 
@@ -81,73 +82,143 @@ def test_templates_are_grouped_as_a_plain_loop_groups_them(spark: SparkSession) 
     assert len(said) > 20
 
 
-def test_where_the_members_of_a_pattern_differ_anything_may_stand(spark: SparkSession) -> None:
-    rows = [
+def test_where_members_differ_anything_may_stand_and_other_classes_and_lengths_are_other_patterns(
+    spark: SparkSession,
+) -> None:
+    rows = [(1, "A", "it is over"), (2, "B", "it is over"), (3, "A", "it is all over now")]
+    rows += [
         (n, "Timeout", f"no answer from {host} in time") for n, host in enumerate(("maps", "jira", "maps"))
     ]
-    assert [row["pattern"] for row in patterns(spark, rows)] == ["no answer from <*> in time"]
+    assert [(row["error_type"], row["n"], row["pattern"]) for row in patterns(spark, rows)] == [
+        ("A", 1, "it is all over now"),
+        ("A", 1, "it is over"),
+        ("B", 1, "it is over"),
+        ("Timeout", 3, "no answer from <*> in time"),
+    ]
 
 
-def test_other_classes_and_other_lengths_are_other_patterns(spark: SparkSession) -> None:
-    rows = [(1, "A", "it is over"), (2, "B", "it is over"), (3, "A", "it is all over now")]
-    assert [(row["error_type"], row["n"]) for row in patterns(spark, rows)] == [("A", 1), ("A", 1), ("B", 1)]
+TRENDS = {
+    "more than the day before": ([0, 30, 49, 50, 60, 70], "rising", True),
+    "less": ([30, 31, 32, 33, 71], "falling", True),
+    "as often": ([0, 30, 40, 60, 71], "steady", True),
+    "a burst within one hour": ([71, 71, 71, 71, 71, 71], "new", False),
+    "too few": ([0, 71], "steady", False),
+}
 
 
-@pytest.mark.parametrize(
-    ("hours", "trend", "systematic"),
-    [
-        ([0, 30, 49, 50, 60, 70], "rising", True),  # one in the day before, four in the last
-        ([30, 31, 32, 33, 71], "falling", True),
-        ([0, 30, 40, 60, 71], "steady", True),
-        ([71, 71, 71, 71, 71, 71], "new", False),  # a burst within one hour
-        ([0, 71], "steady", False),
-    ],
-)
-def test_trends_and_what_is_systematic(
-    spark: SparkSession, hours: list[int], trend: str, systematic: bool
-) -> None:
+def test_trends_and_what_is_systematic(spark: SparkSession) -> None:
     newest = [(72 * HOUR_US - 1, "Other", "the newest of all")]
-    rows = [(hour * HOUR_US + 5, "E", "it is over") for hour in hours]
-    found = next(row for row in patterns(spark, [*rows, *newest]) if row["error_type"] == "E")
-    assert (found["trend"], found["systematic"]) == (trend, systematic)
-    assert found["first_us"] == min(hours) * HOUR_US + 5
-    assert [tuple(hour) for hour in found["hours"]] == sorted(
-        Counter(hour * HOUR_US for hour in hours).items()
-    )
-    assert 1 <= len(found["samples"]) <= dlq.SAMPLES_MAX
+    rows = [
+        (hour * HOUR_US + 5, case, "it is over") for case, (hours, *_) in TRENDS.items() for hour in hours
+    ]
+    found = {row["error_type"]: row for row in patterns(spark, [*rows, *newest])}
+    for case, (hours, trend, systematic) in TRENDS.items():
+        row = found[case]
+        assert (row["trend"], row["systematic"]) == (trend, systematic), case
+        assert row["first_us"] == min(hours) * HOUR_US + 5
+        assert [tuple(hour) for hour in row["hours"]] == sorted(
+            Counter(hour * HOUR_US for hour in hours).items()
+        )
+        assert 1 <= len(row["samples"]) <= dlq.SAMPLES_MAX
 
 
-def test_templates_of_a_history_are_what_the_oracle_says(spark: SparkSession, tables_of: TablesOf) -> None:
-    folder, tables = tables_of(1500, 11, True)
-    text = "substr(coalesce(error, ''), 1, 400)"
+# ---- a history -----------------------------------------------------------------------------------------
+
+
+def masked_by_duckdb(column: str) -> str:
+    text = f"substr(coalesce({column}, ''), 1, 400)"
     for mask, name in dlq.MASKS:
         quoted = mask.replace("'", "''")
         text = f"regexp_replace({text}, '{quoted}', '{name.replace('$1', chr(92) + '1')}', 'g')"
-    found = dlq.dlq_templates(tables.read(spark, "silver_events"))
+    return f"trim({text})"
+
+
+LETTERS = f"""
+    SELECT day, ts_us, ts_us // {HOUR_US} * {HOUR_US} AS hour_us,
+           coalesce(error_type, '') AS error_type, {masked_by_duckdb("error")} AS template,
+           message_id, org_id, type, substr(error, 1, 400) AS error
+    FROM events WHERE kind = 'dead_letter'
+"""  # noqa: S608 - of constants
+
+
+def test_templates_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) -> None:
+    folder, tables = tables_of(faults=True)
     said = oracle(folder).execute(f"""
-        SELECT CAST(day AS VARCHAR), ts_us // 3600000000 * 3600000000, coalesce(error_type, ''), trim({text}),
-               count(*), min(ts_us), max(ts_us), list_sort(list(DISTINCT org_id)),
-               list_sort(list(DISTINCT type))
-        FROM events WHERE kind = 'dead_letter' GROUP BY ALL""")  # noqa: S608 - of constants
-    columns = (
-        "CAST(day AS STRING)",
-        "hour_us",
-        "error_type",
-        "template",
-        "n",
-        "first.ts_us",
-        "last.ts_us",
-        "orgs",
-        "types",
+        SELECT day, hour_us, error_type, template, count(*),
+               min((ts_us, message_id, error)), max((ts_us, message_id, error)),
+               list_sort(list(DISTINCT org_id)), list_sort(list(DISTINCT type))
+        FROM ({LETTERS}) GROUP BY ALL""")  # noqa: S608 - of constants
+    columns = ["day", "hour_us", "error_type", "template", "n", "first", "last", "orgs", "types"]
+    rows = in_order(plain(row) for row in said.fetchall())
+    assert rows
+    assert stored(tables, "gold_dlq_templates", columns) == rows
+
+
+def test_patterns_of_a_history_are_what_plain_loops_say(tables_of: TablesOf) -> None:
+    """Every row and column, from the dead letters themselves, without the templates in between."""
+    folder, tables = tables_of(faults=True)
+    found = oracle(folder).execute(LETTERS)
+    names = [column[0] for column in found.description or ()]
+    letters = [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    rows = in_order(pattern_of(*group) for group in families(letters))
+    assert len(rows) == len({row[1] for row in rows}) > 3  # one pattern for each family of errors
+    assert stored(tables, "gold_dlq_patterns") == rows
+
+
+def families(letters: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:
+    """The leader and the letters of each pattern, and when the newest letter of all came."""
+    newest_us = max(letter["ts_us"] for letter in letters)
+    for error_type in {letter["error_type"] for letter in letters}:
+        mine = [letter for letter in letters if letter["error_type"] == error_type]
+        for leader, members in grouped(Counter(letter["template"] for letter in mine)).items():
+            yield leader, [letter for letter in mine if letter["template"] in members], newest_us
+
+
+def pattern_of(leader: str, letters: list[dict[str, Any]], newest_us: int) -> tuple[Any, ...]:
+    error_type = letters[0]["error_type"]
+    templates = sorted({letter["template"] for letter in letters})
+    times = sorted(letter["ts_us"] for letter in letters)
+    hours = Counter(letter["hour_us"] for letter in letters)
+    ages = [newest_us - letter["hour_us"] for letter in letters]
+    lately, earlier = (sum(n <= age // dlq.DAY_US < n + 1 for age in ages) for n in (0, 1))
+    return (
+        hashlib.sha256(f"{error_type} {leader}".encode()).hexdigest()[:12],
+        error_type,
+        " ".join(
+            words[0] if len(set(words)) == 1 else "<*>"
+            for words in zip(*(template.split(" ") for template in templates), strict=True)
+        ),
+        len(letters),
+        len(templates),
+        times[0],
+        times[-1],
+        lately,
+        earlier,
+        trend_of(times[0] > newest_us - dlq.DAY_US, lately, earlier),
+        len(letters) >= 5 and len(hours) >= 3,
+        tuple(sorted({letter["org_id"] for letter in letters})),
+        tuple(sorted({letter["type"] for letter in letters})),
+        tuple(sorted(hours.items())),
+        samples_of(letters),
     )
-    assert sorted(map(plain, found.selectExpr(*columns).collect())) == sorted(map(plain, said.fetchall()))
 
 
-def test_a_history_has_one_pattern_for_each_family_of_errors(
-    spark: SparkSession, tables_of: TablesOf
-) -> None:
-    _, tables = tables_of(1500, 11, True)
-    events = tables.read(spark, "silver_events")
-    found = dlq.dlq_patterns(dlq.dlq_templates(events)).collect()
-    assert len({row["error_type"] for row in found}) == len(found)
-    assert sum(row["n"] for row in found) == events.where("kind = 'dead_letter'").count()
+def trend_of(is_new: bool, lately: int, earlier: int) -> str:
+    if is_new:
+        return "new"
+    if lately >= 2 * max(earlier, 1):
+        return "rising"
+    return "falling" if earlier >= 2 * max(lately, 1) else "steady"
+
+
+def samples_of(letters: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """The first three of the first and last letters of each hour and template."""
+    ends: set[tuple[Any, ...]] = set()
+    for place in {(letter["hour_us"], letter["template"]) for letter in letters}:
+        told = [
+            (letter["ts_us"], letter["message_id"], letter["error"])
+            for letter in letters
+            if (letter["hour_us"], letter["template"]) == place
+        ]
+        ends |= {min(told), max(told)}
+    return tuple(sorted(ends)[:3])

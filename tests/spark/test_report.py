@@ -5,7 +5,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import zlib
 from decimal import Decimal
 from html.parser import HTMLParser
@@ -29,9 +28,8 @@ from postroom.pipeline.html.facts import (
 from postroom.pipeline.html.flames import Profile, speedscope, tree
 from postroom.pipeline.html.page import POLICY, page
 from postroom.pipeline.html.words import HOUR_US, count, duration, esc, money, share
-from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.report import write_report
-from postroom.pipeline.tables import Tables
+from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
 
@@ -191,13 +189,10 @@ def drawn(
     spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Path, Facts]:
     """A history, its report, its file for speedscope, and what is in them."""
-    folder, tables = tables_of(1500, 11)
+    folder, tables = tables_of()
     place = tmp_path_factory.mktemp("report")
-    shutil.copytree(tables.folder, place / "tables")
-    copy = Tables(place / "tables")
-    Pipeline(spark, copy).run(folder)
     out, goals = place / "report.html", place / "goals.json"
-    return folder, out, goals, write_report(spark, copy, out, goals)
+    return folder, out, goals, write_report(spark, tables, out, goals)
 
 
 def test_the_report_says_what_the_oracle_says(drawn: tuple[Path, Path, Path, Facts]) -> None:
@@ -299,26 +294,14 @@ def test_a_browser_runs_nothing_that_an_enemy_chose(tmp_path: Path) -> None:
     assert "<img" not in dom
 
 
-def test_the_command_writes_the_file(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:
-    _, out, _, facts = drawn
-    again = tmp_path / "again.html"
-    command = [
-        sys.executable,
-        "-m",
-        "postroom.cli.main",
-        "--json",
-        "pipeline",
-        "report",
-        "--master",
-        "local[2]",
-    ]
-    done = subprocess.run(
-        [*command, "--tables", str(out.parent / "tables"), "--out", str(again)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_command_writes_the_same_file(
+    drawn: tuple[Path, Path, Path, Facts], tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    _, out, goals, facts = drawn
+    again, scopes = tmp_path / "again.html", tmp_path / "again.json"
+    words = ("--tables", tables_of()[1].folder, "--out", again, "--speedscope", scopes)
+    done = commands("report", *words, "--master", "local[2]", "--json")
+    assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["messages"] == facts.messages
     assert again.read_text() == out.read_text()
+    assert scopes.read_text() == goals.read_text()

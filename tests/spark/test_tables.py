@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import deltalake
+import duckdb
 import polars as pl
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -8,6 +9,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.pipeline.tables import STAGING, Tables, Txn
+from tests.spark.conftest import TablesOf
+from tests.spark.plainrows import records
+from tests.spark.stories import Story
 
 
 @pytest.fixture
@@ -45,6 +49,32 @@ def test_other_programs_read_the_table_as_it_is(spark: SparkSession, tables: Tab
     folder = str(tables.folder / "t")
     assert sorted(pl.read_delta(folder)["ts_us"]) == want
     assert sorted(deltalake.DeltaTable(folder).to_pyarrow_table()["ts_us"].to_pylist()) == want
+
+
+def by_duckdb(tables: Tables, name: str) -> tuple[set[str], int]:
+    """Columns and rows. Its reader of Delta comes from the network: here the log names the files."""
+    files = deltalake.DeltaTable(tables.folder / name).file_uris()
+    if not files:
+        return set(), 0
+    found = duckdb.execute("SELECT * FROM read_parquet($files, hive_partitioning = true)", {"files": files})
+    columns = {column[0] for column in found.description or ()}
+    return columns, len(found.fetchall())
+
+
+def test_duckdb_and_polars_read_every_table(tables_of: TablesOf, story: Story) -> None:
+    """With what is in none of the small ones: decimals, lists of structs, lines that were no UTF-8."""
+    for tables in (tables_of(faults=True)[1], story.tables):
+        for name in tables.names():
+            stored = records(tables, name)
+            polars = pl.read_delta(str(tables.folder / name))
+            assert len(polars) == len(stored), name
+            columns = tables.schema(name).names
+            assert set(polars.columns) == set(columns)
+            found, rows = by_duckdb(tables, name)
+            assert rows == len(stored), name
+            assert found in (set(), set(columns))
+    money = pl.read_delta(str(tables_of(faults=True)[1].folder / "gold_cost"))["cost_usd"].sum()
+    assert money == sum(row["cost_usd"] for row in records(tables_of(faults=True)[1], "gold_cost")) > 0
 
 
 def test_a_swap_is_one_commit_with_its_transactions(spark: SparkSession, tables: Tables) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from postroom.errors import InvalidMessage
 from postroom.sinks import verifying
 from postroom.sinks.chain import NO_HASH, Entry, chain_line, chain_lines, parse_chain, read_chain
-from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN
+from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
 from postroom.sinks.reading import Segments
 from postroom.sinks.retention import retain, why_kept
 from postroom.sinks.segments import SegmentSink
@@ -218,6 +218,13 @@ def test_an_added_file_is_named(tmp_path: Path, stranger: str) -> None:
     (tmp_path / stranger).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / stranger).write_bytes(b"{}\n")
     assert verify(tmp_path) == [Finding(stranger, "it is not in the chain")]
+
+
+@pytest.mark.parametrize("name", [CHAIN, STREAM])
+def test_what_a_crash_kept_from_taking_its_place_is_no_finding(tmp_path: Path, name: str) -> None:
+    sealed_folder(tmp_path)
+    (tmp_path / f".{name}.4711.tmp").write_bytes(b"half")
+    assert verify(tmp_path) == []
 
 
 def test_a_swapped_pair_is_named(tmp_path: Path) -> None:

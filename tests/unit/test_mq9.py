@@ -1,20 +1,12 @@
-"""The dialects of mq9, as pure functions."""
-
-import base64
-import json
+"""What clients of mq9 ask, as pure functions."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom.core import mq9
-from postroom.core.mailbox import RANKS, Letter, Word
+from postroom.core.mailbox import RANKS
 from postroom.core.mq9 import Call, Refused
-
-
-def letter(payload: bytes = b"x", headers: bytes = b"", word: Word = "normal", number: int = 7) -> Letter:
-    size = len(payload) + len(headers)
-    return Letter(number, word, RANKS[word], size, payload, headers, 1_794_702_425_000_000)
 
 
 @pytest.mark.parametrize(
@@ -143,80 +135,3 @@ def test_no_headers_do_anything_but_parse_or_be_refused(headers: bytes) -> None:
             mq9.wishes(block)
         except Refused as error:
             assert error.code == 400  # noqa: PT017 - it may also pass
-
-
-@given(st.binary(max_size=100), st.sampled_from(sorted(RANKS)))
-def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
-    frame = mq9.enveloped_frame("m", letter(payload, word=word))
-    envelope = json.loads(frame.payload)
-    assert envelope["payload"]
-    assert base64.b64decode(envelope["payload"]) == payload
-    assert frame.subject.rpartition(".")[2] == envelope["priority"]
-    assert envelope["priority"] in {"high", "normal", "low"}
-    assert envelope["msg_id"] == "7"
-
-
-@pytest.mark.parametrize(
-    ("word", "subject"), [("normal", "m"), ("critical", "m.critical"), ("low", "m.low"), ("high", "m.high")]
-)
-def test_a_raw_frame_has_the_word_that_was_sent(word: Word, subject: str) -> None:
-    frame = mq9.raw_frame("m", letter(word=word))
-    assert frame == (mq9.SEND + subject, b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x")
-
-
-def test_a_sender_cannot_forge_a_message_id() -> None:
-    headers = b"NATS/1.0\r\nMQ9-MSG-ID: 1\r\nA: b\r\nmq9-msg-id: 2\r\n\r\n"
-    assert mq9.raw_frame("m", letter(headers=headers)).headers == (
-        b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("mode", "name", "expected"),
-    [
-        ("auto", "robustmq-mq9-python", True),
-        ("auto", "robustmq", True),
-        ("auto", "", False),
-        ("auto", "my robustmq", False),
-        ("always", "", True),
-        ("never", "robustmq-mq9-python", False),
-    ],
-)
-def test_who_gets_an_envelope(mode: mq9.Envelope, name: str, expected: bool) -> None:
-    assert mq9.is_enveloped(mode, name) is expected
-
-
-def test_replies_have_the_error_key_only_in_the_newest_dialect() -> None:
-    assert json.loads(mq9.created("m", is_new=True)) == {"mail_id": "m", "mail_address": "m", "is_new": True}
-    assert json.loads(mq9.stored("send", 8)) == {"msg_id": 8}
-    assert json.loads(mq9.stored("send3", -1)) == {"error": "", "msg_id": -1}
-    assert json.loads(mq9.deleted("delete", found=False)) == {"deleted": False}
-    assert json.loads(mq9.deleted("delete3", found=True)) == {"error": "", "deleted": True}
-    assert json.loads(mq9.refused(Refused(404, "gone"))) == {"error": "gone", "code": 404}
-
-
-@pytest.mark.parametrize(("word", "seen"), [("high", "urgent"), ("low", "normal"), ("critical", "critical")])
-def test_a_fetch_speaks_the_words_of_its_dialect(word: Word, seen: str) -> None:
-    message = json.loads(mq9.fetched([letter(b"\xff", b"NATS/1.0\r\n\r\n", word)]))["messages"][0]
-    assert message["priority"] == seen
-    assert base64.b64decode(message["payload"]) == b"\xff"
-    assert bytes(message["header"]) == b"NATS/1.0\r\n\r\n"
-    assert (message["msg_id"], message["create_time"]) == (7, 1_794_702_425)
-
-
-def test_a_reply_is_bounded_and_holds_at_least_one() -> None:
-    big = letter(b"x" * (mq9.REPLY_BYTES_MAX // 2 + 1))
-    assert len(mq9.fitting([big, big, big], 10)) == 1
-    assert len(mq9.fitting([letter()] * 10, 3)) == 3
-    huge = letter(b"x" * (mq9.REPLY_BYTES_MAX + 1))
-    assert len(mq9.fitting([huge, huge], 10)) == 1
-
-
-def test_announcements_of_the_public_list() -> None:
-    assert json.loads(mq9.announcement("created", "q", "d", 60.0)) == {
-        "event": "created",
-        "mail_id": "q",
-        "desc": "d",
-        "ttl": 60,
-    }
-    assert json.loads(mq9.announcement("expired", "q", "d", 60.0)) == {"event": "expired", "mail_id": "q"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
 if TYPE_CHECKING:
@@ -39,15 +39,7 @@ def pipeline() -> None:
 @pipeline.command()
 @click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages it has.")
 @click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
-@click.option(
-    "--out",
-    "folder",
-    type=click.Path(),
-    callback=as_path,
-    required=True,
-    metavar="DIR",
-    help="A new or empty folder for its segments.",
-)
+@path_option("--out", "folder", metavar="DIR", text="A new or empty folder for its segments.", required=True)
 @click.option(
     "--faults", is_flag=True, help="Break every rule at some places, and list them in DIR/_faults.jsonl."
 )
@@ -104,25 +96,16 @@ EVERY_S = click.FloatRange(0.1, 86_400.0)
 
 
 def events_option(*, required: bool = True) -> Callable[[Command], Command]:
-    return click.option(
+    return path_option(
         "--events",
-        type=click.Path(),
-        callback=as_path,
-        required=required,
         metavar="DIR",
-        help="The folder of the audit stream: its sealed segments are read.",
+        text="The folder of the audit stream: its sealed segments are read.",
+        required=required,
     )
 
 
 def tables_option(command: Command) -> Command:
-    return click.option(
-        "--tables",
-        type=click.Path(),
-        callback=as_path,
-        required=True,
-        metavar="DIR",
-        help="The folder of the tables.",
-    )(command)
+    return path_option("--tables", metavar="DIR", text="The folder of the tables.", required=True)(command)
 
 
 def spark_options(command: Command) -> Command:
@@ -184,9 +167,11 @@ def _pipeline(
     say("starting Spark")
     with spark_of(**where) as spark:
         from postroom.pipeline.jobs import Pipeline
+        from postroom.pipeline.session import spark_errors
         from postroom.pipeline.tables import Tables
 
-        yield Pipeline(spark, Tables(tables), level=redaction, progress=say)
+        with spark_errors():
+            yield Pipeline(spark, Tables(tables), level=redaction, progress=say)
 
 
 def _print_summary(shell: Shell, summary: "Summary") -> None:
@@ -322,29 +307,21 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
     """
-    from postroom.pipeline.session import spark_errors
-
-    with _pipeline(shell, tables, where) as job, spark_errors():
+    with _pipeline(shell, tables, where) as job:
         for line in job.answers(query):
             shell.output.text(line)
 
 
 @pipeline.command()
 @tables_option
-@click.option(
+@path_option(
     "--out",
-    type=click.Path(),
-    callback=as_path,
+    metavar="FILE",
+    text="The HTML file to write. It stands alone: nothing is loaded from anywhere.",
     required=True,
-    metavar="FILE",
-    help="The HTML file to write. It stands alone: nothing is loaded from anywhere.",
 )
-@click.option(
-    "--speedscope",
-    type=click.Path(),
-    callback=as_path,
-    metavar="FILE",
-    help="Also write the goals' flame graphs as a file for speedscope.",
+@path_option(
+    "--speedscope", metavar="FILE", text="Also write the goals' flame graphs as a file for speedscope."
 )
 @spark_options
 @click.pass_obj
@@ -419,12 +396,10 @@ DAYS = click.IntRange(1, 36_500)
     metavar="N",
     help="How long messages stay: 7, 30, 90 or any other.",
 )
-@click.option(
+@path_option(
     "--org-days",
-    type=click.Path(),
-    callback=as_path,
     metavar="FILE",
-    help="Organizations with a tier of their own: lines of an id and a number of days.",
+    text="Organizations with a tier of their own: lines of an id and a number of days.",
 )
 @click.option(
     "--failures-days",
@@ -432,13 +407,7 @@ DAYS = click.IntRange(1, 36_500)
     metavar="N",
     help="Dead letters and quarantined messages stay at least so long.",
 )
-@click.option(
-    "--hold",
-    type=click.Path(),
-    callback=as_path,
-    metavar="FILE",
-    help="What stays whatever its age: lines of `org ID` or `goal ID`.",
-)
+@path_option("--hold", metavar="FILE", text="What stays whatever its age: lines of `org ID` or `goal ID`.")
 @click.option("--archive", metavar="PATH", help="Write what leaves to this Hadoop path first.")
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @spark_options
@@ -467,11 +436,8 @@ def retain(
     """
     import msgspec
 
-    from postroom.pipeline.session import spark_errors
-
-    with spark_of(**where) as spark, spark_errors():
+    with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
-        from postroom.pipeline.tables import Tables
 
         orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
         policy = Policy(
@@ -481,15 +447,15 @@ def retain(
             held_orgs=orgs,
             held_goals=goals,
         )
-        job = Retention(
-            spark,
-            Tables(tables),
+        retention = Retention(
+            job.spark,
+            job.tables,
             policy,
             now_us=time.time_ns() // 1000,
             archive=archive,
             progress=told(shell),
         )
-        found = job.run(dry_run=dry_run)
+        found = retention.run(dry_run=dry_run)
     rows = (msgspec.to_builtins(each) for each in found)
     shell.output.rows(("table", "before", "deleted", "archived"), rows, "")
 
@@ -503,13 +469,7 @@ def retain(
 @click.option("--until", metavar="TIME", callback=lambda _c, _p, text: _micros(text), help="Created before.")
 @click.option("--to", required=True, metavar="URL", help="The store they go to, or a new one as a sandbox.")
 @click.option("--store", metavar="URL", help="The store that still has the payloads.")
-@click.option(
-    "--key-file",
-    type=click.Path(),
-    callback=as_path,
-    metavar="FILE",
-    help="The keys of payloads that the stream holds encrypted.",
-)
+@path_option("--key-file", metavar="FILE", text="The keys of payloads that the stream holds encrypted.")
 @click.option(
     "--rate", type=click.FloatRange(0.1, 1e6), metavar="N", help="At most so many messages a second."
 )
@@ -549,12 +509,9 @@ def replay(
     """
     import msgspec
 
-    from postroom.pipeline.session import spark_errors
-
-    with spark_of(**where) as spark, spark_errors():
+    with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.replay import Wanted
         from postroom.pipeline.replay import replay as submit
-        from postroom.pipeline.tables import Tables
 
         wanted = Wanted(
             where=condition,
@@ -567,7 +524,7 @@ def replay(
             replay_id=replay_id,
             dry_run=dry_run,
         )
-        found = submit(spark, Tables(tables), wanted, told(shell))
+        found = submit(job.spark, job.tables, wanted, told(shell))
     word = "would be submitted" if dry_run else "submitted"
     shell.output.facts(
         msgspec.to_builtins(found),

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -279,6 +279,15 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str | Non
     if value == "":
         raise click.BadParameter("the path is empty")
     return None if value is None else Path(value)
+
+
+def path_option(
+    *names: str, metavar: str, text: str, required: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option that names a file or a folder."""
+    return click.option(
+        *names, type=click.Path(), callback=as_path, required=required, metavar=metavar, help=text
+    )
 
 
 def parse_wait(text: str) -> float:

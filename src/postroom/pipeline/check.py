@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.window import WindowSpec
 
-from postroom.core.lives import ENDS, LEASED, MICROS_PER_S, Rule
+from postroom.core.lives import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
 HORIZON_S: Final = 86_400.0
@@ -24,14 +25,11 @@ BLOCK: Final = 1 << 20  # numbers of a source that are looked at in one place
 RULES: Final[tuple[Rule, ...]] = ("lost", "unknown", "overlap", "terminal", "gap")
 
 _END_KINDS: Final = tuple(ENDS)
-_MAY_FOLLOW: Final = (
-    ("execution_completed", "delivered"),
-    ("dead_letter", "quarantined"),
-    ("delivered", "expired"),
-)
 _WORDS: Final = ("heartbeat", "execution_started", "execution_failed", "lease_lapsed", "released")
 """What counts under its lease only; the last three give it back."""
 _GIVE_BACK: Final = _WORDS[2:]
+_UNDER_LEASE: Final = ("heartbeat", "execution_completed", *_GIVE_BACK)
+"""What names the lease that it is about."""
 _MOVES: Final = ("created", "enqueued", "promoted", "retry_scheduled", "dequeued", "replayed")
 _JUDGED: Final = (*_MOVES, *_WORDS, *_END_KINDS)
 _STATES: Final = ("created", "dequeued", "replayed", *_END_KINDS)
@@ -183,8 +181,30 @@ def _told(events: DataFrame, holes: DataFrame) -> DataFrame:
         seen.withColumn("end", _end())
         .withColumn("unaccepted", delivers & F.col("whole") & F.col("first_created").isNull())
         .withColumn("told_unaccepted", told)
+        .withColumns(_lives(earlier))
         .withColumn("token", _token())
     )
+
+
+def _lives(earlier: WindowSpec) -> dict[str, Column]:
+    """Of the life that an event is about: the number of its acceptance, when it was sure, and last told of.
+
+    A message that is accepted after its end begins another life. What was replayed in a hole may be open, so
+    a life behind it is sure again with its next delivery or end.
+    """
+    kind, seq, is_over = F.col("kind"), F.col("seq"), F.col("end").isNotNull()
+    begins = (kind == "created") & (F.col("is_first") | is_over)
+    ends = kind.isin(*_END_KINDS) & ~((kind == "deleted") & is_over)
+    settles = F.col("is_first") | begins | ends | (kind == "dequeued") | ((kind == "replayed") & is_over)
+    born = F.last(F.when(begins, seq), ignorenulls=True).over(earlier)
+    accepted = F.coalesce(born, F.when(F.col("told_unaccepted"), 0), "created_seq", F.lit(0))
+    return {
+        "accepted": accepted,
+        "sure_epoch": F.last(F.when(settles, F.col("epoch")), ignorenulls=True).over(earlier),
+        "told_epoch": F.last(F.when(begins | (kind != "created"), F.col("epoch")), ignorenulls=True).over(
+            earlier
+        ),
+    }
 
 
 def _of_stores(events: DataFrame, holes: DataFrame) -> DataFrame:
@@ -257,7 +277,7 @@ def _token() -> Column:
 
 def _judged(told: DataFrame, horizon_us: int) -> DataFrame:
     """Every rule looks at every event, in one pass."""
-    found = F.array_compact(F.array(_terminal(), _overlap(), _unknown(), _lost(horizon_us)))
+    found = F.array_compact(F.array(_terminal(), _begun_again(), _overlap(), _unknown(), _lost(horizon_us)))
     proof = F.array_compact(
         F.array(
             F.when(F.col("found.earlier") > 0, _event_id(F.col("found.earlier"))), _event_id(F.col("seq"))
@@ -288,7 +308,9 @@ def _in_words(kind: Column) -> Column:
 def _terminal() -> Column:
     """A life that ended goes on, or ends once more."""
     kind, end = F.col("kind"), F.col("end")
-    is_allowed = reduce(or_, ((end["kind"] == first) & (kind == second) for first, second in _MAY_FOLLOW))
+    is_allowed = reduce(
+        or_, ((end["kind"] == first) & (kind == second) for first, second in sorted(MAY_FOLLOW))
+    )
     again = kind.isin(*_END_KINDS) & (kind != "deleted") & ~is_allowed
     is_sure = end.isNotNull() & (end["epoch"] == F.col("epoch"))
     went_on = F.when(kind == "dequeued", F.lit("was leased")).otherwise(_in_words(kind))
@@ -296,19 +318,33 @@ def _terminal() -> Column:
     return _violation(is_sure & (again | (kind == "dequeued")), "terminal", end["seq"], said)
 
 
+def _begun_again() -> Column:
+    """A life that is open begins once more."""
+    kind, accepted, epoch = F.col("kind"), F.col("accepted"), F.col("epoch")
+    is_open = F.col("end").isNull() & ~F.col("is_first")
+    again = is_open & (kind == "created") & (accepted > 0) & (F.col("told_epoch") == epoch)
+    replayed = is_open & (kind == "replayed") & (F.col("sure_epoch") == epoch)
+    said = F.when(again, "was accepted again before it ended").otherwise("was replayed before it ended")
+    proof = F.when((accepted == 0) & ~F.col("told_unaccepted"), F.coalesce("leased_seq", F.lit(0)))
+    return _violation(again | replayed, "terminal", F.coalesce(proof, accepted), said)
+
+
 def _overlap() -> Column:
-    """A delivery while a lease was open, or a word under another lease than that."""
+    """A delivery while a lease was open, or a word under another lease than that, or under none."""
     kind, token, lease = F.col("kind"), F.col("token"), F.coalesce("lease", F.lit(0))
     twice = (kind == "dequeued") & (token > 0) & F.col("end").isNull()
     speaks = kind.isin(*_WORDS) | ((kind == "execution_completed") & F.col("end").isNull())
     strange = speaks & (lease != 0) & (token != _UNSAID) & (lease != token)
+    nameless = speaks & (lease == 0) & kind.isin(*_UNDER_LEASE)
     state = F.when(token > 0, F.format_string("while lease %d was open", token)).otherwise("which was over")
-    said = F.when(twice, F.format_string("was leased while lease %d was open", token)).otherwise(
-        F.format_string("was held under lease %d, %s", lease, state)
+    said = (
+        F.when(twice, F.format_string("was leased while lease %d was open", token))
+        .when(nameless, "was held under no lease")
+        .otherwise(F.format_string("was held under lease %d, %s", lease, state))
     )
     accepted, leased = F.coalesce("created_seq", F.lit(0)), F.coalesce("leased_seq", F.lit(0))
     proof = F.when(leased > accepted, leased).when(twice, 0).otherwise(accepted)
-    return _violation(twice | strange, "overlap", proof, said)
+    return _violation(twice | strange | nameless, "overlap", proof, said)
 
 
 def _unknown() -> Column:

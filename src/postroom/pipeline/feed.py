@@ -73,7 +73,7 @@ class Feed:
         return self._written(due)
 
     def _written(self, due: list[Waiting]) -> Batch:
-        lines: list[bytes] = []
+        lines: list[str] = []
         marks: list[Mark] = []
         name, seq = self.name, self.seq
         head = f'{{"event_id":"{name}#'
@@ -85,9 +85,9 @@ class Feed:
                 if opens:
                     lease[0] = seq
                 line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{told},"lease":{lease[0]}{rest}\n'
-            lines.append(line.encode())
+            lines.append(line)
             marks.append(Mark(name, seq, ts_us, message_id, parent, trace))
         self.seq = seq
         if due:
             self.newest_us = due[-1][0]
-        return Batch(lines, marks)
+        return Batch([*map(str.encode, lines)], marks)

@@ -8,32 +8,38 @@ Rule 3: nothing of a run is kept in memory between two tables, so every step can
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
+from contextlib import ExitStack
+from functools import partial, reduce
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import InvalidMessage
 from postroom.pipeline import redacting
-from postroom.pipeline.tables import DataFile, Tables, Txn
+from postroom.pipeline.ordering import Needs, in_turn
+from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.transforms import bronze, silver, spans
 from postroom.pipeline.transforms.goldtable import GoldTable
 from postroom.sinks.layout import SEGMENT
 
 BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
 BROADCAST_ROWS_MAX: Final = 5_000_000  # ids that are sent to every executor instead of being shuffled
+BROADCAST_NODES_MAX: Final = 1_000_000  # messages whose places are
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
     "silver_messages": "silver_events",
-    "silver_attempts": "silver_events",
     "silver_spans": "silver_messages",
+    "silver_attempts": "silver_events",
 }
 """What each silver table is made of."""
+SILVER: Final[Needs] = {name: (source,) for name, source in SOURCES.items()}
+TABLES_AT_ONCE: Final = 4  # one is planned, one compiled, one committed while another one computes
 
 Progress = Callable[[str], None]
 """Told in a few words what is done at present."""
@@ -88,8 +94,7 @@ class Pipeline:
         """Make the silver and gold tables anew from all of bronze, after the segments that are new."""
         with self.tables.lock():
             taken = 0 if events is None else sum(map(len, self._ingest(events, sealed_segments(events))))
-            self._fold(anew=True)
-            self._derive(anew=True)
+            self._bring_up({**SILVER, **self._gold_inputs()}, anew=True)
         return self._summary(taken)
 
     def stream(self, events: Path, *, every_s: float | None = None) -> None:
@@ -98,14 +103,27 @@ class Pipeline:
         The file source notices them and its checkpoint remembers it. What is taken is decided by the table
         itself, so `run` and `stream` can take turns.
         """
+        failures: list[Exception] = []
+
+        def arrived(batch: DataFrame, _: int) -> None:
+            try:
+                self._arrived(events, batch)
+            except Exception as error:
+                failures.append(error)
+                raise
+
         watched = bronze.arrivals(self.spark, str(events.absolute()))
-        trigger = watched.writeStream.foreachBatch(lambda batch, _: self._arrived(events, batch))
-        query = trigger.option("checkpointLocation", str(self._checkpoint(events)))
+        query = watched.writeStream.foreachBatch(arrived)
+        query = query.option("checkpointLocation", str(self._checkpoint(events)))
         if every_s is None:
             query = query.trigger(availableNow=True)
         else:
             query = query.trigger(processingTime=f"{every_s} seconds")
-        query.start().awaitTermination()
+        try:
+            query.start().awaitTermination()
+        except StreamingQueryException as wrapped:
+            # Around ours, with its trace as text.
+            raise (failures or [wrapped])[0] from None
 
     def answers(self, query: str) -> Iterator[str]:
         """The rows of an SQL query over all tables, each as JSON."""
@@ -129,10 +147,9 @@ class Pipeline:
             taken = 0
             for batch in self._ingest(events, segments):
                 taken += len(batch)
-                self._fold()
-            if not taken:
-                self._fold()  # what a killed run left undone
-            self._derive()
+                if batch[-1] is not segments[-1]:
+                    self._bring_up(SILVER)
+            self._bring_up({**SILVER, **self._gold_inputs()})  # the last batch, and what a killed run left
         return taken
 
     def _summary(self, taken: int) -> Summary:
@@ -156,39 +173,54 @@ class Pipeline:
         """The rejects first: whoever is interrupted reads the segments again, and knows their rejects."""
         seen = Observation()
         parsed = bronze.lines(self.spark, folder, [str(segment.path) for segment in batch])
-        lines = parsed.observe(seen, bronze.bad_segments().alias("bad"), F.count("*").alias("lines"))
+        lines = parsed.observe(seen, bronze.bad_marks().alias("bad"), F.count("*").alias("lines"))
         staged = self.tables.stage("bronze_events", bronze.events(lines), partition_by=bronze.PARTITIONS)
-        self._reject(folder, batch, set(seen.get["bad"]), app_id)
+        self._reject(folder, batch, seen.get["bad"], app_id)
         self.tables.commit("bronze_events", staged, txns=[Txn(app_id, batch[-1].number)])
         self._lines += seen.get["lines"]
         self._rejects += seen.get["lines"] - staged.rows
 
-    def _reject(self, folder: str, batch: list[Segment], bad: set[str], app_id: str) -> None:
+    def _reject(self, folder: str, batch: list[Segment], marks: int | None, app_id: str) -> None:
         """Keep the bad lines of a batch. The table is there also when there are none."""
         known = self.tables.last_txn("bronze_rejects", app_id)
-        new = [segment for segment in batch if segment.path.name in bad and segment.number > known]
-        if not new and self.tables.exists("bronze_rejects"):
-            return
-        texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new or batch[:1]])
-        rows = bronze.rejects(texts) if new else bronze.rejects(texts).limit(0)
-        txns = [Txn(app_id, new[-1].number)] if new else []
-        self.tables.append("bronze_rejects", rows, partition_by=bronze.PARTITIONS, txns=txns)
+        bad = [segment for segment in batch if bronze.may_be_bad(segment.path.name, marks)]
+        new = [segment for segment in bad if segment.number > known]
+        if new:
+            texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new])
+            self.tables.append(
+                "bronze_rejects",
+                bronze.rejects(texts),
+                partition_by=bronze.PARTITIONS,
+                txns=[Txn(app_id, new[-1].number)],
+            )
+        elif not self.tables.exists("bronze_rejects"):
+            self.tables.commit("bronze_rejects", Staged(bronze.REJECTS, bronze.PARTITIONS, []))
 
     # ---- silver --------------------------------------------------------------------------------------
 
-    def _fold(self, *, anew: bool = False) -> None:
-        """Bring the silver tables up to bronze."""
-        self._fold_events(anew=anew)
-        self._fold_messages("silver_messages", silver.messages, ("finished_us", "last_us"), anew=anew)
-        self._fold_messages("silver_attempts", silver.attempts, ("ended_us", "first_us"), anew=anew)
-        self._fold_spans(anew=anew)
+    def _bring_up(self, tables: Needs, *, anew: bool = False) -> None:
+        """Bring tables up to what they are made of."""
+        in_turn(tables, partial(self._bring_up_one, anew=anew), TABLES_AT_ONCE)
+
+    def _bring_up_one(self, name: str, *, anew: bool) -> None:
+        if name == "silver_events":
+            self._fold_events(anew=anew)
+        elif name == "silver_messages":
+            self._fold_messages(name, silver.messages, ("finished_us", "last_us"), anew=anew)
+        elif name == "silver_attempts":
+            self._fold_messages(name, silver.attempts, ("ended_us", "first_us"), anew=anew)
+        elif name == "silver_spans":
+            self._fold_spans(anew=anew)
+        else:
+            self._derive(name, self._gold_tables()[name], anew=anew)
 
     def _fold_events(self, *, anew: bool) -> None:
         news = self._news("silver_events", anew=anew)
         if news is None:
             return
         removed = self.tables.files("silver_events") if anew else []
-        rows = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
+        read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
+        rows = bronze.widened(read)
         known = self._known_events(rows, news.added, anew=anew)
         fresh = silver.once(rows, silver.repeats(rows, known))
         result = silver.events(fresh, redacting.redacted(self.level))
@@ -221,31 +253,36 @@ class Pipeline:
             return
         changed = spans.spans(self.tables.read(self.spark, "silver_messages", news.added))
         old = self.tables.files("silver_spans")
-        if anew or not old:
-            touched = old
-            result = spans.placed(changed, spans.places(changed, _no_anchors(changed)))
-        else:
-            touched, result = self._moved_spans(changed, news.added)
-        quiet = silver.settled(self._newest_us(), "end_us", "start_us")
-        self._settle("silver_spans", result, touched, quiet, news.txn)
-        self.spark.catalog.clearCache()
+        with ExitStack() as held:
+            if anew or not old:
+                touched = old
+                result = _placed(changed, _no_anchors(changed), news.added)
+            else:
+                touched, result = self._moved_spans(changed, news.added, held)
+            quiet = silver.settled(self._newest_us(), "end_us", "start_us")
+            self._settle("silver_spans", result, touched, quiet, news.txn)
 
-    def _moved_spans(self, changed: DataFrame, added: list[DataFile]) -> tuple[list[DataFile], DataFrame]:
+    def _moved_spans(
+        self, changed: DataFrame, added: list[DataFile], held: ExitStack
+    ) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: new, moved, or as they were."""
         before = self.tables.read(self.spark, "silver_spans")
         roots = spans.uprooted(changed, before).persist()
+        held.callback(roots.unpersist)
         ids = changed.select("message_id")
         touched = self._holding("silver_spans", [ids, roots], added)
         rows = self.tables.read(self.spark, "silver_spans", touched).join(ids, "message_id", "left_anti")
         moved = rows.join(roots, "root_message_id", "left_semi")
         stay = rows.join(roots, "root_message_id", "left_anti")
         nodes = changed.unionByName(moved.select(changed.columns)).persist()
+        held.callback(nodes.unpersist)
         parents = nodes.select(F.col("parent_message_id").alias("message_id")).distinct()
         anchors = before.join(parents, "message_id", "left_semi").join(
             nodes.select("message_id"), "message_id", "left_anti"
         )
-        new = spans.placed(nodes, spans.places(nodes, anchors))
-        return touched, new.unionByName(stay)
+        anchors.persist()
+        held.callback(anchors.unpersist)
+        return touched, _placed(nodes, anchors, [*added, *touched]).unionByName(stay)
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -295,9 +332,8 @@ class Pipeline:
 
     # ---- gold ----------------------------------------------------------------------------------------
 
-    def _derive(self, *, anew: bool = False) -> None:
-        for name, table in self._gold_tables().items():
-            self._derive_one(name, table, anew=anew)
+    def _gold_inputs(self) -> Needs:
+        return {name: table.inputs for name, table in self._gold_tables().items()}
 
     def _gold_tables(self) -> Mapping[str, GoldTable]:
         if self._gold is None:
@@ -306,7 +342,7 @@ class Pipeline:
             self._gold = GOLD
         return self._gold
 
-    def _derive_one(self, name: str, table: GoldTable, *, anew: bool) -> None:
+    def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
         versions = {source: self.tables.version(source) for source in table.inputs}
         known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
@@ -385,6 +421,12 @@ def _overlap(one: DataFile, other: DataFile, column: str) -> bool:
 
 def _high(file: DataFile) -> int:
     return file.high.get("ts_us") or 0
+
+
+def _placed(nodes: DataFrame, anchors: DataFrame, sources: list[DataFile]) -> DataFrame:
+    few = sum(file.rows for file in sources) <= BROADCAST_NODES_MAX
+    found = spans.places(nodes, anchors, few=few)
+    return spans.placed(nodes, F.broadcast(found) if few else found)
 
 
 def _no_anchors(nodes: DataFrame) -> DataFrame:

@@ -26,20 +26,32 @@ LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution j
 CONCURRENT_WRITERS_MAX: Final = (
     64  # open files a task: rows need not be sorted by day before they are written
 )
+CAUSES_MAX: Final = 20  # exceptions within exceptions that are looked into
 LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
+
+# Throughput is all that counts here, and ParallelGC spends the least CPU on it. Spark loads 150 MB of code;
+# without the size the whole heap is looked through several times while they come in. A short run spends a
+# third of its CPU on compiling, so the slow compiler only gets what is called twenty times as often as usual.
+JAVA_OPTIONS: Final = (
+    "-XX:+UseParallelGC -XX:MetaspaceSize=256m"
+    " -XX:Tier4InvocationThreshold=100000 -XX:Tier4MinInvocationThreshold=12000"
+    " -XX:Tier4CompileThreshold=300000 -XX:Tier4BackEdgeThreshold=800000"
+)
 
 SETTINGS: Final[dict[str, str]] = {
     "spark.app.name": "postroom",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "2g",
-    # Throughput is all that counts here, and ParallelGC spends the least CPU on it.
-    "spark.driver.extraJavaOptions": f"-XX:+UseParallelGC -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
-    "spark.executor.extraJavaOptions": "-XX:+UseParallelGC",
+    "spark.driver.extraJavaOptions": f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
     "spark.sql.autoBroadcastJoinThreshold": "64m",
+    # A filter inside the JSON reader is asked at every field of a line, and nearly every line is an event.
+    "spark.sql.json.filterPushdown.enabled": "false",
+    "spark.sql.codegen.cache.maxEntries": "1000",  # a run compiles about 300 pieces of code
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.sql.maxConcurrentOutputFileWriters": str(CONCURRENT_WRITERS_MAX),
     # A file is visible when the table's log names it, so Spark's own commit may be the quick one.
@@ -48,6 +60,8 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
 LOCAL_SETTINGS: Final[dict[str, str]] = {
+    # Looking at local files is quick; a job that does it for more than a few is not.
+    "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
     "spark.driver.host": LOOPBACK,
     "spark.driver.bindAddress": LOOPBACK,
     "spark.sql.shuffle.partitions": str(LOCAL_SHUFFLE_PARTITIONS),
@@ -61,10 +75,11 @@ def spark_session(
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with _quiet():
         builder = _builder()
-        if remote is not None:
-            return builder.remote(remote).config(map=dict(conf or {})).getOrCreate()
-        _need_java()
-        return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
+        with spark_errors():
+            if remote is not None:
+                return builder.remote(remote).config(map=dict(conf or {})).getOrCreate()
+            _need_java()
+            return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
 
 
 def _settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
@@ -102,19 +117,35 @@ def _quiet() -> "Iterator[None]":
 
 @contextmanager
 def spark_errors() -> "Iterator[None]":
-    """What Spark refuses is the caller's mistake, in one sentence."""
+    """What Spark refuses is the caller's mistake, what it fails at is not; either is one sentence."""
+    from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
+    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415 - lazy
     from pyspark.errors import AnalysisException, ParseException, PySparkException  # noqa: PLC0415 - lazy
 
     try:
         yield
     except (AnalysisException, ParseException) as error:
-        raise InvalidMessage(_first_sentence(error)) from None
-    except PySparkException as error:
-        raise Unavailable(_first_sentence(error)) from None
+        raise InvalidMessage(f"Spark refuses it: {_first_sentence(str(error))}") from None
+    except (PySparkException, Py4JJavaError) as error:
+        raise Unavailable(f"Spark failed: {_first_sentence(_cause(error))}") from None
+    except DeltaError as error:
+        raise Unavailable(f"a table cannot be written: {_first_sentence(str(error))}") from None
 
 
-def _first_sentence(error: Exception) -> str:
+def _cause(error: Exception) -> str:
+    """What the innermost of the exceptions in the JVM says."""
+    thrown = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
+    if thrown is None:
+        return str(error)
+    for _ in range(CAUSES_MAX):
+        if thrown.getCause() is None:
+            break
+        thrown = thrown.getCause()
+    return str(thrown.getMessage() or thrown.toString())
+
+
+def _first_sentence(text: str) -> str:
     """Without the code in front, and without the plan behind it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return f"Spark refuses it: {text.partition('] ')[2] or text}".partition(" SQLSTATE")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else "it does not say why"
+    return (first.partition("] ")[2] or first).partition(" SQLSTATE")[0]

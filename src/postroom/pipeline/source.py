@@ -14,6 +14,7 @@ Rule 4: what the shipper takes out before it writes is taken out here, unless `r
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -37,7 +38,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from postroom.contracts.feeds import FileFeeds, StoreFeed
+from postroom.contracts.feeds import FileFeeds, StoreFeed, redacted
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import Redactor
 from postroom.errors import InvalidSetting, Unavailable
@@ -45,7 +46,6 @@ from postroom.pipeline.filters import Condition, bounds_of, condition_of, source
 from postroom.pipeline.schema import EVENTS, REQUIRED
 from postroom.pipeline.submitting import Message, Submitter
 from postroom.sinks.shipper import BATCH_MAX, Feed
-from postroom.stores.base import Outbox
 from postroom.stores.opening import SQLITE, open_store
 
 if TYPE_CHECKING:
@@ -158,9 +158,7 @@ class _Feeds:
         self._store: StoreFeed | None = None
         self._files = FileFeeds()
         if place.kind == "store":
-            self._store = StoreFeed(
-                open_store(place.where), "tasks", outbox=Outbox(), payloads=place.payloads
-            )
+            self._store = StoreFeed(open_store(place.where), "tasks", outbox=None, payloads=place.payloads)
         elif place.kind == "bus":
             self._files = FileFeeds(buses=[Path(place.where)])
         else:
@@ -281,30 +279,7 @@ def value(event: AuditEvent, column: str) -> Any:
 def _redaction(place: Place) -> Callable[[AuditEvent], AuditEvent]:
     if place.level == "none":
         return lambda event: event
-    redactor = Redactor(place.level)  # type: ignore[arg-type]  # checked with the options
-
-    def redact(event: AuditEvent) -> AuditEvent:
-        if not (event.payload or event.error or event.detail):
-            return event
-        return msgspec.structs.replace(
-            event,
-            payload=redactor.payload(event.payload) if event.payload else "",
-            error=redactor.text(event.error) if event.error else "",
-            detail=_facts(redactor, event.detail),
-        )
-
-    return redact
-
-
-def _facts(redactor: Redactor, fact: Any) -> Any:
-    """Our own facts stay; texts in them may come from users."""
-    if isinstance(fact, str):
-        return redactor.text(fact)
-    if isinstance(fact, dict):
-        return {name: _facts(redactor, inner) for name, inner in fact.items()}
-    if isinstance(fact, list):
-        return [_facts(redactor, inner) for inner in fact]
-    return fact
+    return partial(redacted, Redactor(place.level))  # type: ignore[arg-type]  # checked with the options
 
 
 # ---- a stream ----------------------------------------------------------------------------------------

@@ -37,6 +37,26 @@ LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us")
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
+DISTINCT: Final = (
+    *(
+        "event_id",
+        "seq",
+        "ts_us",
+        "message_id",
+        "parent_message_id",
+        "root_message_id",
+        "trace_id",
+        "span_id",
+    ),
+    *("payload", "lease", "duration_us", "created_us", "enqueued_us", "first_dequeued_us", "first_us"),
+    *("first_delivered_us", "finished_us", "last_us", "queue_us", "total_us", "end_code", "dequeued_us"),
+    *("started_us", "ended_us", "heartbeat_us", "waited_us", "worked_us", "start_us", "end_us"),
+)
+"""Columns of which hardly two rows say the same: Parquet would begin a dictionary only to give it up."""
+WRITING: Final = {
+    "parquet.compression.codec.zstd.level": "1",  # as small within some percent, for less CPU
+    **{f"parquet.enable.dictionary#{name}": "false" for name in DISTINCT},
+}
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
 COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
@@ -219,7 +239,7 @@ class Tables:
         """Let Spark write the files aside, then give them their place. Nobody reads them so far."""
         table = self.folder / name
         staging = table / STAGING / uuid.uuid4().hex
-        df.write.partitionBy(*split, *partition_by).parquet(str(staging))
+        df.write.options(**WRITING).partitionBy(*split, *partition_by).parquet(str(staging))
         placed = []
         for file in sorted(staging.rglob("*.parquet")):
             folders = file.relative_to(staging).parts[:-1]

@@ -33,8 +33,8 @@ LEVEL_SETTING: Final = "postroom.redaction"
 LEVELS: Final = ("none", "medium", "full")
 SPEC_NAME: Final = "spark-pipeline.yml"
 DEFINITIONS: Final = "definitions"
-ASKING: Final = frozenset(["silver_spans", "gold_throughput"])
-"""Tables whose transforms look at the data, or at the type of a column, before there is any."""
+ASKING: Final = frozenset(["silver_spans"])
+"""Tables whose transforms look at the data before there is any."""
 
 SPEC: Final = """\
 name: postroom

@@ -26,7 +26,7 @@ from postroom.pipeline.html.pieces import (
     over_time,
     ranked,
     sheet,
-    spans,
+    stretch,
     table,
     time_table,
 )
@@ -169,7 +169,7 @@ def _latency_of(facts: Facts, priority: int) -> str:
         said=said,
         words=duration,
         target=facts.targets_us.get(priority),
-        **spans(facts),
+        over=stretch(facts),
     )
     rows = [
         [moment(at), f"{one.n:,}", *(duration(getattr(one, field)) for _, field in _PERCENTILES)]
@@ -204,7 +204,7 @@ def _sla(facts: Facts) -> str:
         strips,
         title="Targets over time",
         said="green where most were in time, red where many were not",
-        **spans(facts),
+        over=stretch(facts),
     )
     return (
         lead("Messages whose first delivery came within the target of their priority.")
@@ -252,7 +252,7 @@ def _throughput(facts: Facts) -> str:
         if name in facts.throughput
     ]
     totals = ", ".join(f"{count(sum(one.values.values()))} {one.name}" for one in series)
-    plot = plots.stacked(series, title="Throughput", said=totals, words=count, **spans(facts))
+    plot = plots.stacked(series, title="Throughput", said=totals, words=count, over=stretch(facts))
     return lead("What happened to messages, by the hour that it happened in.") + sheet(
         totals, legend((one.style, one.name) for one in series), plot, time_table(series)
     )
@@ -270,7 +270,7 @@ def _depth(facts: Facts) -> str:
         said=said,
         words=count,
         name="waiting at most",
-        **spans(facts),
+        over=stretch(facts),
     )
     rows = [[moment(at), f"{n:,}"] for at, n in sorted(facts.depth.items())]
     busiest = [
@@ -292,7 +292,9 @@ def _errors(facts: Facts) -> str:
         return empty("Nothing went wrong.")
     series = over_time(facts.errors, LOUD)
     total = sum(sum(times.values()) for times in facts.errors.values())
-    plot = plots.stacked(series, title="Errors", said=plural(total, "error"), words=count, **spans(facts))
+    plot = plots.stacked(
+        series, title="Errors", said=plural(total, "error"), words=count, over=stretch(facts)
+    )
     return lead(
         "Failed attempts, lost leases, refused and buried messages, by the class of their error."
     ) + sheet(
@@ -373,7 +375,7 @@ def _cost(facts: Facts) -> str:
     series = over_time(facts.tokens)
     total = sum(sum(times.values()) for times in facts.tokens.values())
     said = f"{count(total)} tokens, {money(facts.cost_usd)}"
-    plot = plots.stacked(series, title="Tokens by model", said=said, words=count, **spans(facts))
+    plot = plots.stacked(series, title="Tokens by model", said=said, words=count, over=stretch(facts))
     ranks = "".join(
         sheet(f"By {name}", ranked((name, "cost"), [_spent(one) for one in spenders], 2))
         for name, spenders in facts.spending.items()

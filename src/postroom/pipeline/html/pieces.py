@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from postroom.pipeline.html.facts import Facts, Times
-from postroom.pipeline.html.plots import COLOURS, Series
+from postroom.pipeline.html.plots import COLOURS, Series, Stretch
 from postroom.pipeline.html.words import esc, label, moment
 
 CALM: Final = (0, 5, 3, 2, 4, 6, 7, 1)
@@ -66,8 +66,8 @@ def empty(what: str) -> str:
     return f'<p class="empty">{esc(what)}</p>'
 
 
-def spans(facts: Facts) -> dict[str, int]:
-    return {"since_us": facts.since_us, "until_us": facts.until_us, "step_us": facts.step_us}
+def stretch(facts: Facts) -> Stretch:
+    return Stretch(facts.since_us, facts.until_us, facts.step_us)
 
 
 def over_time(parts: dict[str, Times], colours: Sequence[int] = CALM) -> list[Series]:

@@ -60,6 +60,14 @@ class Frame(NamedTuple):
         return self.height - BOTTOM
 
 
+class Stretch(NamedTuple):
+    """The time that a plot covers, and how long a column of it is."""
+
+    since_us: int
+    until_us: int
+    step_us: int
+
+
 class Series(NamedTuple):
     """One line: its class, its name, and a value for each column that has one."""
 
@@ -156,9 +164,7 @@ def lines(
     title: str,
     said: str,
     words: Words,
-    since_us: int,
-    until_us: int,
-    step_us: int,
+    over: Stretch,
     target: float | None = None,
     width: int = HALF_WIDTH,
     height: int = 220,
@@ -170,9 +176,9 @@ def lines(
     smallest, largest = min(values, default=1), max(values, default=1)
     low = max((tick for tick in LADDER if tick <= smallest), default=LADDER[0])
     top = min((tick for tick in LADDER if tick >= largest and tick > low), default=LADDER[-1])
-    frame = Frame(width, height, since_us, until_us, top, low)
+    frame = Frame(width, height, over.since_us, over.until_us, top, low)
     body = [_axes(frame, words)]
-    body += [_line(frame, one, step_us) for one in series]
+    body += [_line(frame, one, over.step_us) for one in series]
     if target is not None:
         y = frame.y(target)
         body.append(
@@ -180,7 +186,7 @@ def lines(
             f'<text class="target-name" x="{LEFT + 6}" y="{y - 5:.1f}">'
             f"target {esc(words(target))}</text>"
         )
-    body.append(_columns(frame, step_us, _told(series, words)))
+    body.append(_columns(frame, over.step_us, _told(series, words)))
     return svg(width, height, title, said, "".join(body))
 
 
@@ -223,28 +229,26 @@ def area(
     title: str,
     said: str,
     words: Words,
-    since_us: int,
-    until_us: int,
-    step_us: int,
+    over: Stretch,
     name: str,
     width: int = WIDTH,
     height: int = 240,
 ) -> str:
     """One quantity over time, held until the next column says otherwise."""
-    frame = Frame(width, height, since_us, until_us, _round_up(max(values.values(), default=1)))
+    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
     body = [_axes(frame, words)]
     steps = []
     for at, value in sorted(values.items()):
         y = frame.y(value)
-        steps.append(f"L{frame.x(at):.1f} {y:.1f}L{frame.x(at + step_us):.1f} {y:.1f}")
+        steps.append(f"L{frame.x(at):.1f} {y:.1f}L{frame.x(at + over.step_us):.1f} {y:.1f}")
     if steps:
-        first, last = frame.x(min(values)), frame.x(max(values) + step_us)
+        first, last = frame.x(min(values)), frame.x(max(values) + over.step_us)
         outline = "".join(steps)
         body.append(
             f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
             f'<path class="line c0" d="M{outline[1:]}"/>'
         )
-    body.append(_columns(frame, step_us, _told([Series("c0", name, values)], words)))
+    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words)))
     return svg(width, height, title, said, "".join(body))
 
 
@@ -254,17 +258,15 @@ def stacked(
     title: str,
     said: str,
     words: Words,
-    since_us: int,
-    until_us: int,
-    step_us: int,
+    over: Stretch,
     width: int = WIDTH,
     height: int = 280,
 ) -> str:
     """Bars over time, one part on top of the other."""
     times = sorted({at for one in series for at in one.values})
     sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
-    frame = Frame(width, height, since_us, until_us, _round_up(max(sums.values(), default=1)))
-    wide = max(0.6, frame.x(since_us + step_us) - LEFT - 0.8)
+    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
+    wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.8)
     body = [_axes(frame, words)]
     for at in times:
         y = frame.floor
@@ -277,7 +279,7 @@ def stacked(
                     f'<rect class="fill {one.style}" x="{frame.x(at) + 0.4:.1f}" y="{y:.2f}" '
                     f'width="{wide:.2f}" height="{tall:.2f}"/>'
                 )
-    body.append(_columns(frame, step_us, _told([one for one in series if one.values], words)))
+    body.append(_columns(frame, over.step_us, _told([one for one in series if one.values], words)))
     return svg(width, height, title, said, "".join(body))
 
 
@@ -318,16 +320,14 @@ def strip(
     *,
     title: str,
     said: str,
-    since_us: int,
-    until_us: int,
-    step_us: int,
+    over: Stretch,
     width: int = WIDTH,
     row_height: int = 26,
 ) -> str:
     """Rows of cells over time."""
     height = TOP + row_height * len(rows) + BOTTOM
-    frame = Frame(width, height, since_us, until_us, 1)
-    wide = max(0.6, frame.x(since_us + step_us) - LEFT - 0.5)
+    frame = Frame(width, height, over.since_us, over.until_us, 1)
+    wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.5)
     body = []
     for n, (name, cells) in enumerate(rows):
         y = TOP + n * row_height
@@ -335,7 +335,7 @@ def strip(
         body += [_cell(cell, frame.x(at), y, wide, row_height - 4) for at, cell in sorted(cells.items())]
     body += [
         _text("tick", frame.x(tick), height - 6, name, "middle")
-        for tick, name in _time_ticks(since_us, until_us)
+        for tick, name in _time_ticks(over.since_us, over.until_us)
     ]
     return svg(width, height, title, said, "".join(body))
 

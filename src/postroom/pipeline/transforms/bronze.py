@@ -6,9 +6,10 @@ Rule 2: the JVM's JSON reader does all the work; a line is looked at once more o
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
-from pyspark.sql.types import DateType, StructField, StructType
+from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, REQUIRED
 
@@ -18,21 +19,32 @@ if TYPE_CHECKING:
 PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 _SEALED: Final = StructField("date", DateType())  # of the folder that a segment lies in
+REJECTS: Final = StructType(
+    [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
+)
 NAMED: Final = r"^[0-9]{8,}-"
 BLANK: Final = r"^\s*$"
+FILES: Final = "path STRING, modificationTime TIMESTAMP, length BIGINT, content BINARY"
+"""What Spark tells of a file. A stream has to be told so."""
+MARKS: Final = 63  # the bits of a long that is not negative
 
 
 def lines(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
     """Every line of the segments as the reader takes it, with its `segment` and the `date` of that."""
     reader = spark.read.schema(StructType([*LINES.fields, _SEALED])).options(**_READING)
     found = reader.option("basePath", folder).json(list(segments))
-    return found.select(*LINES.names, F.col("_metadata.file_name").alias("segment"), "date")
+    # The name by function: `_metadata` would have every row written once more on its way.
+    segment = F.substring_index(F.input_file_name(), "/", -1)
+    return found.select(*LINES.names, segment.alias("segment"), "date")
 
 
 def arrivals(spark: "SparkSession", folder: str) -> "DataFrame":
-    """The `segment` of every line as it comes, for a stream: its name counts, and nothing is parsed."""
-    found = spark.readStream.option("basePath", folder).text(f"{folder}/date=*/hour=*/*.jsonl")
-    return found.select(F.col("_metadata.file_name").alias("segment")).where(F.col("segment").rlike(NAMED))
+    """The `segment` of every file as it comes, for a stream: its name counts, and it is not opened."""
+    found = spark.readStream.format("binaryFile").schema(FILES).option("basePath", folder)
+    named = found.load(f"{folder}/date=*/hour=*/*.jsonl").select(
+        F.col("_metadata.file_name").alias("segment")
+    )
+    return named.where(F.col("segment").rlike(NAMED))
 
 
 def is_bad() -> "Column":
@@ -46,9 +58,26 @@ def events(parsed: "DataFrame") -> "DataFrame":
     return parsed.where(~is_bad()).select(*EVENTS.names, "segment", "date")
 
 
-def bad_segments() -> "Column":
-    """An aggregate: the segments in which a line is bad. There are few, or it is none of ours."""
-    return F.array_sort(F.collect_set(F.when(is_bad(), F.col("segment"))))
+def bad_marks() -> "Column":
+    """An aggregate: the marks of the segments in which a line is bad, as bits. NULL when none is.
+
+    One long is all that a row can change, so it costs next to nothing. Segments may share a mark.
+    """
+    bit = (F.crc32("segment") % MARKS).cast("int")
+    mark = F.call_function("shiftleft", F.lit(1).cast("long"), bit)
+    return F.bit_or(F.when(is_bad(), mark))
+
+
+def may_be_bad(segment: str, marks: int | None) -> bool:
+    """Whether a segment has one of the marks."""
+    return bool((marks or 0) >> crc32(segment.encode()) % MARKS & 1)
+
+
+def widened(rows: "DataFrame") -> "DataFrame":
+    """The wire's columns; those that the table of an earlier version does not have are NULL."""
+    known = set(rows.columns)
+    missing = [field for field in EVENTS.fields if field.name not in known]
+    return rows.withColumns({field.name: F.lit(None).cast(field.dataType) for field in missing})
 
 
 def rejects(texts: "DataFrame") -> "DataFrame":
@@ -56,8 +85,12 @@ def rejects(texts: "DataFrame") -> "DataFrame":
     read = texts.where(~F.col("value").rlike(BLANK)).withColumn(
         "event", F.from_json("value", LINES, dict(_READING))
     )
-    flat = read.select("segment", "date", F.col("value").alias("line"), "event.*")
-    return flat.where(is_bad()).select("segment", "line", _reason().alias("reason"), "date")
+    # Bytes that are no UTF-8 would keep every other program from reading the table. The reader refuses them,
+    # `from_json` does not.
+    is_text = F.is_valid_utf8("value").alias("is_text")
+    flat = read.select("segment", "date", F.make_valid_utf8("value").alias("line"), is_text, "event.*")
+    bad = flat.where(is_bad() | ~F.col("is_text"))
+    return bad.select("segment", "line", _reason().alias("reason"), "date")
 
 
 def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
@@ -72,7 +105,8 @@ def _reason() -> "Column":
     names = F.concat_ws(", ", *missing)
     nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()
     return (
-        F.when(F.col(CORRUPT).isNotNull() & nothing_read, F.lit("it is not a JSON object"))
+        F.when(~F.col("is_text"), F.lit("it is not UTF-8"))
+        .when(F.col(CORRUPT).isNotNull() & nothing_read, F.lit("it is not a JSON object"))
         .when(F.col(CORRUPT).isNotNull(), F.lit("a field has a value of another type"))
         .otherwise(F.concat(F.lit("it has no "), names))
     )

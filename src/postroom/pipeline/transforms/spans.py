@@ -7,12 +7,16 @@ Rule 2: the root is the topmost id that is named, also when that message itself 
 Rule 3: deeper than `DEPTH_MAX`, or in a circle, a message has no place: its root, depth and stack are NULL.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+
+    Sending = Callable[[DataFrame], DataFrame]
+    """How the smaller side of a join comes to the larger one."""
 
 ROUNDS_MAX: Final = 7
 DEPTH_MAX: Final = 1 << ROUNDS_MAX
@@ -32,60 +36,95 @@ _OWN: Final = [
 _TIMES: Final = ["start_us", "end_us", "duration_us", "queue_us", "attempts", "day"]
 
 
-def places(nodes: "DataFrame", anchors: "DataFrame") -> "DataFrame":
-    """Grain: message_id of a node. Anchors are parents that are no nodes: their place is known and stays.
+def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "DataFrame":
+    """Grain: message_id that a node has as its parent: its root and its stack. A root is NULL if it is lost.
+
+    Anchors are parents that are no nodes: their place is known and stays. A message without children has its
+    place from its parent, so only those that have some are climbed.
 
     Every node points at its parent. In a round each takes over the pointer of the one that it points at, so
     the distance doubles: a tree of depth 30 takes five joins, where level by level it would take thirty.
-    A round uses the one before twice, so its plan is cut off there, or it would double too.
+    A round uses the one before twice, so its plan is cut off there, or it would double too. What is `few` is
+    sent to every executor instead of being shuffled.
     """
-    here = _pointers(nodes, anchors).localCheckpoint()
+    sent = F.broadcast if few else _as_it_is
+    known = anchors.select("message_id", "root_message_id", "stack")
+    here = _pointers(nodes, known, sent).localCheckpoint()
     for _ in range(ROUNDS_MAX):
         if here.where("up IS NOT NULL").isEmpty():
             break
-        here = _climb(here).localCheckpoint()
+        here = _climb(here, sent).localCheckpoint()
     found = F.col("up").isNull()
-    depth = F.size(F.split("stack", ";")) - 1
-    return here.select(
+    climbed = here.select(
         "message_id",
         F.when(found, F.col("root_message_id")).alias("root_message_id"),
-        F.when(found, depth).cast("int").alias("depth"),
         F.when(found, F.col("stack")).alias("stack"),
     )
+    return climbed.unionByName(known)
 
 
-def _pointers(nodes: "DataFrame", anchors: "DataFrame") -> "DataFrame":
-    """`up` is the parent, NULL where the place is known already; `stack` is what lies between, and itself."""
-    parents = nodes.select(F.col("message_id").alias("parent_message_id"), F.lit(1).alias("is_node"))
-    fixed = anchors.select(
-        F.col("message_id").alias("parent_message_id"),
-        F.col("root_message_id").alias("anchor_root"),
-        F.col("stack").alias("anchor_stack"),
+def _as_it_is(frame: "DataFrame") -> "DataFrame":
+    return frame
+
+
+def _pointers(nodes: "DataFrame", known: "DataFrame", sent: "Sending") -> "DataFrame":
+    """Those with children. `up` is the parent, NULL where the place is known; `stack` lies between."""
+    named = nodes.where("parent_message_id IS NOT NULL").select(
+        F.col("parent_message_id").alias("message_id")
     )
-    known = nodes.select("message_id", "parent_message_id", _frame().alias("stack"))
-    joined = known.join(parents, "parent_message_id", "left").join(fixed, "parent_message_id", "left")
-    parent, open_end = F.col("parent_message_id"), F.col("is_node").isNotNull()
-    above = F.coalesce("anchor_stack", F.when(parent.isNotNull(), F.lit(UNKNOWN)))
+    inner = nodes.join(sent(named.distinct()), "message_id", "left_semi").select(
+        "message_id", "parent_message_id", _frame().alias("frame")
+    )
+    ids = nodes.select(F.col("message_id").alias("parent_message_id"), F.lit(1).alias("is_node"))
+    joined = inner.join(sent(ids), "parent_message_id", "left").join(
+        sent(_above(known)), "parent_message_id", "left"
+    )
+    is_open = F.col("is_node").isNotNull()
     return joined.select(
         "message_id",
-        F.when(open_end, parent).alias("up"),
-        F.when(~open_end, F.coalesce("anchor_root", parent, "message_id")).alias("root_message_id"),
-        F.when(open_end, F.col("stack")).otherwise(F.concat_ws(";", above, "stack")).alias("stack"),
+        F.when(is_open, F.col("parent_message_id")).alias("up"),
+        F.when(~is_open, _root()).alias("root_message_id"),
+        F.when(is_open, F.col("frame")).otherwise(_stack()).alias("stack"),
     )
 
 
-def _climb(here: "DataFrame") -> "DataFrame":
+def _climb(here: "DataFrame", sent: "Sending") -> "DataFrame":
     above = here.select(
         F.col("message_id").alias("up"),
         F.col("up").alias("next_up"),
         F.col("root_message_id").alias("next_root"),
         F.col("stack").alias("next_stack"),
     )
-    return here.join(above, "up", "left").select(
+    return here.join(sent(above), "up", "left").select(
         "message_id",
         F.col("next_up").alias("up"),
         F.coalesce("root_message_id", "next_root").alias("root_message_id"),
         F.concat_ws(";", "next_stack", "stack").alias("stack"),
+    )
+
+
+def _above(places: "DataFrame") -> "DataFrame":
+    """Places by the name under which a child looks for them."""
+    return places.select(
+        F.col("message_id").alias("parent_message_id"),
+        F.col("root_message_id").alias("above_root"),
+        F.col("stack").alias("above_stack"),
+        F.lit(1).alias("is_known"),
+    )
+
+
+def _root() -> "Column":
+    """Of a `frame` below what is known of its parent; NULL when the parent is lost."""
+    known = F.col("is_known").isNotNull()
+    return F.when(known, F.col("above_root")).otherwise(F.coalesce("parent_message_id", "message_id"))
+
+
+def _stack() -> "Column":
+    frame = F.col("frame")
+    return (
+        F.when(F.col("is_known").isNotNull(), F.concat(F.col("above_stack"), F.lit(";"), frame))
+        .when(F.col("parent_message_id").isNotNull(), F.concat(F.lit(f"{UNKNOWN};"), frame))
+        .otherwise(frame)
     )
 
 
@@ -103,9 +142,15 @@ def spans(messages: "DataFrame") -> "DataFrame":
 
 
 def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
-    """The rows with their place, in the order of the table's columns."""
-    whole = rows.drop(*PLACE).join(found, "message_id", "left")
-    return whole.select("message_id", "parent_message_id", *PLACE, *_OWN[2:], *_TIMES)
+    """The rows, each at its place below its parent's, in the order of the table's columns."""
+    joined = rows.drop(*PLACE).withColumn("frame", _frame()).join(_above(found), "parent_message_id", "left")
+    depth = (F.size(F.split("stack", ";")) - 1).cast("int")
+    whole = joined.withColumns({"root_message_id": _root(), "stack": _stack()}).withColumn("depth", depth)
+    is_lost = F.col("root_message_id").isNull() | (F.col("depth") >= DEPTH_MAX)
+    place = {name: F.when(~is_lost, F.col(name)) for name in PLACE}
+    return whole.select(
+        "message_id", "parent_message_id", *(place[name].alias(name) for name in PLACE), *_OWN[2:], *_TIMES
+    )
 
 
 def uprooted(changed: "DataFrame", before: "DataFrame") -> "DataFrame":

@@ -1,0 +1,337 @@
+"""The speed of the pipeline on Spark, with DuckDB and Polars beside it on the same files.
+
+python bench/bench_pipeline.py [--events 5000000] [--scale 1.0] [--repeats 3] [--only PART]
+
+Parts: bronze, fold, gold, stream, increment, growth, cold. `--scale` shrinks the 20 million events of
+`increment` and `growth`, and the million that is added; `cold` has a million whatever is asked for. Each time
+stands beside the CPU seconds of all cores.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import duckdb
+from figures import Figure, Goal, Report, machine, readable, run
+from pipelinebench import peers
+from pipelinebench.histories import add, history, pieces
+from pipelinebench.spending import Spent, median, spent, spent_by
+
+from postroom.pipeline.jobs import Pipeline, sealed_segments
+from postroom.pipeline.ordering import in_turn
+from postroom.pipeline.session import spark_session
+from postroom.pipeline.tables import Tables
+from postroom.pipeline.transforms import bronze, silver
+from postroom.pipeline.transforms.gold import GOLD
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+EVENTS = 5_000_000
+MILLION = 1_000_000
+LONG = 20 * MILLION
+BATCHES = 20
+MICROS_PER_S = 1_000_000
+TABLES_AT_ONCE = 3
+FOLD_MAX, FOLD_STRETCH = 5.0, 3.5  # times DuckDB
+BRONZE_MAX = 4.0
+BRONZE_PER_S = 120_000
+STREAM_PER_S = 100_000
+INCREMENT_MAX = 1.3
+GROWTH_MAX = 1.3
+COLD_S_MAX = 90.0
+
+
+class Bench:
+    """The folder of a run, its session, and how much of everything is asked for."""
+
+    def __init__(self, folder: Path, events: int, scale: float, repeats: int) -> None:
+        self.folder = folder
+        self.events = events
+        self.scale = scale
+        self.repeats = repeats
+        self._spark: SparkSession | None = None
+        self._built: Tables | None = None
+
+    @property
+    def spark(self) -> "SparkSession":
+        if self._spark is None:
+            self._spark = spark_session()
+        return self._spark
+
+    def stop(self) -> None:
+        if self._spark is not None:
+            self._spark.stop()
+            self._spark = None
+
+    def segments(self) -> list[Path]:
+        return [segment.path for segment in sealed_segments(history(self.folder, self.events))]
+
+    def built(self) -> Tables:
+        """The bronze and silver tables of the history, made once."""
+        if self._built is None:
+            self._built = Tables(self.folder / "built")
+            Pipeline(self.spark, self._built, gold={}).run(history(self.folder, self.events))
+        return self._built
+
+    def event_files(self) -> list[Path]:
+        tables = self.built()
+        return [tables.folder / "silver_events" / file.path for file in tables.files("silver_events")]
+
+    def turns(
+        self, *works: Callable[[Path], object], check: Callable[[Path], None] = lambda _: None
+    ) -> list[list[Spent]]:
+        """What each took in each repeat. They take turns, each with a new place to write to.
+
+        What is written there is checked afterwards, when the clock no longer runs.
+        """
+        takes: list[list[Spent]] = [[] for _ in works]
+        for _ in range(self.repeats):
+            for work, taken in zip(works, takes, strict=True):
+                with tempfile.TemporaryDirectory(dir=self.folder) as out:
+                    taken.append(spent(partial(work, Path(out))))
+                    check(Path(out))
+        return takes
+
+
+# ---- beside DuckDB and Polars ---------------------------------------------------------------------------
+
+
+def compared(
+    name: str, events: int, takes: list[list[Spent]], goals: list[Goal], *, stretch: float | None = None
+) -> Iterator[Figure]:
+    """Ours beside DuckDB, and Polars where it was measured. The first take of Spark compiles as it goes."""
+    ours, ducks, *others = takes
+    cold, warm = ours[0], median(ours[1:] or ours)
+    duck = median(ducks)
+    beside = f"DuckDB {duck}" + "".join(f"; Polars {median(other)}" for other in others)
+    ratio = warm.wall_s / duck.wall_s
+    yield Figure(f"{name}, warm", warm.wall_s, f"s, {warm.cpu_s:.1f} CPU s", beside, ratio, goals)
+    if stretch is not None:
+        yield Figure(f"{name}, warm, stretch", ratio, "times DuckDB", goals=[Goal("value", "<=", stretch)])
+    yield Figure(f"{name}, first take", cold.wall_s, f"s, {cold.cpu_s:.1f} CPU s")
+    yield Figure(
+        f"{name}, rate", events / warm.wall_s, "events/s", f"DuckDB {readable(events / duck.wall_s)}"
+    )
+
+
+def to_bronze(bench: Bench) -> Iterator[Figure]:
+    segments = bench.segments()
+    folder = str(history(bench.folder, bench.events).absolute())
+
+    def ours(out: Path) -> None:
+        lines = bronze.events(bronze.lines(bench.spark, folder, [str(path) for path in segments]))
+        Tables(out).append("bronze_events", lines, partition_by=bronze.PARTITIONS)
+
+    takes = bench.turns(
+        ours,
+        lambda out: peers.duckdb_bronze(segments, out / "lines"),
+        lambda out: peers.polars_bronze(segments, out / "lines.parquet"),
+    )
+    *figures, rate = compared("JSON to bronze", bench.events, takes, [Goal("ratio", "<=", BRONZE_MAX)])
+    yield from figures
+    goals = [Goal("value", ">=", BRONZE_PER_S)]
+    yield Figure(rate.name, rate.value, rate.unit, rate.against, goals=goals)
+
+
+def fold(bench: Bench) -> Iterator[Figure]:
+    files = bench.event_files()
+    tables = bench.built()
+
+    def ours(out: Path) -> None:
+        folded = silver.messages(tables.read(bench.spark, "silver_events"))
+        Tables(out).append("messages", folded, partition_by=silver.PARTITIONS)
+
+    def duck(out: Path) -> None:
+        with duckdb.connect() as con:
+            peers.duckdb_fold(con, files, out / "messages.parquet")
+
+    known: list[dict[str, tuple[int, int]]] = []
+
+    def same(out: Path) -> None:
+        known.append(peers.outcomes(sorted(out.rglob("*.parquet"))))
+        if known[0] != known[-1]:
+            raise SystemExit(f"the folds differ: {known[0]} and {known[-1]}")
+
+    takes = bench.turns(
+        ours, duck, lambda out: peers.polars_fold(files, out / "messages.parquet"), check=same
+    )
+    yield from compared(
+        "fold, one row a message", bench.events, takes, [Goal("ratio", "<=", FOLD_MAX)], stretch=FOLD_STRETCH
+    )
+
+
+def fold_and_gold(bench: Bench) -> Iterator[Figure]:
+    files = bench.event_files()
+    events = bench.built()
+
+    def ours(out: Path) -> None:
+        tables = Tables(out)
+
+        def read(name: str) -> "DataFrame":
+            return (events if name == "silver_events" else tables).read(bench.spark, name)
+
+        def make(name: str) -> None:
+            if name == "silver_messages":
+                tables.append(name, silver.messages(read("silver_events")), partition_by=silver.PARTITIONS)
+            else:
+                table = GOLD[name]
+                tables.append(name, table.build(*map(read, table.inputs)), partition_by=table.partition_by)
+
+        in_turn(
+            {"silver_messages": (), **{name: GOLD[name].inputs for name in peers.SUMS}}, make, TABLES_AT_ONCE
+        )
+
+    takes = bench.turns(ours, partial(peers.duckdb_gold, files))
+    yield from compared(
+        f"fold and {len(peers.SUMS)} gold tables", bench.events, takes, [Goal("ratio", "<=", FOLD_MAX)]
+    )
+
+
+# ---- ours alone -----------------------------------------------------------------------------------------
+
+
+def stream(bench: Bench) -> Iterator[Figure]:
+    """From the start of the stream to the commit of bronze; the folds behind it have figures of their own."""
+    events = history(bench.folder, bench.events)
+    rates = []
+    for _ in range(bench.repeats):
+        with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+            taken = _Ingested()
+            Pipeline(bench.spark, Tables(Path(out)), gold={}, progress=taken.tell).stream(events)
+            rates.append(bench.events / taken.wall_s)
+            peers.need_distinct(Path(out) / "silver_events", "event_id")
+    rate = sorted(rates)[len(rates) // 2]
+    yield Figure("streaming ingest", rate, "rows/s", goals=[Goal("value", ">=", STREAM_PER_S)])
+
+
+class _Ingested:
+    """Listens to the progress of a stream: its bronze is committed when silver begins."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self.wall_s = 0.0
+        self._taking_since: float | None = self._begun
+
+    def tell(self, text: str) -> None:
+        now = time.perf_counter()
+        if text.startswith("silver_events") and self._taking_since is not None:
+            self.wall_s += now - self._taking_since
+            self._taking_since = None
+        elif text.startswith("bronze") and self._taking_since is None:
+            self._taking_since = now
+
+
+def cold(bench: Bench) -> Iterator[Figure]:
+    """The whole command, from the start of Python to the end of the JVM."""
+    events = history(bench.folder, MILLION)
+    bench.stop()
+    takes = []
+    for _ in range(bench.repeats):
+        with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+            command = [sys.executable, "-m", "postroom.cli.main", "pipeline", "run"]
+            takes.append(spent_by([*command, "--events", str(events), "--tables", f"{out}/tables"]))
+    taken = median(takes)
+    yield Figure(
+        "postroom pipeline run, 1M events, cold",
+        taken.wall_s,
+        "s",
+        f"{taken.cpu_s:.0f} CPU s",
+        goals=[Goal("value", "<", COLD_S_MAX)],
+    )
+
+
+def increment(bench: Bench) -> Iterator[Figure]:
+    """The last piece of a history, after all others and after none."""
+    size = int((LONG + MILLION) * bench.scale)
+    *before, last = pieces(history(bench.folder, size), bench.folder / "pieces", BATCHES + 1)
+    long, short = bench.folder / "long", bench.folder / "short"
+    job = Pipeline(bench.spark, Tables(long / "tables"), gold={})
+    for piece in before:
+        add(piece, long / "events")
+        job.run(long / "events")
+    Pipeline(bench.spark, Tables(long / "tables")).run(long / "events")  # its gold
+    for folder in (long, short):
+        add(last, folder / "events")
+    takes = [(_added(bench, long), _added(bench, short)) for _ in range(bench.repeats)]
+    on_long, on_none = (median(column) for column in zip(*takes, strict=True))
+    known, new = size * BATCHES // (BATCHES + 1), size // (BATCHES + 1)
+    yield Figure(
+        f"{new:,} events added to {known:,} of {len(before)} batches",
+        on_long.wall_s,
+        f"s, {on_long.cpu_s:.1f} CPU s",
+        f"added to nothing: {on_none}",
+        on_long.wall_s / on_none.wall_s,
+        [Goal("ratio", "<=", INCREMENT_MAX)],
+    )
+
+
+def _added(bench: Bench, folder: Path) -> Spent:
+    """What it takes to bring a copy of its tables up to its segments."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+        tables = Tables(Path(out) / "tables")
+        if (folder / "tables").exists():
+            shutil.copytree(folder / "tables", tables.folder, copy_function=os.link)
+        return spent(lambda: Pipeline(bench.spark, tables).run(folder / "events"))
+
+
+def growth(bench: Bench) -> Iterator[Figure]:
+    """A whole run, warm, over a short and over a long history."""
+    per_event_us = {}
+    for size in (int(MILLION * bench.scale), int(LONG * bench.scale)):
+        events = history(bench.folder, size)
+        with tempfile.TemporaryDirectory(dir=bench.folder) as out:
+            job = Pipeline(bench.spark, Tables(Path(out)))
+            per_event_us[size] = spent(partial(job.run, events)).wall_s / size * MICROS_PER_S
+    (_, short_us), (size, long_us) = per_event_us.items()
+    yield Figure(
+        f"an event of {size:,}, everything",
+        long_us,
+        "µs",
+        f"of a {BATCHES}th of them: {readable(short_us)} µs",
+        long_us / short_us,
+        [Goal("ratio", "<=", GROWTH_MAX)],
+    )
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "bronze": to_bronze,
+    "fold": fold,
+    "gold": fold_and_gold,
+    "stream": stream,
+    "increment": increment,
+    "growth": growth,
+    "cold": cold,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=EVENTS, help="in the history of the first parts")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the long history, 1 is 20 million")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
+    parser.add_argument("--keep", type=Path, help="a folder for the histories, which stay")
+    options = parser.parse_args()
+    report = Report(f"The pipeline on {machine()}, {options.events:,} events")
+    report.begin()
+    with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+        bench = Bench(options.keep or Path(folder), options.events, options.scale, options.repeats)
+        try:
+            for name in options.only or PARTS:
+                for figure in PARTS[name](bench):
+                    report.add(figure)
+        finally:
+            bench.stop()
+    report.end()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,56 @@
+"""Histories to measure with, and folders that get them piece by piece."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from postroom.pipeline.jobs import Segment, sealed_segments
+
+EVENTS_A_MESSAGE = 4.41  # as it comes out
+SEED = "7"
+DAY = "2025-01-09"
+LINES_BYTES = 1 << 18
+
+
+def history(folder: Path, events: int) -> Path:
+    """A history of about so many events; made once."""
+    made = folder / f"history-{events}"
+    if not made.exists():
+        messages = str(max(1, round(events / EVENTS_A_MESSAGE)))
+        command = [sys.executable, "-m", "postroom.cli.main", "pipeline", "generate", "--out", str(made)]
+        subprocess.run(
+            [*command, "--messages", messages, "--seed", SEED], check=True, stdout=subprocess.DEVNULL
+        )
+    return made
+
+
+def pieces(events: Path, folder: Path, count: int) -> list[Path]:
+    """The lines of a history, in their order, as so many segments of about the same size; made once."""
+    segments = sealed_segments(events)
+    size = -(-sum(segment.size for segment in segments) // count)
+    made: list[Path] = []
+    for line in _lines(segments):
+        if not made or made[-1].stat().st_size >= size:
+            number = len(made) + 1
+            made.append(folder / f"date={DAY}" / "hour=00" / f"{number:08}-{number:012x}.jsonl")
+            made[-1].parent.mkdir(parents=True, exist_ok=True)
+        with made[-1].open("ab") as file:
+            file.write(line)
+    return made
+
+
+def _lines(segments: Sequence[Segment]) -> Iterator[bytes]:
+    """Many lines at a time, each whole."""
+    for segment in segments:
+        with segment.path.open("rb") as file:
+            while lines := file.readlines(LINES_BYTES):
+                yield b"".join(lines)
+
+
+def add(segment: Path, folder: Path) -> None:
+    """Let a folder of segments have this one too."""
+    place = folder.joinpath(*segment.parts[-3:])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.link(segment, place)

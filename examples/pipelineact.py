@@ -1,0 +1,41 @@
+"""The last act of the demo: Spark makes tables of the audit stream, and draws a report of them.
+
+The tables have to know every event that the stream has, and every task's end. The report is one file that a
+browser shows offline; it stays when the demo is over.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POSTROOM = str(Path(sys.executable).with_name("postroom"))
+REPORT = Path(__file__).resolve().parents[1] / "build" / "demo" / "report.html"
+LITTLE = ("--master", "local[2]", "--conf", "spark.sql.shuffle.partitions=2")  # a few hundred events
+
+Show = Callable[..., None]
+
+
+def act_pipeline(folder: Path, show: Show, report: Path, events: int) -> bool:
+    """Tables and a report of the stream, which has so many events."""
+    print("\nAct 5: the same stream as tables, made by Spark, and a report to look at\n")
+    stream, tables = str(folder / "audit"), str(folder / "tables")
+    show(folder, "postroom", "pipeline", "run", "--events", stream, "--tables", tables, *LITTLE)
+    report.parent.mkdir(parents=True, exist_ok=True)
+    show(folder, "postroom", "pipeline", "report", "--tables", tables, "--out", str(report), *LITTLE)
+    rows = {row["table"]: row for row in told("status", "--tables", tables, "--events", stream)}
+    behind = rows["segments"]["behind"]
+    print(
+        f"\n  events in the stream {events}, in the tables {rows['silver_events']['rows']}, "
+        f"messages {rows['silver_messages']['rows']}, tables {len(rows) - 1}, segments left {behind}"
+    )
+    print(f"\nThe report: {report.as_uri()}")
+    return bool(rows["silver_events"]["rows"] == events and behind == 0)
+
+
+def told(*words: str) -> list[dict[str, Any]]:
+    """What a command of the pipeline says in JSON lines."""
+    done = subprocess.run([POSTROOM, "pipeline", *words], check=True, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]

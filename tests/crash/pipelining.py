@@ -1,0 +1,290 @@
+"""The pipeline under kills, over millions of events with faults, on a cluster, and with one giant among many.
+
+`kills-pipeline`: ingest, folds, gold and retention are killed at random moments, with their JVM or without
+it, and started again. At the end every row of every table is that of a run that nobody disturbed.
+`history-pipeline`: of millions of events with planted faults, `check` finds all of them and nothing else.
+`cluster-pipeline`: two workers whose Python has no postroom make the same rows as one process here.
+`skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
+in which all have the same, also on a cluster: of each stage, the CPU time of its longest task counts.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from postroom.pipeline.check import RULES, SAMPLES_MAX
+from postroom.pipeline.generate import FAULTS, generate
+from postroom.pipeline.tables import Tables
+from tests.crash.ledger import Tally
+from tests.crash.pipelinejob import KEEP_DAYS, Plan
+from tests.crash.tasks import Tick, portions
+from tests.spark.cluster import run_on_cluster
+from tests.spark.plainrows import all_rows
+
+POSTROOM = str(Path(sys.executable).with_name("postroom"))
+DAY_US = 86_400_000_000
+KILLS_A_ROUND = 4
+ROUND_MESSAGES = 400
+DELAY_S_MAX = 1.5  # from the beginning of a step to the kill; many steps take less
+TRIES_A_KILL = 3
+STEPS = {
+    "run": [
+        "bronze", "silver_events", "silver_messages", "silver_attempts", "silver_spans", "gold_latency",
+        "gold_depth", "gold_dlq_patterns",
+    ],
+    "retain": [
+        "bronze_rejects", "bronze_events", "silver_events", "silver_attempts", "silver_spans",
+        "silver_messages",
+    ],
+}  # fmt: skip
+EVENTS_A_MESSAGE = 4.4
+MESSAGES_CLUSTER = 20_000
+MESSAGES_SKEW = 40_000
+ORGANIZATIONS = 50
+GIANT_PERCENT = 90
+SKEW_MAX = 2.0
+SKEW_CONF = {"spark.sql.shuffle.partitions": "8", "spark.sql.adaptive.coalescePartitions.enabled": "false"}
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="postroom-pipeline-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+# ---- a driver ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def driver(plan: Plan, folder: Path) -> "Iterator[subprocess.Popen[str]]":
+    """The process that works on a plan. It and its JVM are a group of their own."""
+    with (folder / "errors").open("a") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.pipelinejob", msgspec.json.encode(plan).decode()],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "SPARK_LOCAL_DIRS": str(folder / "local")},
+        )
+    try:
+        with process:
+            yield process
+    finally:
+        end_group(process.pid)
+
+
+def end_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def finished(plan: Plan, folder: Path) -> list[float]:
+    """Let a plan come to its end; gives what it cost."""
+    with driver(plan, folder) as process:
+        assert process.stdout is not None
+        said = process.stdout.read().splitlines()
+        if process.wait() != 0:
+            raise RuntimeError((folder / "errors").read_text()[-4000:])
+    return [float(word) for word in said[-1].split()[1:]]
+
+
+# ---- kills -------------------------------------------------------------------------------------------------
+
+
+def run_kills(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
+    """So many kills, in rounds, all over the same history."""
+    tally = Tally()
+    rng = Random(f"kills-pipeline/{seed}")
+    with scratch() as folder:
+        generate(folder / "whole", ROUND_MESSAGES, rng.randrange(2**31))
+        segments = sorted((folder / "whole").glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
+        now_us = middle_us(segments) + KEEP_DAYS * DAY_US
+        calm = Plan(str(folder / "calm"), str(folder / "whole"), ["run", "retain", "run"], now_us)
+        finished(calm, folder)
+        expected = all_rows(Tables(folder / "calm"))
+        for number, kills in enumerate(portions(count, KILLS_A_ROUND)):
+            plan = Plan(str(folder / f"{number}"), str(folder / f"{number}-events"), calm.jobs, now_us)
+            kill_round(plan, segments, kills, rng, tally)
+            compare(expected, all_rows(Tables(Path(plan.tables))), tally)
+            tick(kills)
+    return tally
+
+
+def kill_round(plan: Plan, segments: list[Path], kills: int, rng: Random, tally: Tally) -> None:
+    """Three deliveries, each killed on its way in; then what may leave does, killed as well."""
+    for number in range(kills):
+        deliver(plan, segments[: len(segments) * (number + 1) // (KILLS_A_ROUND - 1)])
+        # What retention lets go must not come in again, so it waits for the last delivery.
+        job = "retain" if number == KILLS_A_ROUND - 1 else "run"
+        killed = msgspec.structs.replace(plan, jobs=plan.jobs if job == "retain" else ["run"])
+        for _ in range(TRIES_A_KILL):
+            if kill_in(f"{job} {rng.choice(STEPS[job])}", killed, rng, tally):
+                break
+        look(Tables(Path(plan.tables)), tally)
+    deliver(plan, segments)
+    finished(plan, Path(plan.tables).parent)
+
+
+def deliver(plan: Plan, segments: list[Path]) -> None:
+    """Put segments into the folder that is read, as the sink does: whole, and in their order."""
+    for path in segments:
+        place = Path(plan.events, *path.parts[-3:])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.hardlink_to(path)
+
+
+def middle_us(segments: list[Path]) -> int:
+    times = sorted(json.loads(line)["ts_us"] for path in segments for line in path.read_bytes().splitlines())
+    return int(times[len(times) // 2])
+
+
+def kill_in(step: str, plan: Plan, rng: Random, tally: Tally) -> bool:
+    """Kill it at a random moment after it has begun with a step; False when it came to its end before."""
+    with driver(plan, Path(plan.tables).parent) as process:
+        assert process.stdout is not None
+        if not any(text.startswith(step) for text in process.stdout):
+            tally.count("ended_before")
+            return False
+        time.sleep(rng.uniform(0, DELAY_S_MAX))
+        with_jvm = rng.random() < 0.5
+        if with_jvm:
+            end_group(process.pid)
+        else:
+            process.kill()  # Python alone: its JVM goes on for a moment
+            time.sleep(rng.uniform(0, DELAY_S_MAX))
+        is_killed = process.wait() == -signal.SIGKILL
+    tally.count("kills" if is_killed else "ended_before", 1)
+    if is_killed:
+        tally.count(f"in_{step.replace(' ', '_')}")
+    return is_killed
+
+
+def look(tables: Tables, tally: Tally) -> None:
+    """Whatever a reader finds after a kill is whole."""
+    for name, rows in all_rows(tables).items():
+        if rows.total() != sum(file.rows for file in tables.files(name)):
+            tally.torn += 1
+
+
+def compare(expected: dict[str, Counter[str]], found: dict[str, Counter[str]], tally: Tally) -> None:
+    """Row by row, every table."""
+    for name in expected.keys() | found.keys():
+        want, have = expected.get(name, Counter()), found.get(name, Counter())
+        tally.acknowledged += want.total()
+        tally.lost += (want - have).total()
+        tally.doubled += (have - want).total()
+        if want != have:
+            tally.breaks(f"{name} is not what an undisturbed run makes of it")
+
+
+# ---- a large history with faults ---------------------------------------------------------------------------
+
+
+def check_history(events: int, seed: int, tick: Tick = lambda _: None) -> Tally:
+    """By the commands, as a person would do it."""
+    tally = Tally()
+    with scratch() as folder:
+        messages = round(events / EVENTS_A_MESSAGE)
+        command("generate", "--messages", messages, "--seed", seed, "--out", folder / "events", "--faults")
+        run = command("run", "--events", folder / "events", "--tables", folder / "tables")
+        judged = command("check", "--tables", folder / "tables", code=1)
+        planted = [json.loads(line) for line in (folder / "events" / FAULTS).read_text().splitlines()]
+    tally.acknowledged = json.loads(run.stdout)["rows"]["silver_events"]
+    judge([fault for fault in planted if fault["rule"] in RULES], judged, tally)
+    tick(events)
+    return tally
+
+
+def command(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [POSTROOM, "pipeline", *map(str, words)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != code:
+        raise RuntimeError(f"{words[0]} ended with {done.returncode}: {done.stderr[-4000:]}")
+    return done
+
+
+def judge(planted: list[dict[str, Any]], judged: subprocess.CompletedProcess[str], tally: Tally) -> None:
+    """The counts are those of what was planted, and each violation that is shown was planted."""
+    counts = Counter(fault["rule"] for fault in planted)
+    for rule, n in counts.items():
+        tally.count(f"planted_{rule}", n)
+        if f" {n:,} {rule}" not in judged.stderr:
+            tally.breaks(
+                f"{n} violations of {rule} were planted, and it says {judged.stderr.splitlines()[-1]}"
+            )
+    known = Counter((fault["rule"], fault["message_id"]) for fault in planted)
+    shown = Counter((row["rule"], row["message_id"]) for row in map(json.loads, judged.stdout.splitlines()))
+    tally.doubled += (shown - known).total()
+    few = {rule for rule, n in counts.items() if n <= SAMPLES_MAX}
+    tally.lost += sum(n for (rule, _), n in (known - shown).items() if rule in few)
+
+
+# ---- a cluster ---------------------------------------------------------------------------------------------
+
+
+def run_cluster(
+    times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CLUSTER
+) -> Tally:
+    """Every table of a history, made there and made here."""
+    tally = Tally()
+    with scratch() as folder:
+        generate(folder / "events", messages, seed)
+        made = run_on_cluster(folder, folder / "events", "gold")
+        finished(Plan(str(folder / "here"), str(folder / "events"), ["run"]), folder)
+        compare(all_rows(Tables(folder / "here")), all_rows(made), tally)
+    tick(times)
+    return tally
+
+
+# ---- one giant ---------------------------------------------------------------------------------------------
+
+
+def run_skewed(times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_SKEW) -> Tally:
+    """The same history twice: as many events for each organization, and nearly all for one."""
+    tally = Tally()
+    longest = {}
+    with scratch() as folder:
+        generate(folder / "plain", messages, seed)
+        for name, giant in (("uniform", 0), ("skewed", GIANT_PERCENT)):
+            tally.acknowledged += share_out(folder / "plain", folder / name, giant)
+            plan = Plan(str(folder / f"{name}-tables"), str(folder / name), ["run"], conf=SKEW_CONF)
+            every, longest[name] = finished(plan, folder)
+            tally.count(f"{name}_cpu_ms", round(every * 1000))
+            tally.count(f"{name}_longest_tasks_ms", round(longest[name] * 1000))
+    ratio = longest["skewed"] / longest["uniform"]
+    if ratio > SKEW_MAX:
+        tally.breaks(f"one giant costs {ratio:.1f} times as much as equals do")
+    tick(times)
+    return tally
+
+
+def share_out(source: Path, target: Path, giant_percent: int) -> int:
+    """Copy a history, and give its messages to organizations; so many percent of them to the first one."""
+    lines = 0
+    for path in source.glob("date=*/hour=*/*.jsonl"):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        events = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+        for event in events:
+            drawn = crc32(event.get("message_id", "").encode())
+            is_giants = drawn // ORGANIZATIONS % 100 < giant_percent
+            event["org_id"] = f"org-{0 if is_giants else drawn % ORGANIZATIONS}"
+        place.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+        lines += len(events)
+    return lines

@@ -1,0 +1,46 @@
+"""What judges the long runs of the pipeline notices what it is for. One kill is in tests/spark."""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+from postroom.pipeline.generate import generate
+from tests.crash import pipelining
+from tests.crash.ledger import Tally
+
+
+def test_a_row_that_is_missing_and_one_that_is_there_twice_are_counted() -> None:
+    tally = Tally()
+    pipelining.compare({"t": Counter("aab"), "u": Counter("x")}, {"t": Counter("abb")}, tally)
+    assert (tally.lost, tally.doubled) == (2, 1)
+    assert len(tally.broken) == 2
+    assert not tally.ok
+
+
+def test_a_fault_that_is_not_found_and_one_that_nobody_planted_are_counted() -> None:
+    planted = [{"rule": "lost", "message_id": "m1"}, {"rule": "lost", "message_id": "m2"}]
+
+    def judged(said: str, *messages: str) -> Tally:
+        rows = "".join(json.dumps({"rule": "lost", "message_id": name}) + "\n" for name in messages)
+        tally = Tally()
+        pipelining.judge(planted, subprocess.CompletedProcess([], 1, rows, said), tally)
+        return tally
+
+    assert judged("2 violations in a history: 2 lost", "m1", "m2").ok
+    assert judged("2 violations in a history: 2 lost", "m1", "m3").lost == 1
+    assert judged("2 violations in a history: 2 lost", "m1", "m3").doubled == 1
+    assert judged("1 violations in a history: 1 lost", "m1").broken
+
+
+def test_a_giant_gets_its_share(tmp_path: Path) -> None:
+    generate(tmp_path / "plain", 300, 1)
+    for giant in (0, 90):
+        lines = pipelining.share_out(tmp_path / "plain", tmp_path / str(giant), giant)
+        organizations = Counter(
+            json.loads(line)["org_id"]
+            for path in (tmp_path / str(giant)).glob("date=*/hour=*/*.jsonl")
+            for line in path.read_bytes().splitlines()
+        )
+        assert organizations.total() == lines
+        assert 0.8 < organizations["org-0"] / lines < 1 if giant else organizations["org-0"] / lines < 0.1
