@@ -67,7 +67,7 @@ bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB
 	@$(PYTHON) bench/bench_pipeline.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, soak (long)
-	@$(PYTHON) tools/setup.py --system strace mkfs.ext4=e2fsprogs
+	@$(PYTHON) tools/setup.py --system $(JAVA) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 
 fuzz: $(STAMP) ## a million inputs for each parser (long)

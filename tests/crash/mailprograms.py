@@ -36,6 +36,7 @@ COMPACT_FACTOR_FEW = 1
 COPY_STEP_FEW = 20
 TICK_S_FEW = 0.01
 LOOK_S = 0.001
+INFO_S = 60.0  # half of what counts as stuck
 REPORT_BYTES_MAX = 4096  # what a pipe takes in one piece
 RECEIVE_BYTES = 1 << 16
 WORDS = ("critical", "urgent", "high", "normal", "low")
@@ -143,9 +144,24 @@ class Post:
         self.server_id = ""
         self.number = 0
         """By which the server knows this connection."""
-        while not self.server_id:
-            self.receive()
+        self._await_info(folder)
         self._send(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.p.* 0\r\n')
+
+    def _await_info(self, folder: Path) -> None:
+        """The server speaks first. Who says nothing on a port that is not its own any more is a stranger."""
+        self._socket.settimeout(INFO_S)
+        try:
+            while not self.server_id:
+                self.receive()
+        except TimeoutError:
+            port = self._socket.getpeername()[1]
+            self._socket.close()
+            if port == int((folder / "port").read_text()):
+                raise AssertionError(
+                    f"the server took a connection and said nothing for {INFO_S} s"
+                ) from None
+            raise HungUp from None
+        self._socket.settimeout(STUCK_S)
 
     def close(self) -> None:
         self._socket.close()
