@@ -35,7 +35,7 @@ demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
 
 test: $(STAMP) ## the tests, with the time each part took
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER)
-	@$(PYTHON) -m pytest
+	@$(PYTHON) tools/run_tests.py
 
 check: $(STAMP) ## lint, formatting, types, and which layer may import which
 	@$(PYTHON) -m ruff check

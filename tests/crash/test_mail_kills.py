@@ -24,9 +24,11 @@ def test_kills_of_the_server_lose_nothing_acknowledged_and_give_no_member_anythi
 @pytest.mark.parametrize("sabotage", ["early", "twice", "undead"])
 def test_a_server_that_breaks_a_promise_is_caught(sabotage: str) -> None:
     tally = Tally()
+    caught = False
     for seed in range(5):
         tally.add(mailing.run(3, seed, sabotage=sabotage))
-        if not tally.ok:
+        found = {"early": tally.lost, "twice": tally.doubled, "undead": "came again" in str(tally.broken)}
+        caught = bool(found[sabotage])
+        if caught:
             break
-    found = {"early": tally.lost, "twice": tally.doubled, "undead": "came again" in str(tally.broken)}
-    assert found[sabotage], tally
+    assert caught, tally
