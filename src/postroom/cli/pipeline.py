@@ -118,7 +118,11 @@ def spark_options(command: Command) -> Command:
             metavar="URL",
             help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
         ),
-        click.option("--remote", metavar="URL", help="A Spark Connect server instead: sc://HOST:PORT. Not complete yet."),
+        click.option(
+            "--remote",
+            metavar="URL",
+            help="A Spark Connect server instead: sc://HOST:PORT. Not complete yet.",
+        ),
         click.option(
             "--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."
         ),
