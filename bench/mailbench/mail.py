@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from figures import Comparison, Figure, Goal, compare, median_of, readable
 
-from mailbench.plain import BODY_BYTES, ONE, PIECE_FRAMES, SAME, delivered_per_s
+from mailbench.plain import BODY_BYTES, ONE, PIECE_FRAMES, SAME, delivered_per_s, published_from
 from mailbench.servers import (
     PATIENCE_S,
     RECEIVE_BYTES,
@@ -60,17 +60,7 @@ def stored_per_s(server: Server, suffix: bytes, count: int) -> float:
     receiver = connected(server, b"SUB %b 1\r\n" % subject)
     piece = b"PUB %b %d\r\n%b\r\n" % (subject, BODY_BYTES, BODY) * PIECE_FRAMES
     rounds = max(1, count // PIECE_FRAMES)
-
-    def publish() -> float:
-        publisher = connected(server)
-        begun = time.perf_counter()
-        for _ in range(rounds):
-            publisher.sendall(piece)
-        publisher.sendall(b"PING\r\n")
-        read_until(publisher, b"PONG\r\n")
-        return begun
-
-    publisher = in_process(publish)
+    publisher = in_process(lambda: published_from(server, piece, rounds))
     Counter(receiver, MSG_ID).until(rounds * PIECE_FRAMES)
     ended = time.perf_counter()
     receiver.close()

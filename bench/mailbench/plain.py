@@ -36,23 +36,24 @@ MIXED_SIZES = range(64, 192)
 US_PER_S = 1e6
 
 
+def published_from(server: Server, piece: bytes, rounds: int) -> float:
+    """Publish the piece so often; gives the moment of the first byte, once the server has taken the last."""
+    publisher = connected(server)
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        publisher.sendall(piece)
+    publisher.sendall(b"PING\r\n")
+    read_until(publisher, b"PONG\r\n")
+    return begun
+
+
 def delivered_per_s(server: Server, bodies: list[bytes], count: int, sids: list[bytes]) -> float:
     """Deliveries a second, from the first byte published to the last byte received."""
     receivers = [connected(server, b"SUB %b %b\r\n" % (SUBJECT, sid)) for sid in sids]
     piece = b"".join(b"PUB %b %d\r\n%b\r\n" % (SUBJECT, len(body), body) for body in bodies)
     expected = sum(len(b"MSG %b 1 %d\r\n%b\r\n" % (SUBJECT, len(body), body)) for body in bodies)
     rounds = max(1, count // len(bodies))
-
-    def publish() -> float:
-        publisher = connected(server)
-        begun = time.perf_counter()
-        for _ in range(rounds):
-            publisher.sendall(piece)
-        publisher.sendall(b"PING\r\n")
-        read_until(publisher, b"PONG\r\n")
-        return begun
-
-    publisher = in_process(publish)
+    publisher = in_process(lambda: published_from(server, piece, rounds))
     receive_bytes(receivers, rounds * expected)
     ended = time.perf_counter()
     for receiver in receivers:

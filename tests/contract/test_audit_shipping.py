@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
 from postroom.sinks.verifying import verify
 from postroom.stores.base import Outbox
-from tests.smalldisk import small_disk
+from tests.smalldisk import fill, small_disk
 
 __all__ = ["small_disk"]  # a fixture
 
@@ -341,17 +341,6 @@ def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
         assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
         assert sum(event.kind == "created" for event in events) == 42
         assert verify(small_disk / "audit") == []
-
-
-def fill(disk: Path) -> Path:
-    """Write until there is no room for another byte."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            with suppress(OSError):
-                while True:
-                    file.write(b"x" * size)
-    return filler
 
 
 # ---- files ----------------------------------------------------------------------------------------------

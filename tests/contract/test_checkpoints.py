@@ -9,13 +9,16 @@ from pathlib import Path
 import apsw
 import pytest
 
+from postroom.errors import WriteFailed
 from postroom.message import Envelope
 from postroom.stores import checkpoints
+from postroom.stores.base import Claim
 from postroom.stores.sqlite import SqliteStore
 from tests import children
 from tests.children import no_child_left
+from tests.smalldisk import fill, small_disk
 
-__all__ = ["no_child_left"]  # a fixture
+__all__ = ["no_child_left", "small_disk"]  # fixtures
 
 FEW_PAGES = 20
 MANY = 400  # commits, each of three pages or more
@@ -124,6 +127,61 @@ def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path)
     insert(store, MANY)
     wait_for_thread()
     assert wal_pages(path) == before  # it started anew
+
+
+def test_a_full_disk_loses_nothing_while_pages_move(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the thread nor the commits find room; what was acknowledged stays, and work can end."""
+    monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
+    path = small_disk / "queue.db"
+    store = SqliteStore(path)
+    insert(store, FEW_PAGES)
+    filler = fill(small_disk)
+    acknowledged = FEW_PAGES + _insert_until_full(store)
+    wait_for_thread()
+    terms = Claim("q", "w", 1, 10**9)
+    [held] = store.write(lambda transaction: transaction.claim(terms), makes_room=True)
+    store.write(
+        lambda transaction: transaction.complete({held.message_id: (held.lease, b"1")}), makes_room=True
+    )
+    filler.unlink()
+    insert(store, MANY)
+    wait_for_thread()
+    assert store.count() == {"q": {"QUEUED": acknowledged + MANY - 1, "COMPLETED": 1}}
+    store.close()
+
+
+def _insert_until_full(store: SqliteStore) -> int:
+    for count in range(10_000):
+        try:
+            insert(store)
+        except WriteFailed:
+            return count
+    pytest.fail("the disk is never full")
+
+
+def test_a_process_killed_while_pages_move_loses_nothing(store: SqliteStore, path: Path) -> None:
+    """At a commit, or while its thread is at work: nobody knows, and it does not matter."""
+    told, tell = os.pipe()
+
+    def work() -> None:
+        mine = SqliteStore(path)
+        for number in range(MANY):
+            insert(mine)
+            os.write(tell, b".")
+            if number == MANY - 1 or (number > MANY // 2 and mine._checkpoints.under_way.locked()):
+                children.die()
+
+    insert(store)
+    assert children.killed(work)
+    os.close(tell)
+    with open(told, "rb") as reports:
+        acknowledged = len(reports.read())
+    assert acknowledged > MANY // 2
+    [(waiting, count)] = store.count()["q"].items()
+    assert waiting == "QUEUED"
+    assert acknowledged + 1 <= count <= acknowledged + 2  # one may be committed and not yet told
 
 
 def test_threads_commit_while_pages_move(store: SqliteStore) -> None:

@@ -14,8 +14,7 @@ from postroom.runtime import natsserver
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S
-from tests.contract.test_stores import fill
-from tests.smalldisk import small_disk
+from tests.smalldisk import fill, small_disk
 
 __all__ = ["small_disk"]  # a fixture
 

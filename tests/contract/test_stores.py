@@ -41,7 +41,7 @@ from postroom.testing import (
 from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background
-from tests.smalldisk import small_disk
+from tests.smalldisk import fill, small_disk
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
@@ -565,19 +565,6 @@ def test_different_results_of_one_commit_are_each_kept(path: Path) -> None:
 # ---- disks -----------------------------------------------------------------------------------------
 
 
-def fill(folder: Path) -> Path:
-    """Take every byte that is left."""
-    filler = folder / "filler"
-    with filler.open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(b"x" * size) == size:
-                    pass
-            except OSError:
-                continue
-    return filler
-
-
 def insert_until_full(store: Store) -> list[str]:
     names: list[str] = []
     for _ in range(10_000):
@@ -811,3 +798,35 @@ def test_events_that_do_not_follow_are_noticed() -> None:
         explained(events[1:])
     with pytest.raises(ValueError, match="leads from QUEUED to COMPLETED"):
         explained([*events[:2], events[3]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        '[["leased",1',
+        '[["what",1,2]]',
+        '[["new",1,2,"q",2,"","",0,"x"]]',
+        "[5]",
+        '[["leased",3,5,"q",2,"w",[1],[1,2],[0]]]',
+    ],
+)
+def test_a_damaged_row_of_events_is_said_and_the_tasks_go_on(
+    store: SqliteStore, path: Path, batch: str
+) -> None:
+    insert(store, b"1", b"2")
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE events SET batch = ?", (batch,))
+    connection.close()
+    with pytest.raises(StoreDamaged, match=r"queue\.db is damaged: "):
+        store.events()
+    assert len(claim(store, 2)) == 2
+
+
+def test_damaged_counts_are_said_to_who_counts_them(store: SqliteStore, path: Path) -> None:
+    insert(store, b"1")
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE events SET counts = '[5]'")
+    connection.close()
+    for count in (store.count, SqliteStore(path).count, lambda: insert(SqliteStore(path), b"2")):
+        with pytest.raises(StoreDamaged, match="is damaged: "):
+            count()

@@ -27,9 +27,9 @@ from postroom.sinks.reading import Segments
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.verifying import verify
 from tests.contract import test_history_checker
-from tests.crash.ledger import Tally, acknowledged_in
+from tests.crash.ledger import Tally
 from tests.crash.taskprograms import open_tasks
-from tests.crash.tasks import Cast, Tick, finish, portions, producers_lines, scratch
+from tests.crash.tasks import Cast, Tick, finish, killed, portions, scratch
 from tests.crash.workers import Crew, Report, Worker
 
 KILLS_PER_ROUND = 25
@@ -103,15 +103,7 @@ class _AuditCast(Cast):
 
 
 def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    with Crew() as crew:
-        cast = _AuditCast(folder, crew, rng, sabotage)
-        for _ in range(kills):
-            cast.kill_one()
-            tally.count("kills")
-        crew.kill_all()
-        lines = [*crew.lines()]
-        acknowledged = acknowledged_in(producers_lines(crew.workers))
-    words = [line.split(" ") for line in lines]
+    acknowledged, words = killed(_AuditCast, folder, kills, rng, tally, sabotage)
     with open_tasks(folder) as tasks:
         finish(tasks, words, tally)
         with _shipping(folder) as shipping:

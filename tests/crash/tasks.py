@@ -164,16 +164,23 @@ class Cast:
         return {"folder": self._folder, "agent": AGENT, "wal_pages": self._wal_pages}
 
 
-def _kill_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+def killed(
+    cast: type[Cast], folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str
+) -> tuple[dict[str, str], list[list[str]]]:
+    """Kill one of the cast again and again, and all at the end: what was acknowledged, and what they said."""
     with Crew() as crew:
-        cast = Cast(folder, crew, rng, sabotage)
+        players = cast(folder, crew, rng, sabotage)
         for _ in range(kills):
-            cast.kill_one()
+            players.kill_one()
             tally.count("kills")
         crew.kill_all()
         lines = [*crew.lines()]
         acknowledged = acknowledged_in(producers_lines(crew.workers))
-    words = [line.split(" ") for line in lines]
+    return acknowledged, [line.split(" ") for line in lines]
+
+
+def _kill_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+    acknowledged, words = killed(Cast, folder, kills, rng, tally, sabotage)
     tally.acknowledged += len(acknowledged)
     with open_tasks(folder) as tasks:
         finish(tasks, words, tally)

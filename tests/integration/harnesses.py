@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -73,11 +72,3 @@ def serving(folder: Path, *options: object, **more: Any) -> Iterator[Harness]:
         yield harness
     finally:
         harness.end(signal.SIGKILL)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that has to come."""
-    deadline = time.monotonic() + HANG_GUARD_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(LOOK_EVERY_S)

@@ -29,7 +29,8 @@ from tests.integration.commandline import (
     run_on_terminal,
     start,
 )
-from tests.integration.harnesses import serving, until
+from tests.integration.harnesses import serving
+from tests.waiting import until
 
 CANARY = "sk-canary-7f3a9bd2c41e8f6a5b0c9d8e7f6a5b4c"
 

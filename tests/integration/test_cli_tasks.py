@@ -17,7 +17,8 @@ from postroom.cli import tasks as commands
 from postroom.cli.program import ProgramFailed, run_program
 from postroom.message import State
 from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start
-from tests.integration.harnesses import Harness, serving, until
+from tests.integration.harnesses import Harness, serving
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,8 @@ from postroom import Tasks
 from postroom import client as module
 from postroom.client import NotAllowed, StaleLease, Task, TaskClient, UnknownTask
 from tests.integration.commandline import HANG_GUARD_S
-from tests.integration.harnesses import Harness, serving, until
+from tests.integration.harnesses import Harness, serving
+from tests.waiting import until
 
 SHORT_LEASE_S = 0.6
 NEVER_S = 3_600.0  # an interval that no test lives to see

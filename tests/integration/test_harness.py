@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness
 from postroom.runtime.journal import Journal
 from postroom.testing import FaultyStore, ManualClock
+from tests.waiting import until
 
 HANG_GUARD_S = 30.0
 AGENT_POLLS_EVERY_S = 10.0
@@ -479,7 +480,7 @@ def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
     task_id = room.tasks.enqueue(agent="triage", payload="secret payload")
     room.clock.advance(10)
     harness.step()
-    wait_until(lambda: harness.status().nudges_failed == 1)
+    until(lambda: harness.status().nudges_failed == 1)
     harness.stop()
     journal.close()
     assert [task.task_id for task in room.tasks.claim(agent="triage")] == [task_id]
@@ -489,16 +490,6 @@ def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
     [failed] = [line for line in lines if line["event"] == "nudge_failed"]
     assert (failed["agent"], failed["task_id"]) == ("triage", task_id)
     assert "secret" not in str(lines)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for another thread, as long as it takes."""
-    pause = threading.Event()
-    for _ in range(round(HANG_GUARD_S / 0.01)):
-        if holds():
-            return
-        pause.wait(0.01)
-    pytest.fail("it never came true")
 
 
 # ---- as threads ------------------------------------------------------------------------------------
@@ -524,8 +515,8 @@ def test_the_loops_run_as_threads(tmp_path: Path) -> None:
             for task in tasks.claim(agent="triage", limit=20):
                 tasks.complete(task.task_id, task.lease, task.payload)
             harness.wake()
-            wait_until(lambda: len(executed) == 20)
-            wait_until(lambda: harness.status().executed == 20)
+            until(lambda: len(executed) == 20)
+            until(lambda: harness.status().executed == 20)
             assert harness.alive
             assert harness.status().loops["drain"].errors == 1
         finally:
@@ -550,7 +541,7 @@ def test_two_harnesses_execute_nothing_twice(tmp_path: Path) -> None:
                 tasks.complete(task.task_id, task.lease, task.payload)
                 for harness in pair:
                     harness.wake()
-            wait_until(lambda: sum(harness.status().executed for harness in pair) == 50)
+            until(lambda: sum(harness.status().executed for harness in pair) == 50)
         finally:
             for harness in pair:
                 harness.stop()

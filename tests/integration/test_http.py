@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from postroom.runtime.bodies import (
 from postroom.runtime.http import DISCARDED_BYTES_MAX
 from postroom.runtime.listener import HEAD_BYTES_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,6 @@ def _tasks(answer: Answer) -> list[Any]:
     found = answer.json.get("tasks", [answer.json])
     assert isinstance(found, list)
     return found
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_GUARD_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def waiting(server: Server) -> int:
@@ -80,7 +73,7 @@ def test_the_way_of_a_task(server: Server) -> None:
     assert server.post("triage", "/queue/heartbeat", **holder).status == 202
     done = server.post("triage", "/queue/complete", **holder, decision={"decision": "close"})
     assert (done.status, done.json) == (202, {"task_id": task_id})
-    wait_until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
+    until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
     shown = server.get("triage", f"/tasks/{task_id}").json
     assert shown["result"] == {"decision": "close"}
     assert [event["kind"] for event in shown["history"]][:2] == ["created", "enqueued"]
@@ -305,7 +298,7 @@ def test_a_stale_lease_is_refused_and_changes_nothing(
 ) -> None:  # fmt: skip
     task_id = server.enqueue()
     zombie = server.claim(lease_s=0.05)
-    wait_until(lambda: server.post("triage", "/queue/next").status == 200)
+    until(lambda: server.post("triage", "/queue/next").status == 200)
     before = server.get("triage", f"/tasks/{task_id}").json
     assert before["attempt"] == 2
     answer = server.post("triage", path, task_id=task_id, lease=zombie["lease"], **rest)
@@ -324,9 +317,9 @@ def test_a_zombies_late_complete_does_not_move_a_done_task(server: Server) -> No
         second.extend([answer.json] if answer.status == 200 else [])
         return bool(second)
 
-    wait_until(claimed)
+    until(claimed)
     server.post("triage", "/queue/complete", task_id=task_id, lease=second[0]["lease"], decision="ok")
-    wait_until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
+    until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
     late = server.post("triage", "/queue/complete", task_id=task_id, lease=zombie["lease"], decision="late")
     assert late.status == 409
     shown = server.get("triage", f"/tasks/{task_id}").json
@@ -360,7 +353,7 @@ def test_a_removed_agent_is_let_in_no_more(server: Server) -> None:
     server.tokens["gone"] = server.agents.add("gone")
     assert server.post("gone", "/queue/next").status == 204
     server.agents.remove("gone")
-    wait_until(lambda: server.post("gone", "/queue/next").status == 401)
+    until(lambda: server.post("gone", "/queue/next").status == 401)
 
 
 def test_the_decisions_are_the_harnesses_own(server: Server) -> None:
@@ -377,7 +370,7 @@ def test_a_decision_that_fails_is_seen_in_the_status(server: Server) -> None:
     def drain() -> Any:
         return server.get("boss", "/queue/status").json["harness"]["loops"]["drain"]
 
-    wait_until(lambda: drain()["errors"] > before)
+    until(lambda: drain()["errors"] > before)
     assert drain()["running"] is True
     assert drain()["last_error"] == "ValueError: a secret result"
     assert server.get("triage", f"/tasks/{task_id}").json["status"] == "completed"
@@ -570,11 +563,11 @@ def test_nothing_is_leased_to_who_has_left(server: Server) -> None:
         connection = server.connect()
         headers = {"Authorization": f"Bearer {server.tokens['triage']}"}
         connection.request("POST", "/queue/next", b'{"wait_s": 30}', headers)
-        wait_until(lambda: waiting(server) == 1)
+        until(lambda: waiting(server) == 1)
         connection.close()
-        wait_until(lambda: waiting(server) == 0)
+        until(lambda: waiting(server) == 0)
     task_id = server.enqueue()
-    wait_until(lambda: server.get("boss", f"/tasks/{task_id}").json["status"] == "pending")
+    until(lambda: server.get("boss", f"/tasks/{task_id}").json["status"] == "pending")
     task = server.claim("triage", wait_s=30)
     assert task["task_id"] == task_id
 
@@ -700,7 +693,7 @@ def test_no_token_and_no_payload_in_the_log(server: Server) -> None:
         lines = [line for line in server.lines if line["task_id"] == task["task_id"]]
         return {line["event"]: line["agent"] for line in lines}
 
-    wait_until(lambda: {"enqueued", "claimed", "completed"} <= set(told()))
+    until(lambda: {"enqueued", "claimed", "completed"} <= set(told()))
     assert told()["claimed"] == "triage"
     text = server.log.read_text()
     assert "secret" not in text
@@ -727,7 +720,7 @@ def test_sigterm_ends_long_polls_and_streams(tmp_path: Path) -> None:
             # Taken and answered: then the polls before it are waiting.
             server.enqueue("review")
             assert len(stream.take(2)) == 2
-            wait_until(lambda: waiting(server) == 3)
+            until(lambda: waiting(server) == 3)
             assert server.end() == 0
             assert stream.next() is None
         for thread, answers in polls:
@@ -750,7 +743,7 @@ def test_a_killed_server_has_lost_nothing_that_it_acknowledged(tmp_path: Path) -
         server.start()
         got = _tasks(server.post("triage", "/queue/next", limit=100))
         assert [task["task_id"] for task in got] == waiting[1:]
-        wait_until(lambda: server.get("boss", f"/tasks/{waiting[0]}").json["status"] == "done")
+        until(lambda: server.get("boss", f"/tasks/{waiting[0]}").json["status"] == "done")
 
 
 def test_an_agent_is_nudged_and_then_finds_its_task(tmp_path: Path) -> None:

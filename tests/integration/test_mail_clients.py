@@ -13,7 +13,6 @@ import pytest
 from langchain_mq9 import Mq9Toolkit  # type: ignore[import-untyped]
 
 from tests.integration.mailclients import (
-    HANG_GUARD_S,
     MSG,
     Client,
     Clients,
@@ -25,6 +24,7 @@ from tests.integration.mailclients import (
     installed_npm_package,
 )
 from tests.integration.mailservers import MailServer, serving
+from tests.waiting import until
 
 KINDS = ("nats-py", "nats.js", "robustmq", "Mail")
 PUBLIC_LIST = "$mq9.AI.PUBLIC.LIST"
@@ -70,15 +70,8 @@ def test_a_private_id_cannot_be_guessed_and_is_in_no_public_list(
     watching.subscribe(PUBLIC_LIST, "", lambda _subject, data, _number: seen.append(data))
     name = f"shown.{one[:8]}"
     client.create(public=True, name=name, desc="all see it")
-    wait_for(lambda: any(name.encode() in data for data in seen))
+    until(lambda: any(name.encode() in data for data in seen))
     assert not any(one.encode() in data for data in seen)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG_GUARD_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_was_sent_to_nobody_comes_first_by_priority_and_then_what_is_new(connect: Connect) -> None:
@@ -134,7 +127,7 @@ def test_create_is_idempotent_and_keeps_the_first_lifetime(connect: Connect) -> 
     client.send(name, b"kept")
     assert client.create(3600, public=True, name=name) == name
     assert len(client.list(name)) == 1
-    wait_for(lambda: is_refused(lambda: client.list(name), 410))
+    until(lambda: is_refused(lambda: client.list(name), 410))
     assert client.create(60, public=True, name=name) == name
     assert client.list(name) == []
 
@@ -201,7 +194,7 @@ def test_refusals_have_codes_and_leave_the_connection_alone(connect: Connect) ->
         for subject in ("*", ">", "*.*"):
             client.subscribe(MSG + subject, "", lambda *_: None)
     if isinstance(client, NatsPy | NatsJs):
-        wait_for(lambda: any("permissions violation" in error.lower() for error in client.errors))
+        until(lambda: any("permissions violation" in error.lower() for error in client.errors))
     client.send("no.such.box", b"dropped")
     assert client.create()
     assert client.is_connected  # type: ignore[attr-defined]
@@ -228,7 +221,7 @@ def test_no_wildcard_of_a_stranger_sees_anything(
     client.list(box)
     fence = ("_INBOX.fence", b"behind all that happened before it")
     stranger.publish(*fence)
-    wait_for(lambda: all(fence in seen[pattern] for pattern in (">", "_INBOX.>", "*.>")))
+    until(lambda: all(fence in seen[pattern] for pattern in (">", "_INBOX.>", "*.>")))
     told = [each for messages in seen.values() for each in messages]
     assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in told)
     assert not seen["$mq9.>"]

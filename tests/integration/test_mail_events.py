@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from postroom.runtime.mailserver import EventLog
 from tests.integration.commandline import isolate, postroom
 from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
 from tests.mailrooms import FakeLink, Rooms
+from tests.waiting import until
 
 BODY = "what nobody else may read"
 
@@ -29,13 +29,6 @@ BODY = "what nobody else may read"
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolate(monkeypatch, tmp_path)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG_GUARD_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def everything(server: MailServer) -> str:

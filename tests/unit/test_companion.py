@@ -3,14 +3,12 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from postroom.runtime.companion import Companion
-
-PATIENCE_S = 20.0
+from tests.waiting import until
 
 PROGRAM = """
 import pathlib, signal, sys
@@ -22,13 +20,6 @@ print("I am up", file=sys.stderr, flush=True)
 sys.stdin.buffer.read()
 (place / "ended").write_text("its parent is gone")
 """
-
-
-def until(condition: object) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def text(path: Path) -> str:
@@ -53,8 +44,7 @@ def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         Companion([sys.executable, "-c", PROGRAM, str(tmp_path)]).start()
-        while text(tmp_path / "starts") != "x":
-            time.sleep(0.01)
+        until(lambda: text(tmp_path / "starts") == "x")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     until(lambda: text(tmp_path / "ended") == "its parent is gone")

@@ -17,6 +17,7 @@ from postroom.cli.shell import (
     Stopped,
     add_json_option,
     as_path,
+    path_option,
     reader_gone,
 )
 from postroom.errors import EXIT_RUNTIME
@@ -41,12 +42,10 @@ SPAN_COLUMNS = ("at_ms", "message", "type", "queue", "waited_ms", "took_ms", "at
 folder_argument = click.argument(
     "folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]"
 )
-key_option = click.option(
+key_option = path_option(
     "--key-file",
-    type=click.Path(),
-    callback=as_path,
     metavar="FILE",
-    help="The keys, to read encrypted payloads.  [default: the setting audit.key_file]",
+    text="The keys, to read encrypted payloads.  [default: the setting audit.key_file]",
 )
 
 
@@ -68,9 +67,7 @@ def audit() -> None:
 
 
 @audit.command()
-@click.option(
-    "--to", "folder", type=click.Path(), callback=as_path, metavar="FOLDER", help="Where the stream is kept."
-)
+@path_option("--to", "folder", metavar="FOLDER", text="Where the stream is kept.")
 @click.option(
     "--data",
     type=PATH,

@@ -17,9 +17,9 @@ from postroom.cli.shell import (
     Shell,
     Stopped,
     add_json_option,
-    as_path,
     note_missing,
     parse_wait,
+    path_option,
     read_body,
     reader_gone,
     sentence,
@@ -47,14 +47,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-bus_option = click.option(
-    "--bus",
-    "path",
-    type=click.Path(),
-    callback=as_path,
-    metavar="PATH",
-    help="The bus file.  [default: $POSTROOM_BUS]",
-)
+bus_option = path_option("--bus", "path", metavar="PATH", text="The bus file.  [default: $POSTROOM_BUS]")
 archives_option = click.option("--archives", is_flag=True, help="Look into the rotated files as well.")
 limit_option = click.option("--limit", type=COUNT, metavar="N", help="Stop after the first N messages.")
 since_option = click.option(

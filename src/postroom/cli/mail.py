@@ -3,20 +3,22 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from postroom.cli.shell import (
     COUNT,
     HELP_OPTIONS,
+    Decorated,
     Shell,
     Stopped,
     add_json_option,
-    as_path,
     parse_wait,
+    path_option,
     read_body,
     reader_gone,
+    together,
 )
 from postroom.errors import InvalidMessage
 
@@ -41,23 +43,6 @@ LOOK_EVERY_S = 0.5  # at whether somebody still reads what is printed
 LIST_COLUMNS = ("msg_id", "priority", "time")
 PUBLIC_COLUMNS = ("mail_id", "ttl_s", "desc")
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
-
-def _options(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
-    """Several options, in the order they are named."""
-
-    def decorate(function: Decorated) -> Decorated:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def _path_option(name: str, metavar: str, text: str) -> Callable[[Decorated], Decorated]:
-    return click.option(name, type=click.Path(), callback=as_path, metavar=metavar, help=text)
-
 
 def _count_option(name: str, default: int, text: str) -> Callable[[Decorated], Decorated]:
     amount = click.IntRange(0, AMOUNT_MAX)
@@ -77,7 +62,7 @@ token_option = click.option(
     metavar="TEXT",
     help=f"A token instead of a user. Shown in lists of processes.  [default: ${TOKEN_VARIABLE}]",
 )
-server_options = _options(
+server_options = together(
     click.option(
         "--server",
         metavar="URL",
@@ -87,7 +72,9 @@ server_options = _options(
     user_option,
     password_option,
     token_option,
-    _path_option("--tls-ca", "FILE", "Trust servers whose certificate is signed by one of these."),
+    path_option(
+        "--tls-ca", metavar="FILE", text="Trust servers whose certificate is signed by one of these."
+    ),
     click.option(
         "--timeout-s",
         type=parse_wait,
@@ -126,14 +113,7 @@ def mail() -> None:
 
 
 @mail.command()
-@click.option(
-    "--data",
-    type=click.Path(),
-    callback=as_path,
-    required=True,
-    metavar="DIR",
-    help="Where everything is kept.",
-)
+@path_option("--data", metavar="DIR", text="Where everything is kept.", required=True)
 @click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
 @click.option(
     "--port",
@@ -143,12 +123,12 @@ def mail() -> None:
     metavar="N",
     help="The port; 0 takes a free one.",
 )
-@_path_option("--tls-cert", "FILE", "Speak TLS with this certificate.")
-@_path_option("--tls-key", "FILE", "Its key, when it is in another file.")
+@path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
+@path_option("--tls-key", metavar="FILE", text="Its key, when it is in another file.")
 @click.option("--tls-first", is_flag=True, help="Begin with TLS; clients have to be told.")
 @user_option
 @password_option
-@_path_option("--users-file", "FILE", "Who may come in: lines of user:password.")
+@path_option("--users-file", metavar="FILE", text="Who may come in: lines of user:password.")
 @token_option
 @click.option("--durable-normal", is_flag=True, help="Keep normal and low messages on the disk, too.")
 @click.option("--critical", type=STORAGES, default="group", show_default=True, help="When they are stored.")

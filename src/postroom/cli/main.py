@@ -10,7 +10,7 @@ from postroom.cli.bus import bus
 from postroom.cli.mail import mail
 from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
-from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, run
+from postroom.cli.shell import HELP_OPTIONS, Shell, path_option, run
 from postroom.cli.tasks import tasks
 from postroom.cli.verify import verify_command
 
@@ -19,12 +19,10 @@ PROGRAM = "postroom"
 
 @click.group(context_settings=HELP_OPTIONS)
 @click.version_option(package_name="postroom", prog_name=PROGRAM, message="%(prog)s %(version)s")
-@click.option(
+@path_option(
     "--config",
-    type=click.Path(),
-    callback=as_path,
     metavar="FILE",
-    help="The settings file.  [default: $POSTROOM_CONFIG, else ./postroom.toml if there is one]",
+    text="The settings file.  [default: $POSTROOM_CONFIG, else ./postroom.toml if there is one]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, also on a terminal.")
 @click.pass_context

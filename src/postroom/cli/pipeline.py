@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
 if TYPE_CHECKING:
@@ -108,28 +108,22 @@ def tables_option(command: Command) -> Command:
     return path_option("--tables", metavar="DIR", text="The folder of the tables.", required=True)(command)
 
 
-def spark_options(command: Command) -> Command:
-    """Where a job runs."""
-    options = (
-        click.option(
-            "--master",
-            default="local[*]",
-            show_default=True,
-            metavar="URL",
-            help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
-        ),
-        click.option(
-            "--remote",
-            metavar="URL",
-            help="A Spark Connect server instead: sc://HOST:PORT. Not complete yet.",
-        ),
-        click.option(
-            "--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+spark_options = together(
+    click.option(
+        "--master",
+        default="local[*]",
+        show_default=True,
+        metavar="URL",
+        help="Where Spark runs: local[N], spark://…, k8s://… or yarn.",
+    ),
+    click.option(
+        "--remote",
+        metavar="URL",
+        help="A Spark Connect server instead: sc://HOST:PORT. Not complete yet.",
+    ),
+    click.option("--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
+)
+"""Where a job runs."""
 
 
 def redaction_option(command: Command) -> Command:

@@ -9,12 +9,20 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from postroom.cli.program import TOKEN_VARIABLE, ProgramFailed, end_programs, run_program
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, as_path, parse_wait
+from postroom.cli.shell import (
+    HELP_OPTIONS,
+    Decorated,
+    Shell,
+    add_json_option,
+    parse_wait,
+    path_option,
+    together,
+)
 from postroom.errors import EXIT_USAGE, InvalidMessage
 
 if TYPE_CHECKING:
@@ -32,8 +40,6 @@ STATES = (
     "CANCELLED", "EXPIRED", "QUARANTINED",
 )  # fmt: skip
 _WRONG_CALL = (400, 413)  # a harness's answers that the command line is to blame for
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class WrongRemoteCall(click.ClickException):
@@ -194,27 +200,9 @@ def refusals() -> Iterator[None]:
 # ---- options -------------------------------------------------------------------------------------------
 
 
-def _options(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
-    """Several options, in the order they are named."""
-
-    def decorate(function: Decorated) -> Decorated:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-data_option = click.option(
-    "--data", type=click.Path(), callback=as_path, metavar="DIR", help="The data folder of a harness."
-)
-needed_data_option = click.option(
-    "--data",
-    type=click.Path(),
-    callback=as_path,
-    required=True,
-    metavar="DIR",
-    help="The data folder of the harness.",
+data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.")
+needed_data_option = path_option(
+    "--data", metavar="DIR", text="The data folder of the harness.", required=True
 )
 url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
 token_option = click.option(
@@ -222,7 +210,7 @@ token_option = click.option(
     metavar="TOKEN",
     help=f"The token for --url. Others can see it in a list of processes.  [default: ${TOKEN_VARIABLE}]",
 )
-where_options = _options(data_option, url_option, token_option)
+where_options = together(data_option, url_option, token_option)
 agent_option = click.option("--agent", metavar="NAME", help="Whose queue. An agent's token says it already.")
 needed_agent_option = click.option("--agent", required=True, metavar="NAME", help="Whose queue.")
 task_argument = click.argument("task_id", metavar="TASK_ID")
@@ -315,12 +303,10 @@ def tasks() -> None:
     metavar="HOST",
     help="A private host at which agents may be nudged. May be repeated.",
 )
-@click.option(
+@path_option(
     "--audit",
-    type=click.Path(),
-    callback=as_path,
     metavar="FOLDER",
-    help="Take every event there, in a process beside; see `postroom audit ship`.",
+    text="Take every event there, in a process beside; see `postroom audit ship`.",
 )
 @durability_option("group")
 @click.pass_obj

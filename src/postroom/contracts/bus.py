@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -27,7 +26,7 @@ from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
 from postroom.system import lock
 from postroom.system.atomic import absolute_path, open_safely, sync_folder
-from postroom.system.handles import reset_after_fork
+from postroom.system.handles import Closing, reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
 FOLDER_MODE = 0o755
@@ -59,7 +58,7 @@ class BusReport(msgspec.Struct, frozen=True):
         return not self.damaged
 
 
-class Bus:
+class Bus(Closing):
     """An append-only message log in one YAML file.
 
     `root` is the folder that attachments must lie in (default: the bus file's own folder). `rotate_bytes`
@@ -469,14 +468,6 @@ class Bus:
         self._file.forget()
         self._known_end = _UNKNOWN
         self._origin = ids.origin(os.getpid())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def discover(root: str | os.PathLike[str]) -> list[Path]:

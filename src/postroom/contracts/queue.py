@@ -14,8 +14,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -45,7 +44,7 @@ from postroom.settings import (
     queue_session,
 )
 from postroom.system.atomic import absolute_path, make_folder, replace_file
-from postroom.system.handles import reset_after_fork
+from postroom.system.handles import Closing, reset_after_fork
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
 POLL_MESSAGES_MAX = 10_000_000
@@ -100,7 +99,7 @@ class ExpireEntry(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Queue:
+class Queue(Closing):
     """A file-backed mailbox for the agents of one machine.
 
     `root` is the folder (default: from the environment, else a per-user folder), `body_threshold` the number
@@ -602,14 +601,6 @@ class Queue:
         self._audit.after_fork()
         for files in self._sessions.values():
             files.after_fork()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _disabled(self) -> bool:
         """Whether a kill switch is on now: this handle's own, or that of the environment."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import msgspec
@@ -43,6 +42,7 @@ from postroom.stores.base import (
 )
 from postroom.stores.opening import open_store
 from postroom.system.clock import Clock
+from postroom.system.handles import Closing
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ def _differ_in_payload_alone(one: _NewTask, other: _NewTask) -> bool:
     )
 
 
-class Tasks:
+class Tasks(Closing):
     """The task queues of one store, a queue for each agent.
 
     `durability` is the class of a task that names none: "os" survives the end of any process, "group" and
@@ -665,14 +665,6 @@ class Tasks:
         """Close every file. The queue can be used again; it opens them anew."""
         self.bell.close()
         self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _HalfDone(Exception):

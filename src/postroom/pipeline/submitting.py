@@ -7,8 +7,7 @@ Rule 2: the payload goes as it was. What is not JSON becomes a JSON text.
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -18,6 +17,7 @@ from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage
 from postroom.message import Envelope
+from postroom.system.handles import Closing
 
 COMMIT_MESSAGES: Final = 200  # in one commit of the store
 _MAX_RETRIES: Final = RetryPolicy().max_retries
@@ -33,7 +33,7 @@ class Message(NamedTuple):
     parent_message_id: str = ""
 
 
-class Submitter:
+class Submitter(Closing):
     """Puts messages into the store at `url`, in their order."""
 
     def __init__(self, url: str, replay_id: str) -> None:
@@ -76,14 +76,6 @@ class Submitter:
 
     def close(self) -> None:
         self._tasks.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _as_json(payload: str) -> bytes:

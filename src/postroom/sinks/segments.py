@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 
@@ -45,7 +44,7 @@ from postroom.system.atomic import (
     write_all,
 )
 from postroom.system.clock import Clock, SystemClock
-from postroom.system.handles import reset_after_fork
+from postroom.system.handles import Closing, reset_after_fork
 
 SEAL_BYTES = 128 << 20  # what Spark reads as one piece of work
 SEAL_AFTER_S = 60.0
@@ -147,7 +146,7 @@ class _Growing:
         )
 
 
-class SegmentSink:
+class SegmentSink(Closing):
     """Writes a folder of segments. `prepare` sees an event before anything of it touches the disk.
 
     A segment is sealed by the write that finds it full or older than `seal_after_s`, by `seal_if_due` and by
@@ -185,14 +184,6 @@ class SegmentSink:
         self._positions: dict[str, int] = {}
         reset_after_fork(self)
         self._open()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self._drop()

@@ -367,6 +367,10 @@ class SqliteStore:
 
     def _catch_up(self, cursor: apsw.Cursor) -> None:
         """Learn what other processes did to the depths meanwhile."""
+        with self._translated():
+            self._count_anew(cursor)
+
+    def _count_anew(self, cursor: apsw.Cursor) -> None:
         written_down = ask(cursor, COUNTED)
         if not self._settled or (written_down and written_down[0][0] > self.seen):
             # A commit of ours was cut short, or what lies between may be purged: begin with what was written
@@ -457,10 +461,14 @@ class SqliteStore:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except PostroomError:
+            raise
         except apsw.FullError as error:
             raise self._disk_full() from error
         except apsw.Error as error:
             self._translate(error)
+        except (msgspec.MsgspecError, ValueError) as error:  # what a column holds is not what we wrote
+            raise StoreDamaged(f"{self.path} is damaged: {error}") from error
 
     def _translate(self, error: apsw.Error | OSError) -> NoReturn:
         """SQLite's and the system's errors as ours. A full disk is left to who can do something about it."""
@@ -582,7 +590,8 @@ class SqliteStore:
             durability=record.durability,
         )
         first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
-        told = [decode_event(line) for line in (trail or "").split("\n") if line]
+        with self._translated():
+            told = [decode_event(line) for line in (trail or "").split("\n") if line]
         return Stored(record, envelope, result, lifecycle.history(record, first, told))
 
     def record_of(self, row: tuple[Any, ...], connection: Reading) -> Record:

@@ -1,4 +1,4 @@
-"""Open handles across fork.
+"""Open handles, and what becomes of them across fork.
 
 A child shares its parent's open files, and with them the parent's locks: both would believe to be alone.
 So every handle that keeps descriptors registers here and is reset in the child before anything else runs.
@@ -7,7 +7,24 @@ So every handle that keeps descriptors registers here and is reset in the child 
 import ctypes
 import os
 import weakref
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+
+class Closing(ABC):
+    """What can be the subject of a `with` block, which closes it."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Forkable(Protocol):

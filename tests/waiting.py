@@ -1,0 +1,15 @@
+"""Waiting for something that has to come: a condition, never a span of time."""
+
+import time
+from collections.abc import Callable
+
+HANG_GUARD_S = 60.0
+LOOK_EVERY_S = 0.01
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Come back as soon as the condition holds; fail when it never does."""
+    deadline = time.monotonic() + HANG_GUARD_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(LOOK_EVERY_S)
