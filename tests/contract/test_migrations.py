@@ -1,6 +1,6 @@
-"""Files of earlier versions: `tests/data/store-v0001.db` was written by the first version, and stays.
+"""Files of earlier versions: `tests/data/store-v0001.db` and so on were written by those versions, and stay.
 
-It holds, in queue `triage`: a waiting task, one with a name of its own and a key, a delayed one, a claimed
+Each holds, in queue `triage`: a waiting task, one with a name of its own and a key, a delayed one, a claimed
 one that failed before, a completed one, a dead letter, and a cancelled one.
 """
 
@@ -14,15 +14,20 @@ from postroom.errors import StoreDamaged, WriteFailed
 from postroom.stores import sqlite
 from postroom.testing import ManualClock
 
-GOLDEN = Path(__file__).parents[1] / "data" / "store-v0001.db"
+GOLDEN = sorted(Path(__file__).parents[1].glob("data/store-v*.db"))
 NEXT = "ALTER TABLE records ADD COLUMN colour TEXT NOT NULL DEFAULT 'grey';"
 
 
-@pytest.fixture
-def old_store(tmp_path: Path) -> Path:
+@pytest.fixture(params=GOLDEN, ids=lambda path: path.stem)
+def old_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "queue.db"
-    shutil.copy(GOLDEN, path)
+    shutil.copy(request.param, path)
     return path
+
+
+def test_there_is_a_file_of_every_earlier_version() -> None:
+    versions = [int(path.stem.removeprefix("store-v")) for path in GOLDEN]
+    assert versions == list(sqlite._migrations())[:-1]
 
 
 def open_tasks(path: Path) -> Tasks:
@@ -34,7 +39,7 @@ def scripts_with(text: str) -> dict[int, str]:
     return {**known, max(known) + 1: text}
 
 
-def test_a_store_of_the_first_version_is_read_and_goes_on(old_store: Path) -> None:
+def test_a_store_of_an_earlier_version_is_read_and_goes_on(old_store: Path) -> None:
     with open_tasks(old_store) as tasks:
         status = tasks.status().agents["triage"]
         assert status.states == {

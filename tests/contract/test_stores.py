@@ -27,6 +27,7 @@ from postroom.errors import (
 from postroom.message import Envelope
 from postroom.stores import batches, sqlite, sqliteverbs
 from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
+from postroom.stores.eventruns import UNTOLD_MAX
 from postroom.stores.sql import queries
 from postroom.stores.sqlite import SqliteStore
 from postroom.testing import (
@@ -823,10 +824,125 @@ def test_a_damaged_row_of_events_is_said_and_the_tasks_go_on(
 
 
 def test_damaged_counts_are_said_to_who_counts_them(store: SqliteStore, path: Path) -> None:
-    insert(store, b"1")
+    insert(store, b"1", b"2")
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE events SET counts = '[5]'")
     connection.close()
     for count in (store.count, SqliteStore(path).count, lambda: insert(SqliteStore(path), b"2")):
         with pytest.raises(StoreDamaged, match="is damaged: "):
             count()
+
+
+# ---- new records that tell their own events ------------------------------------------------------------
+
+
+def rows_of_events(path: Path) -> int:
+    connection = sqlite3.connect(path)
+    [(count,)] = connection.execute("SELECT count(*) FROM events").fetchall()
+    connection.close()
+    return int(count)
+
+
+def check_events(store: SqliteStore, path: Path) -> None:
+    """Every way to ask for events and depths gives the same, here and in a handle that knows nothing yet."""
+    everything = store.events(limit=10_000)
+    assert [event.seq for event in everything] == list(range(1, len(everything) + 1))
+    assert store.newest_event() == len(everything)
+    other = SqliteStore(path)
+    assert other.events(limit=10_000) == everything
+    assert other.count() == store.count()
+    assert other.write(lambda transaction: transaction.depth("q")) == store.write(
+        lambda transaction: transaction.depth("q")
+    )
+    other.close()
+
+
+def test_a_record_by_itself_tells_its_own_events(store: SqliteStore, path: Path) -> None:
+    for payload in (b"1", b"22", b"333"):
+        insert(store, payload)
+    assert rows_of_events(path) == 0
+    events = store.events()
+    assert [(event.kind, event.message_id, event.body_bytes) for event in events[::2]] == [
+        ("created", f"{store.store_id}-{seq}", size) for seq, size in ((1, 1), (3, 2), (5, 3))
+    ]
+    assert [event.kind for event in events[1::2]] == ["enqueued"] * 3
+    check_events(store, path)
+
+
+@pytest.mark.parametrize("verb", ["claim", "two", "delayed", "named", "keyed"])
+def test_whoever_tells_other_events_tells_those_before(store: SqliteStore, path: Path, verb: str) -> None:
+    for _ in range(5):
+        insert(store, b"1")
+    before = store.events()
+    if verb == "claim":
+        claim(store, 2)
+    elif verb == "two":
+        insert(store, b"2", b"2")
+    else:
+        facts: dict[str, dict[str, Any]] = {
+            "delayed": {"delay_ns": 10**9},
+            "named": {"message_id": "x"},
+            "keyed": {"key": "k"},
+        }
+        insert(store, b"3", **facts[verb])
+    assert rows_of_events(path) == 1
+    assert store.events()[:10] == before
+    check_events(store, path)
+
+
+def test_many_by_themselves_are_told_now_and_then(store: SqliteStore, path: Path) -> None:
+    for number in range(300):
+        insert(store, b"1", queue="q" if number % 7 else "r")
+    assert 300 // UNTOLD_MAX <= rows_of_events(path) <= 300 // UNTOLD_MAX + 1
+    check_events(store, path)
+    everything = store.events(limit=10_000)
+    for after in range(590):
+        assert store.events(after, 5) == everything[after : after + 5]
+
+
+def test_two_handles_take_turns_with_untold_records(store: SqliteStore, path: Path) -> None:
+    other = SqliteStore(path)
+    for turn in range(40):
+        for handle in (store, other):
+            for _ in range(turn % 3 + 1):
+                insert(handle, b"1")
+            if turn % 5 == 4:
+                claim(handle, 2)
+            assert handle.count()["q"]["QUEUED"] == handle.write(lambda transaction: transaction.depth("q"))
+    check_events(store, path)
+    other.close()
+
+
+def test_an_interrupted_commit_leaves_no_untold_record_uncounted(store: SqliteStore, path: Path) -> None:
+    def half_done(transaction: Transaction) -> None:
+        transaction.insert([Envelope(queue="q", payload=b"1")])
+        raise KeyboardInterrupt
+
+    for _ in range(10):
+        insert(store, b"1")
+        with pytest.raises(KeyboardInterrupt):
+            store.write(half_done)
+    assert store.count() == {"q": {"QUEUED": 10}}
+    check_events(store, path)
+
+
+def test_what_lies_between_records_in_a_row_is_left_alone(path: Path) -> None:
+    """Delayed ones have one event each, so that another queue's can have a number between two of them."""
+    clock = ManualClock()
+    store = SqliteStore(path, clock=clock)
+    for _ in range(3):
+        for queue in ("q", "r"):
+            insert(store, b"1", queue=queue, delay_ns=NANOS_PER_S)
+    clock.advance(2.0)
+    assert [claim(store, 1)[0][0]] == [f"{store.store_id}-1"]
+    held = claim(store, 2)
+    assert [message_id for message_id, _ in held] == [f"{store.store_id}-3", f"{store.store_id}-5"]
+    assert store.count() == {"q": {"PROCESSING": 3}, "r": {"SCHEDULED": 3}}
+    others = store.find(ByIds(tuple(f"{store.store_id}-{number}" for number in (2, 4, 6))))
+    assert [record.state for record in others] == ["SCHEDULED"] * 3
+    words = {message_id: (lease, b"null") for message_id, lease in held}
+    store.write(lambda transaction: transaction.complete(words))
+    assert [record.lease for record in store.find(ByIds(tuple(words)))] == [lease for _, lease in held]
+    others = store.find(ByIds(tuple(f"{store.store_id}-{number}" for number in (2, 4, 6))))
+    assert [record.state for record in others] == ["SCHEDULED"] * 3
+    store.close()

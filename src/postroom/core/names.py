@@ -17,6 +17,8 @@ def plain(text: str) -> str:
 
 def checked_name(kind: str, name: object) -> str:
     """`name` itself when it is safe as a file name on every system, else `InvalidName`."""
+    if type(name) is str and is_name(name):
+        return name
     if not isinstance(name, str) or not is_name(name):
         raise InvalidName(kind, name)
     return plain(name)

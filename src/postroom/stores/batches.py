@@ -1,6 +1,7 @@
 """New messages in batches: what one statement can store together."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from operator import attrgetter
 
 from postroom.message import Envelope
@@ -28,13 +29,10 @@ def are_alike(some: Sequence[Envelope], more: Sequence[Envelope]) -> bool:
 def runs(envelopes: Sequence[Envelope]) -> list[list[Envelope]]:
     """Neighbours that are alike, in order. A long one is a run of its own."""
     found: list[list[Envelope]] = []
-    traits: tuple[object, ...] = ()
-    for e in envelopes:
-        own = _traits(e)
-        short = len(e.payload) <= ALIKE_PAYLOAD_BYTES
-        if own == traits and short and len(found[-1]) < ALIKE_ROWS:
-            found[-1].append(e)
+    for _, neighbours in groupby(envelopes, _traits):
+        alike = list(neighbours)
+        if max([len(e.payload) for e in alike]) <= ALIKE_PAYLOAD_BYTES:
+            found += [alike[first : first + ALIKE_ROWS] for first in range(0, len(alike), ALIKE_ROWS)]
         else:
-            found.append([e])
-        traits = own if short else ()
+            found += [[e] for e in alike]
     return found

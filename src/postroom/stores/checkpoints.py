@@ -15,7 +15,7 @@ from postroom.errors import PostroomError
 
 WAL_PAGES = 4_000  # 16 MB, then its pages move into the database
 WAL_PAGES_MAX = 12_000  # 48 MB: the thread does not keep up, and the commit does it after all
-_DONE = 0  # what SQLite wants to hear from a hook
+LOOK_EVENTS = 32  # so many later, one looks again how long it has become; a hook would cost more
 
 
 class Checkpoints:
@@ -26,6 +26,7 @@ class Checkpoints:
     ) -> None:
         self._path = path
         self._alone = alone
+        self._pages = 0
         self._next = WAL_PAGES
         self.fresh()
 
@@ -35,21 +36,22 @@ class Checkpoints:
         """Held while a connection of its own is open."""
         self._started = False
 
-    def watch(self, connection: apsw.Connection) -> None:
-        """Look after every commit of this connection how long the WAL has become."""
-        connection.wal_autocheckpoint(0)
-        connection.set_wal_hook(self._committed)
+    def look(self, connection: apsw.Connection) -> None:
+        """See how long the WAL has become. Nothing that fails here changes what was committed before."""
+        with suppress(apsw.Error):
+            pages, _ = connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
+            if pages < self._pages:  # it has started anew
+                self._next = WAL_PAGES
+            self._pages = pages
+            if pages >= self._next and (pages >= WAL_PAGES_MAX or not self._started):
+                self._next = pages + WAL_PAGES  # a reader may keep the WAL from starting anew
+                self._begin(connection, pages)
 
-    def _committed(self, connection: apsw.Connection, _: str, pages: int) -> int:
-        if pages < WAL_PAGES:
-            self._next = WAL_PAGES
-        elif pages >= self._next and (pages >= WAL_PAGES_MAX or not self._started):
-            self._next = pages + WAL_PAGES  # a reader may keep the WAL from starting anew
-            self._started = self._started or (pages < WAL_PAGES_MAX and self._start())
-            if pages >= WAL_PAGES_MAX or not self._started:
-                with self.under_way, suppress(apsw.Error):
-                    _checkpoint(connection)
-        return _DONE
+    def _begin(self, connection: apsw.Connection, pages: int) -> None:
+        self._started = self._started or (pages < WAL_PAGES_MAX and self._start())
+        if pages >= WAL_PAGES_MAX or not self._started:
+            with self.under_way:
+                _checkpoint(connection)
 
     def _start(self) -> bool:
         try:

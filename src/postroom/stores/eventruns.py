@@ -2,15 +2,24 @@
 
 A verb that is about many messages makes events that differ in a few numbers. They are kept as one run, from
 which the events follow; a quarter of a store's file would otherwise be the same words over and over.
+
+A message that is accepted by itself needs no row of events at all at first: its record says the same. The
+next commit that has other events to tell, or the one that finds `UNTOLD_MAX` of them, writes them down. So
+the records behind the newest row of events are exactly those that nobody has told yet.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Event, State
+
+UNTOLD_MAX = 256  # new records whose events follow from themselves alone
+EVENTS_OF_ONE = 2  # `created` and `enqueued`
 
 RecordName: TypeAlias = int | str
 """The number in a name that the store gave, or the name that a caller gave."""
@@ -45,6 +54,24 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
                     seq, self.ts_us, "enqueued", self.queue, message_id, state, 0, self.priority
                 )  # fmt: skip
                 seq += 1
+
+
+class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="ones"):
+    """Messages that were accepted one after the other, each by itself and without a delay."""
+
+    seq: int
+    queue: str
+    priority: int
+    type: str
+    parent_message_id: str
+    ts_us: list[int]
+    sizes: list[int]
+
+    def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
+        for index, (ts_us, size) in enumerate(zip(self.ts_us, self.sizes, strict=True)):
+            seq = self.seq + EVENTS_OF_ONE * index
+            one = NewRun(seq, ts_us, self.queue, self.priority, self.type, self.parent_message_id, 0, [size])
+            yield from one.events(name)
 
 
 class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="leased"):
@@ -90,7 +117,7 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
             )  # fmt: skip
 
 
-Run: TypeAlias = NewRun | LeasedRun | CompletedRun
+Run: TypeAlias = NewRun | OnesRun | LeasedRun | CompletedRun
 Told: TypeAlias = Event | Run
 """What a row of events is made of, in the order of the numbers."""
 
@@ -101,6 +128,28 @@ _decode_event = msgspec.json.Decoder(Event).decode
 _decode_run = msgspec.json.Decoder(Run).decode
 
 
+class Untold(NamedTuple):
+    """What a new record's row tells about its events, as long as no row of events does."""
+
+    seq: int
+    queue: str
+    priority: int
+    type: str
+    parent_message_id: str
+    created_us: int
+    size: int
+
+
+_alike = attrgetter("queue", "priority", "type", "parent_message_id")
+
+
+def runs_of(untold: Iterable[Untold]) -> Iterator[OnesRun]:
+    """Neighbours that are alike are one run."""
+    for traits, neighbours in groupby(untold, _alike):
+        ones = list(neighbours)
+        yield OnesRun(ones[0].seq, *traits, [one.created_us for one in ones], [one.size for one in ones])
+
+
 def packed(told: list[Told]) -> str:
     """The events of a commit, as they are kept."""
     return _encode(told).decode()
@@ -108,12 +157,17 @@ def packed(told: list[Told]) -> str:
 
 def unpacked(batch: str, store_id: str) -> Iterator[Event]:
     """The events of a commit."""
-
-    def name(which: RecordName) -> str:
-        return f"{store_id}-{which!s}" if isinstance(which, int) else which
-
     for told in _decode(batch):
         if memoryview(told)[0] == _OBJECT:
             yield _decode_event(told)
         else:
-            yield from _decode_run(told).events(name)
+            yield from told_by(_decode_run(told), store_id)
+
+
+def told_by(run: Run, store_id: str) -> Iterator[Event]:
+    """The events of a run."""
+
+    def name(which: RecordName) -> str:
+        return f"{store_id}-{which!s}" if isinstance(which, int) else which
+
+    return run.events(name)

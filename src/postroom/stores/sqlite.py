@@ -14,9 +14,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -42,8 +43,8 @@ from postroom.stores.base import (
     Transaction,
     unknown,
 )
-from postroom.stores.checkpoints import Checkpoints
-from postroom.stores.eventruns import unpacked
+from postroom.stores.checkpoints import LOOK_EVENTS, Checkpoints
+from postroom.stores.eventruns import EVENTS_OF_ONE, Untold, runs_of, told_by, unpacked
 from postroom.stores.sql.queries import (
     BY_NAME,
     BY_SEQ,
@@ -64,6 +65,9 @@ from postroom.stores.sql.queries import (
     RECORD,
     SET_FACT,
     STORED,
+    TOLD_TO,
+    UNTOLD,
+    UNTOLD_COUNTS,
     Reading,
     ask,
     record_from,
@@ -168,12 +172,16 @@ class SqliteStore:
         self._writer: apsw.Connection | None = None
         self._reader: apsw.Connection | None = None
         self._offset_ns = 0
-        self.store_id = ""
+        self.store_id = self.prefix = ""
         self._new_store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
         self._names: dict[int, str] = {}
         self._numbers: dict[str, int] = {}
         self.depths: Depths = {}
         self.seen = 0
+        self.told_to = 0
+        """The newest row of events."""
+        self.untold: dict[int, int] = {}
+        """How many new records behind it each queue has."""
         self.counted = 0
         self._cursor: apsw.Cursor | None = None
         self._version = -1
@@ -181,6 +189,7 @@ class SqliteStore:
         self._settled = False
         """Whether what we remember is what the file says, others' commits aside."""
         self._wal_fd = -1
+        self._look_at_wal = 0
         self._dead = False
         self._suspect = False
         """Whether the file has to be looked through before it is trusted again."""
@@ -372,16 +381,27 @@ class SqliteStore:
 
     def _count_anew(self, cursor: apsw.Cursor) -> None:
         written_down = ask(cursor, COUNTED)
-        if not self._settled or (written_down and written_down[0][0] > self.seen):
+        if not self._settled or (written_down and written_down[0][0] > self.told_to):
             # A commit of ours was cut short, or what lies between may be purged: begin with what was written
             # down.
-            self.depths, self.counted = counted_depths(cursor.connection)
-            self.seen = self.counted
+            self._count_from(cursor.connection)
         self._settled = False  # an interrupt below would have a row counted twice
-        for seq, counts in ask(cursor, NEW_EVENTS, (self.seen,)):
+        add_counts(self.depths, ((queue, "QUEUED", -n) for queue, n in self.untold.items()))
+        self.untold = {}
+        for seq, counts in ask(cursor, NEW_EVENTS, (self.told_to,)):
             add_counts(self.depths, decode_counts(counts))
-            self.seen = seq
+            self.told_to = seq
+        self.seen = self.told_to
+        for queue, n, newest in ask(cursor, UNTOLD_COUNTS, (self.told_to,)):
+            add_counts(self.depths, [(queue, "QUEUED", n)])
+            self.untold[queue] = n
+            self.seen = max(self.seen, newest + EVENTS_OF_ONE - 1)
         self._settled = True
+
+    def _count_from(self, connection: apsw.Connection) -> None:
+        """Begin with the depths that are written down."""
+        self.depths, self.counted = counted_depths(connection)
+        self.told_to, self.untold = self.counted, {}
 
     def _refill_ballast(self, jobs: list[_Job[Any]]) -> None:
         """As long as there is no space for it, what comes free belongs to those who end work."""
@@ -419,10 +439,21 @@ class SqliteStore:
                 self._numbers[name], self._names[number] = number, name
         add_counts(self.depths, transaction.changed)
         self.seen = transaction.number - 1
+        if transaction.told:
+            self.told_to = self.seen
+            if self.untold:
+                self.untold = {}
+        else:
+            for queue, _, n in transaction.changed:  # one new record, which tells itself
+                self.untold[queue] = self.untold.get(queue, 0) + n
         self.counted = transaction.counted
-        if self._writer is not None:
-            self._version = self._writer.data_version()
+        writer = self._writer
+        if writer is not None:
+            self._version = writer.data_version()
         self._settled = True
+        if writer is not None and (self.seen >= self._look_at_wal or not transaction.changed):
+            self._look_at_wal = self.seen + LOOK_EVENTS
+            self._checkpoints.look(writer)
 
     def _announce(self, transaction: SqliteTransaction) -> None:
         """Make it durable as its class says, then tell whoever waits for something to claim."""
@@ -499,13 +530,13 @@ class SqliteStore:
         with _transaction(connection):
             self._set_clock(connection)
             self.store_id = store_id_of(connection, self._new_store_id)
-        self.depths, self.counted = counted_depths(connection)
-        self.seen = self.counted
+            self.prefix = f"{self.store_id}-"
+        self._count_from(connection)
         for number, name in connection.execute("SELECT queue, name FROM queues"):
             self._names[number], self._numbers[name] = name, number
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
-        self._checkpoints.watch(connection)
+        connection.wal_autocheckpoint(0)
         self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
 
@@ -653,9 +684,16 @@ class SqliteStore:
 
     def own_number(self, message_id: str) -> int:
         """The number in a name that the store gave; 0 for any other name."""
-        store_id, _, number = message_id.rpartition("-")
-        if store_id == self.store_id and number.isascii() and number.isdigit() and number[0] != "0":
-            return int(number) if len(number) <= NUMBER_DIGITS_MAX else 0
+        prefix = self.prefix
+        if message_id.startswith(prefix):
+            number = message_id[len(prefix) :]
+            if (
+                number.isascii()
+                and number.isdigit()
+                and number[0] != "0"
+                and len(number) <= NUMBER_DIGITS_MAX
+            ):
+                return int(number)
         return 0
 
     def _named(self, message_id: str, connection: Reading) -> Any:
@@ -691,21 +729,36 @@ class SqliteStore:
             depths, counted = counted_depths(connection)
             for _, counts in connection.execute(NEW_EVENTS, (counted,)):
                 add_counts(depths, decode_counts(counts))
+            for queue, n, _ in ask(connection, UNTOLD_COUNTS, ask(connection, TOLD_TO)[0]):
+                add_counts(depths, [(queue, "QUEUED", n)])
             names = ask(connection, "SELECT queue, name FROM queues ORDER BY name")
         return {
             name: {state: n for state, n in depths.get(number, {}).items() if n} for number, name in names
         }
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
-        found: list[Event] = []
-        with self._snapshot() as connection:
-            rows = connection.execute("SELECT batch FROM events WHERE seq > ? ORDER BY seq", (after,))
+        with (
+            self._snapshot() as connection,
+            _frozen(connection),
+            closing(self._told(after, connection)) as told,
+        ):
+            return list(islice((event for event in told if event.seq > after), limit))
+
+    def _told(self, after: int, connection: apsw.Connection) -> Generator[Event, None, None]:
+        """The events of every row that can hold one behind `after`, then those that no row tells."""
+        with closing(
+            connection.execute("SELECT batch FROM events WHERE seq > ? ORDER BY seq", (after,))
+        ) as rows:
             for (batch,) in rows:
-                found += [event for event in unpacked(batch, self.store_id) if event.seq > after]
-                if len(found) >= limit:
-                    break
-            rows.close()
-        return found[:limit]
+                yield from unpacked(batch, self.store_id)
+        told_to = ask(connection, TOLD_TO)[0][0]
+        for run in runs_of(self.untold_rows(connection, told_to)):
+            yield from told_by(run, self.store_id)
+
+    def untold_rows(self, connection: Reading, told_to: int, before: int = FOR_EVER) -> Iterator[Untold]:
+        """The new records behind the newest row of events, and before a number."""
+        for seq, queue, *rest in ask(connection, UNTOLD, (told_to, before)):
+            yield Untold(seq, self._names.get(queue) or self.queue_name(queue, connection), *rest)
 
     def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
         with self._snapshot() as connection:

@@ -25,10 +25,20 @@ from postroom.stores.base import (
     Pick,
     Transaction,
 )
-from postroom.stores.eventruns import CompletedRun, LeasedRun, NewRun, Told, packed
+from postroom.stores.eventruns import (
+    EVENTS_OF_ONE,
+    UNTOLD_MAX,
+    CompletedRun,
+    LeasedRun,
+    NewRun,
+    Told,
+    packed,
+    runs_of,
+)
 from postroom.stores.sql.queries import (
     COMPLETE_ALIKE,
     COMPLETE_ONE,
+    COMPLETE_ROW,
     COUNTED,
     FIRST_PAST,
     HEADS,
@@ -39,8 +49,10 @@ from postroom.stores.sql.queries import (
     LANE_LEASED,
     LEASE_MANY,
     LEASE_ONE,
+    LEASE_ROW,
     LEASED_MANY,
     LEASED_ONE,
+    LEASED_ROW,
     QUEUE,
     READY,
     SET_FACT,
@@ -73,10 +85,17 @@ def _numbers(numbers: list[int]) -> "apsw.CArrayBinding":
     return apsw.carray(array("q", numbers))
 
 
+def _in_a_row(numbers: list[int]) -> bool:
+    """Whether they are those of records that were accepted one behind the other."""
+    return numbers == list(range(numbers[0], numbers[-1] + 1, EVENTS_OF_ONE))
+
+
 def _leased(cursor: apsw.Cursor, numbers: list[int]) -> list[Any]:
     """What has a live lease of these records, and a name of ours; in their order."""
     if len(numbers) == 1:
         return ask(cursor, LEASED_ONE, (numbers[0],))
+    if _in_a_row(numbers):
+        return ask(cursor, LEASED_ROW, (numbers[0], numbers[-1]))
     return ask(cursor, LEASED_MANY, (_numbers(numbers),))
 
 
@@ -111,6 +130,10 @@ def cast_to_sqlite(transaction: Transaction) -> "SqliteTransaction":
 class SqliteTransaction(Transaction):
     """The primitives in SQL."""
 
+    synced = False  # in the class, as what every commit sets costs every commit
+    changes = 0
+    _new_end = 0
+
     def __init__(self, store: "SqliteStore", cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # `Transaction.__init__`, spelled out: every commit comes by.
         self.store_id = store.store_id
@@ -119,18 +142,14 @@ class SqliteTransaction(Transaction):
         self.wall_us = wall_us
         self.ready: set[str] = set()
         self.counts: dict[tuple[str, Counted], int] = {}
-        self.synced = False
         self._store = store
         self._cursor_held = cursor
-        self._connection = cursor.connection
         self._new: list[Envelope] = []
         """Accepted and not yet written: neighbours that are alike, whose numbers end before `_new_end`."""
-        self._new_end = 0
         self._queues: dict[str, tuple[int, Limits]] = {}
         self.new_queues: dict[str, int] = {}
         self.told: list[Told] = []
         """The events, in order."""
-        self.changes = 0
         self.changed: list[tuple[int, Counted, int]] = []
         self.counted = store.counted
 
@@ -197,7 +216,7 @@ class SqliteTransaction(Transaction):
         return depth
 
     def is_past(self, queue: str) -> bool:
-        number = self._store.number_of(queue, self._connection)
+        number = self._store.number_of(queue, self._cursor)
         if number is None:
             return False
         now = self.steady_ns
@@ -224,7 +243,9 @@ class SqliteTransaction(Transaction):
     # They do what `Transaction` does by way of `lifecycle`, without a Python object for each step on the way.
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        runs = [envelopes] if len(envelopes) == 1 else batches.runs(envelopes)
+        if len(envelopes) == 1:
+            return self._insert_one(envelopes)
+        runs = batches.runs(envelopes)
         room: dict[str, int] = {}
         for run in runs:
             first = run[0]
@@ -239,41 +260,67 @@ class SqliteTransaction(Transaction):
             return self._insert_alike(runs[0])
         return [accepted for run in runs for accepted in self._insert_alike(run)]
 
+    def _insert_one(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        """The same for a single one, which has nobody to share the work with."""
+        [e] = envelopes
+        number, limits = self._queues.get(e.queue) or self._queue(e.queue)
+        if (
+            e.message_id
+            or e.key
+            or len(e.payload) > limits.max_payload_bytes
+            or self._waiting(e.queue, number) >= limits.max_depth
+        ):
+            return super().insert(envelopes)
+        return [Accepted(f"{self.store_id}-{self._gather(envelopes)!s}", False)]  # noqa: FBT003
+
     def _insert_alike(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
         """New records that differ in their payloads alone."""
-        self.changes += 1
-        if self._new and self._new_end == self.number and batches.are_alike(self._new, envelopes):
-            self._new += envelopes
-        else:
-            if self._new:
-                self._write_new()
-            self._new = list(envelopes)
-        e = envelopes[0]
-        first, events = self.number, 1 if e.delay_ns else 2
-        self.number = self._new_end = first + events * len(envelopes)
-        self._count(e.queue, "SCHEDULED" if e.delay_ns else "QUEUED", len(envelopes))
-        if not e.delay_ns:
-            self.ready.add(e.queue)
-        if e.durability != "os":
-            self.synced = True
-        prefix = f"{self.store_id}-"
+        first = self._gather(envelopes)
+        prefix, events = f"{self.store_id}-", (self.number - first) // len(envelopes)
         return [
             Accepted(f"{prefix}{number!s}", False)  # noqa: FBT003 - faster by position
             for number in range(first, self.number, events)
         ]
 
+    def _gather(self, envelopes: Sequence[Envelope]) -> int:
+        """Take them to what is written last; gives the number of the first."""
+        self.changes += 1
+        first, e = self.number, envelopes[0]
+        if not self._new:
+            self._new = list(envelopes)
+        elif self._new_end == first and batches.are_alike(self._new, envelopes):
+            self._new += envelopes
+        else:
+            self._write_new()
+            self._new = list(envelopes)
+        if e.delay_ns:
+            self.number = first + len(envelopes)
+            self._count(e.queue, "SCHEDULED", len(envelopes))
+        else:
+            self.number = first + EVENTS_OF_ONE * len(envelopes)
+            self._count(e.queue, "QUEUED", len(envelopes))
+            self.ready.add(e.queue)
+        self._new_end = self.number
+        if e.durability != "os":
+            self.synced = True
+        return first
+
     def _write_new(self) -> None:
         """As late as possible: what several callers of one commit bring is one statement."""
         new, self._new = self._new, []
-        e, now, delay_ns = new[0], self.steady_ns, new[0].delay_ns
-        events = 1 if delay_ns else 2
-        first = self._new_end - events * len(new)
+        e, first = new[0], self._insert_new(new)
         sizes = [len(envelope.payload) for envelope in new]
         self.told.append(
-            NewRun(first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, delay_ns, sizes)
+            NewRun(first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, e.delay_ns, sizes)
         )
+
+    def _insert_new(self, new: list[Envelope]) -> int:
+        """The rows of new records that are alike; gives the number of the first."""
+        e, now, delay_ns = new[0], self.steady_ns, new[0].delay_ns
+        events = 1 if delay_ns else EVENTS_OF_ONE
+        first = self._new_end - events * len(new)
         values = (
-            first, self._queue(e.queue)[0], "SCHEDULED" if delay_ns else "QUEUED",
+            first, self._queues[e.queue][0], "SCHEDULED" if delay_ns else "QUEUED",
             e.priority, e.max_retries, LANE_DELAYED if delay_ns else e.priority,
             now + delay_ns if delay_ns else None, now, now + e.ttl_ns if e.ttl_ns else 0, e.durability,
             self.wall_us, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
@@ -283,6 +330,7 @@ class SqliteTransaction(Transaction):
         else:
             payloads = apsw.carray(tuple([envelope.payload for envelope in new]))
             self._cursor_held.execute(INSERT_ALIKE, (*values, payloads, events))
+        return first
 
     def claim(self, terms: Claim) -> list[Delivery]:
         cursor = self._cursor
@@ -308,10 +356,13 @@ class SqliteTransaction(Transaction):
         queue, lease_ns = terms.queue, terms.lease_ns
         values = (number, terms.worker_id, lease_ns, now + lease_ns, wall_us)
         self.changes += 1
+        numbers = [row[0] for row in rows]
         if len(rows) == 1:
-            self._cursor_held.execute(LEASE_ONE, (*values, rows[0][0]))
+            self._cursor_held.execute(LEASE_ONE, (*values, numbers[0]))
+        elif _in_a_row(numbers):
+            self._cursor_held.execute(LEASE_ROW, (*values, numbers[0], numbers[-1]))
         else:
-            self._cursor_held.execute(LEASE_MANY, (*values, _numbers([row[0] for row in rows])))
+            self._cursor_held.execute(LEASE_MANY, (*values, _numbers(numbers)))
         seqs, _, names, attempts, ready_at, durabilities, payloads, kinds, parents, *_ = zip(
             *rows, strict=True
         )
@@ -374,7 +425,12 @@ class SqliteTransaction(Transaction):
         if len(numbers) == 1:
             self._cursor_held.execute(COMPLETE_ONE, (first, results[0], wall_us, numbers[0]))
         elif results.count(results[0]) == len(results):  # most often none
-            self._cursor_held.execute(COMPLETE_ALIKE, (first, results[0], wall_us, _numbers(numbers)))
+            result = results[0]
+            if _in_a_row(numbers):
+                bounds = numbers[0], numbers[-1]
+                self._cursor_held.execute(COMPLETE_ROW, (first, result, wall_us, *bounds))
+            else:
+                self._cursor_held.execute(COMPLETE_ALIKE, (first, result, wall_us, _numbers(numbers)))
         else:
             changes = zip(range(first, first + len(results)), results, repeat(wall_us), numbers)
             self._cursor_held.executemany(COMPLETE_ONE, changes)
@@ -384,7 +440,7 @@ class SqliteTransaction(Transaction):
     def put_new(self, step: Step, envelope: Envelope) -> bool:
         number = self._queue(step.record.queue)[0]
         self._cursor.execute(INSERT, _new_row(step.record, number, envelope))
-        if not self._connection.changes():
+        if not self._cursor_held.connection.changes():
             return False
         self.changes += 1
         if envelope.key:
@@ -430,7 +486,7 @@ class SqliteTransaction(Transaction):
             "(SELECT queue, key FROM keys WHERE seen_us < ? ORDER BY seen_us LIMIT ?)",
             (before_us, limit),
         )
-        return int(self._connection.changes())
+        return int(self._cursor_held.connection.changes())
 
     def purge_events(self, up_to: int, before_us: int, limit: int) -> None:
         """None that the depths still follow from, and never the newest."""
@@ -460,14 +516,36 @@ class SqliteTransaction(Transaction):
 
     def flush(self) -> None:
         """Write what was gathered on the way: new records, events, and what they did to the depths."""
-        if self._new:
+        if self._tells_itself():
+            self._insert_new(self._new)
+        elif self._new:
             self._write_new()
-        self.changed = [
-            (self._number(queue), state, change) for (queue, state), change in self.counts.items() if change
-        ]
+        for (queue, state), change in self.counts.items():
+            if change:
+                known = self._queues.get(queue)
+                self.changed.append((self._number(queue) if known is None else known[0], state, change))
         if self.told:
-            values = (self.number - 1, self.wall_us, encode(self.changed).decode(), packed(self.told))
-            self._cursor_held.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
+            self._tell()
+
+    def _tells_itself(self) -> bool:
+        """Whether one new record is all there is: its events follow from its row (stores/eventruns.py)."""
+        return (
+            len(self._new) == 1
+            and not self.told
+            and not self._new[0].delay_ns
+            and self.number - self._store.told_to < EVENTS_OF_ONE * UNTOLD_MAX
+            and self.number - self.counted <= FOLD_EVENTS
+        )
+
+    def _tell(self) -> None:
+        """Write the events down, behind those that nobody has told yet."""
+        counts, store = self.changed, self._store
+        if store.untold:
+            rows = store.untold_rows(self._cursor_held, store.told_to, store.seen + 1)
+            self.told[:0] = runs_of(rows)
+            counts = [*counts, *((queue, "QUEUED", n) for queue, n in store.untold.items())]
+        values = (self.number - 1, self.wall_us, encode(counts).decode(), packed(self.told))
+        self._cursor_held.execute("INSERT INTO events VALUES (?, ?, ?, ?)", values)
         if self.number - self.counted > FOLD_EVENTS:
             self._fold()
 

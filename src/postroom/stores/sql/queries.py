@@ -59,7 +59,18 @@ UPDATE_TRAIL = (
 REST = "type, parent_message_id, key, delay_ns, ttl_ns, first_priority, payload, result, trail"
 STORED = f"SELECT {REST} FROM records WHERE seq = ?"
 HEAD = "SELECT ready_at FROM records WHERE queue = ? AND lane = ? ORDER BY turn LIMIT 1"
-NEWEST_EVENT = "SELECT coalesce(max(seq), 0) FROM events"
+TOLD_TO = "SELECT coalesce(max(seq), 0) FROM events"
+# A record behind the newest row of events has two events that stand in no row.
+NEWEST_EVENT = (
+    "SELECT iif(newest > told, newest + 1, told) FROM (SELECT coalesce((SELECT max(seq) FROM events), 0) "
+    "AS told, coalesce((SELECT max(seq) FROM records), 0) AS newest)"
+)
+UNTOLD = (
+    "SELECT seq, queue, first_priority, type, parent_message_id, created_us, length(payload) FROM records "
+    "WHERE seq > ? AND seq < ? ORDER BY seq"
+)
+UNTOLD_COUNTS = "SELECT queue, count(*), max(seq) FROM records WHERE seq > ? GROUP BY queue"
+BATCHES = "SELECT batch FROM events WHERE seq > ? ORDER BY seq"
 NEW_EVENTS = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 QUEUE = "SELECT queue, max_depth, max_payload_bytes, durability FROM queues WHERE name = ?"
 NEXT_WORK = (
@@ -88,17 +99,23 @@ LEASE_ONE = LEASE.format(lease="?1", which="WHERE seq = ?6")
 LEASE_MANY = LEASE.format(
     lease="?1 + given.rowid - 1", which="FROM carray(?6) AS given WHERE seq = given.value"
 )
+# Records that were accepted together: every second number, as each had two events. Searched as a range, they
+# are changed on the way; those of an array are gathered first, which takes longer.
+IN_A_ROW = "WHERE seq BETWEEN {first} AND {last} AND (seq - {first}) % 2 = 0"
+LEASE_ROW = LEASE.format(lease="?1 + (seq - ?6) / 2", which=IN_A_ROW.format(first="?6", last="?7"))
 LEASED = (
     "SELECT seq, lease, queue, priority, attempt, worker_id, "
     "turn - lease_ns - 1000 * max(0, heartbeat_us - claimed_us), durability, turn FROM {which} "
     f"AND lane = {LANE_LEASED} AND message_id IS NULL"
 )
 LEASED_ONE = LEASED.format(which="records WHERE seq = ?")
+LEASED_ROW = LEASED.format(which=f"records {IN_A_ROW.format(first='?1', last='?2')}")
 LEASED_MANY = LEASED.format(which="carray(?) CROSS JOIN records WHERE seq = value")  # in the array's order
 COMPLETE = (
     "UPDATE records SET state = 'COMPLETED', place = {place}, lane = NULL, result = ?2, ended_us = ?3 {which}"
 )
 COMPLETE_ONE = COMPLETE.format(place="?1", which="WHERE seq = ?4")
+COMPLETE_ROW = COMPLETE.format(place="?1 + (seq - ?4) / 2", which=IN_A_ROW.format(first="?4", last="?5"))
 COMPLETE_ALIKE = COMPLETE.format(
     place="?1 + given.rowid - 1", which="FROM carray(?4) AS given WHERE seq = given.value"
 )
