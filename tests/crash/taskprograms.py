@@ -17,7 +17,7 @@ from postroom import StaleLease, Tasks
 from postroom.contracts.tasks import DECISIONS, RETRIES_MAX, Task
 from postroom.core.retry import RetryPolicy
 from postroom.message import Durability
-from postroom.stores import checkpoints
+from postroom.stores import checkpoints, sqlite
 from tests.crash.child import _in_threads, _size
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report
@@ -31,13 +31,14 @@ FOUND_MAX = 100
 US_PER_S = 1_000_000
 FOR_EVER = RetryPolicy(max_retries=RETRIES_MAX)
 """Killed holders count as failures, and nothing shall end as a dead letter by that."""
-WAL_PAGES_FEW = (20, 200, checkpoints.WAL_PAGES)
+WAL_PAGES_FEW = (5, 200, checkpoints.WAL_PAGES)
 """Some rounds have checkpoints all the time, some now and then, some hardly any."""
 
 
 def open_tasks(folder: str | Path, *, wal_pages: int = checkpoints.WAL_PAGES, **options: Any) -> Tasks:
     """Few `wal_pages` make checkpoints so frequent that crashes hit them."""
     checkpoints.WAL_PAGES = wal_pages
+    sqlite.LOOK_EVENTS = min(wal_pages, checkpoints.LOOK_EVENTS)
     if wal_pages == 1:  # in every commit, and without a thread: the system's calls come in the same order
         checkpoints.WAL_PAGES_MAX = 1
     return Tasks.open(f"sqlite:///{folder}/queue.db", retry=FOR_EVER, **options)
