@@ -11,7 +11,7 @@ import pytest
 
 from postroom.errors import WriteFailed
 from postroom.message import Envelope
-from postroom.stores import checkpoints, sqlite
+from postroom.stores import checkpoints
 from postroom.stores.base import Claim
 from postroom.stores.sqlite import SqliteStore
 from tests import children
@@ -29,7 +29,7 @@ LONG_S = 60.0
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
-    monkeypatch.setattr(sqlite, "LOOK_EVENTS", 1)
+    monkeypatch.setattr(checkpoints, "LOOK_EVENTS", 1)
     return tmp_path / "queue.db"
 
 

@@ -17,7 +17,8 @@ from postroom import StaleLease, Tasks
 from postroom.contracts.tasks import DECISIONS, RETRIES_MAX, Task
 from postroom.core.retry import RetryPolicy
 from postroom.message import Durability
-from postroom.stores import checkpoints, sqlite
+from postroom.stores import checkpoints
+from postroom.stores.checkpoints import LOOK_EVENTS
 from tests.crash.child import _in_threads, _size
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report
@@ -38,7 +39,7 @@ WAL_PAGES_FEW = (5, 200, checkpoints.WAL_PAGES)
 def open_tasks(folder: str | Path, *, wal_pages: int = checkpoints.WAL_PAGES, **options: Any) -> Tasks:
     """Few `wal_pages` make checkpoints so frequent that crashes hit them."""
     checkpoints.WAL_PAGES = wal_pages
-    sqlite.LOOK_EVENTS = min(wal_pages, checkpoints.LOOK_EVENTS)
+    checkpoints.LOOK_EVENTS = min(wal_pages, LOOK_EVENTS)
     if wal_pages == 1:  # in every commit, and without a thread: the system's calls come in the same order
         checkpoints.WAL_PAGES_MAX = 1
     return Tasks.open(f"sqlite:///{folder}/queue.db", retry=FOR_EVER, **options)

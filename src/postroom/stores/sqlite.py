@@ -27,6 +27,7 @@ import msgspec
 from postroom.core import lifecycle
 from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged, UnknownTask, WriteFailed
 from postroom.message import Envelope, Event, Record, State, Stored
+from postroom.stores import checkpoints
 from postroom.stores.ballast import Ballast
 from postroom.stores.base import (
     PRIORITIES,
@@ -43,7 +44,7 @@ from postroom.stores.base import (
     Transaction,
     unknown,
 )
-from postroom.stores.checkpoints import LOOK_EVENTS, Checkpoints
+from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.eventruns import EVENTS_OF_ONE, Untold, runs_of, told_by, unpacked
 from postroom.stores.sql.queries import (
     BY_NAME,
@@ -452,7 +453,7 @@ class SqliteStore:
             self._version = writer.data_version()
         self._settled = True
         if writer is not None and (self.seen >= self._look_at_wal or not transaction.changed):
-            self._look_at_wal = self.seen + LOOK_EVENTS
+            self._look_at_wal = self.seen + checkpoints.LOOK_EVENTS
             self._checkpoints.look(writer)
 
     def _announce(self, transaction: SqliteTransaction) -> None:
