@@ -465,6 +465,9 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lease": (queries.LEASE_MANY, (1, "w", 1, 1, 1, ARRAY)),
     "leased": (queries.LEASED_MANY, (ARRAY,)),
     "complete": (queries.COMPLETE_ALIKE, (1, b"", 1, ARRAY)),
+    "lease a row": (queries.LEASE_ROW, (1, "w", 1, 1, 1, 1, 3)),
+    "leased row": (queries.LEASED_ROW, (1, 3)),
+    "complete a row": (queries.COMPLETE_ROW, (1, b"", 1, 1, 3)),
     "claim by priority": (queries.READY, (1, 2, 1)),
     "heads": (queries.HEAD, (1, 2)),
     "overdue": (queries.DUE, (1, 9, 0, 1)),
@@ -473,6 +476,7 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "by number": (queries.BY_SEQ, (1,)),
     "next work": (queries.NEXT_WORK, (1,)),
     "new events": (queries.NEW_EVENTS, (1,)),
+    "untold": (queries.UNTOLD, (1, 9)),
     "keys": ("SELECT message_id FROM keys WHERE queue = ? AND key = ?", (1, "k")),
     "old keys": ("SELECT queue, key FROM keys WHERE seen_us < ? ORDER BY seen_us LIMIT ?", (0, 1)),
 }
