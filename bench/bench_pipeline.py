@@ -24,11 +24,13 @@ from pipelinebench import peers
 from pipelinebench.histories import add, history, pieces
 from pipelinebench.spending import Spent, median, spent, spent_by
 
-from postroom.pipeline.jobs import Pipeline, sealed_segments
+from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.ordering import in_turn
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import bronze, silver
+from postroom.pipeline.taking import take
+from postroom.pipeline.transforms import silver
 from postroom.pipeline.transforms.gold import GOLD
 
 if TYPE_CHECKING:
@@ -70,9 +72,6 @@ class Bench:
         if self._spark is not None:
             self._spark.stop()
             self._spark = None
-
-    def segments(self) -> list[Path]:
-        return [segment.path for segment in sealed_segments(history(self.folder, self.events))]
 
     def built(self) -> Tables:
         """The bronze and silver tables of the history, made once."""
@@ -123,17 +122,18 @@ def compared(
 
 
 def to_bronze(bench: Bench) -> Iterator[Figure]:
-    segments = bench.segments()
-    folder = str(history(bench.folder, bench.events).absolute())
+    folder = history(bench.folder, bench.events).absolute()
+    segments = sealed_segments(folder)
+    paths = [segment.path for segment in segments]
 
     def ours(out: Path) -> None:
-        lines = bronze.events(bronze.lines(bench.spark, folder, [str(path) for path in segments]))
-        Tables(out).append("bronze_events", lines, partition_by=bronze.PARTITIONS)
+        tables = Tables(out)
+        tables.commit("bronze_events", take(bench.spark, tables, str(folder), segments).staged)
 
     takes = bench.turns(
         ours,
-        lambda out: peers.duckdb_bronze(segments, out / "lines"),
-        lambda out: peers.polars_bronze(segments, out / "lines.parquet"),
+        lambda out: peers.duckdb_bronze(paths, out / "lines"),
+        lambda out: peers.polars_bronze(paths, out / "lines.parquet"),
     )
     *figures, rate = compared("JSON to bronze", bench.events, takes, [Goal("ratio", "<=", BRONZE_MAX)])
     yield from figures

@@ -1,13 +1,19 @@
 """A driver of its own, to be killed: does jobs on a folder of tables, and says what it begins with.
 
 Its argument is a `Plan` as JSON. Each line that it prints begins with the job, such as `run silver_spans`.
+Where the environment names the gateway of a JVM, it works there: that JVM goes on when its driver is gone.
+With `host` as its argument it has such a JVM, says how to come in, and waits until its input ends.
 """
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from pyspark import SparkContext
+from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from postroom.pipeline.jobs import Pipeline
@@ -17,6 +23,7 @@ from postroom.pipeline.tables import Tables
 
 KEEP_DAYS = 2
 NANOS_PER_S = 1e9
+GATEWAY_PORT, GATEWAY_SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
 CONF = {
     "spark.driver.memory": "1g",
     "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} -XX:TieredStopAtLevel=1",
@@ -36,7 +43,8 @@ class Plan(msgspec.Struct):
 
 
 def main(plan: Plan) -> None:
-    spark = spark_session("local[2]", conf={**CONF, **plan.conf})
+    is_guest = GATEWAY_PORT in os.environ
+    spark = guest() if is_guest else spark_session("local[2]", conf={**CONF, **plan.conf})
     tables = Tables(Path(plan.tables))
     for job in plan.jobs:
 
@@ -49,6 +57,26 @@ def main(plan: Plan) -> None:
             policy = Policy(keep_days=KEEP_DAYS)
             Retention(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
     print("done", *costs(spark), flush=True)
+    if not is_guest:
+        spark.stop()
+
+
+def guest() -> SparkSession:
+    """A session in the JVM that there is."""
+    gateway = launch_gateway()  # type: ignore[no-untyped-call]
+    context = gateway.jvm.org.apache.spark.SparkContext.getOrCreate()
+    jvm_context = gateway.jvm.org.apache.spark.api.java.JavaSparkContext(context)
+    return SparkSession(SparkContext(gateway=gateway, jsc=jvm_context))
+
+
+def host() -> None:
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the JVM prints
+    spark = spark_session("local[2]", conf=CONF)
+    told = spark.sparkContext._gateway.java_parameters  # type: ignore[union-attr]
+    way_in = {GATEWAY_PORT: str(told.port), GATEWAY_SECRET: told.auth_token, "PYSPARK_PYTHON": sys.executable}
+    print(json.dumps(way_in), file=said, flush=True)
+    sys.stdin.read()
     spark.stop()
 
 
@@ -71,4 +99,7 @@ def costs(spark: SparkSession) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Plan))
+    if sys.argv[1] == "host":
+        host()
+    else:
+        main(msgspec.json.decode(sys.argv[1], type=Plan))

@@ -1,7 +1,8 @@
 """The pipeline under kills, over millions of events with faults, on a cluster, and with one giant among many.
 
-`kills-pipeline`: ingest, folds, gold and retention are killed at random moments, with their JVM or without
-it, and started again. At the end every row of every table is that of a run that nobody disturbed.
+`kills-pipeline`: ingest, folds, gold and retention are killed at random moments, and started again at once.
+One of five is killed with its JVM; the others leave a JVM that goes on with what they had begun, beside the
+next driver, as a cluster would. At the end every row of every table is that of a run that nobody disturbed.
 `history-pipeline`: of millions of events with planted faults, `check` finds all of them and nothing else.
 `cluster-pipeline`: two workers whose Python has no postroom make the same rows as one process here.
 `skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
@@ -38,7 +39,8 @@ POSTROOM = str(Path(sys.executable).with_name("postroom"))
 DAY_US = 86_400_000_000
 KILLS_A_ROUND = 4
 ROUND_MESSAGES = 400
-DELAY_S_MAX = 1.5  # from the beginning of a step to the kill; many steps take less
+DELAY_S_MAX = 1.0  # from the beginning of a step to the kill; many steps take less
+WITH_JVM = 0.2  # of the kills; a JVM takes half a minute to come to where it is of use
 TRIES_A_KILL = 3
 STEPS = {
     "run": [
@@ -68,17 +70,38 @@ def scratch() -> Iterator[Path]:
 # ---- a driver ----------------------------------------------------------------------------------------------
 
 
+Gateway = dict[str, str]
+"""What tells a driver of a JVM that is there already; empty for one with a JVM of its own."""
+OWN_JVM: Gateway = {}
+
+
 @contextmanager
-def driver(plan: Plan, folder: Path) -> "Iterator[subprocess.Popen[str]]":
-    """The process that works on a plan. It and its JVM are a group of their own."""
+def lasting_jvm(folder: Path) -> Iterator[Gateway]:
+    """A JVM that outlives its drivers."""
+    with started("host", folder) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
+
+
+@contextmanager
+def driver(plan: Plan, folder: Path, gateway: Gateway = OWN_JVM) -> "Iterator[subprocess.Popen[str]]":
+    """The process that works on a plan."""
+    with started(msgspec.json.encode(plan).decode(), folder, gateway) as process:
+        yield process
+
+
+@contextmanager
+def started(what: str, folder: Path, gateway: Gateway = OWN_JVM) -> "Iterator[subprocess.Popen[str]]":
+    """A process that is, with its JVM if that is its own, a group of its own."""
     with (folder / "errors").open("a") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.pipelinejob", msgspec.json.encode(plan).decode()],
+            [sys.executable, "-m", "tests.crash.pipelinejob", what],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,
-            env={**os.environ, "SPARK_LOCAL_DIRS": str(folder / "local")},
+            env={**os.environ, "SPARK_LOCAL_DIRS": str(folder / "local"), **gateway},
         )
     try:
         with process:
@@ -92,9 +115,9 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def finished(plan: Plan, folder: Path) -> list[float]:
+def finished(plan: Plan, folder: Path, gateway: Gateway = OWN_JVM) -> list[float]:
     """Let a plan come to its end; gives what it cost."""
-    with driver(plan, folder) as process:
+    with driver(plan, folder, gateway) as process:
         assert process.stdout is not None
         said = process.stdout.read().splitlines()
         if process.wait() != 0:
@@ -109,22 +132,24 @@ def run_kills(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
     """So many kills, in rounds, all over the same history."""
     tally = Tally()
     rng = Random(f"kills-pipeline/{seed}")
-    with scratch() as folder:
+    with scratch() as folder, lasting_jvm(folder) as gateway:
         generate(folder / "whole", ROUND_MESSAGES, rng.randrange(2**31))
         segments = sorted((folder / "whole").glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
         now_us = middle_us(segments) + KEEP_DAYS * DAY_US
         calm = Plan(str(folder / "calm"), str(folder / "whole"), ["run", "retain", "run"], now_us)
-        finished(calm, folder)
+        finished(calm, folder, gateway)
         expected = all_rows(Tables(folder / "calm"))
         for number, kills in enumerate(portions(count, KILLS_A_ROUND)):
             plan = Plan(str(folder / f"{number}"), str(folder / f"{number}-events"), calm.jobs, now_us)
-            kill_round(plan, segments, kills, rng, tally)
+            kill_round(plan, segments, kills, rng, tally, gateway)
             compare(expected, all_rows(Tables(Path(plan.tables))), tally)
             tick(kills)
     return tally
 
 
-def kill_round(plan: Plan, segments: list[Path], kills: int, rng: Random, tally: Tally) -> None:
+def kill_round(
+    plan: Plan, segments: list[Path], kills: int, rng: Random, tally: Tally, gateway: Gateway
+) -> None:
     """Three deliveries, each killed on its way in; then what may leave does, killed as well."""
     for number in range(kills):
         deliver(plan, segments[: len(segments) * (number + 1) // (KILLS_A_ROUND - 1)])
@@ -132,11 +157,12 @@ def kill_round(plan: Plan, segments: list[Path], kills: int, rng: Random, tally:
         job = "retain" if number == KILLS_A_ROUND - 1 else "run"
         killed = msgspec.structs.replace(plan, jobs=plan.jobs if job == "retain" else ["run"])
         for _ in range(TRIES_A_KILL):
-            if kill_in(f"{job} {rng.choice(STEPS[job])}", killed, rng, tally):
+            chosen = OWN_JVM if rng.random() < WITH_JVM else gateway
+            if kill_in(f"{job} {rng.choice(STEPS[job])}", killed, rng, tally, chosen):
                 break
         look(Tables(Path(plan.tables)), tally)
     deliver(plan, segments)
-    finished(plan, Path(plan.tables).parent)
+    finished(plan, Path(plan.tables).parent, gateway)
 
 
 def deliver(plan: Plan, segments: list[Path]) -> None:
@@ -153,24 +179,20 @@ def middle_us(segments: list[Path]) -> int:
     return int(times[len(times) // 2])
 
 
-def kill_in(step: str, plan: Plan, rng: Random, tally: Tally) -> bool:
+def kill_in(step: str, plan: Plan, rng: Random, tally: Tally, gateway: Gateway) -> bool:
     """Kill it at a random moment after it has begun with a step; False when it came to its end before."""
-    with driver(plan, Path(plan.tables).parent) as process:
+    with driver(plan, Path(plan.tables).parent, gateway) as process:
         assert process.stdout is not None
         if not any(text.startswith(step) for text in process.stdout):
             tally.count("ended_before")
             return False
         time.sleep(rng.uniform(0, DELAY_S_MAX))
-        with_jvm = rng.random() < 0.5
-        if with_jvm:
-            end_group(process.pid)
-        else:
-            process.kill()  # Python alone: its JVM goes on for a moment
-            time.sleep(rng.uniform(0, DELAY_S_MAX))
+        end_group(process.pid)
         is_killed = process.wait() == -signal.SIGKILL
     tally.count("kills" if is_killed else "ended_before", 1)
     if is_killed:
         tally.count(f"in_{step.replace(' ', '_')}")
+        tally.count("beside_a_jvm_that_goes_on" if gateway else "with_their_jvm")
     return is_killed
 
 

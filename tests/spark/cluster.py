@@ -1,4 +1,4 @@
-"""A standalone cluster on loopback, of what the pip package of Spark brings along, and a bare Python."""
+"""A cluster and a Connect server on loopback, of what the pip package of Spark has, and a bare Python."""
 
 import os
 import re
@@ -17,8 +17,9 @@ from postroom.pipeline.tables import Tables
 
 WORKERS = 2
 LOOK_EVERY_S = 0.1
-SPARK_CLASS = str(Path(pyspark.__file__).parent / "bin" / "spark-class")
+SPARK_BIN = Path(pyspark.__file__).parent / "bin"
 DEPLOY = "org.apache.spark.deploy"
+CONNECT = "org.apache.spark.sql.connect.service.SparkConnectServer"
 HERE = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
 DAEMON = {
     "SPARK_LOCAL_IP": "127.0.0.1",
@@ -31,12 +32,13 @@ DAEMON = {
 class Daemon:
     """A part of the cluster, and its log."""
 
-    def __init__(self, stack: ExitStack, folder: Path, name: str, *words: str) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, name: str, *words: str, **environ: str) -> None:
         self._log = folder / f"{name}.log"
-        environment = {**os.environ, **DAEMON, "SPARK_LOG_DIR": str(folder)}
+        environment = {**os.environ, **DAEMON, "SPARK_LOG_DIR": str(folder), **environ}
+        program = SPARK_BIN / ("spark-submit" if name == "connect" else "spark-class")
         with self._log.open("wb") as sink:
             self._process = stack.enter_context(
-                subprocess.Popen([SPARK_CLASS, *words], stdout=sink, stderr=sink, env=environment)
+                subprocess.Popen([program, *words], stdout=sink, stderr=sink, env=environment)
             )
         stack.callback(self._process.kill)
 
@@ -58,6 +60,37 @@ def standalone(folder: Path) -> Iterator[str]:
             places = ("--work-dir", str(folder / f"work-{number}"), "--cores", "1", "--memory", "700m")
             Daemon(stack, folder, f"worker-{number}", f"{DEPLOY}.worker.Worker", *HERE, *places, url)
         yield url
+
+
+@contextmanager
+def connect_server(folder: Path) -> Iterator[str]:
+    """A Spark Connect server whose Python has no postroom; gives its URL."""
+    here = "127.0.0.1"
+    conf = {
+        "spark.connect.grpc.binding.address": here,
+        "spark.connect.grpc.binding.port": "0",
+        "spark.driver.bindAddress": here,
+        "spark.driver.host": here,
+        "spark.driver.extraJavaOptions": DAEMON["SPARK_DAEMON_JAVA_OPTS"],
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.session.timeZone": "Asia/Tokyo",  # a server's own taste must not matter
+        "spark.sql.shuffle.partitions": "2",
+        "spark.ui.enabled": "false",
+    }
+    settings = [word for name, value in conf.items() for word in ("--conf", f"{name}={value}")]
+    with ExitStack() as stack:
+        words = (
+            "--master",
+            "local[2]",
+            *settings,
+            "--class",
+            CONNECT,
+            "spark-internal",
+        )
+        python = str(bare_python(folder))
+        server = Daemon(stack, folder, "connect", *words, PYSPARK_PYTHON=python, SPARK_DAEMON_MEMORY="1g")
+        port = server.said(r"Spark Connect server started at: \S*:(\d+)")
+        yield f"sc://{here}:{port}"
 
 
 def bare_python(folder: Path) -> Path:

@@ -1,20 +1,25 @@
-"""A process that runs commands of postroom, one after the other, in one JVM.
+"""Commands of postroom in this process, with the session of the tests.
 
-Each command starts and stops a session of its own, as it does for a person; what they share is the JVM, which
-takes most of the time of a small one. That commands are processes of their own is shown where one is killed.
+A JVM of its own would take most of the time of a small one. That a command starts and stops its session is
+shown where a test calls the program itself.
 """
 
-import json
+import contextlib
+import io
 import os
 import subprocess
 import sys
-import tempfile
-from contextlib import suppress
-from types import TracebackType
-from typing import NamedTuple, Self
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
+from pyspark.sql import SparkSession
+
+from postroom.cli import pipeline
 from postroom.cli.main import PROGRAM, cli
 from postroom.cli.shell import run
+
+POSTROOM = str(Path(sys.executable).with_name("postroom"))
 
 
 class Done(NamedTuple):
@@ -26,49 +31,29 @@ class Done(NamedTuple):
 
 
 class Commands:
-    """The process, from outside."""
+    """Runs `postroom pipeline` with the words that it is called with."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.spark.commands"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
 
     def __call__(self, *words: object) -> Done:
-        """Run `postroom pipeline` with these words."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(["pipeline", *map(str, words)]) + "\n")
-        self._process.stdin.flush()
-        return Done(*json.loads(self._process.stdout.readline()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(BrokenPipeError):
-            self._process.communicate()
+        out, errors = io.BytesIO(), io.BytesIO()
+        with contextlib.ExitStack() as stack:
+            lent = stack.enter_context(pytest.MonkeyPatch.context())
+            lent.setattr(pipeline, "spark_of", lambda **_: contextlib.nullcontext(self._spark))
+            stack.enter_context(contextlib.redirect_stdout(io.TextIOWrapper(out, write_through=True)))
+            stack.enter_context(contextlib.redirect_stderr(io.TextIOWrapper(errors, write_through=True)))
+            code = run(cli, PROGRAM, ["pipeline", *map(str, words)])
+            return Done(code, out.getvalue().decode(), errors.getvalue().decode())
 
 
-def main() -> None:
-    """Read commands, answer with what came of them. What the JVM prints belongs to its command, too."""
-    answers = os.fdopen(os.dup(1), "w")
-    for text in sys.stdin:
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            os.dup2(out.fileno(), 1)
-            os.dup2(errors.fileno(), 2)
-            code = run(cli, PROGRAM, json.loads(text))
-            said = []
-            for file in (out, errors):
-                file.seek(0)
-                said.append(file.read().decode())
-        answers.write(json.dumps([code, *said]) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+def in_its_own_process(*words: object, **environ: str) -> Done:
+    """What a person gets: everything that it and its JVM print is in it."""
+    done = subprocess.run(
+        [POSTROOM, "pipeline", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
+    )
+    return Done(done.returncode, done.stdout, done.stderr)

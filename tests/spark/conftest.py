@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the pipeline, tables that are made once, one process for commands."""
+"""One Spark session for all tests of the pipeline and its commands, and tables that are made once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +61,6 @@ def story(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Stor
 
 
 @pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
+def commands(spark: SparkSession) -> Commands:
     """Runs `postroom pipeline …`."""
-    with Commands() as process:
-        yield process
+    return Commands(spark)

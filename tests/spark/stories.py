@@ -1,4 +1,4 @@
-"""Small stories with a known end. They are told together, in three deliveries, because a run costs seconds.
+"""Small stories with a known end. They are told together, in a few deliveries, because a run costs seconds.
 
 Each has a source of its own. Most happen at `NOW_US`; the newest event of a delivery decides what is settled.
 """
@@ -95,9 +95,11 @@ THIRD = [
     happened("again", 6, "again", "execution_completed"),
     _born(4, "trunk", None),
     _born(5, "bud", "leaf"),
-    _born(6, "a", "b"),
-    _born(7, "b", "a"),
 ]
+AHEAD = [_born(6, "a", "b"), _born(7, "b", "a")]
+"""Comes with the second delivery, and has to wait for the third."""
+LAST = [happened("life", 6, "last")]
+"""Behind a segment that never comes."""
 
 
 # ---- and what the tables say -----------------------------------------------------------------------------
@@ -138,7 +140,9 @@ class Story(NamedTuple):
     chapters: list[Chapter]
     second: Summary
     nothing_new: Summary
-    """Of a run behind the third, with files in the folder that are no sealed segments."""
+    """Of a run behind the third, with files in the folder that are no sealed segments, and one that waits."""
+    skipped: Summary
+    """Of a run that waits for nothing."""
 
 
 def _chapter(tables: Tables) -> Chapter:
@@ -159,14 +163,18 @@ def told(spark: SparkSession, folder: Path) -> Story:
     job.stream(events)
     chapters.append(_chapter(tables))
     write_segment(events, 3, SECOND)
+    write_segment(events, 5, AHEAD)
     second = job.run(events)
     chapters.append(_chapter(tables))
     write_segment(events, 4, THIRD)
     job.stream(events)
     chapters.append(_chapter(tables))
     (events / "_open").mkdir()
-    (events / "_open" / "00000005.jsonl").write_bytes(line(seq=9))
+    write_segment(events, 7, LAST)
+    (events / "_open" / "00000008.jsonl").write_bytes(line(seq=9))
     (events / "date=2025-01-05" / "hour=01" / "notes.jsonl").write_bytes(line(seq=9))
     nothing_new = job.run(events)
     chapters.append(_chapter(tables))
-    return Story(events, tables, chapters, second, nothing_new)
+    skipped = job.run(events, skip_missing=True)
+    chapters.append(_chapter(tables))
+    return Story(events, tables, chapters, second, nothing_new, skipped)

@@ -2,7 +2,7 @@ from postroom.core.events import AuditEvent
 from postroom.pipeline.schema import EVENTS
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import FIELDS, expected, oracle, stored
-from tests.spark.stories import NO_UTF8, NOW_US, THIRD, WORDS_FOR_NUMBERS, Story
+from tests.spark.stories import AHEAD, LAST, NO_UTF8, NOW_US, THIRD, WORDS_FOR_NUMBERS, Story
 
 
 def test_every_line_is_a_row_with_its_segment(tables_of: TablesOf) -> None:
@@ -48,14 +48,31 @@ def test_events_of_older_and_newer_versions_are_read(story: Story) -> None:
 
 def test_a_segment_is_taken_once_whoever_takes_it(story: Story) -> None:
     """A stream, then a run, then the stream again."""
-    first, second, third, _ = story.chapters
+    first, second, third, *_ = story.chapters
     assert (story.second.segments, story.second.lines, story.second.rejects) == (1, 5, 1)
     assert story.second.rows == {name: len(rows) for name, rows in second.rows.items()}
     assert len(second.rows["bronze_events"]) == len(first.rows["bronze_events"]) + 4
     assert len(second.rows["bronze_rejects"]) == len(first.rows["bronze_rejects"]) + 1
-    assert len(third.rows["bronze_events"]) == len(second.rows["bronze_events"]) + len(THIRD)
+    assert len(third.rows["bronze_events"]) == len(second.rows["bronze_events"]) + len(THIRD + AHEAD)
 
 
 def test_open_segments_and_other_files_are_left_alone_and_nothing_new_changes_nothing(story: Story) -> None:
     assert story.nothing_new.segments == 0
     assert story.chapters[3].versions == story.chapters[2].versions
+
+
+def test_a_segment_behind_one_that_is_missing_waits_for_it(story: Story) -> None:
+    _, second, third, fourth, _ = story.chapters
+    names = [{row["message_id"] for row in each.rows["silver_messages"]} for each in (second, third, fourth)]
+    assert [{"a", "b"} <= found for found in names] == [False, True, True]
+    assert (story.second.waiting, story.second.missing) == (1, [(4, 4)])
+    assert story.second.note == "segment 4 is missing, and 1 behind 4 waits for it"
+    assert (story.nothing_new.waiting, story.nothing_new.missing) == (1, [(6, 6)])
+    assert "last" not in names[-1]
+
+
+def test_who_does_not_wait_is_told_what_was_passed_over(story: Story) -> None:
+    assert (story.skipped.segments, story.skipped.lines, story.skipped.waiting) == (1, len(LAST), 0)
+    assert story.skipped.missing == [(6, 6)]
+    assert story.skipped.note == "segment 6 is missing and passed over"
+    assert story.chapters[4].row("silver_messages", message_id="last")["outcome"] == "open"

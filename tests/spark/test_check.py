@@ -14,8 +14,8 @@ from postroom.core.history import History, Violation
 from postroom.pipeline import check as checking
 from postroom.pipeline.check import RULES, Sample, Verdict, check
 from postroom.pipeline.generate import FAULTS, generate
-from postroom.pipeline.jobs import sealed_segments
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.transforms import bronze
 from postroom.sinks.reading import Place, Segments
 from tests.spark.commands import Commands

@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -8,20 +7,9 @@ from pathlib import Path
 import pytest
 
 from postroom.cli.pipeline import pipeline
-from tests.spark.commands import Commands
+from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import MESSAGES, TablesOf
-
-POSTROOM = str(Path(sys.executable).with_name("postroom"))
-
-
-def call(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [POSTROOM, "pipeline", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environ},
-    )
+from tests.spark.stories import write_segment
 
 
 @pytest.fixture
@@ -34,17 +22,16 @@ def copied(tables_of: TablesOf, tmp_path: Path) -> tuple[Path, Path]:
 def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     tables_of: TablesOf, commands: Commands
 ) -> None:
+    """The first in a process and a JVM of its own."""
     _, tables = tables_of()
     query = "SELECT outcome, count(*) AS n, max(rejected_us) AS none FROM silver_messages GROUP BY outcome"
-    done = commands("sql", "--tables", tables.folder, "--master", "local[1]", query)
+    done = in_its_own_process("sql", "--tables", tables.folder, "--master", "local[1]", query)
     assert done.code == 0, done.stderr
     rows = [json.loads(text) for text in done.stdout.splitlines()]
     assert sum(row["n"] for row in rows) == MESSAGES
     assert all(set(row) == {"outcome", "n", "none"} for row in rows)
     assert "starting Spark" in done.stderr
-    done = commands(
-        "sql", "--tables", tables.folder, "--master", "local[1]", "SELECT nobody FROM silver_spans"
-    )
+    done = commands("sql", "--tables", tables.folder, "SELECT nobody FROM silver_spans")
     assert done.code == 2
     assert done.stdout == ""
     assert "nobody" in done.stderr.splitlines()[-1]
@@ -53,9 +40,12 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
 def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:
     events, tables = copied
     shutil.rmtree(tables / "gold_sla")
-    done = commands("run", "--events", events, "--tables", tables, "--master", "local[1]", "--json")
+    done = commands(
+        "run", "--events", events, "--tables", tables, "--master", "local[1]", "--json", "--skip-missing"
+    )
     assert done.code == 0, done.stderr
     summary = json.loads(done.stdout)
+    assert (summary["waiting"], summary["missing"], summary["note"]) == (0, [], "")
     assert (summary["segments"], summary["rows"]["silver_messages"]) == (0, MESSAGES)
     assert summary["rows"]["gold_sla"] > 0
     assert "gold_sla" in done.stderr
@@ -64,19 +54,31 @@ def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], comm
 
 def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Path) -> None:
     events, tables = copied
-    done = call("status", "--tables", tables, "--events", events, PATH="", JAVA_HOME=str(tmp_path))
+    done = in_its_own_process(
+        "status", "--tables", tables, "--events", events, PATH="", JAVA_HOME=str(tmp_path)
+    )
     rows = {row["table"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["segments"]["behind"] == rows["silver_spans"]["behind"] == 0
     assert rows["silver_messages"]["rows"] == MESSAGES
-    done = call("tables", "--tables", tables, "--vacuum", "--compact")
+    assert done.stderr == ""
+    done = in_its_own_process("tables", "--tables", tables, "--vacuum", "--compact")
     columns = [json.loads(text) for text in done.stdout.splitlines()]
     assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
 
 
+def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> None:
+    for number in (1, 3, 4):
+        write_segment(tmp_path / "events", number, [])
+    done = in_its_own_process("status", "--tables", tmp_path / "tables", "--events", tmp_path / "events")
+    [row] = map(json.loads, done.stdout.splitlines())
+    assert (done.code, row["behind"], row["missing"]) == (0, 3, [[2, 2]])
+    assert done.stderr == "postroom: segment 2 is missing, and 2 behind 2 wait for it\n"
+
+
 def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
     where = ("run", "--events", tmp_path, "--tables", tmp_path / "tables")
-    done = call(*where, JAVA_HOME=str(tmp_path))
-    assert done.returncode == 2
+    done = in_its_own_process(*where, JAVA_HOME=str(tmp_path))
+    assert done.code == 2
     assert done.stderr.splitlines()[-1].startswith(
         "postroom: the pipeline needs Java 17 or 21, and there is none"
     )
@@ -84,8 +86,8 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text('raise ModuleNotFoundError("no", name="pyspark")')
     for command in (where, ("status", "--tables", tmp_path)):
-        done = call(*command, PYTHONPATH=str(hidden.parent))
-        assert done.returncode == 2
+        done = in_its_own_process(*command, PYTHONPATH=str(hidden.parent))
+        assert done.code == 2
         missing = (
             "postroom: the pipeline needs pyspark, which is not installed: pip install 'postroom[spark]'"
         )

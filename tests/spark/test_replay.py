@@ -11,8 +11,8 @@ from pyspark.sql import SparkSession
 
 from postroom import Tasks
 from postroom.errors import InvalidMessage, InvalidSetting
-from postroom.pipeline.jobs import sealed_segments
 from postroom.pipeline.replay import Wanted, replay
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import bronze, silver
 from postroom.runtime.shipping import Sources, opened

@@ -9,7 +9,8 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.jobs import Pipeline, sealed_segments
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import silver, spans
 from tests.spark.conftest import TablesOf

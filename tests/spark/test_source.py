@@ -11,8 +11,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Bus, Queue, Tasks
 from postroom.pipeline.filters import bounds_of, condition_of
-from postroom.pipeline.jobs import sealed_segments
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.source import register
 from postroom.pipeline.submitting import Message, Submitter
 from postroom.pipeline.transforms import bronze

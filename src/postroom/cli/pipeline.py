@@ -119,7 +119,7 @@ spark_options = together(
     click.option(
         "--remote",
         metavar="URL",
-        help="A Spark Connect server instead: sc://HOST:PORT. Not complete yet.",
+        help="A Spark Connect server instead: sc://HOST:PORT.",
     ),
     click.option("--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
 )
@@ -133,6 +133,14 @@ def redaction_option(command: Command) -> Command:
         default="medium",
         show_default=True,
         help="What is taken out of payloads and errors that the stream still holds.",
+    )(command)
+
+
+def skip_option(command: Command) -> Command:
+    return click.option(
+        "--skip-missing",
+        is_flag=True,
+        help="Give up segments that are missing while later ones are there, and say which.",
     )(command)
 
 
@@ -178,28 +186,35 @@ def _print_summary(shell: Shell, summary: "Summary") -> None:
     shell.output.facts(
         msgspec.to_builtins(summary),
         f"{summary.segments} new segments, {summary.lines:,} lines, {summary.rejects:,} of them no events; "
-        f"{summary.rows.get('silver_messages', 0):,} messages in all",
+        f"{summary.rows.get('silver_messages', 0):,} messages in all"
+        f"{summary.note and '; '}{summary.note}",
     )
 
 
 @pipeline.command()
 @events_option()
 @tables_option
+@skip_option
 @spark_options
 @redaction_option
 @click.pass_obj
-def run(shell: Shell, /, events: Path, tables: Path, redaction: str, **where: Any) -> None:
+def run(
+    shell: Shell, /, events: Path, tables: Path, skip_missing: bool, redaction: str, **where: Any
+) -> None:
     """Take the segments that are new, and bring every table up to them.
 
-    What was taken before is not read again. A run that was interrupted is simply started again.
+    What was taken before is not read again. A run that was interrupted is simply started again. Segments are
+    taken in the order of their numbers: where one is missing, those behind it wait for it. If it is lost for
+    good, --skip-missing goes on without it.
 
     \b
     Example:
       postroom pipeline run --events history --tables tables
+      postroom pipeline run --events history --tables tables --skip-missing
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
     with _pipeline(shell, tables, where, redaction) as job:
-        _print_summary(shell, job.run(events))
+        _print_summary(shell, job.run(events, skip_missing=skip_missing))
 
 
 @pipeline.command()
@@ -232,21 +247,34 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     metavar="SECONDS",
     help="Go on for ever, with a batch so often. Without it: all that is there, then the end.",
 )
+@skip_option
 @spark_options
 @redaction_option
 @click.pass_obj
 def stream(
-    shell: Shell, /, events: Path, tables: Path, every_s: float | None, redaction: str, **where: Any
+    shell: Shell,
+    /,
+    events: Path,
+    tables: Path,
+    every_s: float | None,
+    skip_missing: bool,
+    redaction: str,
+    **where: Any,
 ) -> None:
     """Follow the audit stream: a batch of new segments, and the tables up to it, again and again.
+
+    As with `run`, segments behind one that is missing wait for it. Behind Spark Connect it does not work: a
+    server would call back into a process of its own.
 
     \b
     Example:
       postroom pipeline stream --events history --tables tables
       postroom pipeline stream --events /data/audit --tables /data/tables --every 10
     """
+    if where["remote"] is not None:
+        raise click.UsageError("a stream has no --remote: give `run` again and again, or use --master")
     with _pipeline(shell, tables, where, redaction) as job:
-        job.stream(events, every_s=every_s)
+        job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
 
 @pipeline.command()
@@ -257,14 +285,16 @@ def status(shell: Shell, events: Path | None, tables: Path) -> None:
     """How far each table has come. It needs no Spark.
 
     `behind` counts the commits of its source that a table has not seen; with --events, the first line counts
-    the segments that nobody took so far.
+    the segments that nobody took so far, and a sentence on stderr names those that the others wait for.
 
     \b
     Example:
       postroom pipeline status --tables tables --events history
     """
-    from postroom.pipeline.status import status_of
+    from postroom.pipeline.status import new_segments, status_of
 
+    if events is not None and (note := new_segments(tables, events).sentence()):
+        warn(shell.program, note)
     columns = ("table", "version", "rows", "files", "bytes", "behind")
     shell.output.rows(columns, status_of(tables, events), f"there are no tables in {tables}")
 

@@ -7,7 +7,7 @@ Rule 2: a fold reads the events that are new and the rows of the messages that t
 Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, reduce
 from pathlib import Path
@@ -15,19 +15,18 @@ from typing import Final, NamedTuple
 
 import msgspec
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
-from postroom.errors import InvalidMessage
 from postroom.pipeline import redacting
 from postroom.pipeline.ordering import Needs, in_turn
+from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
+from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver, spans
 from postroom.pipeline.transforms.goldtable import GoldTable
-from postroom.sinks.layout import SEGMENT
 
-BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
 BROADCAST_ROWS_MAX: Final = 5_000_000  # ids that are sent to every executor instead of being shuffled
 BROADCAST_NODES_MAX: Final = 1_000_000  # messages whose places are
 CHECKPOINTS: Final = "_checkpoints"
@@ -45,14 +44,6 @@ Progress = Callable[[str], None]
 """Told in a few words what is done at present."""
 
 
-class Segment(NamedTuple):
-    """A sealed file of the audit stream."""
-
-    number: int
-    path: Path
-    size: int
-
-
 class Summary(msgspec.Struct, frozen=True):
     """What a run did."""
 
@@ -61,6 +52,12 @@ class Summary(msgspec.Struct, frozen=True):
     rejects: int
     rows: dict[str, int]
     """Of every table, now."""
+    waiting: int = 0
+    """Segments that wait for one that is missing."""
+    missing: list[Gap] = []
+    """Numbers of segments that are not there while later ones are."""
+    note: str = ""
+    """What is missing, in a sentence."""
 
 
 class Pipeline:
@@ -82,22 +79,26 @@ class Pipeline:
         self._tell = progress
         self._lines = 0
         self._rejects = 0
+        self._turn = Turn([], [], [])
 
     # ---- the jobs ------------------------------------------------------------------------------------
 
-    def run(self, events: Path) -> Summary:
-        """Take every new segment, and bring all tables up to it."""
+    def run(self, events: Path, *, skip_missing: bool = False) -> Summary:
+        """Take every new segment up to the first that is missing, and bring all tables up to it.
+
+        With `skip_missing` those that are missing are given up: they are named, and never taken.
+        """
         self._lines = self._rejects = 0
-        return self._summary(self._run(events, sealed_segments(events)))
+        return self._summary(self._run(events, skip_missing=skip_missing))
 
     def backfill(self, events: Path | None = None) -> Summary:
         """Make the silver and gold tables anew from all of bronze, after the segments that are new."""
         with self.tables.lock():
-            taken = 0 if events is None else sum(map(len, self._ingest(events, sealed_segments(events))))
+            taken = 0 if events is None else sum(map(len, self._ingest(events, self._look(events))))
             self._bring_up({**SILVER, **self._gold_inputs()}, anew=True)
         return self._summary(taken)
 
-    def stream(self, events: Path, *, every_s: float | None = None) -> None:
+    def stream(self, events: Path, *, every_s: float | None = None, skip_missing: bool = False) -> None:
         """Let Spark watch for segments: once for all that there are, or again and again.
 
         The file source notices them and its checkpoint remembers it. What is taken is decided by the table
@@ -105,9 +106,10 @@ class Pipeline:
         """
         failures: list[Exception] = []
 
-        def arrived(batch: DataFrame, _: int) -> None:
+        def arrived(_: DataFrame, __: int) -> None:
+            # Not what has arrived: some of it may have to wait, and some may have waited for it.
             try:
-                self._arrived(events, batch)
+                self._run(events, skip_missing=skip_missing)
             except Exception as error:
                 failures.append(error)
                 raise
@@ -134,36 +136,39 @@ class Pipeline:
         for row in rows.toLocalIterator():
             yield row[0]
 
-    def _arrived(self, events: Path, batch: DataFrame) -> None:
-        names = [row["segment"] for row in batch.distinct().collect()]
-        newest = max((int(name.partition("-")[0]) for name in names), default=0)
-        self._run(events, [segment for segment in sealed_segments(events) if segment.number <= newest])
-
     def _checkpoint(self, events: Path) -> Path:
         return self.tables.folder / CHECKPOINTS / events.absolute().as_posix().strip("/").replace("/", "-")
 
-    def _run(self, events: Path, segments: list[Segment]) -> int:
+    def _run(self, events: Path, *, skip_missing: bool) -> int:
         with self.tables.lock():
-            taken = 0
-            for batch in self._ingest(events, segments):
-                taken += len(batch)
-                if batch[-1] is not segments[-1]:
+            new = self._look(events, skip_missing=skip_missing)
+            for batch in self._ingest(events, new):
+                if batch[-1] is not new[-1]:
                     self._bring_up(SILVER)
             self._bring_up({**SILVER, **self._gold_inputs()})  # the last batch, and what a killed run left
-        return taken
+        return len(new)
 
     def _summary(self, taken: int) -> Summary:
         rows = {name: sum(file.rows for file in self.tables.files(name)) for name in self.tables.names()}
-        return Summary(taken, self._lines, self._rejects, rows)
+        turn = self._turn
+        note = turn.sentence()
+        return Summary(taken, self._lines, self._rejects, rows, len(turn.waiting), turn.gaps, note)
 
     # ---- bronze --------------------------------------------------------------------------------------
 
+    def _look(self, events: Path, *, skip_missing: bool = False) -> list[Segment]:
+        """The segments that can be taken."""
+        taken = self.tables.last_txn("bronze_events", ingest_id(events))
+        self._turn = turn_of(events, taken, skip_missing=skip_missing)
+        if self._turn.gaps:
+            self._tell(self._turn.sentence())
+        return self._turn.ready
+
     def _ingest(self, events: Path, segments: list[Segment]) -> Iterator[list[Segment]]:
-        """Take the segments that are new, in batches, each in one commit."""
+        """Take segments in batches, each in one commit."""
         folder = str(events.absolute())
         app_id = ingest_id(events)
-        taken = self.tables.last_txn("bronze_events", app_id)
-        for batch in _batches(segment for segment in segments if segment.number > taken):
+        for batch in batches(segments):
             numbers = f"segment {batch[0].number}" + (f" to {batch[-1].number}" if len(batch) > 1 else "")
             self._tell(f"bronze: {numbers}, {sum(segment.size for segment in batch) / 1e6:,.0f} MB")
             self._take(folder, batch, app_id)
@@ -171,14 +176,11 @@ class Pipeline:
 
     def _take(self, folder: str, batch: list[Segment], app_id: str) -> None:
         """The rejects first: whoever is interrupted reads the segments again, and knows their rejects."""
-        seen = Observation()
-        parsed = bronze.lines(self.spark, folder, [str(segment.path) for segment in batch])
-        lines = parsed.observe(seen, bronze.bad_marks().alias("bad"), F.count("*").alias("lines"))
-        staged = self.tables.stage("bronze_events", bronze.events(lines), partition_by=bronze.PARTITIONS)
-        self._reject(folder, batch, seen.get["bad"], app_id)
-        self.tables.commit("bronze_events", staged, txns=[Txn(app_id, batch[-1].number)])
-        self._lines += seen.get["lines"]
-        self._rejects += seen.get["lines"] - staged.rows
+        taken = take(self.spark, self.tables, folder, batch)
+        self._reject(folder, batch, taken.marks, app_id)
+        self.tables.commit("bronze_events", taken.staged, txns=[Txn(app_id, batch[-1].number)])
+        self._lines += taken.lines
+        self._rejects += taken.lines - taken.staged.rows
 
     def _reject(self, folder: str, batch: list[Segment], marks: int | None, app_id: str) -> None:
         """Keep the bad lines of a batch. The table is there also when there are none."""
@@ -375,34 +377,7 @@ class News(NamedTuple):
     newest_us: int
 
 
-# ---- segments and files ------------------------------------------------------------------------------
-
-
-def sealed_segments(events: Path) -> list[Segment]:
-    """The sealed segments of a folder, the oldest first."""
-    if not events.is_dir():
-        raise InvalidMessage(f"{events} is not a folder of segments")
-    return sorted(
-        Segment(int(match[1]), path, path.stat().st_size)
-        for path in events.absolute().glob("date=*/hour=*/*.jsonl")
-        if (match := SEGMENT.fullmatch("/".join(path.parts[-3:])))
-    )
-
-
-def ingest_id(events: Path) -> str:
-    """The application whose transactions tell which segments of a folder were taken."""
-    return f"segments of {events.absolute()}"
-
-
-def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    batch: list[Segment] = []
-    for segment in segments:
-        if batch and sum(taken.size for taken in batch) + segment.size > BATCH_BYTES_MAX:
-            yield batch
-            batch = []
-        batch.append(segment)
-    if batch:
-        yield batch
+# ---- rows and files ---------------------------------------------------------------------------------
 
 
 def row_number() -> Column:

@@ -4,14 +4,17 @@ Rule 1: what is missing on this machine is said in one sentence, before a JVM is
 Rule 2: a local master talks to itself alone. Where a cluster listens is the cluster's business.
 """
 
+import logging
 import os
 import shutil
+import socket
 import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
 
@@ -26,6 +29,8 @@ LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution j
 CONCURRENT_WRITERS_MAX: Final = (
     64  # open files a task: rows need not be sorted by day before they are written
 )
+CONNECT_PORT: Final = 15_002  # where a Spark Connect server listens that was not told otherwise
+CONNECT_TIMEOUT_S: Final = 10.0
 CAUSES_MAX: Final = 20  # exceptions within exceptions that are looked into
 LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
 
@@ -65,7 +70,15 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     "spark.driver.host": LOOPBACK,
     "spark.driver.bindAddress": LOOPBACK,
     "spark.sql.shuffle.partitions": str(LOCAL_SHUFFLE_PARTITIONS),
+    # Half a second of work: with few cores, the last one to finish keeps the others waiting no longer.
+    "spark.sql.files.maxPartitionBytes": "32m",
 }
+REMOTE_SETTINGS: Final = {
+    name: value
+    for name, value in SETTINGS.items()
+    if name.startswith("spark.sql.") and name != "spark.sql.codegen.cache.maxEntries"
+}
+"""What a session behind Spark Connect can choose. The rest is up to its server."""
 
 
 def spark_session(
@@ -77,7 +90,7 @@ def spark_session(
         builder = _builder()
         with spark_errors():
             if remote is not None:
-                return builder.remote(remote).config(map=dict(conf or {})).getOrCreate()
+                return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_java()
             return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
 
@@ -98,6 +111,37 @@ def _builder() -> "SparkSession.Builder":
             f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
         ) from None
     return SparkSession.Builder()
+
+
+def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[str, str]) -> "SparkSession":
+    from pyspark.logger import PySparkLogger  # noqa: PLC0415 - lazy
+
+    _need_server(remote)
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is raised, and said once
+    try:
+        return builder.remote(remote).config(map={**conf}).getOrCreate()
+    except ImportError as error:
+        raise InvalidSetting(
+            f"Spark Connect: {_first_sentence(str(error)).rstrip('.')}: pip install 'postroom[spark]'"
+        ) from None
+
+
+def _need_server(remote: str) -> None:
+    """Spark's client would try for ten minutes."""
+    url = urlsplit(remote)
+    try:
+        place = (url.hostname or "", url.port or CONNECT_PORT)
+    except ValueError:
+        place = ("", 0)
+    if url.scheme != "sc" or not place[0]:
+        raise InvalidSetting(f"{remote!r} is no Spark Connect server: it has the form sc://HOST:PORT")
+    try:
+        socket.create_connection(place, CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise Unavailable(
+            f"there is no Spark Connect server at {remote}: {error.strerror or error}"
+        ) from None
 
 
 def _need_java() -> None:

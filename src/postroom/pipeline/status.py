@@ -7,7 +7,8 @@ from typing import Any
 from postroom.errors import InvalidSetting
 
 try:
-    from postroom.pipeline.jobs import SOURCES, ingest_id, sealed_segments
+    from postroom.pipeline.jobs import SOURCES
+    from postroom.pipeline.segments import Turn, ingest_id, sealed_segments, turn_of
     from postroom.pipeline.tables import Tables
 except ImportError as error:
     raise InvalidSetting(
@@ -19,7 +20,7 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
     """A row for each table; for the segments in front of them too, where they are."""
     tables = Tables(folder)
     if events is not None:
-        yield _segments(tables, events)
+        yield _segments(folder, events)
     for name in tables.names():
         files = tables.files(name)
         yield {
@@ -32,16 +33,22 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
         }
 
 
-def _segments(tables: Tables, events: Path) -> dict[str, Any]:
+def new_segments(folder: Path, events: Path) -> Turn:
+    """What the next run finds."""
+    return turn_of(events, Tables(folder).last_txn("bronze_events", ingest_id(events)))
+
+
+def _segments(folder: Path, events: Path) -> dict[str, Any]:
     segments = sealed_segments(events)
-    taken = tables.last_txn("bronze_events", ingest_id(events))
+    turn = new_segments(folder, events)
     return {
         "table": "segments",
         "version": max((segment.number for segment in segments), default=0),
         "rows": None,
         "files": len(segments),
         "bytes": sum(segment.size for segment in segments),
-        "behind": sum(1 for segment in segments if segment.number > taken),
+        "behind": len(turn.ready) + len(turn.waiting),
+        "missing": turn.gaps,
     }
 
 

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote
@@ -28,6 +28,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, Unavailable
+from postroom.pipeline.schema import REQUIRED
 from postroom.system import lock
 from postroom.system.atomic import open_safely
 
@@ -214,8 +215,33 @@ class Tables:
         Rows that differ in `split_by` go to files of their own. It is no column of the table.
         """
         split = () if split_by is None else (split_by,)
-        adds = [self._add(name, path, partition_by) for path in self._write(name, df, partition_by, split)]
+        with self.aside(name) as staging:
+            df.write.options(**WRITING).partitionBy(*split, *partition_by).parquet(str(staging))
+            adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
         return Staged(df.drop(*split).schema, tuple(partition_by), adds)
+
+    def stage_in(
+        self, name: str, df: DataFrame, partition: Mapping[str, str], writing: Mapping[str, str] = WRITING
+    ) -> list[AddAction]:
+        """Write files of one partition, whose values are no columns of the rows.
+
+        Spark then need not look at each row for where it belongs. Several may be written at once.
+        """
+        with self.aside(name) as staging:
+            folders = [f"{column}={value}" for column, value in partition.items()]
+            df.write.options(**writing).parquet(str(staging.joinpath(*folders)))
+            return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[Path]:
+        """A folder of a table that nobody reads. What a killed job leaves there goes with `vacuum`."""
+        staging = self.folder / name / STAGING / uuid.uuid4().hex
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            with suppress(OSError):  # another one has one too
+                staging.parent.rmdir()
 
     def commit(
         self, name: str, staged: Staged, removed: Iterable[DataFile] = (), *, txns: Iterable[Txn] = ()
@@ -233,22 +259,17 @@ class Tables:
         delta = self._known(name)
         self._commit(name, self.schema(name), delta.metadata().partition_columns, [], txns)
 
-    def _write(
-        self, name: str, df: DataFrame, partition_by: Sequence[str], split: Sequence[str]
-    ) -> list[Path]:
-        """Let Spark write the files aside, then give them their place. Nobody reads them so far."""
+    def _place(self, name: str, staging: Path, splits: int = 0) -> list[Path]:
+        """Give files that Spark has written their place. Nobody reads them so far."""
         table = self.folder / name
-        staging = table / STAGING / uuid.uuid4().hex
-        df.write.options(**WRITING).partitionBy(*split, *partition_by).parquet(str(staging))
         placed = []
         for file in sorted(staging.rglob("*.parquet")):
             folders = file.relative_to(staging).parts[:-1]
             # A task gives its files one name, and tells them apart by their folders alone.
-            name = "-".join((*folders[: len(split)], file.name)).lstrip("_")
-            place = table.joinpath(*folders[len(split) :], name)
+            name = "-".join((*folders[:splits], file.name)).lstrip("_")
+            place = table.joinpath(*folders[splits:], name)
             place.parent.mkdir(parents=True, exist_ok=True)
             placed.append(file.rename(place))
-        shutil.rmtree(table / STAGING)
         return placed
 
     def _add(self, name: str, path: Path, partition_by: Sequence[str]) -> AddAction:
@@ -331,18 +352,23 @@ def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | No
 
 
 def _stats_of(path: Path) -> dict[str, Any]:
-    """Rows, and the lowest and highest values of the indexed columns, from the footer of the file."""
+    """Rows, the range of the indexed columns and the NULLs of the required ones, from the file's footer."""
     footer = pq.read_metadata(path)
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
+    nulls: dict[str, int] = {}
     for at, column in enumerate(footer.schema.names):
-        if column not in INDEXED:
-            continue
+        if column not in (*INDEXED, *REQUIRED) or footer.schema.column(at).path != column:
+            continue  # or it is a part of one
         groups = [footer.row_group(n).column(at).statistics for n in range(footer.num_row_groups)]
-        if groups and all(group is not None and group.has_min_max for group in groups):
+        if not groups or any(group is None for group in groups):
+            continue
+        if column in REQUIRED and all(group.has_null_count for group in groups):
+            nulls[column] = sum(group.null_count for group in groups)
+        if column in INDEXED and all(group.has_min_max for group in groups):
             low[column] = min(group.min for group in groups)
             high[column] = max(group.max for group in groups)
-    return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": {}}
+    return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls}
 
 
 def _files_of(delta: DeltaTable) -> list[DataFile]:

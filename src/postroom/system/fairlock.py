@@ -15,7 +15,7 @@ from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 
 # Who has come through the gate may take the lock again for a while: a process that alternates with another
 # at every commit reads everything anew each time. So long a turn, times the processes, is what one waits.
-TURN_S = 0.003
+TURN_S = 0.006
 INSIDE_PAUSE_FIRST_S = 0.000_1
 INSIDE_PAUSE_LAST_S = 0.000_5
 GATE_PAUSE_FIRST_S = 0.000_2

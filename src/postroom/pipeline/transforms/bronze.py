@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 _SEALED: Final = StructField("date", DateType())  # of the folder that a segment lies in
+ROWS: Final = StructType([*EVENTS.fields, StructField("segment", StringType()), _SEALED])
+"""Of `bronze_events`."""
 REJECTS: Final = StructType(
     [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
 )
@@ -36,6 +38,22 @@ def lines(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataF
     # The name by function: `_metadata` would have every row written once more on its way.
     segment = F.substring_index(F.input_file_name(), "/", -1)
     return found.select(*LINES.names, segment.alias("segment"), "date")
+
+
+def plain(spark: "SparkSession", folder: str) -> "DataFrame":
+    """`events` without `date`, of a folder `segment=NAME` for each segment. A line that cannot be read fails.
+
+    There is nothing between the reader and the writer: not the text of bad lines, for which every field of
+    every line would be looked up once more, and neither a condition nor a function, for which every row would
+    be copied. Who reads like this has to look for columns of `REQUIRED` that are NULL afterwards.
+    """
+    rows = StructType([field for field in ROWS.fields if field.name not in PARTITIONS])
+    return spark.read.schema(rows).option("mode", "FAILFAST").json(folder)
+
+
+def cannot_be_read(error: Exception) -> bool:
+    """Whether `plain` may have failed because of what a line says."""
+    return "FAILED_READ_FILE" in str(error)
 
 
 def arrivals(spark: "SparkSession", folder: str) -> "DataFrame":
@@ -76,8 +94,10 @@ def may_be_bad(segment: str, marks: int | None) -> bool:
 def widened(rows: "DataFrame") -> "DataFrame":
     """The wire's columns; those that the table of an earlier version does not have are NULL."""
     known = set(rows.columns)
-    missing = [field for field in EVENTS.fields if field.name not in known]
-    return rows.withColumns({field.name: F.lit(None).cast(field.dataType) for field in missing})
+    missing = {
+        field.name: F.lit(None).cast(field.dataType) for field in EVENTS.fields if field.name not in known
+    }
+    return rows.withColumns(missing) if missing else rows  # Spark Connect refuses none
 
 
 def rejects(texts: "DataFrame") -> "DataFrame":

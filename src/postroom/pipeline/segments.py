@@ -1,0 +1,105 @@
+"""The sealed segments of the audit stream, in the order in which they are taken.
+
+Rule 1: segments are numbered without a gap. One that is missing may be on its way, so those behind it wait.
+Rule 2: whoever goes on without it is told the numbers, and has given them up: what is taken is remembered as
+        the highest number alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from postroom.errors import InvalidMessage
+from postroom.sinks.chain import read_chain
+from postroom.sinks.layout import SEGMENT
+
+BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
+
+
+class Segment(NamedTuple):
+    """A sealed file of the audit stream."""
+
+    number: int
+    path: Path
+    size: int
+
+
+class Gap(NamedTuple):
+    """Numbers that are missing in front of one that is there."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
+
+
+class Turn(NamedTuple):
+    """What is new in a folder."""
+
+    ready: list[Segment]
+    waiting: list[Segment]
+    """Behind a number that is missing."""
+    gaps: list[Gap]
+
+    def sentence(self) -> str:
+        """What is missing, and what comes of it; nothing where nothing is."""
+        if not self.gaps:
+            return ""
+        are_many = len(self.gaps) > 1 or self.gaps[0].first < self.gaps[0].last
+        missing = f"segment{'s' * are_many} {', '.join(map(str, self.gaps))} {'are' if are_many else 'is'}"
+        if not self.waiting:
+            return f"{missing} missing and passed over"
+        wait = f"{len(self.waiting)} behind {self.gaps[0].first} wait{'s' * (len(self.waiting) == 1)} for it"
+        return f"{missing} missing, and {wait}"
+
+
+def sealed_segments(events: Path) -> list[Segment]:
+    """The sealed segments of a folder, the oldest first."""
+    if not events.is_dir():
+        raise InvalidMessage(f"{events} is not a folder of segments")
+    return sorted(
+        Segment(int(match[1]), path, path.stat().st_size)
+        for path in events.absolute().glob("date=*/hour=*/*.jsonl")
+        if (match := SEGMENT.fullmatch("/".join(path.parts[-3:])))
+    )
+
+
+def ingest_id(events: Path) -> str:
+    """The application whose transactions tell which segments of a folder were taken."""
+    return f"segments of {events.absolute()}"
+
+
+def turn_of(events: Path, taken: int, *, skip_missing: bool = False) -> Turn:
+    """What a folder has behind the last segment that was taken, which is -1 when none was."""
+    new = [segment for segment in sealed_segments(events) if segment.number > taken]
+    gaps = list(_gaps(new, taken + 1 if taken >= 0 else _first_of(events)))
+    if skip_missing or not gaps:
+        return Turn(new, [], gaps)
+    ready = [segment for segment in new if segment.number < gaps[0].first]
+    return Turn(ready, new[len(ready) :], gaps)
+
+
+def _first_of(events: Path) -> int | None:
+    """The first number that the folder's chain still has; a folder without a chain begins where it begins."""
+    entries = read_chain(events).entries
+    return entries[0].n if entries else None
+
+
+def _gaps(segments: Sequence[Segment], wanted: int | None) -> Iterator[Gap]:
+    for segment in segments:
+        if wanted is not None and segment.number > wanted:
+            yield Gap(wanted, segment.number - 1)
+        wanted = segment.number + 1
+
+
+def batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """As many as are taken at once."""
+    batch: list[Segment] = []
+    for segment in segments:
+        if batch and sum(taken.size for taken in batch) + segment.size > BATCH_BYTES_MAX:
+            yield batch
+            batch = []
+        batch.append(segment)
+    if batch:
+        yield batch

@@ -1,0 +1,107 @@
+"""In which order segments are taken. No Spark is needed to decide it."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from postroom.core.events import AuditEvent
+from postroom.errors import InvalidMessage
+from postroom.pipeline import segments
+from postroom.pipeline.segments import Gap, Segment, Turn, batches, turn_of
+from postroom.sinks.layout import CHAIN
+from postroom.sinks.retention import retain
+from postroom.sinks.segments import SegmentSink
+from tests.spark.stories import happened, write_segment
+
+NONE, SEGMENTS = -1, 5
+FAR_FUTURE_US = 1 << 60
+
+
+def folder_with(place: Path, *numbers: int) -> Path:
+    """Without a chain, as a copy of the segments alone."""
+    for number in numbers:
+        write_segment(place, number, [happened("s", number, "m")])
+    return place
+
+
+def numbers(found: list[Segment]) -> list[int]:
+    return [segment.number for segment in found]
+
+
+def told(turn: Turn) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    return numbers(turn.ready), numbers(turn.waiting), [(gap.first, gap.last) for gap in turn.gaps]
+
+
+def seal_one(sink: SegmentSink, seq: int) -> None:
+    sink.write([msgspec.json.decode(happened("s", seq, "m"), type=AuditEvent)])
+    sink.seal()
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> Path:
+    """A folder as a sink leaves it."""
+    with SegmentSink(tmp_path / "chained", durability="os") as sink:
+        for number in range(1, SEGMENTS + 1):
+            seal_one(sink, number)
+    return tmp_path / "chained"
+
+
+def forget(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        [path] = folder.glob(f"date=*/hour=*/{number:08}-*.jsonl")
+        path.unlink()
+
+
+def test_all_that_follows_on_is_ready(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1, 2, 3)
+    assert told(turn_of(folder, NONE)) == ([1, 2, 3], [], [])
+    assert told(turn_of(folder, 2)) == ([3], [], [])
+    assert told(turn_of(folder, 3)) == ([], [], [])
+    assert turn_of(folder, NONE).sentence() == ""
+
+
+def test_what_is_behind_a_missing_number_waits(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1, 2, 4, 7, 8)
+    turn = turn_of(folder, NONE)
+    assert told(turn) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
+    assert turn.sentence() == "segments 3, 5 to 6 are missing, and 3 behind 3 wait for it"
+    assert told(turn_of(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
+    assert told(turn_of(folder, 4)) == ([], [7, 8], [(5, 6)])
+
+
+def test_who_gives_them_up_gets_the_rest_and_their_numbers(tmp_path: Path) -> None:
+    turn = turn_of(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
+    assert told(turn) == ([4, 6], [], [(3, 3), (5, 5)])
+    assert turn.sentence() == "segments 3, 5 are missing and passed over"
+
+
+def test_a_chain_tells_with_which_number_a_folder_begins(chained: Path) -> None:
+    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
+    forget(chained, 1, 2)
+    assert told(turn_of(chained, NONE)) == ([], [3, 4, 5], [(1, 2)])
+    (chained / CHAIN).unlink()
+    assert told(turn_of(chained, NONE)) == ([3, 4, 5], [], [])
+
+
+def test_what_retention_removed_before_the_first_run_is_not_missing(chained: Path) -> None:
+    assert retain(chained, FAR_FUTURE_US)
+    with SegmentSink(chained, durability="os") as sink:
+        seal_one(sink, 6)
+    assert told(turn_of(chained, NONE)) == ([6], [], [])
+    assert told(turn_of(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
+
+
+def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "BATCH_BYTES_MAX", 10)
+    found = [Segment(number, Path(), size) for number, size in enumerate((4, 6, 1, 20, 2))]
+    assert [numbers(batch) for batch in batches(found)] == [[0, 1], [2], [3], [4]]
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidMessage, match="is not a folder of segments"):
+        turn_of(tmp_path / "nowhere", NONE)
+
+
+def test_a_gap_reads_as_a_person_says_it() -> None:
+    assert [str(Gap(3, 3)), str(Gap(3, 5))] == ["3", "3 to 5"]
