@@ -257,9 +257,8 @@ def test_who_waits_for_no_answer_still_sees_what_it_sent_in_order(rooms: Rooms) 
     assert len(rooms.answer_of(link, "_INBOX.l")["messages"]) == 5
 
 
-def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def eighty_wait_for_one_fsync(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
+    """And a turn of the loop tells as few of them as it may."""
     monkeypatch.setattr(segments, "TASKS_TURN_S", 0.0)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
@@ -267,6 +266,13 @@ def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
     for number in range(80):
         rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"")
     rooms.room.flush()
+    return link
+
+
+def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = eighty_wait_for_one_fsync(rooms, monkeypatch)
     turns = []
     while len(link.answers) < 80:
         rooms.soon.get(timeout=HANG_GUARD_S)()
@@ -279,13 +285,7 @@ def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
 def test_who_waited_for_the_disk_is_told_when_the_room_closes(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "TASKS_TURN_S", 0.0)
-    link = FakeLink()
-    mail_id = rooms.create(link, ttl=60)
-    link.answers.clear()
-    for number in range(80):
-        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"")
-    rooms.room.flush()
+    link = eighty_wait_for_one_fsync(rooms, monkeypatch)
     rooms.soon.get(timeout=HANG_GUARD_S)()
     rooms.room.close()
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
