@@ -10,6 +10,7 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
@@ -76,3 +77,11 @@ def test_a_killed_run_is_finished_by_the_next_one(
     Pipeline(spark, tables, gold={}).run(events)
     for name, rows in all_rows(tables).items():
         assert rows == rows_of(undisturbed, name), (name, step)
+
+
+def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:
+    pool = spark.sparkContext._jsc.sc().getPoolForName(AWAITED)
+    assert pool.get().minShare() > LOCAL_SHUFFLE_PARTITIONS  # more than it can use
+    for chosen in (AWAITED, None):
+        in_pool(spark, chosen)
+        assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") == (chosen or "default")

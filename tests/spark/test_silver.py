@@ -1,6 +1,7 @@
 import random
 import shutil
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.redacting import redacted
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import silver, spans
@@ -163,10 +165,22 @@ def test_a_fold_has_one_shuffle_and_no_python(spark: SparkSession, tables_of: Ta
 def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_of: TablesOf) -> None:
     _, tables = tables_of()
     rows = tables.read(spark, "bronze_events").withColumn("row", F.xxhash64("event_id", "segment"))
-    plan = plan_of(silver.once(rows, silver.repeats(rows, rows.limit(0))))
-    shuffles = [text for text in plan.splitlines() if "Exchange hashpartitioning" in text]
-    assert len(shuffles) == 1
-    assert "BroadcastHashJoin" in plan
+    plan = plan_of(silver.once(rows, silver.repeats(rows, rows.limit(0)))).splitlines()
+    shuffled = [below for text, below in pairwise(plan) if "Exchange hashpartitioning" in text]
+    # Of every row the hash of its id; of those whose hash is not the only one, the id and its place.
+    assert [text.partition("output=")[2].count(",") for text in shuffled] == [2, 1]
+    assert "BroadcastHashJoin" in plan[1]
+
+
+def test_rows_that_say_nothing_to_redact_are_not_copied_for_python(
+    spark: SparkSession, tables_of: TablesOf
+) -> None:
+    _, tables = tables_of()
+    rows = tables.read(spark, "bronze_events")
+    silent, told = plan_of(silver.events(rows, redacted("medium"))).split("ArrowEvalPython")
+    assert "isnull(payload" in silent
+    assert "isnotnull(payload" in told
+    assert "Python" not in plan_of(silver.events(rows, redacted("none")))
 
 
 def test_a_backfill_makes_the_same_tables(spark: SparkSession, story: Story, tmp_path: Path) -> None:

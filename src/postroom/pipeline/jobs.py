@@ -9,7 +9,7 @@ Rule 3: nothing of a run is kept in memory between two tables, so every step can
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,6 +22,7 @@ from postroom.core.redaction import Level
 from postroom.pipeline import redacting
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver, spans
@@ -201,8 +202,14 @@ class Pipeline:
     # ---- silver --------------------------------------------------------------------------------------
 
     def _bring_up(self, tables: Needs, *, anew: bool = False) -> None:
-        """Bring tables up to what they are made of."""
-        in_turn(tables, partial(self._bring_up_one, anew=anew), TABLES_AT_ONCE)
+        """Bring tables up to what they are made of. Those that others wait for go first."""
+        awaited = {source for sources in tables.values() for source in sources}
+
+        def bring_up(name: str) -> None:
+            in_pool(self.spark, AWAITED if name in awaited else None)
+            self._bring_up_one(name, anew=anew)
+
+        in_turn(tables, bring_up, TABLES_AT_ONCE)
 
     def _bring_up_one(self, name: str, *, anew: bool) -> None:
         if name == "silver_events":

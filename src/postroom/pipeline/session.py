@@ -33,6 +33,10 @@ CONNECT_PORT: Final = 15_002  # where a Spark Connect server listens that was no
 CONNECT_TIMEOUT_S: Final = 10.0
 CAUSES_MAX: Final = 20  # exceptions within exceptions that are looked into
 LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
+POOLS: Final = Path(__file__).with_name("pools.xml")
+AWAITED: Final = "awaited"  # the pool in it whose jobs go first
+
+HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 # Throughput is all that counts here, and ParallelGC spends the least CPU on it. Spark loads 150 MB of code;
 # without the size the whole heap is looked through several times while they come in. A short run spends a
@@ -43,13 +47,16 @@ JAVA_OPTIONS: Final = (
     " -XX:Tier4CompileThreshold=300000 -XX:Tier4BackEdgeThreshold=800000"
 )
 
+DRIVER_OPTIONS: Final = "spark.driver.extraJavaOptions"
 SETTINGS: Final[dict[str, str]] = {
     "spark.app.name": "postroom",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "2g",
-    "spark.driver.extraJavaOptions": f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
+    DRIVER_OPTIONS: f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
     "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+    "spark.scheduler.mode": "FAIR",
+    "spark.scheduler.allocation.file": f"file:{POOLS}",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
@@ -95,11 +102,27 @@ def spark_session(
             return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
 
 
+def in_pool(spark: "SparkSession", pool: str | None) -> None:
+    """Let the jobs of this thread go first, or in their turn. Behind Spark Connect it is up to the server."""
+    if hasattr(spark, "_jsparkSession"):
+        spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
+
+
 def _settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     if not master.startswith("local"):
         return {**SETTINGS, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-    return {**SETTINGS, **LOCAL_SETTINGS, **conf}
+    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"
+    return {**SETTINGS, **LOCAL_SETTINGS, DRIVER_OPTIONS: options, **conf}
+
+
+def _huge_pages() -> str:
+    """Some percent less CPU, where the system has them; where not, a JVM complains or does not start."""
+    try:
+        has_them = "[never]" not in HUGE_PAGES.read_text()
+    except OSError:
+        return ""
+    return " -XX:+UseTransparentHugePages" if has_them else ""
 
 
 def _builder() -> "SparkSession.Builder":

@@ -54,9 +54,17 @@ DISTINCT: Final = (
     *("started_us", "ended_us", "heartbeat_us", "waited_us", "worked_us", "start_us", "end_us"),
 )
 """Columns of which hardly two rows say the same: Parquet would begin a dictionary only to give it up."""
+VARIED: Final = (
+    *("goal_id", "task_id", "user_id", "agent_id", "queue", "sender", "recipient", "body_bytes"),
+    *("tokens_in", "tokens_out", "cost_usd", "error", "detail"),
+)
+"""Columns with many values: a dictionary costs more than it gains, as zstd finds what repeats by itself."""
 WRITING: Final = {
     "parquet.compression.codec.zstd.level": "1",  # as small within some percent, for less CPU
-    **{f"parquet.enable.dictionary#{name}": "false" for name in DISTINCT},
+    **{f"parquet.enable.dictionary#{name}": "false" for name in (*DISTINCT, *VARIED)},
+    # Every value would be compared, and rows come in an order in which most columns rule nothing out.
+    "parquet.column.statistics.enabled": "false",
+    **{f"parquet.column.statistics.enabled#{name}": "true" for name in {*INDEXED, *REQUIRED}},
 }
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
 COMPACT_BYTES: Final = 128 << 20
@@ -160,7 +168,8 @@ class Tables:
             return spark.createDataFrame([], schema)
         folder = self.folder / name
         paths = [str(folder / file.path) for file in chosen]
-        return spark.read.schema(schema).option("basePath", str(folder)).parquet(*paths).select(*schema.names)
+        rows = spark.read.schema(schema).option("basePath", str(folder)).parquet(*paths)
+        return rows if rows.columns == schema.names else rows.select(*schema.names)
 
     # ---- writing -------------------------------------------------------------------------------------
 
@@ -220,16 +229,14 @@ class Tables:
             adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
         return Staged(df.drop(*split).schema, tuple(partition_by), adds)
 
-    def stage_in(
-        self, name: str, df: DataFrame, partition: Mapping[str, str], writing: Mapping[str, str] = WRITING
-    ) -> list[AddAction]:
+    def stage_in(self, name: str, df: DataFrame, partition: Mapping[str, str]) -> list[AddAction]:
         """Write files of one partition, whose values are no columns of the rows.
 
         Spark then need not look at each row for where it belongs. Several may be written at once.
         """
         with self.aside(name) as staging:
             folders = [f"{column}={value}" for column, value in partition.items()]
-            df.write.options(**writing).parquet(str(staging.joinpath(*folders)))
+            df.write.options(**WRITING).parquet(str(staging.joinpath(*folders)))
             return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
 
     @contextmanager

@@ -22,24 +22,11 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.ordering import in_turn
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.segments import Segment
-from postroom.pipeline.tables import INDEXED, WRITING, Staged, Tables
+from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.transforms import bronze
 
 DATES_AT_ONCE: Final = 3  # one begins and one ends while another one has all cores
 TABLE: Final = "bronze_events"
-VARIED: Final = (
-    *("goal_id", "task_id", "user_id", "agent_id", "queue", "sender", "recipient", "body_bytes"),
-    *("tokens_in", "tokens_out", "cost_usd", "error", "detail"),
-)
-"""Columns with many values. Bronze is read once: a dictionary costs more than it gains, and zstd finds what
-repeats by itself."""
-WRITING_LINES: Final = {
-    **WRITING,
-    **{f"parquet.enable.dictionary#{name}": "false" for name in VARIED},
-    # Every value would be compared, and lines come in an order in which most columns rule nothing out.
-    "parquet.column.statistics.enabled": "false",
-    **{f"parquet.column.statistics.enabled#{name}": "true" for name in {*INDEXED, *REQUIRED}},
-}
 
 
 class Taken(NamedTuple):
@@ -78,7 +65,7 @@ def _take_events(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> 
         with tables.aside(TABLE) as links:
             _link(dates[date], links)
             rows = bronze.plain(spark, str(links))
-            adds[date] = tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}, WRITING_LINES)
+            adds[date] = tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date})
 
     in_turn(dict.fromkeys(sorted(dates), ()), take_date, DATES_AT_ONCE)
     return list(chain.from_iterable(adds.values()))

@@ -175,19 +175,21 @@ def flow(events: DataFrame) -> DataFrame:
     """
     # The id first: rows are sorted by the first bytes of the first column, and sources have few.
     before = Window.partitionBy("message_id", "source").orderBy("seq")
-    told = F.last("state").over(before.rowsBetween(-1, -1))
-    waits = F.col("state") == WAITING
-    waited = F.when(told.isNotNull(), told == WAITING).otherwise(_must_have_waited())
+    waited = F.coalesce(F.lag("waits").over(before), F.col("must_have_waited"))
     minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
+    told = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
+        "message_id",
+        "source",
+        "seq",
+        "day",
+        minute_us.alias("minute_us"),
+        "org_id",
+        "queue",
+        (F.col("state") == WAITING).cast("int").alias("waits"),
+        _must_have_waited().cast("int").alias("must_have_waited"),
+    )
     return (
-        events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL")
-        .select(
-            "day",
-            minute_us.alias("minute_us"),
-            "org_id",
-            "queue",
-            (waits.cast("int") - waited.cast("int")).alias("change"),
-        )
+        told.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
         .where("change <> 0")
         .groupBy("day", "minute_us", "org_id", "queue")
         .agg(_how_many(F.col("change") > 0).alias("arrived"), _how_many(F.col("change") < 0).alias("left"))

@@ -44,16 +44,16 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
 
     Every node points at its parent. In a round each takes over the pointer of the one that it points at, so
     the distance doubles: a tree of depth 30 takes five joins, where level by level it would take thirty.
-    A round uses the one before twice, so its plan is cut off there, or it would double too. What is `few` is
-    sent to every executor instead of being shuffled.
+    A round uses the one before twice, so the plan is cut off after every other one, or it would double on
+    and on. What is `few` is sent to every executor instead of being shuffled.
     """
     sent = F.broadcast if few else _as_it_is
     known = anchors.select("message_id", "root_message_id", "stack")
     here = _pointers(nodes, known, sent).localCheckpoint()
-    for _ in range(ROUNDS_MAX):
+    for _ in range(0, ROUNDS_MAX, 2):
         if here.where("up IS NOT NULL").isEmpty():
             break
-        here = _climb(here, sent).localCheckpoint()
+        here = _climb(_climb(here, sent), sent).localCheckpoint()
     found = F.col("up").isNull()
     climbed = here.select(
         "message_id",
