@@ -24,9 +24,10 @@ from postroom.pipeline.tables import Tables
 KEEP_DAYS = 2
 NANOS_PER_S = 1e9
 GATEWAY_PORT, GATEWAY_SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
+QUICK = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 CONF = {
     "spark.driver.memory": "1g",
-    "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} -XX:TieredStopAtLevel=1",
+    "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK}",
     "spark.sql.shuffle.partitions": "2",
 }
 

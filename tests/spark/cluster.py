@@ -24,7 +24,7 @@ HERE = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
 DAEMON = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "SPARK_DAEMON_MEMORY": "192m",
-    "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC",
     "SPARK_NO_DAEMONIZE": "1",
 }
 

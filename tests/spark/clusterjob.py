@@ -10,7 +10,7 @@ from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 
-QUICK = "-XX:TieredStopAtLevel=1"
+QUICK = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 CONF = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",

@@ -15,7 +15,7 @@ from tests.spark.commands import Commands
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 11
-QUICK_COMPILER = "-XX:TieredStopAtLevel=1"
+QUICK_COMPILER = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -26,7 +26,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "local[2]",
         conf={
             "spark.driver.memory": "1g",
-            # A test compiles much and runs little: the quick compiler is enough.
+            # A test compiles much and runs little: the quick compiler is enough, if it has the room.
             "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK_COMPILER}",
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.pipeline.jobs import Pipeline
@@ -85,3 +86,18 @@ def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:
     for chosen in (AWAITED, None):
         in_pool(spark, chosen)
         assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") == (chosen or "default")
+
+
+def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A task gives its files of several days one name."""
+    tables = Tables(tmp_path)
+    day = F.date_add(F.lit("2025-01-01").cast("date"), F.col("id").cast("int"))
+    rows = spark.range(2).coalesce(1).select(F.col("id").cast("string").alias("message_id"), day.alias("day"))
+    tables.append("silver_messages", rows, partition_by=("day",))
+    files = tables.files("silver_messages")
+    assert (len(files), len({Path(file.path).name for file in files})) == (2, 1)
+    wanted = rows.where("message_id = '1'").select("message_id")
+    [held] = Pipeline(spark, tables, gold={})._holding("silver_messages", [wanted], files)
+    assert held.partition == {"day": "2025-01-02"}

@@ -10,11 +10,13 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline import jobs
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.redacting import redacted
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import silver, spans
+from postroom.pipeline.transforms.joining import sent
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import expected, oracle, stored
 from tests.spark.plainrows import all_rows
@@ -35,12 +37,13 @@ def test_every_row_is_what_the_oracle_says(tables_of: TablesOf, name: str, fault
 
 
 def test_late_repeated_and_shuffled_lines_end_in_the_same_tables(
-    spark: SparkSession, tables_of: TablesOf, tmp_path: Path
+    spark: SparkSession, tables_of: TablesOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All lines of a history, a third of them twice, thrown together, and taken in two runs.
 
     The first run gets most of the first days and a few later lines, so the second finds days that changed,
-    days that did not, and messages that it knows half of. Every table is compared, gold included.
+    days that did not, and messages that it knows half of. Every table is compared, gold included. The first
+    run takes itself for a small one, and the second for one too large to send ids to everybody.
     """
     folder, tables = tables_of()
     rng = random.Random(4)
@@ -52,6 +55,9 @@ def test_late_repeated_and_shuffled_lines_end_in_the_same_tables(
     early = [rng.random() < (0.98 if day < middle else 0.1) for day in days]
     other = Tables(tmp_path / "tables")
     for number, wanted in enumerate((True, False), 1):
+        if not wanted:
+            monkeypatch.setattr(jobs, "BROADCAST_IDS_MAX", 0)
+            monkeypatch.setattr(jobs, "BROADCAST_NODES_MAX", 0)
         chosen = [text for text, is_early in zip(lines, early, strict=True) if is_early == wanted]
         write_segment(tmp_path / "events", number, chosen)
         Pipeline(spark, other).run(tmp_path / "events")
@@ -170,6 +176,17 @@ def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_
     # Of every row the hash of its id; of those whose hash is not the only one, the id and its place.
     assert [text.partition("output=")[2].count(",") for text in shuffled] == [2, 1]
     assert "BroadcastHashJoin" in plan[1]
+
+
+@pytest.mark.parametrize(("few", "join"), [(True, "BroadcastHashJoin"), (False, "SortMergeJoin")])
+def test_a_join_goes_by_what_is_known_and_not_by_the_size_of_files(
+    spark: SparkSession, tables_of: TablesOf, few: bool, join: str
+) -> None:
+    """These are small, and Spark by itself would send them in either case."""
+    _, tables = tables_of()
+    rows = tables.read(spark, "silver_messages")
+    ids = rows.select("message_id")
+    assert join in plan_of(rows.join(sent(ids, few=few), "message_id", "left_semi"))
 
 
 def test_rows_that_say_nothing_to_redact_are_not_copied_for_python(

@@ -8,6 +8,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, Unavailable
+from postroom.pipeline.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
 from postroom.pipeline.tables import STAGING, Tables, Txn
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import records
@@ -171,3 +172,18 @@ def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables)
     assert tables.names() == []
     with pytest.raises(InvalidMessage, match="there is no table t in"):
         tables.read(spark, "t")
+
+
+def test_the_connector_is_asked_for_when_it_is_wanted(spark: SparkSession, tables_of: TablesOf) -> None:
+    """Its jar comes with no pip package, so what can be seen here is Spark looking for it."""
+    _, tables = tables_of()
+    spark.conf.set(CONNECTOR, "true")
+    try:
+        with pytest.raises(Unavailable, match="Failed to find the data source: delta"), spark_errors():
+            tables.read(spark, "silver_messages")
+        assert tables.read(spark, "silver_messages", tables.files("silver_messages")).count() > 0
+    finally:
+        spark.conf.unset(CONNECTOR)
+    wanted = settings("local[2]", {CONNECTOR: "true"})
+    assert CONNECTOR_SETTINGS.items() <= wanted.items()
+    assert not CONNECTOR_SETTINGS.keys() & settings("local[2]", {}).keys()

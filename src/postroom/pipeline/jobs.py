@@ -7,7 +7,7 @@ Rule 2: a fold reads the events that are new and the rows of the messages that t
 Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
@@ -23,13 +23,15 @@ from postroom.pipeline import redacting
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
+from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, path_below
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver, spans
 from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.joining import sent
 
-BROADCAST_ROWS_MAX: Final = 5_000_000  # ids that are sent to every executor instead of being shuffled
-BROADCAST_NODES_MAX: Final = 1_000_000  # messages whose places are
+BROADCAST_IDS_MAX: Final = 1_000_000  # ids that are sent to every executor instead of being shuffled
+BROADCAST_NODES_MAX: Final = 300_000  # messages whose places are
+HOURLY_ROWS_MIN: Final = 100_000  # of a batch whose settled rows lie by the hour; fewer lie by the day
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
@@ -150,7 +152,7 @@ class Pipeline:
         return len(new)
 
     def _summary(self, taken: int) -> Summary:
-        rows = {name: sum(file.rows for file in self.tables.files(name)) for name in self.tables.names()}
+        rows = {name: _rows_of(self.tables.files(name)) for name in self.tables.names()}
         turn = self._turn
         note = turn.sentence()
         return Summary(taken, self._lines, self._rejects, rows, len(turn.waiting), turn.gaps, note)
@@ -231,9 +233,14 @@ class Pipeline:
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
         rows = bronze.widened(read)
         known = self._known_events(rows, news.added, anew=anew)
-        fresh = silver.once(rows, silver.repeats(rows, known))
-        result = silver.events(fresh, redacting.redacted(self.level))
-        self.tables.swap("silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn])
+        repeated = silver.repeats(rows, known).persist()
+        with ExitStack() as held:
+            held.callback(repeated.unpersist)
+            fresh = silver.once(rows, repeated, few=repeated.count() <= BROADCAST_IDS_MAX)
+            result = silver.events(fresh, redacting.redacted(self.level))
+            self.tables.swap(
+                "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn]
+            )
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
         """The ids of events that are known and may come again: those of the same time."""
@@ -254,7 +261,8 @@ class Pipeline:
         else:
             touched = self._holding(name, [events.select("message_id")], news.added)
             result = fold(events, self.tables.read(self.spark, name, touched)) if touched else fold(events)
-        self._settle(name, result, touched, silver.settled(news.newest_us, *ends), news.txn)
+        quiet = silver.settled(news.newest_us, *ends, hourly=news.is_large)
+        self._settle(name, result, touched, quiet, news.txn)
 
     def _fold_spans(self, *, anew: bool) -> None:
         news = self._news("silver_spans", anew=anew)
@@ -268,7 +276,7 @@ class Pipeline:
                 result = _placed(changed, _no_anchors(changed), news.added)
             else:
                 touched, result = self._moved_spans(changed, news.added, held)
-            quiet = silver.settled(self._newest_us(), "end_us", "start_us")
+            quiet = silver.settled(self._newest_us(), "end_us", "start_us", hourly=news.is_large)
             self._settle("silver_spans", result, touched, quiet, news.txn)
 
     def _moved_spans(
@@ -276,18 +284,22 @@ class Pipeline:
     ) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: new, moved, or as they were."""
         before = self.tables.read(self.spark, "silver_spans")
-        roots = spans.uprooted(changed, before).persist()
+        few = _rows_of(added) <= BROADCAST_NODES_MAX
+        near = self.tables.read(self.spark, "silver_spans", self._near("silver_spans", added))
+        roots = spans.uprooted(changed, near, few=few).persist()
         held.callback(roots.unpersist)
         ids = changed.select("message_id")
         touched = self._holding("silver_spans", [ids, roots], added)
-        rows = self.tables.read(self.spark, "silver_spans", touched).join(ids, "message_id", "left_anti")
-        moved = rows.join(roots, "root_message_id", "left_semi")
-        stay = rows.join(roots, "root_message_id", "left_anti")
+        old = self.tables.read(self.spark, "silver_spans", touched)
+        rows = old.join(sent(ids, few=few), "message_id", "left_anti")
+        moved = rows.join(sent(roots, few=few), "root_message_id", "left_semi")
+        stay = rows.join(sent(roots, few=few), "root_message_id", "left_anti")
         nodes = changed.unionByName(moved.select(changed.columns)).persist()
         held.callback(nodes.unpersist)
+        few = _rows_of([*added, *touched]) <= BROADCAST_NODES_MAX
         parents = nodes.select(F.col("parent_message_id").alias("message_id")).distinct()
-        anchors = before.join(parents, "message_id", "left_semi").join(
-            nodes.select("message_id"), "message_id", "left_anti"
+        anchors = before.join(sent(parents, few=few), "message_id", "left_semi").join(
+            sent(nodes.select("message_id"), few=few), "message_id", "left_anti"
         )
         anchors.persist()
         held.callback(anchors.unpersist)
@@ -306,7 +318,7 @@ class Pipeline:
         if not added and self.tables.exists(name):
             self.tables.mark(name, [Txn(source, version)])
             return None
-        self._tell(f"{name}: {sum(file.rows for file in added):,} rows of {source}")
+        self._tell(f"{name}: {_rows_of(added):,} rows of {source}")
         return News(added, Txn(source, version), max((_high(file) for file in added), default=0))
 
     def _newest_us(self) -> int:
@@ -318,22 +330,27 @@ class Pipeline:
         `sources` hold the message_ids that are wanted; where no others are, most files are ruled out by the
         log alone.
         """
-        files = self.tables.files(name)
-        if len(wanted) == 1:
-            files = [file for file in files if any(_overlap(file, other, "message_id") for other in sources)]
+        files = self._near(name, sources) if len(wanted) == 1 else self.tables.files(name)
         if not files:
             return []
-        few = sum(file.rows for file in sources) <= BROADCAST_ROWS_MAX
-        rows = self.tables.read(self.spark, name, files).withColumn("file", F.col("_metadata.file_name"))
+        few = _rows_of(sources) <= BROADCAST_IDS_MAX
+        rows = self.tables.read(self.spark, name, files).withColumn("file", F.col("_metadata.file_path"))
         held = [
-            rows.join(F.broadcast(ids) if few else ids, ids.columns[0], "left_semi").select("file")
+            rows.join(sent(ids, few=few), ids.columns[0], "left_semi").select("file")
             for ids in (frame.distinct() for frame in wanted)
         ]
-        names = {row["file"] for row in reduce(DataFrame.unionAll, held).distinct().collect()}
-        return [file for file in files if Path(file.path).name in names]
+        # The whole path: a task gives its files of several days one name.
+        urls = reduce(DataFrame.unionAll, held).distinct().collect()
+        found = {path_below(name, row["file"]) for row in urls}
+        return [file for file in files if file.path in found]
+
+    def _near(self, name: str, sources: list[DataFile]) -> list[DataFile]:
+        """The files of a table that can hold a message of the sources, by the log alone."""
+        files = self.tables.files(name)
+        return [file for file in files if any(_overlap(file, other, "message_id") for other in sources)]
 
     def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], settled: Column, txn: Txn) -> None:
-        """Rows that nothing more is expected of get files of their own, which then stay as they are."""
+        """Rows that nothing more is expected of get files of their own, most of which then stay."""
         marked = rows.withColumn(silver.SETTLED, settled)
         self.tables.swap(
             name, marked, removed, partition_by=silver.PARTITIONS, split_by=silver.SETTLED, txns=[txn]
@@ -383,6 +400,11 @@ class News(NamedTuple):
     txn: Txn
     newest_us: int
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its rows fill a file for every hour."""
+        return _rows_of(self.added) >= HOURLY_ROWS_MIN
+
 
 # ---- rows and files ---------------------------------------------------------------------------------
 
@@ -401,14 +423,17 @@ def _overlap(one: DataFile, other: DataFile, column: str) -> bool:
     return bool(low <= other_high and other_low <= high)
 
 
+def _rows_of(files: Iterable[DataFile]) -> int:
+    return sum(file.rows for file in files)
+
+
 def _high(file: DataFile) -> int:
     return file.high.get("ts_us") or 0
 
 
 def _placed(nodes: DataFrame, anchors: DataFrame, sources: list[DataFile]) -> DataFrame:
-    few = sum(file.rows for file in sources) <= BROADCAST_NODES_MAX
-    found = spans.places(nodes, anchors, few=few)
-    return spans.placed(nodes, F.broadcast(found) if few else found)
+    few = _rows_of(sources) <= BROADCAST_NODES_MAX
+    return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
 
 
 def _no_anchors(nodes: DataFrame) -> DataFrame:

@@ -15,7 +15,6 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 from deltalake import DeltaTable
@@ -23,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.tables import DataFile, Tables, Txn
+from postroom.pipeline.tables import DataFile, Tables, Txn, path_below
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -248,10 +247,7 @@ class Retention:
         if not files:
             return Change([], 0)
         go, _ = self._split(name, over, files)
-        counts = {
-            unquote(row[_FILE]).rpartition(f"/{name}/")[2]: row["count"]
-            for row in go.groupBy(_FILE).count().collect()
-        }
+        counts = {path_below(name, row[_FILE]): row["count"] for row in go.groupBy(_FILE).count().collect()}
         touched = [file for file in files if file.path in counts]
         return Change(touched, sum(counts.values()))
 

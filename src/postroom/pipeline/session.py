@@ -47,12 +47,13 @@ JAVA_OPTIONS: Final = (
     " -XX:Tier4CompileThreshold=300000 -XX:Tier4BackEdgeThreshold=800000"
 )
 
+MEMORY: Final = "spark.driver.memory"
+CLUSTER_DRIVER_MEMORY: Final = "2g"  # the work is done elsewhere
 DRIVER_OPTIONS: Final = "spark.driver.extraJavaOptions"
 SETTINGS: Final[dict[str, str]] = {
     "spark.app.name": "postroom",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    "spark.driver.memory": "2g",
     DRIVER_OPTIONS: f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
     "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.scheduler.mode": "FAIR",
@@ -60,6 +61,8 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
+    # Files are a tenth of what their rows take in memory, and a table is sent to everybody by its size there.
+    "spark.sql.sources.fileCompressionFactor": "10",
     "spark.sql.autoBroadcastJoinThreshold": "64m",
     # A filter inside the JSON reader is asked at every field of a line, and nearly every line is an event.
     "spark.sql.json.filterPushdown.enabled": "false",
@@ -80,6 +83,12 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     # Half a second of work: with few cores, the last one to finish keeps the others waiting no longer.
     "spark.sql.files.maxPartitionBytes": "32m",
 }
+CONNECTOR: Final = "spark.postroom.delta.connector"
+"""Whether whole tables are read by Delta's own connector, whose jar then has to be there."""
+CONNECTOR_SETTINGS: Final = {
+    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+}
 REMOTE_SETTINGS: Final = {
     name: value
     for name, value in SETTINGS.items()
@@ -99,7 +108,7 @@ def spark_session(
             if remote is not None:
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_java()
-            return builder.master(master).config(map={**_settings(master, conf or {})}).getOrCreate()
+            return builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
@@ -108,12 +117,21 @@ def in_pool(spark: "SparkSession", pool: str | None) -> None:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
 
 
-def _settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+def settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    """What a session on a master has, if its user wants `conf`."""
+    if conf.get(CONNECTOR) == "true":
+        conf = {**CONNECTOR_SETTINGS, **conf}
     if not master.startswith("local"):
-        return {**SETTINGS, **conf}
+        return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"
-    return {**SETTINGS, **LOCAL_SETTINGS, DRIVER_OPTIONS: options, **conf}
+    own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"}
+    return {**SETTINGS, **LOCAL_SETTINGS, **own, **conf}
+
+
+def _memory_gib() -> int:
+    """One for plans and joins and one for each core, of at most half of what the machine has."""
+    machine_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return max(1, min(1 + (os.cpu_count() or 1), machine_gib // 2))
 
 
 def _huge_pages() -> str:
@@ -205,9 +223,12 @@ def _cause(error: Exception) -> str:
     if thrown is None:
         return str(error)
     for _ in range(CAUSES_MAX):
-        if thrown.getCause() is None:
+        cause = thrown.getCause()
+        if (
+            cause is None or cause.getClass().getSimpleName() == "ClassNotFoundException"
+        ):  # a name, and no more
             break
-        thrown = thrown.getCause()
+        thrown = cause
     return str(thrown.getMessage() or thrown.toString())
 
 

@@ -29,6 +29,7 @@ from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.pipeline.schema import REQUIRED
+from postroom.pipeline.session import CONNECTOR
 from postroom.system import lock
 from postroom.system.atomic import open_safely
 
@@ -162,6 +163,8 @@ class Tables:
 
     def read(self, spark: SparkSession, name: str, files: Iterable[DataFile] | None = None) -> DataFrame:
         """The rows of the current version, or of some of its files."""
+        if files is None and spark.conf.get(CONNECTOR, "false") == "true":
+            return spark.read.format("delta").load(str(self.folder / name))
         schema = self.schema(name)
         chosen = self.files(name) if files is None else list(files)
         if not chosen:
@@ -335,6 +338,11 @@ class Tables:
 
 
 # ---- what the log says of a file ---------------------------------------------------------------------
+
+
+def path_below(name: str, url: str) -> str:
+    """The path of a file below the folder of its table, of what Spark calls it."""
+    return unquote(url).rpartition(f"/{name}/")[2]
 
 
 def delta_schema(schema: StructType) -> Schema:

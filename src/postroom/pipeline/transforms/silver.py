@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.transforms.joining import sent
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 PARTITIONS: Final = ("day",)
 SETTLED: Final = "settled"
 MICROS_PER_S: Final = 1_000_000
-GRACE_US: Final = 3_600 * MICROS_PER_S  # after its end; what is settled gets files that are not written again
-IDLE_US: Final = 24 * GRACE_US  # a message that never ends, as on a bus, counts as settled after this
+HOUR_US: Final = 3_600 * MICROS_PER_S
+HOURS_A_DAY: Final = 24
+GRACE_US: Final = HOUR_US  # after its end; what is settled gets files that are not written again
+IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus, counts as settled after this
 
 # ---- silver_events ---------------------------------------------------------------------------------------
 
@@ -63,11 +66,14 @@ def _hash() -> "Column":
     return F.xxhash64("event_id")
 
 
-def once(events: "DataFrame", repeated: "DataFrame") -> "DataFrame":
-    """The rows of `events` without those that say something again. The wide rows stay where they are."""
-    few = F.broadcast(repeated.withColumnRenamed("event_id", "said"))
+def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "DataFrame":
+    """The rows of `events` without those that say something again.
+
+    The wide rows stay where they are, unless so many were repeated that they are not `few`.
+    """
+    said = sent(repeated.withColumnRenamed("event_id", "said"), few=few)
     again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
-    return events.join(few, again, "left_anti")
+    return events.join(said, again, "left_anti")
 
 
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
@@ -240,10 +246,15 @@ def _message_rows(folded: "DataFrame") -> "DataFrame":
     )
 
 
-def settled(now_us: int, ended: str, last: str) -> "Column":
-    """Whether nothing more is to be expected. If something comes all the same, its file is written anew."""
+def settled(now_us: int, ended: str, last: str, *, hourly: bool) -> "Column":
+    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
+
+    If something comes all the same, its file is written anew. What comes late mostly concerns the last hours.
+    """
     quiet_us = F.lit(now_us) - F.col(last)
-    return (F.col(ended).isNotNull() & (quiet_us > GRACE_US)) | (quiet_us > IDLE_US)
+    is_settled = (F.col(ended).isNotNull() & (quiet_us > GRACE_US)) | (quiet_us > IDLE_US)
+    hour = F.pmod(F.floor(F.col(last) / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
+    return F.when(is_settled, hour if hourly else F.lit("day")).otherwise("open")
 
 
 # ---- silver_attempts -------------------------------------------------------------------------------------

@@ -8,9 +8,12 @@ Rule 3: deeper than `DEPTH_MAX`, or in a circle, a message has no place: its roo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.transforms.joining import sent
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -47,13 +50,13 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     A round uses the one before twice, so the plan is cut off after every other one, or it would double on
     and on. What is `few` is sent to every executor instead of being shuffled.
     """
-    sent = F.broadcast if few else _as_it_is
+    sending = partial(sent, few=few)
     known = anchors.select("message_id", "root_message_id", "stack")
-    here = _pointers(nodes, known, sent).localCheckpoint()
+    here = _pointers(nodes, known, sending).localCheckpoint()
     for _ in range(0, ROUNDS_MAX, 2):
         if here.where("up IS NOT NULL").isEmpty():
             break
-        here = _climb(_climb(here, sent), sent).localCheckpoint()
+        here = _climb(_climb(here, sending), sending).localCheckpoint()
     found = F.col("up").isNull()
     climbed = here.select(
         "message_id",
@@ -63,21 +66,17 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     return climbed.unionByName(known)
 
 
-def _as_it_is(frame: "DataFrame") -> "DataFrame":
-    return frame
-
-
-def _pointers(nodes: "DataFrame", known: "DataFrame", sent: "Sending") -> "DataFrame":
+def _pointers(nodes: "DataFrame", known: "DataFrame", sending: "Sending") -> "DataFrame":
     """Those with children. `up` is the parent, NULL where the place is known; `stack` lies between."""
     named = nodes.where("parent_message_id IS NOT NULL").select(
         F.col("parent_message_id").alias("message_id")
     )
-    inner = nodes.join(sent(named.distinct()), "message_id", "left_semi").select(
+    inner = nodes.join(sending(named.distinct()), "message_id", "left_semi").select(
         "message_id", "parent_message_id", _frame().alias("frame")
     )
     ids = nodes.select(F.col("message_id").alias("parent_message_id"), F.lit(1).alias("is_node"))
-    joined = inner.join(sent(ids), "parent_message_id", "left").join(
-        sent(_above(known)), "parent_message_id", "left"
+    joined = inner.join(sending(ids), "parent_message_id", "left").join(
+        sending(_above(known)), "parent_message_id", "left"
     )
     is_open = F.col("is_node").isNotNull()
     return joined.select(
@@ -88,14 +87,14 @@ def _pointers(nodes: "DataFrame", known: "DataFrame", sent: "Sending") -> "DataF
     )
 
 
-def _climb(here: "DataFrame", sent: "Sending") -> "DataFrame":
+def _climb(here: "DataFrame", sending: "Sending") -> "DataFrame":
     above = here.select(
         F.col("message_id").alias("up"),
         F.col("up").alias("next_up"),
         F.col("root_message_id").alias("next_root"),
         F.col("stack").alias("next_stack"),
     )
-    return here.join(sent(above), "up", "left").select(
+    return here.join(sending(above), "up", "left").select(
         "message_id",
         F.col("next_up").alias("up"),
         F.coalesce("root_message_id", "next_root").alias("root_message_id"),
@@ -153,16 +152,20 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
     )
 
 
-def uprooted(changed: "DataFrame", before: "DataFrame") -> "DataFrame":
-    """Grain: `root_message_id` of trees in which places may be new, because a message came in or moved."""
-    old = before.select(
+def uprooted(changed: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
+    """Grain: `root_message_id` of trees in which places may be new, because a message came in or moved.
+
+    Of the table only the rows of what changed are of use, so it is they that are joined.
+    """
+    known = sent(changed.select("message_id"), few=few)
+    old = before.join(known, "message_id", "left_semi").select(
         "message_id",
         "root_message_id",
         F.col("parent_message_id").alias("old_parent"),
         F.col("type").alias("old_type"),
         F.lit(1).alias("known"),
     )
-    moved = changed.join(old, "message_id", "left").where(
+    moved = changed.join(sent(old, few=few), "message_id", "left").where(
         F.col("known").isNull()
         | ~F.col("parent_message_id").eqNullSafe(F.col("old_parent"))
         | ~F.col("type").eqNullSafe(F.col("old_type"))
