@@ -11,7 +11,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -36,6 +36,10 @@ LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
 POOLS: Final = Path(__file__).with_name("pools.xml")
 AWAITED: Final = "awaited"  # the pool in it whose jobs go first
 
+CONTAINER_LIMITS: Final = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 # Throughput is all that counts here, and ParallelGC spends the least CPU on it. Spark loads 150 MB of code;
@@ -129,9 +133,17 @@ def settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
 
 
 def _memory_gib() -> int:
-    """One for plans and joins and one for each core, of at most half of what the machine has."""
-    machine_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return max(1, min(1 + (os.cpu_count() or 1), machine_gib // 2))
+    """One for plans and joins and one for each core, of at most half of what there is to be had."""
+    return max(1, min(1 + (os.cpu_count() or 1), _there_is() // 2 >> 30))
+
+
+def _there_is() -> int:
+    """Bytes of memory: the machine's, or what a container may use of them."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # there is none
+            there = min(there, int(limit.read_text()))
+    return there
 
 
 def _huge_pages() -> str:

@@ -1,0 +1,42 @@
+"""What a local session asks of the machine that it is on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from postroom.pipeline import session
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("cores", "limit", "memory"),
+    [
+        (2, "max\n", "3g"),
+        (16, f"{8 * GIB}\n", "4g"),  # a container on a large machine
+        (2, f"{GIB}\n", "1g"),
+    ],
+)
+def test_memory_goes_by_the_cores_and_by_what_a_container_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, limit: str, memory: str
+) -> None:
+    (tmp_path / "limit").write_text(limit)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
+    monkeypatch.setattr(session, "CONTAINER_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))
+    assert session.settings("local[*]", {})[session.MEMORY] == memory
+    assert session.settings("local[*]", {session.MEMORY: "9g"})[session.MEMORY] == "9g"
+
+
+@pytest.mark.parametrize(
+    ("told", "used"), [("always [madvise] never\n", True), ("always madvise [never]\n", False), (None, False)]
+)
+def test_huge_pages_are_asked_for_only_where_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, used: bool
+) -> None:
+    if told is not None:
+        (tmp_path / "enabled").write_text(told)
+    monkeypatch.setattr(session, "HUGE_PAGES", tmp_path / "enabled")
+    options = session.settings("local[*]", {})[session.DRIVER_OPTIONS]
+    assert ("UseTransparentHugePages" in options) == used
