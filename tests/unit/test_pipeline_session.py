@@ -40,3 +40,7 @@ def test_huge_pages_are_asked_for_only_where_there_are_some(
     monkeypatch.setattr(session, "HUGE_PAGES", tmp_path / "enabled")
     options = session.settings("local[*]", {})[session.DRIVER_OPTIONS]
     assert ("UseTransparentHugePages" in options) == used
+
+
+def test_a_folder_with_a_space_in_its_name_is_one_word_for_java() -> None:
+    assert f"={session.LOG_SETTINGS.as_uri()}" in session.SETTINGS[session.DRIVER_OPTIONS].split()[-1]

@@ -58,7 +58,7 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.app.name": "postroom",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    DRIVER_OPTIONS: f"{JAVA_OPTIONS} -Dlog4j2.configurationFile=file:{LOG_SETTINGS}",
+    DRIVER_OPTIONS: f"{JAVA_OPTIONS} -Dlog4j2.configurationFile={LOG_SETTINGS.as_uri()}",
     "spark.executor.extraJavaOptions": JAVA_OPTIONS,
     "spark.scheduler.mode": "FAIR",
     "spark.scheduler.allocation.file": f"file:{POOLS}",
