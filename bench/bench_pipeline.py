@@ -253,6 +253,8 @@ def increment(bench: Bench) -> Iterator[Figure]:
     size = int((LONG + MILLION) * bench.scale)
     *before, last = pieces(history(bench.folder, size), bench.folder / "pieces", BATCHES + 1)
     long, short = bench.folder / "long", bench.folder / "short"
+    for folder in (long, short):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run whose folder was kept
     job = Pipeline(bench.spark, Tables(long / "tables"), gold={})
     for piece in before:
         add(piece, long / "events")

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.jobs import Pipeline, Summary
 from postroom.pipeline.tables import DataFile, Tables
-from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.goldtable import GoldTable, Sums
 from tests.spark.plainrows import Row, records
 
 HOUR_US = 3_600_000_000
@@ -114,7 +114,7 @@ def total(messages: DataFrame) -> DataFrame:
 
 
 GOLD = {
-    "gold_per_day": GoldTable(per_day, ("silver_messages",), ("day",), "days"),
+    "gold_per_day": GoldTable(per_day, ("silver_messages",), ("day",), Sums(("day",), ("messages",))),
     "gold_total": GoldTable(total, ("gold_per_day",)),
 }
 

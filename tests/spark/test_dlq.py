@@ -15,7 +15,7 @@ from tests.spark.conftest import TablesOf
 from tests.spark.oracle import in_order, oracle, stored
 from tests.spark.plainrows import plain
 
-HOUR_US = dlq.HOUR_US
+HOUR_US = 3_600_000_000
 
 MASKED = {
     "no answer from maps.internal:8443 within 12 s (call 93fa0c11d2e4)": (

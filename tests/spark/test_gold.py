@@ -128,7 +128,8 @@ ORACLE = {
         SELECT day, goal_id, org_id, stack, count(*),
                CAST(sum(CASE WHEN duration_us > coalesce(queue_us, 0) THEN duration_us - coalesce(queue_us, 0)
                              ELSE 0 END) AS BIGINT),
-               CAST(sum(coalesce(queue_us, 0)) AS BIGINT), min(start_us), max(end_us)
+               CAST(sum(coalesce(queue_us, 0)) AS BIGINT),
+               count(*) FILTER (outcome IN ('dead_letter', 'quarantined')), min(start_us), max(end_us)
         FROM spans WHERE goal_id IS NOT NULL GROUP BY ALL""",
 }
 """The patterns of dead letters have a test file of their own."""
@@ -166,8 +167,9 @@ def test_every_row_is_what_the_oracle_says(tables_of: TablesOf, name: str) -> No
     assert said or name == "gold_poison_suspects"  # a small history may have none
 
 
-def test_what_is_built_by_day_is_partitioned_by_day() -> None:
-    assert {table.partition_by for table in GOLD.values() if table.scope == "days"} == {("day",)}
+def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table() -> None:
+    following = [table for table in GOLD.values() if table.change is not None]
+    assert {(table.partition_by, len(table.inputs)) for table in following} == {(("day",), 1)}
 
 
 def test_percentiles_do_not_depend_on_how_rows_are_spread(spark: SparkSession, tables_of: TablesOf) -> None:

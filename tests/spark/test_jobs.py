@@ -3,6 +3,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, Unavailable
+from postroom.pipeline import finding, jobs
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
-from tests.spark.stories import Story, happened, write_segment
+from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
 POSTROOM = str(Path(sys.executable).with_name("postroom"))
 
@@ -99,5 +101,42 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
     files = tables.files("silver_messages")
     assert (len(files), len({Path(file.path).name for file in files})) == (2, 1)
     wanted = rows.where("message_id = '1'").select("message_id")
-    [held] = Pipeline(spark, tables, gold={})._holding("silver_messages", [wanted], files)
+    with ExitStack() as ids:
+        [held] = finding.holding(spark, tables, "silver_messages", finding.wanted(wanted, ids))
     assert held.partition == {"day": "2025-01-02"}
+
+
+def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "HOURLY_ROWS_MIN", 0)  # as in a large batch
+    lives = [
+        ("a", 9, ("created", "execution_completed")),
+        ("b", 9, ("created", "execution_failed", "dead_letter")),
+        ("c", 6, ("created", "execution_completed")),
+    ]
+    told = [(life, NOW_US - hours * HOUR_US, kind) for life, hours, kinds in lives for kind in kinds]
+    first = [
+        happened("s", seq, life, kind, ts_us=ts_us + seq, attempt=1)
+        for seq, (life, ts_us, kind) in enumerate(told, 1)
+    ]
+    again = [happened("s", 31, "b", "replayed"), happened("s", 32, "b", "dequeued", attempt=2)]
+    tables, files = Tables(tmp_path / "tables"), []
+    for number, lines in enumerate(([*first, happened("s", 30, "now")], again), 1):
+        write_segment(tmp_path / "events", number, lines)
+        Pipeline(spark, tables, gold={}).run(tmp_path / "events")
+        names = ("silver_messages", "silver_spans", "silver_attempts")
+        files.append({name: {file.path for file in tables.files(name)} for name in names})
+    stayed = {name: {lot_of(path) for path in files[0][name] & files[1][name]} for name in files[0]}
+    # By the hour of noon less nine and less six. Of the dead letter, only what was tried before is as it was.
+    assert stayed == {
+        "silver_messages": {"3", "6", "open"},
+        "silver_spans": {"3", "6", "open"},
+        "silver_attempts": {"3", "6"},
+    }
+    assert {lot_of(path) for path in files[0]["silver_messages"]} == {"3", "6", "dead", "open"}
+
+
+def lot_of(path: str) -> str:
+    """With which rows those of a file lie."""
+    return path.partition("settled=")[2].partition("-")[0]

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import jobs
+from postroom.pipeline import finding, jobs
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.redacting import redacted
 from postroom.pipeline.segments import sealed_segments
@@ -56,7 +56,7 @@ def test_late_repeated_and_shuffled_lines_end_in_the_same_tables(
     other = Tables(tmp_path / "tables")
     for number, wanted in enumerate((True, False), 1):
         if not wanted:
-            monkeypatch.setattr(jobs, "BROADCAST_IDS_MAX", 0)
+            monkeypatch.setattr(finding, "BROADCAST_IDS_MAX", 0)
             monkeypatch.setattr(jobs, "BROADCAST_NODES_MAX", 0)
         chosen = [text for text, is_early in zip(lines, early, strict=True) if is_early == wanted]
         write_segment(tmp_path / "events", number, chosen)
@@ -171,7 +171,9 @@ def test_a_fold_has_one_shuffle_and_no_python(spark: SparkSession, tables_of: Ta
 def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_of: TablesOf) -> None:
     _, tables = tables_of()
     rows = tables.read(spark, "bronze_events").withColumn("row", F.xxhash64("event_id", "segment"))
-    plan = plan_of(silver.once(rows, silver.repeats(rows, rows.limit(0)))).splitlines()
+    none = rows.limit(0)
+    repeated = silver.repeats(rows, none, silver.suspects(rows, none))
+    plan = plan_of(silver.once(rows, repeated)).splitlines()
     shuffled = [below for text, below in pairwise(plan) if "Exchange hashpartitioning" in text]
     # Of every row the hash of its id; of those whose hash is not the only one, the id and its place.
     assert [text.partition("output=")[2].count(",") for text in shuffled] == [2, 1]

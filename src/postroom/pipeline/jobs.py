@@ -9,7 +9,6 @@ Rule 3: nothing of a run is kept in memory between two tables, so every step can
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import reduce
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,18 +18,18 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
-from postroom.pipeline import redacting
+from postroom.pipeline import finding, redacting
+from postroom.pipeline.deriving import Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, path_below
+from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver, spans
-from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts
 from postroom.pipeline.transforms.joining import sent
 
-BROADCAST_IDS_MAX: Final = 1_000_000  # ids that are sent to every executor instead of being shuffled
-BROADCAST_NODES_MAX: Final = 300_000  # messages whose places are
+BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
 HOURLY_ROWS_MIN: Final = 100_000  # of a batch whose settled rows lie by the hour; fewer lie by the day
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
@@ -217,9 +216,12 @@ class Pipeline:
         if name == "silver_events":
             self._fold_events(anew=anew)
         elif name == "silver_messages":
-            self._fold_messages(name, silver.messages, ("finished_us", "last_us"), anew=anew)
+            ends = (F.coalesce("finished_us", "rejected_us"), "last_us")
+            fold = Fold(silver.messages, silver.message_keys, ends, silver.may_rise())
+            self._fold_messages(name, fold, anew=anew)
         elif name == "silver_attempts":
-            self._fold_messages(name, silver.attempts, ("ended_us", "first_us"), anew=anew)
+            fold = Fold(silver.attempts, silver.attempt_keys, (F.col("ended_us"), "first_us"))
+            self._fold_messages(name, fold, anew=anew)
         elif name == "silver_spans":
             self._fold_spans(anew=anew)
         else:
@@ -233,10 +235,11 @@ class Pipeline:
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
         rows = bronze.widened(read)
         known = self._known_events(rows, news.added, anew=anew)
-        repeated = silver.repeats(rows, known).persist()
+        suspects = silver.suspects(rows, known).persist()
         with ExitStack() as held:
-            held.callback(repeated.unpersist)
-            fresh = silver.once(rows, repeated, few=repeated.count() <= BROADCAST_IDS_MAX)
+            held.callback(suspects.unpersist)
+            few = suspects.count() <= finding.BROADCAST_IDS_MAX
+            fresh = silver.once(rows, silver.repeats(rows, known, suspects, few=few), few=few)
             result = silver.events(fresh, redacting.redacted(self.level))
             self.tables.swap(
                 "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn]
@@ -245,23 +248,21 @@ class Pipeline:
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
         """The ids of events that are known and may come again: those of the same time."""
         old = [] if anew else self.tables.files("silver_events")
-        near = [file for file in old if any(_overlap(file, other, "ts_us") for other in added)]
+        near = [file for file in old if any(finding.overlap(file, other, "ts_us") for other in added)]
         source = self.tables.read(self.spark, "silver_events", near) if near else rows.limit(0)
         return source.select("event_id")
 
-    def _fold_messages(
-        self, name: str, fold: Callable[..., DataFrame], ends: tuple[str, str], *, anew: bool
-    ) -> None:
+    def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
         news = self._news(name, anew=anew)
         if news is None:
             return
         events = self.tables.read(self.spark, "silver_events", news.added)
-        if anew:
-            touched, result = self.tables.files(name), fold(events)
-        else:
-            touched = self._holding(name, [events.select("message_id")], news.added)
-            result = fold(events, self.tables.read(self.spark, name, touched)) if touched else fold(events)
-        quiet = silver.settled(news.newest_us, *ends, hourly=news.is_large)
+        touched, result = self.tables.files(name), fold.fold(events)
+        if touched and not anew:
+            ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
+            touched = finding.holding(self.spark, self.tables, name, ids)
+            result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
+        quiet = silver.settled(news.newest_us, *fold.ends, hourly=news.is_large, may_rise=fold.may_rise)
         self._settle(name, result, touched, quiet, news.txn)
 
     def _fold_spans(self, *, anew: bool) -> None:
@@ -269,41 +270,54 @@ class Pipeline:
         if news is None:
             return
         changed = spans.spans(self.tables.read(self.spark, "silver_messages", news.added))
-        old = self.tables.files("silver_spans")
+        touched = self.tables.files("silver_spans")
         with ExitStack() as held:
-            if anew or not old:
-                touched = old
-                result = _placed(changed, _no_anchors(changed), news.added)
+            if anew or not touched:
+                result = _placed(changed, _no_anchors(changed), few=_are_few(news.added))
             else:
                 touched, result = self._moved_spans(changed, news.added, held)
-            quiet = silver.settled(self._newest_us(), "end_us", "start_us", hourly=news.is_large)
+            quiet = silver.settled(
+                self._newest_us(),
+                F.col("end_us"),
+                "start_us",
+                hourly=news.is_large,
+                may_rise=silver.may_rise(),
+            )
             self._settle("silver_spans", result, touched, quiet, news.txn)
 
     def _moved_spans(
         self, changed: DataFrame, added: list[DataFile], held: ExitStack
     ) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: new, moved, or as they were."""
-        before = self.tables.read(self.spark, "silver_spans")
-        few = _rows_of(added) <= BROADCAST_NODES_MAX
-        near = self.tables.read(self.spark, "silver_spans", self._near("silver_spans", added))
-        roots = spans.uprooted(changed, near, few=few).persist()
-        held.callback(roots.unpersist)
-        ids = changed.select("message_id")
-        touched = self._holding("silver_spans", [ids, roots], added)
-        old = self.tables.read(self.spark, "silver_spans", touched)
-        rows = old.join(sent(ids, few=few), "message_id", "left_anti")
-        moved = rows.join(sent(roots, few=few), "root_message_id", "left_semi")
-        stay = rows.join(sent(roots, few=few), "root_message_id", "left_anti")
-        nodes = changed.unionByName(moved.select(changed.columns)).persist()
-        held.callback(nodes.unpersist)
-        few = _rows_of([*added, *touched]) <= BROADCAST_NODES_MAX
-        parents = nodes.select(F.col("parent_message_id").alias("message_id")).distinct()
-        anchors = before.join(sent(parents, few=few), "message_id", "left_semi").join(
-            sent(nodes.select("message_id"), few=few), "message_id", "left_anti"
-        )
-        anchors.persist()
+        name = "silver_spans"
+        ids = finding.wanted_of(changed.select("message_id"), added)
+        holding = finding.holding(self.spark, self.tables, name, ids)
+        known = self.tables.read(self.spark, name, holding)
+        roots = finding.wanted(spans.uprooted(changed, known, few=_are_few(holding)), held)
+        below = finding.holding(self.spark, self.tables, name, roots)
+        touched = list({file.path: file for file in (*holding, *below)}.values())
+        rows = self.tables.read(self.spark, name, touched)
+        others = _without(rows, ids.rows, few=_are_few(touched))
+        moved = roots.among(others).select(changed.columns).persist()
+        held.callback(moved.unpersist)
+        nodes = changed.unionByName(moved)
+        few = ids.n + moved.count() <= BROADCAST_NODES_MAX
+        stay = _without(others, moved.select("message_id"), few=_are_few(touched))
+        return touched, _placed(nodes, self._anchors(nodes, held, few=few), few=few).unionByName(stay)
+
+    def _anchors(self, nodes: DataFrame, held: ExitStack, *, few: bool) -> DataFrame:
+        """Where the parents are that are no nodes."""
+        name = "silver_spans"
+        named = nodes.where("parent_message_id IS NOT NULL")
+        parents = named.select(F.col("parent_message_id").alias("message_id")).distinct()
+        ids = sent(nodes.select("message_id"), few=few)
+        wanted = finding.wanted(parents.join(ids, "message_id", "left_anti"), held)
+        rows = self.tables.read(self.spark, name, finding.near(self.tables, name, wanted))
+        above = sent(wanted.rows, few=wanted.n <= BROADCAST_NODES_MAX)
+        places = rows.select("message_id", "root_message_id", "stack")
+        anchors = places.join(above, "message_id", "left_semi").persist()
         held.callback(anchors.unpersist)
-        return touched, _placed(nodes, anchors, [*added, *touched]).unionByName(stay)
+        return anchors
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -323,31 +337,6 @@ class Pipeline:
 
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
-
-    def _holding(self, name: str, wanted: list[DataFrame], sources: list[DataFile]) -> list[DataFile]:
-        """The files of a table that hold a row with one of the ids, which are named by their column.
-
-        `sources` hold the message_ids that are wanted; where no others are, most files are ruled out by the
-        log alone.
-        """
-        files = self._near(name, sources) if len(wanted) == 1 else self.tables.files(name)
-        if not files:
-            return []
-        few = _rows_of(sources) <= BROADCAST_IDS_MAX
-        rows = self.tables.read(self.spark, name, files).withColumn("file", F.col("_metadata.file_path"))
-        held = [
-            rows.join(sent(ids, few=few), ids.columns[0], "left_semi").select("file")
-            for ids in (frame.distinct() for frame in wanted)
-        ]
-        # The whole path: a task gives its files of several days one name.
-        urls = reduce(DataFrame.unionAll, held).distinct().collect()
-        found = {path_below(name, row["file"]) for row in urls}
-        return [file for file in files if file.path in found]
-
-    def _near(self, name: str, sources: list[DataFile]) -> list[DataFile]:
-        """The files of a table that can hold a message of the sources, by the log alone."""
-        files = self.tables.files(name)
-        return [file for file in files if any(_overlap(file, other, "message_id") for other in sources)]
 
     def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], settled: Column, txn: Txn) -> None:
         """Rows that nothing more is expected of get files of their own, most of which then stay."""
@@ -375,22 +364,23 @@ class Pipeline:
             return
         self._tell(name)
         txns = [Txn(source, version) for source, version in versions.items()]
-        old = self.tables.files(name)
-        if table.scope == "all" or anew or not self.tables.exists(name):
-            inputs = [self.tables.read(self.spark, source) for source in table.inputs]
-        else:
-            days = {day for source in table.inputs for day in self._changed_days(source, known[source])}
-            inputs = [self._days_of(source, days) for source in table.inputs]
-            old = [file for file in old if file.partition["day"] in days]
-        self.tables.swap(name, table.build(*inputs), old, partition_by=table.partition_by, txns=txns)
+        deriving = Deriving(self.spark, self.tables, name, table)
+        with ExitStack() as held:
+            if table.change is None or -1 in known.values():
+                rows, replaced = deriving.anew()
+            else:
+                rows, replaced = deriving.since(known[table.inputs[0]], held)
+            split = None
+            if isinstance(table.change, Parts) and table.change.ends is not None:
+                is_large = _rows_of(self.tables.files(table.inputs[0])) >= HOURLY_ROWS_MIN
+                lot = self._lot(table.change, table.change.ends, hourly=is_large)
+                rows, split = rows.withColumn(silver.SETTLED, lot), silver.SETTLED
+            self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
 
-    def _changed_days(self, source: str, since: int) -> set[str | None]:
-        added, removed = self.tables.changed(source, since)
-        return {file.partition["day"] for file in (*added, *removed)}
-
-    def _days_of(self, source: str, days: set[str | None]) -> DataFrame:
-        files = [file for file in self.tables.files(source) if file.partition["day"] in days]
-        return self.tables.read(self.spark, source, files)
+    def _lot(self, way: Parts, ends: tuple[str, str], *, hourly: bool) -> Column:
+        may_rise = None if way.may_rise is None else way.may_rise()
+        ended, begun = ends
+        return silver.settled(self._newest_us(), F.col(ended), begun, hourly=hourly, may_rise=may_rise)
 
 
 class News(NamedTuple):
@@ -406,6 +396,17 @@ class News(NamedTuple):
         return _rows_of(self.added) >= HOURLY_ROWS_MIN
 
 
+class Fold(NamedTuple):
+    """How a table of one row a key is made, and which of its rows lie together."""
+
+    fold: Callable[..., DataFrame]
+    keys: Callable[[DataFrame], DataFrame]
+    """Which rows events are about."""
+    ends: tuple[Column, str]
+    """When a row ended, and when something else was heard of it."""
+    may_rise: Column | None = None
+
+
 # ---- rows and files ---------------------------------------------------------------------------------
 
 
@@ -414,26 +415,30 @@ def row_number() -> Column:
     return F.xxhash64("_metadata.file_name", "_metadata.row_index")
 
 
-def _overlap(one: DataFile, other: DataFile, column: str) -> bool:
-    """Whether two files can hold the same value. Who does not know says yes."""
-    low, high = one.low.get(column), one.high.get(column)
-    other_low, other_high = other.low.get(column), other.high.get(column)
-    if low is None or high is None or other_low is None or other_high is None:
-        return True
-    return bool(low <= other_high and other_low <= high)
-
-
 def _rows_of(files: Iterable[DataFile]) -> int:
     return sum(file.rows for file in files)
+
+
+def _are_few(files: Iterable[DataFile]) -> bool:
+    """Whether the messages of files are sent to everybody."""
+    return _rows_of(files) <= BROADCAST_NODES_MAX
 
 
 def _high(file: DataFile) -> int:
     return file.high.get("ts_us") or 0
 
 
-def _placed(nodes: DataFrame, anchors: DataFrame, sources: list[DataFile]) -> DataFrame:
-    few = _rows_of(sources) <= BROADCAST_NODES_MAX
+def _placed(nodes: DataFrame, anchors: DataFrame, *, few: bool) -> DataFrame:
     return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
+
+
+def _without(rows: DataFrame, ids: DataFrame, *, few: bool) -> DataFrame:
+    """The rows of no message in `ids`, of which there may be many more than rows, if those are `few`.
+
+    So the ids are reduced to those that rows have, and then it is these that are sent.
+    """
+    here = ids.join(sent(rows.select("message_id"), few=few), "message_id", "left_semi")
+    return rows.join(sent(here, few=few), "message_id", "left_anti")
 
 
 def _no_anchors(nodes: DataFrame) -> DataFrame:

@@ -108,6 +108,8 @@ class Tables:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
+        self._read_last: dict[str, tuple[tuple[str, int], list[DataFile]]] = {}
+        """Of each table, which version it was, and its files: a version never changes."""
 
     # ---- what there is -------------------------------------------------------------------------------
 
@@ -132,15 +134,26 @@ class Tables:
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
         """The files of a version, the current one when none is named."""
         delta = self._delta(name, version)
-        return [] if delta is None else _files_of(delta)
+        if delta is None:
+            return []
+        which = (str(delta.metadata().id), delta.version())
+        known, files = self._read_last.get(name, (None, []))
+        if known != which:
+            files = _files_of(delta)
+            self._read_last[name] = (which, files)
+        return files
 
     def changed(self, name: str, since: int) -> tuple[list[DataFile], list[DataFile]]:
         """The files that were added after a version, and those that were removed after it."""
-        now = self.files(name)
         before = self.files(name, since) if since >= 0 else []
+        now = self.files(name)
         known, current = {file.path for file in before}, {file.path for file in now}
         added = [file for file in now if file.path not in known]
         return added, [file for file in before if file.path not in current]
+
+    def lies(self, name: str, file: DataFile) -> bool:
+        """Whether a file is there. One that no version names may be gone."""
+        return (self.folder / name / file.path).exists()
 
     def schema(self, name: str) -> StructType:
         """The columns of a table, its partition columns included."""

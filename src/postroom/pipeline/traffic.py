@@ -126,10 +126,14 @@ class Traffic:
         """A request in its organisation's queue."""
         world = self.world
         self.made += 1
-        names = Names(f"m-{world.digits(16)}", parent, goal.trace_id)
+        names = Names(self._message_id(self.now_us), parent, goal.trace_id)
         queue = f"org_{goal.org.org_id}"
         feed = self.feeds[goal.org.source]
         return Message(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
+
+    def _message_id(self, ts_us: int) -> str:
+        """It begins with its time, so that ids are sorted by it."""
+        return f"m-{ts_us:013x}{self.world.digits(4)}"
 
     def worker(self) -> str:
         return self._workers[self.world.bits(5)]
@@ -429,7 +433,7 @@ class Traffic:
             return t
         world = self.world
         self.made += 1
-        names = Names(f"m-{world.digits(16)}", request.names.message_id, request.goal.trace_id)
+        names = Names(self._message_id(t), request.names.message_id, request.goal.trace_id)
         queue = f"agent_{request.agent}_responses"
         key = request.names.message_id
         message = Message(

@@ -14,7 +14,8 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-HOUR_US: Final = 3_600_000_000
+from postroom.pipeline.transforms.silver import HOUR_US
+
 DAY_US: Final = 24 * HOUR_US
 TEXT_MAX: Final = 400  # characters of an error that are looked at
 SIMILAR: Final = 60  # percent of the words

@@ -1,8 +1,8 @@
 """Gold: what operators and agents ask for, summed up from silver.
 
-Rule 1: a table that can be said by day is: then only days that changed are built anew. What spans days is
-        made of a small table by day: `gold_depth` of `gold_flow`, `gold_poison_suspects` of `gold_crashes`,
-        `gold_dlq_patterns` of `gold_dlq_templates`.
+Rule 1: a table follows a change without a look at the rest of history: it adds up, or makes anew the hours or
+        goals that changed. What spans days is made of a small table by day: `gold_depth` of `gold_flow`,
+        `gold_poison_suspects` of `gold_crashes`, `gold_dlq_patterns` of `gold_dlq_templates`.
 Rule 2: percentiles are exact, and never depend on how rows are spread: the value at the nearest rank of the
         sorted list. Beside them stands a histogram of fixed buckets, which can be added up over any groups.
 Rule 3: money is decimal from end to end.
@@ -17,10 +17,10 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import flames
-from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
+from postroom.pipeline.transforms.silver import HOUR_US
 
 MINUTE_US: Final = 60_000_000
-HOUR_US: Final = 60 * MINUTE_US
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
 """How long a message of each priority may wait for its first delivery."""
 BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
@@ -125,29 +125,32 @@ def sla(messages: DataFrame) -> DataFrame:
 # ---- flow ----------------------------------------------------------------------------------------------
 
 
+_KINDS: Final = {
+    "created": "created",
+    "delivered": "delivered",
+    "dequeued": "dequeued",
+    "completed": "execution_completed",
+    "failed": "execution_failed",
+    "retried": "retry_scheduled",
+    "dead_letters": "dead_letter",
+    "expired": "expired",
+    "cancelled": "cancelled",
+    "quarantined": "quarantined",
+    "rejected": "rejected",
+    "duplicates": "duplicate",
+    "replayed": "replayed",
+}
+"""Which column counts which events."""
+
+
 def throughput(events: DataFrame) -> DataFrame:
     """One row for each hour, organization and type: how many events of each kind that matters."""
-    kinds = {
-        "created": "created",
-        "delivered": "delivered",
-        "dequeued": "dequeued",
-        "completed": "execution_completed",
-        "failed": "execution_failed",
-        "retried": "retry_scheduled",
-        "dead_letters": "dead_letter",
-        "expired": "expired",
-        "cancelled": "cancelled",
-        "quarantined": "quarantined",
-        "rejected": "rejected",
-        "duplicates": "duplicate",
-        "replayed": "replayed",
-    }
     return (
         events.where("message_id IS NOT NULL")
         .groupBy("day", hour_us(F.col("ts_us")).alias("hour_us"), "org_id", "type")
         .agg(
             F.count("*").alias("events"),
-            *(_how_many(F.col("kind") == kind).alias(name) for name, kind in kinds.items()),
+            *(_how_many(F.col("kind") == kind).alias(name) for name, kind in _KINDS.items()),
             F.sum(F.when(F.col("kind") == "created", F.coalesce("body_bytes", F.lit(0))).otherwise(0)).alias(
                 "bytes"
             ),
@@ -155,13 +158,15 @@ def throughput(events: DataFrame) -> DataFrame:
     )
 
 
+_ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
+
+
 def errors(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
-    keys = ["day", "hour_us", "org_id", "type", "kind", "error_type"]
     return (
         events.where(F.col("kind").isin(*ERROR_KINDS))
         .withColumn("hour_us", hour_us(F.col("ts_us")))
-        .groupBy(*keys)
+        .groupBy(*_ERROR_KEYS)
         .agg(F.count("*").alias("n"), F.min("ts_us").alias("first_us"), F.max("ts_us").alias("last_us"))
     )
 
@@ -174,7 +179,7 @@ def flow(events: DataFrame) -> DataFrame:
     one that waited until then.
     """
     # The id first: rows are sorted by the first bytes of the first column, and sources have few.
-    before = Window.partitionBy("message_id", "source").orderBy("seq")
+    before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
     waited = F.coalesce(F.lag("waits").over(before), F.col("must_have_waited"))
     minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
     told = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
@@ -240,7 +245,7 @@ def traffic(messages: DataFrame) -> DataFrame:
 
 # ---- tokens and money ----------------------------------------------------------------------------------
 
-_SPENDERS: Final = ["day", "hour_us", "org_id", "goal_id", "agent_id", "model"]
+_SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 
 def tokens(events: DataFrame) -> DataFrame:
@@ -315,21 +320,58 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
 
 
 _DAY: Final = ("day",)
+_LATENCY: Final = Parts(
+    ("hour_us",), lambda: [_born_hour()], ("message_id", "org_id", "type", "priority", "queue_us")
+)
+_SLA: Final = Sums(
+    ("day", "hour_us", "org_id", "type", "priority", "target_us"),
+    ("n", "within"),
+    shares=(("attainment", "within", "n"),),
+)
+_THROUGHPUT: Final = Sums(("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"))
+_ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",))
+_FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole="message_id")
+_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"))
+_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"))
+_CRASHES: Final = Sums(
+    ("day", "message_id"),
+    ("lapses", "quarantines"),
+    smallest=("first",),
+    largest=("last_us",),
+    sets=("workers",),
+)
+_TEMPLATES: Final = Sums(
+    ("day", "hour_us", "error_type", "template"),
+    ("n",),
+    smallest=("first",),
+    largest=("last",),
+    sets=("orgs", "types"),
+)
+_TRAFFIC: Final = Sums(
+    ("day", "org_id", "sender", "recipient", "type"), ("messages", "bytes", "dead_letters")
+)
+_FLAMES: Final = Parts(
+    ("goal_id", "org_id", "stack"),
+    lambda: [F.col("goal_id"), F.col("org_id"), F.col("stack")],
+    ("message_id", "outcome", "queue_us", "duration_us", "start_us", "end_us"),
+    ends=("last_us", "first_us"),
+    may_rise=lambda: F.col("dead_letters") > 0,
+)
 
 GOLD: Final[dict[str, GoldTable]] = {
-    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, "days"),
-    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, "days"),
-    "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, "days"),
-    "gold_errors": GoldTable(errors, ("silver_events",), _DAY, "days"),
-    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, "days"),
+    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
+    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
+    "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, _THROUGHPUT),
+    "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
+    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",)),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, "days"),
-    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, "days"),
-    "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, "days"),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST),
+    "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
-    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, "days"),
+    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
-    "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, "days"),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, "days"),
+    "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES),
 }
 """In the order in which they are built."""

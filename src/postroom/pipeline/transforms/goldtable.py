@@ -1,20 +1,77 @@
-"""How a gold table tells the jobs what it is made of."""
+"""How a gold table tells the jobs what it is made of, and how it follows a change of that."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
+
+
+class Sums(NamedTuple):
+    """Of a table whose rows can be added up: what came is added to what there was, what went is taken off."""
+
+    keys: tuple[str, ...]
+    sums: tuple[str, ...]
+    smallest: tuple[str, ...] = ()
+    largest: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    """Sorted arrays of what differs."""
+    shares: tuple[tuple[str, str, str], ...] = ()
+    """A name, and the two sums that it is a quotient of."""
+    whole: str | None = None
+    """A row depends on the others of its day that have the same value here."""
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether something can be taken off: of a minimum nobody knows what was next to it."""
+        return not (self.smallest or self.largest or self.sets)
+
+    def taken_off(self, rows: "DataFrame") -> "DataFrame":
+        return rows.withColumns({name: -F.col(name) for name in self.sums})
+
+    def added_up(self, rows: "DataFrame") -> "DataFrame":
+        """One row a key, with the columns and types that the rows have. Where nothing is left is no row."""
+        summed = rows.groupBy(*self.keys).agg(
+            *[F.sum(name).alias(name) for name in self.sums],
+            *[F.min(name).alias(name) for name in self.smallest],
+            *[F.max(name).alias(name) for name in self.largest],
+            *[_joined(name).alias(name) for name in self.sets],
+        )
+        left = summed.where(reduce(or_, [F.col(name) != 0 for name in self.sums]))
+        whole = left.withColumns({name: F.col(part) / F.col(of) for name, part, of in self.shares})
+        return whole.select(*[F.col(field.name).cast(field.dataType) for field in rows.schema])
+
+
+def _joined(name: str) -> "Column":
+    return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name)))).alias(name)
+
+
+class Parts(NamedTuple):
+    """Of a table whose rows cannot be added up: parts that changed are made anew from all of their rows."""
+
+    names: tuple[str, ...]
+    """The columns of the table that tell the part of a row."""
+    of: "Callable[[], list[Column]]"
+    """The same of a row of the input."""
+    told: tuple[str, ...]
+    """What of an input matters. A row that is the same in this has not changed."""
+    ends: tuple[str, str] | None = None
+    """When a row ended and began: those that are settled by this get files of their own."""
+    may_rise: "Callable[[], Column] | None" = None
+    """And of these, those that may change all the same."""
 
 
 class GoldTable(NamedTuple):
-    """A table that is derived from others, and how much of it a change touches."""
+    """A table that is derived from others, and how it follows them."""
 
     build: "Callable[..., DataFrame]"
     """Pure. It gets one DataFrame for each name of `inputs`, in that order."""
     inputs: tuple[str, ...]
     """Silver tables, or gold tables that are listed before it."""
     partition_by: tuple[str, ...] = ()
-    scope: Literal["all", "days"] = "all"
-    """`days`: the inputs hold only the days that changed, and the result replaces exactly these days.
-    `all`: the inputs hold everything, and the result replaces the table."""
+    change: Sums | Parts | None = None
+    """Only for tables of one input that are partitioned by its days. None: the table is made anew."""

@@ -34,26 +34,27 @@ def day_of(micros: "Column") -> "Column":
     return F.to_date(F.timestamp_micros(micros))
 
 
-def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+def repeats(
+    events: "DataFrame", known: "DataFrame", suspected: "DataFrame", *, few: bool = True
+) -> "DataFrame":
     """Grain: an event_id that more than one row has. `kept` is the row that counts, NULL when it is known.
 
     `events` have event_id, ts_us and `row`, a number of the row; `known` has the event_ids of earlier runs.
-    Of two events under one number the earlier one counts.
+    Of two events under one number the earlier one counts. Whether there are `few`, the suspects tell.
     """
-    suspects = F.broadcast(_suspects(events, known))
     new = events.select("event_id", F.struct("ts_us", "row").alias("place"))
     place = F.struct(F.lit(-1).cast("long").alias("ts_us"), F.lit(None).cast("long").alias("row"))
     old = known.select("event_id", place.alias("place"))
     grouped = (
         new.unionByName(old)
-        .join(suspects, _hash() == F.col("suspect"), "left_semi")
+        .join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
         .groupBy("event_id")
         .agg(F.min("place").alias("kept"), F.count(F.lit(1)).alias("rows"))
     )
     return grouped.where("rows > 1").select("event_id", F.col("kept.row").alias("kept"))
 
 
-def _suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
     """Grain: the hash of an event_id that more than one row has.
 
     Nearly every row is the only one with its id, and one number of it is all that has to be shuffled to know.
@@ -119,6 +120,8 @@ message whose events disagree."""
 
 OUTCOMES: Final = ("", "cancelled", "expired", "completed", "dead_letter", "quarantined")
 """By their code. Of two ends at one time the later one here counts."""
+REVIVED: Final = ("dead_letter", "quarantined")
+"""Ends that a replay undoes."""
 CODE_BITS: Final = 3
 WEIGHT_SHIFT: Final = 56  # a time in µs takes 51 bits, and a code 3
 _ENDS: Final[dict[str, tuple[int, str]]] = {
@@ -156,6 +159,11 @@ def messages(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFra
         *[F.max(name).alias(name) for name in _LARGEST],
     )
     return _message_rows(folded)
+
+
+def message_keys(events: "DataFrame") -> "DataFrame":
+    """Which rows of `messages` events are about."""
+    return events.where(F.col("message_id").isNotNull()).select("message_id")
 
 
 def _event_states(events: "DataFrame") -> "DataFrame":
@@ -246,15 +254,27 @@ def _message_rows(folded: "DataFrame") -> "DataFrame":
     )
 
 
-def settled(now_us: int, ended: str, last: str, *, hourly: bool) -> "Column":
+def settled(
+    now_us: int, ended: "Column", last: str, *, hourly: bool, may_rise: "Column | None" = None
+) -> "Column":
     """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
 
-    If something comes all the same, its file is written anew. What comes late mostly concerns the last hours.
+    If something comes all the same, its file is written anew. Rows that `may_rise` again are kept from those
+    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
     """
-    quiet_us = F.lit(now_us) - F.col(last)
-    is_settled = (F.col(ended).isNotNull() & (quiet_us > GRACE_US)) | (quiet_us > IDLE_US)
-    hour = F.pmod(F.floor(F.col(last) / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
-    return F.when(is_settled, hour if hourly else F.lit("day")).otherwise("open")
+    last_us = F.greatest(ended, last)
+    quiet_us = F.lit(now_us) - last_us
+    is_open = (quiet_us <= IDLE_US) & (ended.isNull() | (quiet_us <= GRACE_US))
+    place = F.when(is_open, "open")
+    if may_rise is not None:
+        place = place.when(may_rise, "dead")
+    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
+    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
+
+
+def may_rise() -> "Column":
+    """Whether a person may send it again."""
+    return F.col("outcome").isin(*REVIVED)
 
 
 # ---- silver_attempts -------------------------------------------------------------------------------------
@@ -290,12 +310,21 @@ def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFra
     return _attempt_rows(folded)
 
 
+def attempt_keys(events: "DataFrame") -> "DataFrame":
+    """Which rows of `attempts` events are about."""
+    return _of_attempts(events).select("message_id", "attempt")
+
+
+def _of_attempts(events: "DataFrame") -> "DataFrame":
+    kind = F.col("kind")
+    leased = events.where((F.col("attempt") > 0) & F.col("message_id").isNotNull())
+    return leased.where(kind.isin(*_ATTEMPT_KINDS) & ((kind != "cancelled") | F.col("worker_id").isNotNull()))
+
+
 def _attempt_states(events: "DataFrame") -> "DataFrame":
     kind, ts_us = F.col("kind"), F.col("ts_us")
-    leased = events.where((F.col("attempt") > 0) & F.col("message_id").isNotNull())
-    told = leased.where(kind.isin(*_ATTEMPT_KINDS) & ((kind != "cancelled") | F.col("worker_id").isNotNull()))
     done = F.struct(ts_us.alias("ts_us"), _result_code().alias("code"), *_ENDING)
-    return told.select(
+    return _of_attempts(events).select(
         "message_id",
         "attempt",
         _begun(F.when(kind == "dequeued", 0).otherwise(1), ts_us).alias("begun"),

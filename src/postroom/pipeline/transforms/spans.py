@@ -155,10 +155,9 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
 def uprooted(changed: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
     """Grain: `root_message_id` of trees in which places may be new, because a message came in or moved.
 
-    Of the table only the rows of what changed are of use, so it is they that are joined.
+    `before` has the rows that there were of what changed, and may have others.
     """
-    known = sent(changed.select("message_id"), few=few)
-    old = before.join(known, "message_id", "left_semi").select(
+    old = before.select(
         "message_id",
         "root_message_id",
         F.col("parent_message_id").alias("old_parent"),
@@ -171,4 +170,4 @@ def uprooted(changed: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFr
         | ~F.col("type").eqNullSafe(F.col("old_type"))
     )
     ids = F.explode(F.array("message_id", "root_message_id"))
-    return moved.select(ids.alias("root_message_id")).where("root_message_id IS NOT NULL").distinct()
+    return moved.select(ids.alias("root_message_id")).where("root_message_id IS NOT NULL")

@@ -1,0 +1,101 @@
+"""Which files of a table hold what is looked for.
+
+Rule: the log first, which knows the lowest and the highest id of every file; then the ids of those files that
+it could not rule out.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final, NamedTuple
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.transforms.joining import sent
+
+BROADCAST_IDS_MAX: Final = 2_000_000  # ids that are sent to every executor instead of being shuffled
+
+
+class Wanted(NamedTuple):
+    """Ids that are looked for, and what is known of them. The first column decides on files."""
+
+    rows: DataFrame
+    n: int
+    """No more than so many."""
+    low: Any
+    high: Any
+    repeat: bool = False
+    """Whether many of them are the same."""
+
+    def may_be_in(self, file: DataFile) -> bool:
+        return self.n > 0 and overlaps(file, self.rows.columns[0], self.low, self.high)
+
+    def among(self, rows: DataFrame) -> DataFrame:
+        """The rows that have one of the ids; in a great while, one more that has not.
+
+        It goes by one number of each id, because that is sent and looked up in a fraction of the time.
+        """
+        names = self.rows.columns
+        numbers = self.rows.select(F.xxhash64(*names).alias("wanted"))
+        numbers = sent(numbers.distinct() if self.repeat else numbers, few=self.n <= BROADCAST_IDS_MAX)
+        return rows.join(numbers, F.xxhash64(*names) == F.col("wanted"), "left_semi")
+
+
+def wanted(ids: DataFrame, held: ExitStack) -> Wanted:
+    """Look at ids once, for all that is asked of them until `held` is closed."""
+    ids = ids.persist()
+    held.callback(ids.unpersist)
+    first = F.col(ids.columns[0])
+    [told] = ids.agg(F.count(first), F.min(first), F.max(first)).collect()
+    return Wanted(ids, *told)
+
+
+def wanted_of(ids: DataFrame, sources: list[DataFile], *, repeat: bool = False) -> Wanted:
+    """Ids that come from the rows of files: the log tells what there is to know."""
+    column = ids.columns[0]
+    lows: list[Any] = [file.low.get(column) for file in sources]
+    highs: list[Any] = [file.high.get(column) for file in sources]
+    is_known = bool(sources) and None not in (*lows, *highs)
+    return Wanted(
+        ids,
+        sum(file.rows for file in sources),
+        min(lows) if is_known else None,
+        max(highs) if is_known else None,
+        repeat,
+    )
+
+
+def near(tables: Tables, name: str, ids: Wanted) -> list[DataFile]:
+    """The files of a table that can hold one of the ids, by the log alone."""
+    return [file for file in tables.files(name) if ids.may_be_in(file)]
+
+
+def holding(spark: SparkSession, tables: Tables, name: str, ids: Wanted) -> list[DataFile]:
+    """The files of a table that hold a row with one of the ids, which are named by their columns."""
+    files = near(tables, name, ids)
+    return chosen(tables.read(spark, name, files), files, ids.among, name)
+
+
+def chosen(
+    rows: DataFrame, files: list[DataFile], choose: Callable[[DataFrame], DataFrame], name: str
+) -> list[DataFile]:
+    """Those of the files of a table of which a row is chosen."""
+    if not files:
+        return []
+    # The whole path: a task gives its files of several days one name.
+    urls = choose(rows.withColumn("file", F.col("_metadata.file_path"))).select("file").distinct().collect()
+    found = {path_below(name, row["file"]) for row in urls}
+    return [file for file in files if file.path in found]
+
+
+def overlap(one: DataFile, other: DataFile, column: str) -> bool:
+    return overlaps(one, column, other.low.get(column), other.high.get(column))
+
+
+def overlaps(file: DataFile, column: str, low: Any, high: Any) -> bool:
+    """Whether a file can hold a value between two. Who does not know says yes."""
+    lowest, highest = file.low.get(column), file.high.get(column)
+    if lowest is None or highest is None or low is None or high is None:
+        return True
+    return bool(lowest <= high and low <= highest)

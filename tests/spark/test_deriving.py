@@ -1,0 +1,73 @@
+"""What a gold table does when its input changes. That all of them do it right, shuffled lines show."""
+
+import random
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.deriving import Deriving
+from postroom.pipeline.tables import DataFile, Tables
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
+
+WAY: dict[str, Sums | Parts] = {
+    "sums": Sums(("day", "part"), ("n", "total"), shares=(("mean", "total", "n"),)),
+    "parts": Parts(("part",), lambda: [F.col("part")], ("message_id", "value")),
+    "extremes": Sums(("day", "part"), ("n", "total"), largest=("mean",)),
+}
+
+
+def build(rows: DataFrame) -> DataFrame:
+    summed = rows.groupBy("day", "part").agg(F.count("*").alias("n"), F.sum("value").alias("total"))
+    return summed.withColumn("mean", F.col("total") / F.col("n"))
+
+
+class Input:
+    """Rows of three parts on two days, of which some files are exchanged."""
+
+    def __init__(self, spark: SparkSession, folder: Path) -> None:
+        self.spark = spark
+        self.tables = Tables(folder)
+        self.rng = random.Random(1)
+        for day in (1, 2):
+            for lot in range(3):
+                self.put([(f"m{day}{lot}{n}", n % 3, self.rng.randrange(9), day) for n in range(6)], ())
+
+    def put(self, rows: list[tuple[str, int, int, int]], removed: tuple[DataFile, ...]) -> None:
+        frame = self.spark.createDataFrame(rows, "message_id string, part int, value int, day int").coalesce(
+            1
+        )
+        self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
+
+    def exchange(self) -> DataFile:
+        """A file of the second day for one in which part 0 is gone, 1 as it was, and 2 another."""
+        old = next(file for file in self.tables.files("silver_messages") if file.partition["day"] == "2")
+        rows = self.tables.read(self.spark, "silver_messages", [old]).collect()
+        kept = [(row.message_id, row.part, row.value + (row.part == 2), row.day) for row in rows if row.part]
+        self.put(kept, (old,))
+        return old
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("way", WAY)
+def test_a_change_gives_what_is_made_anew(
+    spark: SparkSession, tmp_path: Path, way: str, is_there: bool
+) -> None:
+    given = Input(spark, tmp_path)
+    tables = given.tables
+    deriving = Deriving(spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY[way]))
+    rows, _ = deriving.anew()
+    tables.append("gold_sum", rows, partition_by=("day",))
+    version = tables.version("silver_messages")
+    old = given.exchange()
+    if not is_there:  # it was removed after a week
+        (tables.folder / "silver_messages" / old.path).unlink()
+    with ExitStack() as held:
+        changed, replaced = deriving.since(version, held)
+        assert {file.partition["day"] for file in replaced} == {"2"}
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
