@@ -109,7 +109,7 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
 def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "HOURLY_ROWS_MIN", 0)  # as in a large batch
+    monkeypatch.setattr(jobs, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
     lives = [
         ("a", 9, ("created", "execution_completed")),
         ("b", 9, ("created", "execution_failed", "dead_letter")),

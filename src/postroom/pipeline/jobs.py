@@ -30,7 +30,7 @@ from postroom.pipeline.transforms.goldtable import GoldTable, Parts
 from postroom.pipeline.transforms.joining import sent
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
-HOURLY_ROWS_MIN: Final = 100_000  # of a batch whose settled rows lie by the hour; fewer lie by the day
+HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
@@ -262,7 +262,7 @@ class Pipeline:
             ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
             touched = finding.holding(self.spark, self.tables, name, ids)
             result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
-        quiet = silver.settled(news.newest_us, *fold.ends, hourly=news.is_large, may_rise=fold.may_rise)
+        quiet = silver.settled(news.newest_us, *fold.ends, hourly=self._is_dense(), may_rise=fold.may_rise)
         self._settle(name, result, touched, quiet, news.txn)
 
     def _fold_spans(self, *, anew: bool) -> None:
@@ -280,7 +280,7 @@ class Pipeline:
                 self._newest_us(),
                 F.col("end_us"),
                 "start_us",
-                hourly=news.is_large,
+                hourly=self._is_dense(),
                 may_rise=silver.may_rise(),
             )
             self._settle("silver_spans", result, touched, quiet, news.txn)
@@ -335,6 +335,13 @@ class Pipeline:
         self._tell(f"{name}: {_rows_of(added):,} rows of {source}")
         return News(added, Txn(source, version), max((_high(file) for file in added), default=0))
 
+    def _is_dense(self) -> bool:
+        """Whether an hour of the stream fills files of its own; otherwise they would be many, and tiny."""
+        files = self.tables.files("silver_events")
+        oldest_us = min((file.low.get("ts_us") or 0 for file in files), default=0)
+        hours = 1 + (self._newest_us() - oldest_us) // silver.HOUR_US
+        return _rows_of(files) >= hours * HOURLY_EVENTS_MIN
+
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
 
@@ -372,15 +379,16 @@ class Pipeline:
                 rows, replaced = deriving.since(known[table.inputs[0]], held)
             split = None
             if isinstance(table.change, Parts) and table.change.ends is not None:
-                is_large = _rows_of(self.tables.files(table.inputs[0])) >= HOURLY_ROWS_MIN
-                lot = self._lot(table.change, table.change.ends, hourly=is_large)
+                lot = self._lot(table.change, table.change.ends)
                 rows, split = rows.withColumn(silver.SETTLED, lot), silver.SETTLED
             self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
 
-    def _lot(self, way: Parts, ends: tuple[str, str], *, hourly: bool) -> Column:
+    def _lot(self, way: Parts, ends: tuple[str, str]) -> Column:
         may_rise = None if way.may_rise is None else way.may_rise()
         ended, begun = ends
-        return silver.settled(self._newest_us(), F.col(ended), begun, hourly=hourly, may_rise=may_rise)
+        return silver.settled(
+            self._newest_us(), F.col(ended), begun, hourly=self._is_dense(), may_rise=may_rise
+        )
 
 
 class News(NamedTuple):
@@ -389,11 +397,6 @@ class News(NamedTuple):
     added: list[DataFile]
     txn: Txn
     newest_us: int
-
-    @property
-    def is_large(self) -> bool:
-        """Whether its rows fill a file for every hour."""
-        return _rows_of(self.added) >= HOURLY_ROWS_MIN
 
 
 class Fold(NamedTuple):
