@@ -45,7 +45,7 @@ TRIES_A_KILL = 3
 STEPS = {
     "run": [
         "bronze", "silver_events", "silver_messages", "silver_attempts", "silver_spans", "gold_latency",
-        "gold_depth", "gold_dlq_patterns",
+        "gold_flow", "gold_depth", "gold_cost", "gold_traffic", "gold_flames", "gold_dlq_patterns",
     ],
     "retain": [
         "bronze_rejects", "bronze_events", "silver_events", "silver_attempts", "silver_spans",

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.deriving import Deriving
-from postroom.pipeline.tables import DataFile, Tables
+from postroom.pipeline.tables import DataFile, Tables, path_below
 from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
 
 WAY: dict[str, Sums | Parts] = {
@@ -26,20 +26,19 @@ def build(rows: DataFrame) -> DataFrame:
 
 
 class Input:
-    """Rows of three parts on two days, of which some files are exchanged."""
+    """Rows of three parts on two days, three files each, of which one is exchanged."""
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.spark = spark
         self.tables = Tables(folder)
-        self.rng = random.Random(1)
+        rng = random.Random(1)
         for day in (1, 2):
             for lot in range(3):
-                self.put([(f"m{day}{lot}{n}", n % 3, self.rng.randrange(9), day) for n in range(6)], ())
+                self.put([(f"m{day}{lot}{n}", n % 3, rng.randrange(9), day) for n in range(6)])
 
-    def put(self, rows: list[tuple[str, int, int, int]], removed: tuple[DataFile, ...]) -> None:
-        frame = self.spark.createDataFrame(rows, "message_id string, part int, value int, day int").coalesce(
-            1
-        )
+    def put(self, rows: list[tuple[str, int, int, int]], *removed: DataFile) -> None:
+        columns = "message_id string, part int, value int, day int"
+        frame = self.spark.createDataFrame(rows, columns).coalesce(1)
         self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
 
     def exchange(self) -> DataFile:
@@ -47,7 +46,7 @@ class Input:
         old = next(file for file in self.tables.files("silver_messages") if file.partition["day"] == "2")
         rows = self.tables.read(self.spark, "silver_messages", [old]).collect()
         kept = [(row.message_id, row.part, row.value + (row.part == 2), row.day) for row in rows if row.part]
-        self.put(kept, (old,))
+        self.put(kept, old)
         return old
 
 
@@ -58,16 +57,29 @@ def test_a_change_gives_what_is_made_anew(
 ) -> None:
     given = Input(spark, tmp_path)
     tables = given.tables
-    deriving = Deriving(spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY[way]))
+    read: list[str] = []
+
+    def watched(rows: DataFrame) -> DataFrame:
+        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+        return build(rows)
+
+    table = GoldTable(watched, ("silver_messages",), ("day",), WAY[way])
+    deriving = Deriving(spark, tables, "gold_sum", table)
     rows, _ = deriving.anew()
     tables.append("gold_sum", rows, partition_by=("day",))
     version = tables.version("silver_messages")
     old = given.exchange()
+    [new], _ = tables.changed("silver_messages", version)
     if not is_there:  # it was removed after a week
         (tables.folder / "silver_messages" / old.path).unlink()
+    read.clear()
     with ExitStack() as held:
         changed, replaced = deriving.since(version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    if way == "sums" and is_there:
+        assert set(read) == {old.path, new.path}  # and nothing of what stayed
+    else:
+        assert {path.partition("/")[0] for path in read} == {"day=2"}
     expected, _ = deriving.anew()
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())

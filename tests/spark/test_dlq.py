@@ -14,8 +14,7 @@ from postroom.pipeline.transforms import dlq
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import in_order, oracle, stored
 from tests.spark.plainrows import plain
-
-HOUR_US = 3_600_000_000
+from tests.spark.stories import HOUR_US
 
 MASKED = {
     "no answer from maps.internal:8443 within 12 s (call 93fa0c11d2e4)": (

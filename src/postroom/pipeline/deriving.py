@@ -100,8 +100,9 @@ class Deriving:
             return rows.join(sent(parts, few=few), F.xxhash64(*part) == F.col("changed"), how)
 
         own = [F.col(name) for name in way.names]
-        files = self._of(self._name, change.days)
-        replaced = finding.chosen(self._read(self._name, files), files, partial(among, part=own), self._name)
+        replaced = finding.with_chosen(
+            self._spark, self._tables, self._name, self._of(self._name, change.days), partial(among, part=own)
+        )
         rows = among(self._read(change.source, self._of(change.source, change.days)), way.of())
         stay = among(self._read(self._name, replaced), own, "left_anti")
         built = self._table.build(rows)

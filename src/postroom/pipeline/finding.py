@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
         return self.n > 0 and overlaps(file, self.rows.columns[0], self.low, self.high)
 
     def among(self, rows: DataFrame) -> DataFrame:
-        """The rows that have one of the ids; in a great while, one more that has not.
+        """The rows that have one of the ids, and by chance, hardly ever, one that has not.
 
         It goes by one number of each id, because that is sent and looked up in a fraction of the time.
         """
@@ -73,19 +73,22 @@ def near(tables: Tables, name: str, ids: Wanted) -> list[DataFile]:
 
 def holding(spark: SparkSession, tables: Tables, name: str, ids: Wanted) -> list[DataFile]:
     """The files of a table that hold a row with one of the ids, which are named by their columns."""
-    files = near(tables, name, ids)
-    return chosen(tables.read(spark, name, files), files, ids.among, name)
+    return with_chosen(spark, tables, name, near(tables, name, ids), ids.among)
 
 
-def chosen(
-    rows: DataFrame, files: list[DataFile], choose: Callable[[DataFrame], DataFrame], name: str
+def with_chosen(
+    spark: SparkSession,
+    tables: Tables,
+    name: str,
+    files: list[DataFile],
+    choose: Callable[[DataFrame], DataFrame],
 ) -> list[DataFile]:
     """Those of the files of a table of which a row is chosen."""
     if not files:
         return []
+    rows = tables.read(spark, name, files).withColumn("file", F.col("_metadata.file_path"))
     # The whole path: a task gives its files of several days one name.
-    urls = choose(rows.withColumn("file", F.col("_metadata.file_path"))).select("file").distinct().collect()
-    found = {path_below(name, row["file"]) for row in urls}
+    found = {path_below(name, row["file"]) for row in choose(rows).select("file").distinct().collect()}
     return [file for file in files if file.path in found]
 
 

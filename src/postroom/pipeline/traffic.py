@@ -132,8 +132,8 @@ class Traffic:
         return Message(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
 
     def _message_id(self, ts_us: int) -> str:
-        """It begins with its time, so that ids are sorted by it."""
-        return f"m-{ts_us:013x}{self.world.digits(4)}"
+        """It begins with its time, so that ids are sorted by it; the rest is for those of one microsecond."""
+        return f"m-{ts_us:013x}{self.world.digits(8)}"
 
     def worker(self) -> str:
         return self._workers[self.world.bits(5)]

@@ -47,7 +47,7 @@ class Sums(NamedTuple):
 
 
 def _joined(name: str) -> "Column":
-    return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name)))).alias(name)
+    return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name))))
 
 
 class Parts(NamedTuple):
