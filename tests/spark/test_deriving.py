@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.deriving import Deriving
 from postroom.pipeline.tables import DataFile, Tables, path_below
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
 
 WAY: dict[str, Sums | Parts] = {
     "sums": Sums(("day", "part"), ("n", "total"), shares=(("mean", "total", "n"),)),
@@ -83,3 +83,35 @@ def test_a_change_gives_what_is_made_anew(
         assert {path.partition("/")[0] for path in read} == {"day=2"}
     expected, _ = deriving.anew()
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
+
+
+def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_path: Path) -> None:
+    given = Input(spark, tmp_path)
+    tables = given.tables
+    so_far = Window.partitionBy("part").orderBy(F.col("day").asc_nulls_first())
+    read: list[str] = []
+
+    def count(rows: DataFrame, before: DataFrame | None = None) -> DataFrame:
+        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+        summed = rows.groupBy("day", "part").agg(F.sum("value").alias("value"))
+        if before is not None:
+            summed = summed.unionByName(before, allowMissingColumns=True)
+        counted = summed.select("day", "part", F.sum("value").over(so_far).alias("total"))
+        return counted.where("day IS NOT NULL")
+
+    table = GoldTable(count, ("silver_messages",), ("day",), Running(("part",), ("value",)))
+    deriving = Deriving(spark, tables, "gold_sum", table)
+    rows, _ = deriving.anew()
+    tables.append("gold_sum", rows, partition_by=("day",))
+    version = tables.version("silver_messages")
+    given.exchange()
+    read.clear()
+    with ExitStack() as held:
+        changed, replaced = deriving.since(version, held)
+        assert {file.partition["day"] for file in replaced} == {"2"}
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    assert {path.partition("/")[0] for path in read} == {"day=2"}
+    expected, _ = deriving.anew()
+    found = Counter(tables.read(spark, "gold_sum").collect())
+    assert found == Counter(expected.collect())
+    assert {row["day"] for row in found} == {1, 2}

@@ -92,7 +92,7 @@ ORACLE = {
         GROUP BY ALL""",
     "gold_flow": "SELECT * FROM moves",
     "gold_depth": """
-        SELECT minute_us, org_id, queue, arrived, "left",
+        SELECT day, minute_us, org_id, queue, arrived, "left",
                CAST((SELECT sum(earlier.arrived - earlier."left") FROM moves AS earlier
                      WHERE earlier.org_id = moves.org_id AND earlier.queue = moves.queue
                        AND earlier.minute_us <= moves.minute_us) AS BIGINT)
@@ -129,7 +129,8 @@ ORACLE = {
                CAST(sum(CASE WHEN duration_us > coalesce(queue_us, 0) THEN duration_us - coalesce(queue_us, 0)
                              ELSE 0 END) AS BIGINT),
                CAST(sum(coalesce(queue_us, 0)) AS BIGINT),
-               count(*) FILTER (outcome IN ('dead_letter', 'quarantined')), min(start_us), max(end_us)
+               count(*) FILTER (outcome IN ('dead_letter', 'quarantined')),
+               count(*) FILTER (end_us IS NULL), min(start_us), max(end_us)
         FROM spans WHERE goal_id IS NOT NULL GROUP BY ALL""",
 }
 """The patterns of dead letters have a test file of their own."""

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import finding, jobs
+from postroom.pipeline import finding, placing
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.redacting import redacted
 from postroom.pipeline.segments import sealed_segments
@@ -57,7 +57,7 @@ def test_late_repeated_and_shuffled_lines_end_in_the_same_tables(
     for number, wanted in enumerate((True, False), 1):
         if not wanted:
             monkeypatch.setattr(finding, "BROADCAST_IDS_MAX", 0)
-            monkeypatch.setattr(jobs, "BROADCAST_NODES_MAX", 0)
+            monkeypatch.setattr(placing, "BROADCAST_NODES_MAX", 0)
         chosen = [text for text, is_early in zip(lines, early, strict=True) if is_early == wanted]
         write_segment(tmp_path / "events", number, chosen)
         Pipeline(spark, other).run(tmp_path / "events")

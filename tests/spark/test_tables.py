@@ -124,6 +124,15 @@ def test_a_new_column_reads_null_in_old_rows(spark: SparkSession, tables: Tables
     assert sorted(map(tuple, found)) == [(0, None), (1, None), (2, "calm")]
 
 
+def test_a_table_with_other_partitions_is_refused(spark: SparkSession, tables: Tables) -> None:
+    rows = spark.range(2).withColumn("day", F.lit("2026-01-01"))
+    tables.append("t", rows)
+    sentence = "table t of an earlier version is partitioned by nothing, not by day as now: delete its folder"
+    with pytest.raises(InvalidMessage, match=sentence):
+        tables.replace("t", rows, partition_by=("day",))
+    assert tables.version("t") == 0
+
+
 def test_files_without_a_commit_are_nobodys_rows_until_vacuum_takes_them(
     spark: SparkSession, tables: Tables
 ) -> None:

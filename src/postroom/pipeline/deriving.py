@@ -2,8 +2,9 @@
 
 Rule 1: what is added up takes what came, and less what went; it never reads the rest of the history.
 Rule 2: what cannot be added up is made anew for the parts that changed, from all of their rows.
-Rule 3: where neither can be, because rows went from a minimum or their files are no longer there, the days
-        that changed are made anew. All three give the same rows.
+Rule 3: what counts on from day to day is made anew from the first day that changed.
+Rule 4: where none of these can be, because rows went from a minimum or their files are no longer there, the
+        days that changed are made anew. All give the same rows.
 """
 
 from contextlib import ExitStack
@@ -15,8 +16,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
 from postroom.pipeline.tables import DataFile, Tables
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
 from postroom.pipeline.transforms.joining import sent
+from postroom.pipeline.transforms.silver import HOUR_US
 
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
@@ -54,24 +56,39 @@ class Deriving:
         way = self._table.change
         is_there = all(self._tables.lies(source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
-            return self._added_up(change, way)
+            return self._added_up(change, way, held)
         if isinstance(way, Parts) and is_there:
             return self._parts(change, way, held)
+        if isinstance(way, Running):
+            return self._counted_on(change, way)
         return self._days(change)
 
     def _days(self, change: Change) -> Derived:
         rows = self._read(change.source, self._of(change.source, change.days))
         return self._table.build(rows), self._of(self._name, change.days)
 
+    def _counted_on(self, change: Change, way: Running) -> Derived:
+        """The first day that changed, and all after it."""
+        first = min(day or "" for day in change.days)
+        source = self._tables.files(change.source)
+        earlier = self._read(change.source, [file for file in source if _day(file) < first])
+        before = earlier.groupBy(*way.keys).agg(*[F.sum(name).alias(name) for name in way.sums])
+        rows = self._read(change.source, [file for file in source if _day(file) >= first])
+        replaced = [file for file in self._tables.files(self._name) if _day(file) >= first]
+        return self._table.build(rows, before), replaced
+
     # ---- sums ----------------------------------------------------------------------------------------
 
-    def _added_up(self, change: Change, way: Sums) -> Derived:
+    def _added_up(self, change: Change, way: Sums, held: ExitStack) -> Derived:
         build = self._table.build
         came, went = self._read(change.source, change.added), None
         if change.removed:
             went = self._read(change.source, change.removed)
-        if way.whole is not None:
-            others = self._others(change, came if went is None else came.unionByName(went), way.whole)
+        if way.whole:
+            moved = came if went is None else came.unionByName(went)
+            others = self._others(change, moved, way.whole).persist()
+            held.callback(others.unpersist)
+            came, went = came.select(*way.whole), None if went is None else went.select(*way.whole)
             # If some of them are of others, they cancel out.
             came, went = came.unionByName(others), others if went is None else went.unionByName(others)
         replaced = self._of(self._name, change.days)
@@ -80,30 +97,35 @@ class Deriving:
             rows = rows.unionByName(way.taken_off(build(went)))
         return way.added_up(rows), replaced
 
-    def _others(self, change: Change, moved: DataFrame, column: str) -> DataFrame:
+    def _others(self, change: Change, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
         """The rows that neither came nor went, of what did."""
+        column = columns[0]
         ids = moved.where(F.col(column).isNotNull()).select(column)
         wanted = finding.wanted_of(ids, [*change.added, *change.removed], repeat=True)
         known = {file.path for file in change.added}
         files = [file for file in self._of(change.source, change.days) if file.path not in known]
-        return wanted.among(self._read(change.source, [file for file in files if wanted.may_be_in(file)]))
+        rows = self._read(change.source, [file for file in files if wanted.may_be_in(file)])
+        return wanted.among(rows.select(*columns))
 
     # ---- parts ---------------------------------------------------------------------------------------
 
     def _parts(self, change: Change, way: Parts, held: ExitStack) -> Derived:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        parts = _differing(came, went, way).distinct().persist()
+        parts = _differing(came, went, way).persist()
         held.callback(parts.unpersist)
-        few = parts.count() <= finding.BROADCAST_IDS_MAX
+        [told] = parts.agg(F.count("*").alias("n"), F.min("earliest"), F.max("latest")).collect()
+        few = told["n"] <= finding.BROADCAST_IDS_MAX
 
         def among(rows: DataFrame, part: list[Column], how: str = "left_semi") -> DataFrame:
-            return rows.join(sent(parts, few=few), F.xxhash64(*part) == F.col("changed"), how)
+            numbers = sent(parts.select("changed"), few=few)
+            return rows.join(numbers, F.xxhash64(*part) == F.col("changed"), how)
 
         own = [F.col(name) for name in way.names]
         replaced = finding.with_chosen(
             self._spark, self._tables, self._name, self._of(self._name, change.days), partial(among, part=own)
         )
-        rows = among(self._read(change.source, self._of(change.source, change.days)), way.of())
+        source = [file for file in self._of(change.source, change.days) if _may_be_of(file, *told[1:])]
+        rows = among(self._read(change.source, source), way.of())
         stay = among(self._read(self._name, replaced), own, "left_anti")
         built = self._table.build(rows)
         return built.unionByName(stay.select(built.columns)), replaced
@@ -117,16 +139,32 @@ class Deriving:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]
 
 
+def _day(file: DataFile) -> str:
+    return file.partition["day"] or ""
+
+
+def _may_be_of(file: DataFile, earliest_us: int | None, latest_us: int | None) -> bool:
+    """Whether a file can have a row of the hours between two moments."""
+    first_us, last_us = file.low.get("first_us"), file.high.get("last_us")
+    if earliest_us is None or latest_us is None or first_us is None or last_us is None:
+        return True
+    return bool(last_us >= earliest_us - HOUR_US and first_us <= latest_us + HOUR_US)
+
+
 def _differing(came: DataFrame, went: DataFrame, way: Parts) -> DataFrame:
-    """The parts of rows that only one side has. Most of what is written anew says what it said before.
+    """The parts of rows that only one side has, and when these were, if that counts.
+
+    Most of what is written anew says what it said before.
 
     A part goes by a number: if two have the same, both are made anew. A row is compared by two numbers of 64
     bits, which are the same by chance in no history.
     """
-    part = F.xxhash64(*way.of()).alias("changed")
-    marks = [F.xxhash64(*way.told).alias("mark"), F.xxhash64(*reversed(way.told)).alias("other_mark")]
-    signed = came.select(part, *marks, F.lit(1).alias("sign")).unionByName(
-        went.select(part, *marks, F.lit(-1).alias("sign"))
-    )
-    summed = signed.groupBy("changed", "mark", "other_mark").agg(F.sum("sign").alias("sign"))
-    return summed.where("sign <> 0").select("changed")
+    moment = F.lit(None).cast("long") if way.hour_of is None else way.hour_of()
+    own = [F.xxhash64(*way.of()).alias("changed"), moment.alias("earliest"), moment.alias("latest")]
+    span = [F.min("earliest").alias("earliest"), F.max("latest").alias("latest")]
+    if not way.told:
+        return came.select(*own).unionByName(went.select(*own)).groupBy("changed").agg(*span)
+    own += [F.xxhash64(*way.told).alias("mark"), F.xxhash64(*reversed(way.told)).alias("other_mark")]
+    signed = came.select(*own, F.lit(1).alias("sign")).unionByName(went.select(*own, F.lit(-1).alias("sign")))
+    summed = signed.groupBy("changed", "mark", "other_mark").agg(F.sum("sign").alias("sign"), *span)
+    return summed.where("sign <> 0").groupBy("changed").agg(*span)

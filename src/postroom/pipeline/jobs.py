@@ -21,15 +21,14 @@ from postroom.core.redaction import Level
 from postroom.pipeline import finding, redacting
 from postroom.pipeline.deriving import Deriving
 from postroom.pipeline.ordering import Needs, in_turn
+from postroom.pipeline.placing import Placing
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.taking import take
-from postroom.pipeline.transforms import bronze, silver, spans
+from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.goldtable import GoldTable, Parts
-from postroom.pipeline.transforms.joining import sent
 
-BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
@@ -269,13 +268,13 @@ class Pipeline:
         news = self._news("silver_spans", anew=anew)
         if news is None:
             return
-        changed = spans.spans(self.tables.read(self.spark, "silver_messages", news.added))
         touched = self.tables.files("silver_spans")
         with ExitStack() as held:
+            placing = Placing(self.spark, self.tables, news.added, held)
             if anew or not touched:
-                result = _placed(changed, _no_anchors(changed), few=_are_few(news.added))
+                result = placing.anew()
             else:
-                touched, result = self._moved_spans(changed, news.added, held)
+                touched, result = placing.among_others()
             quiet = silver.settled(
                 self._newest_us(),
                 F.col("end_us"),
@@ -284,40 +283,6 @@ class Pipeline:
                 may_rise=silver.may_rise(),
             )
             self._settle("silver_spans", result, touched, quiet, news.txn)
-
-    def _moved_spans(
-        self, changed: DataFrame, added: list[DataFile], held: ExitStack
-    ) -> tuple[list[DataFile], DataFrame]:
-        """The files that have to be written anew, and their rows: new, moved, or as they were."""
-        name = "silver_spans"
-        ids = finding.wanted_of(changed.select("message_id"), added)
-        holding = finding.holding(self.spark, self.tables, name, ids)
-        known = self.tables.read(self.spark, name, holding)
-        roots = finding.wanted(spans.uprooted(changed, known, few=_are_few(holding)), held)
-        below = finding.holding(self.spark, self.tables, name, roots)
-        touched = list({file.path: file for file in (*holding, *below)}.values())
-        rows = self.tables.read(self.spark, name, touched)
-        others = _without(rows, ids.rows, few=_are_few(touched))
-        moved = roots.among(others).select(changed.columns).persist()
-        held.callback(moved.unpersist)
-        nodes = changed.unionByName(moved)
-        few = ids.n + moved.count() <= BROADCAST_NODES_MAX
-        stay = _without(others, moved.select("message_id"), few=_are_few(touched))
-        return touched, _placed(nodes, self._anchors(nodes, held, few=few), few=few).unionByName(stay)
-
-    def _anchors(self, nodes: DataFrame, held: ExitStack, *, few: bool) -> DataFrame:
-        """Where the parents are that are no nodes."""
-        name = "silver_spans"
-        named = nodes.where("parent_message_id IS NOT NULL")
-        parents = named.select(F.col("parent_message_id").alias("message_id")).distinct()
-        ids = sent(nodes.select("message_id"), few=few)
-        wanted = finding.wanted(parents.join(ids, "message_id", "left_anti"), held)
-        rows = self.tables.read(self.spark, name, finding.near(self.tables, name, wanted))
-        above = sent(wanted.rows, few=wanted.n <= BROADCAST_NODES_MAX)
-        places = rows.select("message_id", "root_message_id", "stack")
-        anchors = places.join(above, "message_id", "left_semi").persist()
-        held.callback(anchors.unpersist)
-        return anchors
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -379,16 +344,13 @@ class Pipeline:
                 rows, replaced = deriving.since(known[table.inputs[0]], held)
             split = None
             if isinstance(table.change, Parts) and table.change.ends is not None:
-                lot = self._lot(table.change, table.change.ends)
+                lot = self._lot(table.change, *table.change.ends())
                 rows, split = rows.withColumn(silver.SETTLED, lot), silver.SETTLED
             self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
 
-    def _lot(self, way: Parts, ends: tuple[str, str]) -> Column:
+    def _lot(self, way: Parts, ended: Column, begun: str) -> Column:
         may_rise = None if way.may_rise is None else way.may_rise()
-        ended, begun = ends
-        return silver.settled(
-            self._newest_us(), F.col(ended), begun, hourly=self._is_dense(), may_rise=may_rise
-        )
+        return silver.settled(self._newest_us(), ended, begun, hourly=self._is_dense(), may_rise=may_rise)
 
 
 class News(NamedTuple):
@@ -422,28 +384,5 @@ def _rows_of(files: Iterable[DataFile]) -> int:
     return sum(file.rows for file in files)
 
 
-def _are_few(files: Iterable[DataFile]) -> bool:
-    """Whether the messages of files are sent to everybody."""
-    return _rows_of(files) <= BROADCAST_NODES_MAX
-
-
 def _high(file: DataFile) -> int:
     return file.high.get("ts_us") or 0
-
-
-def _placed(nodes: DataFrame, anchors: DataFrame, *, few: bool) -> DataFrame:
-    return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
-
-
-def _without(rows: DataFrame, ids: DataFrame, *, few: bool) -> DataFrame:
-    """The rows of no message in `ids`, of which there may be many more than rows, if those are `few`.
-
-    So the ids are reduced to those that rows have, and then it is these that are sent.
-    """
-    here = ids.join(sent(rows.select("message_id"), few=few), "message_id", "left_semi")
-    return rows.join(sent(here, few=few), "message_id", "left_anti")
-
-
-def _no_anchors(nodes: DataFrame) -> DataFrame:
-    place = {name: F.lit(None).cast("string") for name in spans.PLACE}
-    return nodes.limit(0).select("message_id").withColumns(place)

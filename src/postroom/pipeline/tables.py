@@ -37,7 +37,7 @@ WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
-INDEXED: Final = ("message_id", "root_message_id", "ts_us")
+INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us")
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
 DISTINCT: Final = (
     *(
@@ -110,6 +110,8 @@ class Tables:
         self.folder = folder.absolute()
         self._read_last: dict[str, tuple[tuple[str, int], list[DataFile]]] = {}
         """Of each table, which version it was, and its files: a version never changes."""
+        self._opened: dict[str, DeltaTable] = {}
+        """Of each table, the version that was the last one when it was asked for."""
 
     # ---- what there is -------------------------------------------------------------------------------
 
@@ -161,10 +163,23 @@ class Tables:
         return StructType.fromJson(json.loads(delta.schema().to_json()))
 
     def _delta(self, name: str, version: int | None = None) -> DeltaTable | None:
+        if version is None and (opened := self._opened.get(name)) is not None and self._is_last(name, opened):
+            return opened
         try:
-            return DeltaTable(self.folder / name, version=version)
+            delta = DeltaTable(self.folder / name, version=version)
         except TableNotFoundError:
             return None
+        if version is None:
+            self._opened[name] = delta
+        return delta
+
+    def _is_last(self, name: str, delta: DeltaTable) -> bool:
+        """Whether a version is still the last one. To open a table is to read the whole of its log."""
+        this, following = (self._log_of(name, delta.version() + step).exists() for step in (0, 1))
+        return this and not following
+
+    def _log_of(self, name: str, version: int) -> Path:
+        return self.folder / name / LOG / f"{version:020d}.json"
 
     def _known(self, name: str) -> DeltaTable:
         delta = self._delta(name)
@@ -317,7 +332,7 @@ class Tables:
     ) -> None:
         properties = CommitProperties(app_transactions=[Transaction(*txn) for txn in txns])
         columns = delta_schema(schema)
-        delta = self._delta(name)
+        delta = None if self._delta(name) is None else DeltaTable(self.folder / name)  # it is changed here
         if delta is None:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             create_table_with_add_actions(
@@ -328,6 +343,7 @@ class Tables:
                 commit_properties=properties,
             )
             return
+        _need_partitions(name, delta, partition_by)
         _add_columns(delta, columns)
         delta.create_write_transaction(
             actions, "append", columns, list(partition_by), commit_properties=properties
@@ -362,6 +378,16 @@ def delta_schema(schema: StructType) -> Schema:
     """The same columns in the words of the log. Every one may be NULL."""
     fields = [{**field.jsonValue(), "nullable": True} for field in schema.fields]
     return Schema.from_json(json.dumps({"type": "struct", "fields": fields}))
+
+
+def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> None:
+    """A log that knows files of both kinds could not be read."""
+    known = delta.metadata().partition_columns
+    if known != list(wanted):
+        raise InvalidMessage(
+            f"table {name} of an earlier version is partitioned by {', '.join(known) or 'nothing'}, not by"
+            f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and run again"
+        )
 
 
 def _add_columns(delta: DeltaTable, wanted: Schema) -> None:

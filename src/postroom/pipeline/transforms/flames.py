@@ -11,7 +11,7 @@ def flames(spans: DataFrame) -> DataFrame:
 
     `work_us` is what they took themselves, `wait_us` how long they waited to be taken. What came of a message
     has rows of its own below it, so the sum over a stack and all that begin with it is the whole of a branch.
-    A message that has not ended counts, and has no time so far. `dead_letters` were given up, or put aside.
+    A message that has not ended is `open`, and has no time so far; `dead_letters` were given up or put aside.
     """
     waited_us = F.coalesce("queue_us", F.lit(0))
     worked_us = F.greatest(F.coalesce("duration_us", F.lit(0)) - waited_us, F.lit(0))
@@ -23,6 +23,7 @@ def flames(spans: DataFrame) -> DataFrame:
             F.sum(worked_us).alias("work_us"),
             F.sum(waited_us).alias("wait_us"),
             F.count(F.when(F.col("outcome").isin(*REVIVED), 1)).alias("dead_letters"),
+            F.count(F.when(F.col("end_us").isNull(), 1)).alias("open"),
             F.min("start_us").alias("first_us"),
             F.max("end_us").alias("last_us"),
         )

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import flames
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
 from postroom.pipeline.transforms.silver import HOUR_US
 
 MINUTE_US: Final = 60_000_000
@@ -43,8 +43,12 @@ def hour_us(ts_us: Column) -> Column:
     return ts_us - F.pmod(ts_us, F.lit(HOUR_US))
 
 
+def _born_us() -> Column:
+    return F.coalesce("created_us", "first_us")
+
+
 def _born_hour() -> Column:
-    return hour_us(F.coalesce("created_us", "first_us"))
+    return hour_us(_born_us())
 
 
 def _how_many(condition: Column) -> Column:
@@ -171,6 +175,12 @@ def errors(events: DataFrame) -> DataFrame:
     )
 
 
+_FLOW_INPUT: Final = (
+    *("message_id", "source", "seq", "day", "ts_us", "org_id", "queue"),
+    *("state", "kind", "duration_us", "lease"),
+)
+
+
 def flow(events: DataFrame) -> DataFrame:
     """One row for each minute and queue in which something began or ceased to wait.
 
@@ -216,11 +226,18 @@ def _must_have_waited() -> Column:
     )
 
 
-def depth(flows: DataFrame) -> DataFrame:
-    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute."""
-    so_far = Window.partitionBy("org_id", "queue").orderBy("minute_us")
-    return flows.withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far)).select(
-        "minute_us", "org_id", "queue", "arrived", "left", "depth"
+def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
+    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute.
+
+    `before` has what came to a queue and left it before the first of these minutes.
+    """
+    so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
+    if before is not None:
+        flows = flows.unionByName(before, allowMissingColumns=True)
+    return (
+        flows.withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far))
+        .where("minute_us IS NOT NULL")
+        .select("day", "minute_us", "org_id", "queue", "arrived", "left", "depth")
     )
 
 
@@ -321,7 +338,10 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
 
 _DAY: Final = ("day",)
 _LATENCY: Final = Parts(
-    ("hour_us",), lambda: [_born_hour()], ("message_id", "org_id", "type", "priority", "queue_us")
+    ("hour_us",),
+    lambda: [_born_hour()],
+    ("message_id", "org_id", "type", "priority", "queue_us"),
+    hour_of=_born_us,
 )
 _SLA: Final = Sums(
     ("day", "hour_us", "org_id", "type", "priority", "target_us"),
@@ -330,7 +350,8 @@ _SLA: Final = Sums(
 )
 _THROUGHPUT: Final = Sums(("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"))
 _ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",))
-_FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole="message_id")
+_FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
+_DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
 _TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"))
 _COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"))
 _CRASHES: Final = Sums(
@@ -353,8 +374,8 @@ _TRAFFIC: Final = Sums(
 _FLAMES: Final = Parts(
     ("goal_id", "org_id", "stack"),
     lambda: [F.col("goal_id"), F.col("org_id"), F.col("stack")],
-    ("message_id", "outcome", "queue_us", "duration_us", "start_us", "end_us"),
-    ends=("last_us", "first_us"),
+    (),
+    ends=lambda: (F.when(F.col("open") == 0, F.col("last_us")), "first_us"),
     may_rise=lambda: F.col("dead_letters") > 0,
 )
 
@@ -364,7 +385,7 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, _THROUGHPUT),
     "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
-    "gold_depth": GoldTable(depth, ("gold_flow",)),
+    "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
     "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS),
     "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST),
     "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),

@@ -22,8 +22,9 @@ class Sums(NamedTuple):
     """Sorted arrays of what differs."""
     shares: tuple[tuple[str, str, str], ...] = ()
     """A name, and the two sums that it is a quotient of."""
-    whole: str | None = None
-    """A row depends on the others of its day that have the same value here."""
+    whole: tuple[str, ...] = ()
+    """A row depends on the others of its day that have the same value in the first of these columns of the
+    input, which are all that it is made of."""
 
     @property
     def is_reversible(self) -> bool:
@@ -58,11 +59,22 @@ class Parts(NamedTuple):
     of: "Callable[[], list[Column]]"
     """The same of a row of the input."""
     told: tuple[str, ...]
-    """What of an input matters. A row that is the same in this has not changed."""
-    ends: tuple[str, str] | None = None
+    """What of an input matters: a row that is the same in this has not changed. Where it is cheaper to make
+    some parts in vain than to compare rows, there is nothing here."""
+    hour_of: "Callable[[], Column] | None" = None
+    """Where a part has the rows of an hour: the moment of a row, between its `first_us` and its `last_us`."""
+    ends: "Callable[[], tuple[Column, str]] | None" = None
     """When a row ended and began: those that are settled by this get files of their own."""
     may_rise: "Callable[[], Column] | None" = None
     """And of these, those that may change all the same."""
+
+
+class Running(NamedTuple):
+    """Of a table that counts on from day to day: what changed counts for its day and all that follow."""
+
+    keys: tuple[str, ...]
+    sums: tuple[str, ...]
+    """Of the input, for each key: what a day begins with is what they come to on all days before."""
 
 
 class GoldTable(NamedTuple):
@@ -73,5 +85,5 @@ class GoldTable(NamedTuple):
     inputs: tuple[str, ...]
     """Silver tables, or gold tables that are listed before it."""
     partition_by: tuple[str, ...] = ()
-    change: Sums | Parts | None = None
+    change: Sums | Parts | Running | None = None
     """Only for tables of one input that are partitioned by its days. None: the table is made anew."""

@@ -152,22 +152,42 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
     )
 
 
-def uprooted(changed: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
-    """Grain: `root_message_id` of trees in which places may be new, because a message came in or moved.
+def met(rows: "DataFrame", changed: "DataFrame", parents: "DataFrame", *, few: bool) -> "DataFrame":
+    """The rows of the table that a change concerns, each with how.
 
-    `before` has the rows that there were of what changed, and may have others.
+    `mine` is about a message that changed, and `moved` if that has another parent or type now. `below` has
+    one as its root. `above` is one of the `parents`, and only there is the stack. Ids are looked up by a
+    number, so by chance, hardly ever, a row is `below` or `above` that need not be.
     """
-    old = before.select(
+    own = changed.select(
+        _number("message_id").alias("own"), F.col("message_id").alias("own_id"), _link().alias("new_link")
+    )
+    root = changed.select(_number("message_id").alias("root"), F.lit(1).alias("is_root"))
+    parent = parents.select(_number("message_id").alias("parent"), F.lit(1).alias("is_parent"))
+    is_own = (_number("message_id") == F.col("own")) & (F.col("message_id") == F.col("own_id"))
+    joined = (
+        rows.join(sent(own, few=few), is_own, "left")
+        .join(sent(root, few=few), _number("root_message_id") == F.col("root"), "left")
+        .join(sent(parent, few=few), _number("message_id") == F.col("parent"), "left")
+    )
+    mine, above = F.col("own").isNotNull(), F.col("is_parent").isNotNull()
+    below = F.col("is_root").isNotNull() & F.col("root_message_id").isNotNull()
+    return joined.where(mine | above | below).select(
+        "file",
         "message_id",
         "root_message_id",
-        F.col("parent_message_id").alias("old_parent"),
-        F.col("type").alias("old_type"),
-        F.lit(1).alias("known"),
+        F.when(above, F.col("stack")).alias("stack"),
+        mine.alias("mine"),
+        (mine & (_link() != F.col("new_link"))).alias("moved"),
+        below.alias("below"),
+        above.alias("above"),
     )
-    moved = changed.join(sent(old, few=few), "message_id", "left").where(
-        F.col("known").isNull()
-        | ~F.col("parent_message_id").eqNullSafe(F.col("old_parent"))
-        | ~F.col("type").eqNullSafe(F.col("old_type"))
-    )
-    ids = F.explode(F.array("message_id", "root_message_id"))
-    return moved.select(ids.alias("root_message_id")).where("root_message_id IS NOT NULL")
+
+
+def _number(name: str) -> "Column":
+    return F.xxhash64(name)
+
+
+def _link() -> "Column":
+    """What of a message the places below it depend on, as one number."""
+    return F.xxhash64("parent_message_id", "type", F.col("parent_message_id").isNull())

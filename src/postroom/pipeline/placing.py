@@ -1,0 +1,140 @@
+"""Where messages that came or changed stand in the trees of `silver_spans`, and who moves because of them.
+
+Rule: the table is looked through once. What is met there is little, and tells everything else.
+"""
+
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline import finding
+from postroom.pipeline.finding import Wanted
+from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.transforms import spans
+from postroom.pipeline.transforms.joining import sent
+
+BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
+SPANS: Final = "silver_spans"
+
+
+class Placing:
+    """Messages that changed, the files that they came in, and what is held while they get their places."""
+
+    def __init__(self, spark: SparkSession, tables: Tables, added: list[DataFile], held: ExitStack) -> None:
+        self._spark = spark
+        self._tables = tables
+        self._added = added
+        self._held = held
+        self._changed = spans.spans(tables.read(spark, "silver_messages", added))
+
+    def anew(self) -> DataFrame:
+        """The rows of these messages, where there are no others."""
+        return _placed(self._changed, _no_anchors(self._changed), few=_are_few(self._ids.n))
+
+    def among_others(self) -> tuple[list[DataFile], DataFrame]:
+        """The files that have to be written anew, and their rows: changed, moved, or as they were."""
+        [told] = self._met.agg(
+            F.collect_set(F.when(F.col("mine"), F.col("file"))).alias("files"),
+            F.count(F.when(F.col("mine"), 1)).alias("mine"),
+            F.count(F.when(F.col("moved"), 1)).alias("moved"),
+        ).collect()
+        below = self._kept(self._below(told))
+        moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
+        n_moving = sum(moving.values())
+        few = _are_few(self._ids.n + n_moving)
+        nodes, anchors = self._changed, self._anchors()
+        if moving:
+            ids = sent(below.select("message_id"), few=few)
+            rows = self._read(self._files(moving)).join(ids, "message_id", "left_semi")
+            nodes = nodes.unionByName(rows.select(nodes.columns))
+            anchors = anchors.join(ids, "message_id", "left_anti")
+        touched = self._files({*told["files"], *moving})
+        gone = self._met.where("mine").select("message_id").unionByName(below.select("message_id"))
+        gone = sent(gone, few=_are_few(told["mine"] + n_moving))
+        stay = self._read(touched).join(gone, "message_id", "left_anti")
+        return touched, _placed(nodes, anchors, few=few).unionByName(stay)
+
+    # ---- what is met -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _ids(self) -> Wanted:
+        return finding.wanted_of(self._changed.select("message_id"), self._added)
+
+    @cached_property
+    def _met(self) -> DataFrame:
+        ids, parents = self._ids, self._parents()
+        near = [
+            file
+            for file in self._tables.files(SPANS)
+            if ids.may_be_in(file)
+            or parents.may_be_in(file)
+            or finding.overlaps(file, "root_message_id", ids.low, ids.high)
+        ]
+        rows = self._read(near).withColumn("file", F.col("_metadata.file_path"))
+        few = _are_few(max(ids.n, parents.n))
+        return self._kept(spans.met(rows, self._changed, parents.rows, few=few))
+
+    def _parents(self) -> Wanted:
+        """Those that did not change themselves."""
+        named = self._changed.where("parent_message_id IS NOT NULL")
+        parents = named.select(F.col("parent_message_id").alias("message_id")).distinct()
+        ids = sent(self._ids.rows, few=_are_few(self._ids.n))
+        return finding.wanted(parents.join(ids, "message_id", "left_anti"), self._held)
+
+    def _below(self, told: Any) -> DataFrame:
+        """The others whose place may be new: below a message that is new, or stands elsewhere now."""
+        mine = self._met.where("mine")
+        still = mine.where("NOT moved").select(F.col("message_id").alias("root_message_id"))
+        few = _are_few(told["mine"])
+        below = self._met.where("below AND NOT mine").join(
+            sent(still, few=few), "root_message_id", "left_anti"
+        )
+        below = below.select("file", "message_id")
+        if not told["moved"]:
+            return below
+        ids = F.explode(F.array("message_id", "root_message_id")).alias("root_message_id")
+        roots = finding.wanted(
+            mine.where("moved").select(ids).where("root_message_id IS NOT NULL"), self._held
+        )
+        rows = self._read(finding.near(self._tables, SPANS, roots))
+        found = roots.among(rows.withColumn("file", F.col("_metadata.file_path"))).select(
+            "file", "message_id"
+        )
+        others = found.join(sent(mine.select("message_id"), few=few), "message_id", "left_anti")
+        return below.unionByName(others).distinct()
+
+    def _anchors(self) -> DataFrame:
+        """Where the parents are that did not change. One is met twice if numbers are the same by chance."""
+        above = self._met.where("above").select("message_id", "root_message_id", "stack")
+        return above.dropDuplicates(["message_id"])
+
+    # ---- files -----------------------------------------------------------------------------------------
+
+    def _files(self, urls: "set[str] | dict[str, int]") -> list[DataFile]:
+        paths = {path_below(SPANS, url) for url in urls}
+        return [file for file in self._tables.files(SPANS) if file.path in paths]
+
+    def _read(self, files: list[DataFile]) -> DataFrame:
+        return self._tables.read(self._spark, SPANS, files)
+
+    def _kept(self, rows: DataFrame) -> DataFrame:
+        rows = rows.persist()
+        self._held.callback(rows.unpersist)
+        return rows
+
+
+def _are_few(n: int) -> bool:
+    """Whether so many messages are sent to everybody."""
+    return n <= BROADCAST_NODES_MAX
+
+
+def _placed(nodes: DataFrame, anchors: DataFrame, *, few: bool) -> DataFrame:
+    return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
+
+
+def _no_anchors(nodes: DataFrame) -> DataFrame:
+    place = {name: F.lit(None).cast("string") for name in spans.PLACE}
+    return nodes.limit(0).select("message_id").withColumns(place)
