@@ -12,6 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.deriving import Deriving
 from postroom.pipeline.tables import DataFile, Tables, path_below
 from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
+from postroom.pipeline.transforms.silver import HOUR_US
 
 WAY: dict[str, Sums | Parts] = {
     "sums": Sums(("day", "part"), ("n", "total"), shares=(("mean", "total", "n"),)),
@@ -115,3 +116,32 @@ def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_pat
     found = Counter(tables.read(spark, "gold_sum").collect())
     assert found == Counter(expected.collect())
     assert {row["day"] for row in found} == {1, 2}
+
+
+def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+
+    def put(hour: int, n: int) -> None:
+        rows = [(hour * HOUR_US + at, "2025-01-01") for at in range(n)]
+        frame = spark.createDataFrame(rows, "ts_us long, day string").coalesce(1)
+        tables.append("silver_events", frame, partition_by=("day",))
+
+    def count(rows: DataFrame) -> DataFrame:
+        hour = (F.col("ts_us") - F.pmod("ts_us", F.lit(HOUR_US))).alias("hour_us")
+        return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
+
+    way = Sums(("day", "hour_us"), ("n",), hour_of="ts_us")
+    deriving = Deriving(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
+    for hour in range(4):
+        put(hour, hour + 1)
+    rows, _ = deriving.anew()
+    lots = rows.withColumn("lot", F.col("hour_us"))
+    tables.swap("gold_sum", lots, [], partition_by=("day",), split_by="lot")
+    version = tables.version("silver_events")
+    put(2, 5)
+    with ExitStack() as held:
+        changed, replaced = deriving.since(version, held)
+        assert [file.low["hour_us"] // HOUR_US for file in replaced] == [2]
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}
+    assert found == {0: 1, 1: 2, 2: 8, 3: 4}

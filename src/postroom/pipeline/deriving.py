@@ -35,6 +35,13 @@ class Change(NamedTuple):
     def days(self) -> set[str | None]:
         return {file.partition["day"] for file in (*self.added, *self.removed)}
 
+    def may_touch(self, file: DataFile, moment: str | None) -> bool:
+        """Whether a file of hours can have one of those in which something came or went."""
+        if moment is None:
+            return True
+        whole = finding.extent([*self.added, *self.removed], moment)
+        return whole is None or finding.overlaps(file, "hour_us", whole[0] - whole[0] % HOUR_US, whole[1])
+
 
 class Deriving:
     """One gold table, and what it follows with."""
@@ -91,7 +98,7 @@ class Deriving:
             came, went = came.select(*way.whole), None if went is None else went.select(*way.whole)
             # If some of them are of others, they cancel out.
             came, went = came.unionByName(others), others if went is None else went.unionByName(others)
-        replaced = self._of(self._name, change.days)
+        replaced = [file for file in self._of(self._name, change.days) if change.may_touch(file, way.hour_of)]
         rows = self._read(self._name, replaced).unionByName(build(came))
         if went is not None:
             rows = rows.unionByName(way.taken_off(build(went)))

@@ -53,17 +53,15 @@ def wanted(ids: DataFrame, held: ExitStack) -> Wanted:
 
 def wanted_of(ids: DataFrame, sources: list[DataFile], *, repeat: bool = False) -> Wanted:
     """Ids that come from the rows of files: the log tells what there is to know."""
-    column = ids.columns[0]
-    lows: list[Any] = [file.low.get(column) for file in sources]
-    highs: list[Any] = [file.high.get(column) for file in sources]
-    is_known = bool(sources) and None not in (*lows, *highs)
-    return Wanted(
-        ids,
-        sum(file.rows for file in sources),
-        min(lows) if is_known else None,
-        max(highs) if is_known else None,
-        repeat,
-    )
+    low, high = extent(sources, ids.columns[0]) or (None, None)
+    return Wanted(ids, sum(file.rows for file in sources), low, high, repeat)
+
+
+def extent(files: list[DataFile], column: str) -> tuple[Any, Any] | None:
+    """The lowest and the highest value of a column in files; None when the log does not tell."""
+    lows: list[Any] = [file.low.get(column) for file in files]
+    highs: list[Any] = [file.high.get(column) for file in files]
+    return None if not files or None in (*lows, *highs) else (min(lows), max(highs))
 
 
 def near(tables: Tables, name: str, ids: Wanted) -> list[DataFile]:

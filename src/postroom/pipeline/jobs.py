@@ -27,7 +27,7 @@ from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts
+from postroom.pipeline.transforms.goldtable import GoldTable, Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 CHECKPOINTS: Final = "_checkpoints"
@@ -343,13 +343,13 @@ class Pipeline:
             else:
                 rows, replaced = deriving.since(known[table.inputs[0]], held)
             split = None
-            if isinstance(table.change, Parts) and table.change.ends is not None:
-                lot = self._lot(table.change, *table.change.ends())
-                rows, split = rows.withColumn(silver.SETTLED, lot), silver.SETTLED
+            if table.lots is not None:
+                rows, split = rows.withColumn(silver.SETTLED, self._lot(table.lots)), silver.SETTLED
             self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
 
-    def _lot(self, way: Parts, ended: Column, begun: str) -> Column:
-        may_rise = None if way.may_rise is None else way.may_rise()
+    def _lot(self, lots: Lots) -> Column:
+        ended, begun = lots.ends()
+        may_rise = None if lots.may_rise is None else lots.may_rise()
         return silver.settled(self._newest_us(), ended, begun, hourly=self._is_dense(), may_rise=may_rise)
 
 

@@ -37,7 +37,7 @@ WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
-INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us")
+INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
 DISTINCT: Final = (
     *(

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import flames
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Lots, Parts, Running, Sums
 from postroom.pipeline.transforms.silver import HOUR_US
 
 MINUTE_US: Final = 60_000_000
@@ -352,8 +352,9 @@ _THROUGHPUT: Final = Sums(("day", "hour_us", "org_id", "type"), ("events", *_KIN
 _ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",))
 _FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
 _DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
-_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"))
-_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"))
+_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), hour_of="ts_us")
+_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), hour_of="ts_us")
+_BY_HOUR: Final = Lots(lambda: (F.col("hour_us") + HOUR_US, "hour_us"))
 _CRASHES: Final = Sums(
     ("day", "message_id"),
     ("lapses", "quarantines"),
@@ -375,8 +376,9 @@ _FLAMES: Final = Parts(
     ("goal_id", "org_id", "stack"),
     lambda: [F.col("goal_id"), F.col("org_id"), F.col("stack")],
     (),
-    ends=lambda: (F.when(F.col("open") == 0, F.col("last_us")), "first_us"),
-    may_rise=lambda: F.col("dead_letters") > 0,
+)
+_FLAME_LOTS: Final = Lots(
+    lambda: (F.when(F.col("open") == 0, F.col("last_us")), "first_us"), lambda: F.col("dead_letters") > 0
 )
 
 GOLD: Final[dict[str, GoldTable]] = {
@@ -386,13 +388,13 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS),
-    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _BY_HOUR),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _BY_HOUR),
     "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES, _FLAME_LOTS),
 }
 """In the order in which they are built."""

@@ -25,6 +25,8 @@ class Sums(NamedTuple):
     whole: tuple[str, ...] = ()
     """A row depends on the others of its day that have the same value in the first of these columns of the
     input, which are all that it is made of."""
+    hour_of: str | None = None
+    """A moment of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
 
     @property
     def is_reversible(self) -> bool:
@@ -63,10 +65,6 @@ class Parts(NamedTuple):
     some parts in vain than to compare rows, there is nothing here."""
     hour_of: "Callable[[], Column] | None" = None
     """Where a part has the rows of an hour: the moment of a row, between its `first_us` and its `last_us`."""
-    ends: "Callable[[], tuple[Column, str]] | None" = None
-    """When a row ended and began: those that are settled by this get files of their own."""
-    may_rise: "Callable[[], Column] | None" = None
-    """And of these, those that may change all the same."""
 
 
 class Running(NamedTuple):
@@ -75,6 +73,15 @@ class Running(NamedTuple):
     keys: tuple[str, ...]
     sums: tuple[str, ...]
     """Of the input, for each key: what a day begins with is what they come to on all days before."""
+
+
+class Lots(NamedTuple):
+    """Which rows of a table lie together: those that nothing more is expected of have files of their own."""
+
+    ends: "Callable[[], tuple[Column, str]]"
+    """When a row ended, and when something else was heard of it."""
+    may_rise: "Callable[[], Column] | None" = None
+    """Those that may change all the same."""
 
 
 class GoldTable(NamedTuple):
@@ -87,3 +94,5 @@ class GoldTable(NamedTuple):
     partition_by: tuple[str, ...] = ()
     change: Sums | Parts | Running | None = None
     """Only for tables of one input that are partitioned by its days. None: the table is made anew."""
+    lots: Lots | None = None
+    """None: the rows of a day lie together."""
