@@ -7,6 +7,7 @@ next driver, as a cluster would. At the end every row of every table is that of 
 `cluster-pipeline`: two workers whose Python has no postroom make the same rows as one process here.
 `skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
 in which all have the same, also on a cluster: of each stage, the CPU time of its longest task counts.
+`declarative-pipeline`: `spark-pipelines run`, twice over a history that grows, makes the same rows.
 """
 
 import json
@@ -27,15 +28,17 @@ from zlib import crc32
 import msgspec
 
 from postroom.pipeline.check import RULES, SAMPLES_MAX
+from postroom.pipeline.declarative import SESSION_NAME, write_project
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import KEEP_DAYS, Plan
 from tests.crash.tasks import Tick, portions
 from tests.spark.cluster import run_on_cluster
-from tests.spark.plainrows import all_rows
+from tests.spark.plainrows import all_rows, rows_in
 
-POSTROOM = str(Path(sys.executable).with_name("postroom"))
+COMMANDS = Path(sys.executable).parent
+POSTROOM = str(COMMANDS / "postroom")
 DAY_US = 86_400_000_000
 KILLS_A_ROUND = 4
 ROUND_MESSAGES = 400
@@ -58,6 +61,8 @@ MESSAGES_SKEW = 40_000
 ORGANIZATIONS = 50
 GIANT_PERCENT = 90
 SKEW_MAX = 2.0
+MESSAGES_DECLARED = 2_000
+NOT_DECLARED = {"bronze_rejects", "silver_spans", "gold_flames"}  # as docs/howto/declarative-pipeline.md says
 SKEW_CONF = {"spark.sql.shuffle.partitions": "8", "spark.sql.adaptive.coalescePartitions.enabled": "false"}
 
 
@@ -310,3 +315,41 @@ def share_out(source: Path, target: Path, giant_percent: int) -> int:
         place.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
         lines += len(events)
     return lines
+
+
+# ---- declared ----------------------------------------------------------------------------------------------
+
+
+def run_declared(
+    times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_DECLARED
+) -> Tally:
+    """Half of a history, and all of it: the second run knows what the first one read."""
+    tally = Tally()
+    with scratch() as folder:
+        generate(folder / "whole", messages, seed, faults=True)
+        segments = sorted((folder / "whole").glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
+        plan = Plan(str(folder / "here"), str(folder / "events"), ["run"])
+        project = write_project(folder / "project", folder / "events").parent
+        for count in (len(segments) // 2, len(segments)):
+            deliver(plan, segments[:count])
+            spark_pipelines("run", project)
+        finished(plan, folder)
+        expected = all_rows(Tables(folder / "here"))
+        found = {table.name: rows_in(table) for table in (project / "tables").iterdir()}
+        compare({name: expected[name] for name in expected.keys() - NOT_DECLARED}, found, tally)
+    tick(times)
+    return tally
+
+
+def spark_pipelines(command: str, project: Path) -> None:
+    """As a person calls it, with the environment of the commands active."""
+    done = subprocess.run(
+        ["spark-pipelines", command, "--properties-file", SESSION_NAME],
+        cwd=project,
+        env={**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"spark-pipelines {command} ended with {done.returncode}: {done.stderr[-4000:]}")

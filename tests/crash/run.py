@@ -82,6 +82,7 @@ PIPELINE_RUNS: dict[str, Run] = {
     "history-pipeline": _on_spark("check_history"),
     "cluster-pipeline": _on_spark("run_cluster"),
     "skew-pipeline": _on_spark("run_skewed"),
+    "declarative-pipeline": _on_spark("run_declared"),
 }
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -11,6 +12,7 @@ from postroom.pipeline.tables import Tables
 
 Row = dict[str, Any]
 Rows = Counter[str]
+NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # how Spark calls the folder of the rows without one
 
 
 def records(tables: Tables, name: str) -> list[Row]:
@@ -26,7 +28,21 @@ def records(tables: Tables, name: str) -> list[Row]:
 
 def rows_of(tables: Tables, name: str) -> Rows:
     """Every row as JSON, its partition included, and how often it is there."""
-    return Counter(json.dumps(row, sort_keys=True, default=str) for row in records(tables, name))
+    return _counted(records(tables, name))
+
+
+def rows_in(folder: Path) -> Rows:
+    """The same of a table that has no log: all files that are there, in folders such as `day=2025-01-03`."""
+    rows: Rows = Counter()
+    for file in folder.rglob("*.parquet"):
+        named = [part.partition("=") for part in file.relative_to(folder).parent.parts]
+        days = {key: None if text == NO_PARTITION else date.fromisoformat(text) for key, _, text in named}
+        rows += _counted([{**row, **days} for row in pq.ParquetFile(file).read().to_pylist()])
+    return rows
+
+
+def _counted(rows: list[Row]) -> Rows:
+    return Counter(json.dumps(row, sort_keys=True, default=str) for row in rows)
 
 
 def all_rows(tables: Tables) -> dict[str, Rows]:

@@ -1,4 +1,7 @@
-"""The declarative pipeline: its project loads, and its definitions make the tables that the jobs make."""
+"""The declarative pipeline: its project loads, and its definitions make the tables that the jobs make.
+
+`make crash` runs `spark-pipelines` itself, which takes minutes: see `declarative-pipeline`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,14 @@ from pyspark.pipelines.output import Output
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline.declarative import ASKING, EVENTS_SETTING, define, write_project
+from postroom.pipeline.declarative import (
+    ASKING,
+    EVENTS_SETTING,
+    LEVEL_SETTING,
+    SESSION_NAME,
+    define,
+    write_project,
+)
 from postroom.pipeline.declarative.__main__ import main
 from postroom.pipeline.transforms.gold import GOLD
 from tests.spark.conftest import TablesOf
@@ -53,6 +63,9 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
     spec = write_project(tmp_path / "project", tmp_path)
     told = yaml.safe_load(spec.read_text())
     assert told["configuration"][EVENTS_SETTING] == str(tmp_path)
+    settings = (spec.parent / SESSION_NAME).read_text()
+    assert f"\nspark.sql.warehouse.dir  {tmp_path}/project/tables\n" in settings
+    assert f"databaseName={tmp_path}/project/catalog;" in settings
     registry = Registry()
     for entry in told["libraries"]:
         for file in spec.parent.glob(entry["glob"]["include"] + "/*"):
@@ -76,6 +89,16 @@ def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, 
         assert made.columns == known.columns
         assert made.exceptAll(known).isEmpty()
         assert known.exceptAll(made).isEmpty()
+
+
+def test_a_configuration_that_is_none_is_refused(configured: SparkSession) -> None:
+    configured.conf.set(LEVEL_SETTING, "some")
+    with pytest.raises(InvalidSetting, match=f"{LEVEL_SETTING} is none, medium, full, and not 'some'"):
+        define(configured)
+    configured.conf.unset(LEVEL_SETTING)
+    configured.conf.unset(EVENTS_SETTING)
+    with pytest.raises(InvalidSetting, match=f"the configuration of the pipeline has no {EVENTS_SETTING}"):
+        define(configured)
 
 
 def test_a_project_is_refused_where_there_is_something(

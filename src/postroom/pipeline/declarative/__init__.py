@@ -3,7 +3,9 @@
 Rule 1: nothing is decided here. Each table is a transform and the names of what it is made of; Spark finds
         the order, and what is out of date.
 Rule 2: bronze is a streaming table: each segment is read once. What comes of it is a materialized view.
-Rule 3: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
+Rule 3: a project has a catalog of its own that lasts: a second run knows the tables of the first, and reads
+        only the segments that are new.
+Rule 4: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
         `postroom pipeline run`: `silver_spans` climbs trees until there is nothing left to climb.
 """
 
@@ -20,6 +22,7 @@ from pyspark.sql.types import DateType, StructField, StructType
 from postroom.errors import InvalidSetting
 from postroom.pipeline import redacting
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
+from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.gold import GOLD
 
@@ -28,10 +31,11 @@ if TYPE_CHECKING:
 
     from postroom.pipeline.transforms.goldtable import GoldTable
 
-EVENTS_SETTING: Final = "postroom.events"
-LEVEL_SETTING: Final = "postroom.redaction"
+EVENTS_SETTING: Final = "spark.postroom.events"  # Spark hands over no setting that is not called so
+LEVEL_SETTING: Final = "spark.postroom.redaction"
 LEVELS: Final = ("none", "medium", "full")
 SPEC_NAME: Final = "spark-pipeline.yml"
+SESSION_NAME: Final = "spark.conf"
 DEFINITIONS: Final = "definitions"
 ASKING: Final = frozenset(["silver_spans"])
 """Tables whose transforms look at the data before there is any."""
@@ -47,6 +51,14 @@ configuration:
   {level_setting}: medium
   spark.sql.session.timeZone: UTC
 """
+SESSION: Final = {
+    name: SETTINGS[name] for name in (DRIVER_OPTIONS, "spark.ui.enabled", "spark.ui.showConsoleProgress")
+} | {
+    **LOCAL_SETTINGS,
+    "spark.connect.grpc.binding.address": LOOPBACK,
+    "spark.sql.catalogImplementation": "hive",
+}
+"""What a Spark on this machine is started with. A spec may only have what can still change after that."""
 DEFINING: Final = """\
 from postroom.pipeline.declarative import define
 
@@ -61,11 +73,12 @@ def write_project(folder: Path, events: Path) -> Path:
     definitions = folder / DEFINITIONS
     definitions.mkdir(parents=True)
     (definitions / "tables.py").write_text(DEFINING)
+    here = folder.absolute()
+    (folder / SESSION_NAME).write_text(_session(here))
     spec = folder / SPEC_NAME
-    storage = folder.absolute() / "storage"
     spec.write_text(
         SPEC.format(
-            storage=storage.as_uri(),
+            storage=(here / "storage").as_uri(),
             definitions=DEFINITIONS,
             events_setting=EVENTS_SETTING,
             events=events.absolute(),
@@ -75,9 +88,20 @@ def write_project(folder: Path, events: Path) -> Path:
     return spec
 
 
+def _session(folder: Path) -> str:
+    """The settings of a Spark that keeps its tables in a folder, and knows them again."""
+    own = {
+        "spark.sql.warehouse.dir": str(folder / "tables"),
+        "spark.hadoop.javax.jdo.option.ConnectionURL": (
+            f"jdbc:derby:;databaseName={folder / 'catalog'};create=true"
+        ),
+    }
+    return "".join(f"{name}  {value}\n" for name, value in {**SESSION, **own}.items())
+
+
 def define(spark: "SparkSession") -> None:
     """Define every table. To be called from a definitions file, where Spark hands over its session."""
-    folder, level = spark.conf.get(EVENTS_SETTING), spark.conf.get(LEVEL_SETTING, "medium")
+    folder, level = spark.conf.get(EVENTS_SETTING, None), spark.conf.get(LEVEL_SETTING, "medium")
     if not folder:
         raise InvalidSetting(f"the configuration of the pipeline has no {EVENTS_SETTING}")
     if level not in LEVELS:
