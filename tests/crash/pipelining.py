@@ -28,7 +28,7 @@ from zlib import crc32
 import msgspec
 
 from postroom.pipeline.check import RULES, SAMPLES_MAX
-from postroom.pipeline.declarative import SESSION_NAME, write_project
+from postroom.pipeline.declarative import CONF_FOLDER, write_project
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
@@ -344,12 +344,17 @@ def run_declared(
 def spark_pipelines(command: str, project: Path) -> None:
     """As a person calls it, with the environment of the commands active."""
     done = subprocess.run(
-        ["spark-pipelines", command, "--properties-file", SESSION_NAME],
+        ["spark-pipelines", command],
         cwd=project,
-        env={**os.environ, "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
+        env={
+            **os.environ,
+            "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}",
+            "SPARK_CONF_DIR": str(project / CONF_FOLDER),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"spark-pipelines {command} ended with {done.returncode}: {done.stderr[-4000:]}")
+        raise RuntimeError(f"spark-pipelines {command} ended with {done.returncode}: {done.stdout[-4000:]}")

@@ -20,10 +20,12 @@ from pyspark.sql import SparkSession
 from postroom.errors import InvalidSetting
 from postroom.pipeline.declarative import (
     ASKING,
+    CONF_FOLDER,
+    CONF_NAME,
     EVENTS_SETTING,
     LEVEL_SETTING,
-    SESSION_NAME,
     define,
+    view_of,
     write_project,
 )
 from postroom.pipeline.declarative.__main__ import main
@@ -63,7 +65,7 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
     spec = write_project(tmp_path / "project", tmp_path)
     told = yaml.safe_load(spec.read_text())
     assert told["configuration"][EVENTS_SETTING] == str(tmp_path)
-    settings = (spec.parent / SESSION_NAME).read_text()
+    settings = (spec.parent / CONF_FOLDER / CONF_NAME).read_text()
     assert f"\nspark.sql.warehouse.dir  {tmp_path}/project/tables\n" in settings
     assert f"databaseName={tmp_path}/project/catalog;" in settings
     registry = Registry()
@@ -84,7 +86,7 @@ def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, 
     with graph_element_registration_context(registry):
         define(configured)
     for name, source in (("silver_events", "bronze_events"), ("silver_messages", "silver_events")):
-        tables.read(configured, source).createOrReplaceTempView(source)
+        tables.read(configured, source).createOrReplaceTempView(view_of(source))
         made, known = registry.flows[name].func(), tables.read(configured, name)
         assert made.columns == known.columns
         assert made.exceptAll(known).isEmpty()

@@ -5,7 +5,10 @@ Rule 1: nothing is decided here. Each table is a transform and the names of what
 Rule 2: bronze is a streaming table: each segment is read once. What comes of it is a materialized view.
 Rule 3: a project has a catalog of its own that lasts: a second run knows the tables of the first, and reads
         only the segments that are new.
-Rule 4: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
+Rule 4: a table is read through a view. Spark ties a definition to a table that its catalog knows from an
+        earlier run, and then may build it before what it is made of, while that is empty. No catalog knows
+        the views of a pipeline.
+Rule 5: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
         `postroom pipeline run`: `silver_spans` climbs trees until there is nothing left to climb.
 """
 
@@ -35,7 +38,8 @@ EVENTS_SETTING: Final = "spark.postroom.events"  # Spark hands over no setting t
 LEVEL_SETTING: Final = "spark.postroom.redaction"
 LEVELS: Final = ("none", "medium", "full")
 SPEC_NAME: Final = "spark-pipeline.yml"
-SESSION_NAME: Final = "spark.conf"
+CONF_FOLDER: Final = "conf"
+CONF_NAME: Final = "spark-defaults.conf"  # the name that Spark looks for
 DEFINITIONS: Final = "definitions"
 ASKING: Final = frozenset(["silver_spans"])
 """Tables whose transforms look at the data before there is any."""
@@ -51,7 +55,7 @@ configuration:
   {level_setting}: medium
   spark.sql.session.timeZone: UTC
 """
-SESSION: Final = {
+CONF: Final = {
     name: SETTINGS[name] for name in (DRIVER_OPTIONS, "spark.ui.enabled", "spark.ui.showConsoleProgress")
 } | {
     **LOCAL_SETTINGS,
@@ -74,7 +78,8 @@ def write_project(folder: Path, events: Path) -> Path:
     definitions.mkdir(parents=True)
     (definitions / "tables.py").write_text(DEFINING)
     here = folder.absolute()
-    (folder / SESSION_NAME).write_text(_session(here))
+    (folder / CONF_FOLDER).mkdir()
+    (folder / CONF_FOLDER / CONF_NAME).write_text(_conf(here))
     spec = folder / SPEC_NAME
     spec.write_text(
         SPEC.format(
@@ -88,7 +93,7 @@ def write_project(folder: Path, events: Path) -> Path:
     return spec
 
 
-def _session(folder: Path) -> str:
+def _conf(folder: Path) -> str:
     """The settings of a Spark that keeps its tables in a folder, and knows them again."""
     own = {
         "spark.sql.warehouse.dir": str(folder / "tables"),
@@ -96,7 +101,7 @@ def _session(folder: Path) -> str:
             f"jdbc:derby:;databaseName={folder / 'catalog'};create=true"
         ),
     }
-    return "".join(f"{name}  {value}\n" for name, value in {**SESSION, **own}.items())
+    return "".join(f"{name}  {value}\n" for name, value in {**CONF, **own}.items())
 
 
 def define(spark: "SparkSession") -> None:
@@ -122,6 +127,8 @@ def define(spark: "SparkSession") -> None:
         "silver_attempts": (silver.attempts, ("silver_events",), silver.PARTITIONS),
         **{name: (gold.build, gold.inputs, gold.partition_by) for name, gold in lazy(GOLD).items()},
     }
+    for name in ("bronze_events", *derived):
+        pipelines.temporary_view(name=view_of(name))(named(view_of(name), partial(spark.read.table, name)))
     for name, (build, inputs, partitions) in derived.items():
         view = pipelines.materialized_view(name=name, partition_cols=list(partitions))
         view(named(name, partial(_built, spark, build, inputs, partitions)))
@@ -131,8 +138,12 @@ def _built(
     spark: "SparkSession", build: Callable[..., DataFrame], inputs: tuple[str, ...], partitions: Sequence[str]
 ) -> DataFrame:
     """The rows of a table. Spark's own catalog wants the columns of its partitions behind all others."""
-    made = build(*[spark.read.table(source) for source in inputs])
+    made = build(*[spark.read.table(view_of(source)) for source in inputs])
     return made.selectExpr(f"* EXCEPT ({', '.join(partitions)})", *partitions) if partitions else made
+
+
+def view_of(name: str) -> str:
+    return f"of_{name}"
 
 
 def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
