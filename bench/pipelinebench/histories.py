@@ -1,6 +1,7 @@
 """Histories to measure with, and folders that get them piece by piece."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,8 @@ def history(folder: Path, events: int) -> Path:
 
 
 def pieces(events: Path, folder: Path, count: int) -> list[Path]:
-    """The lines of a history, in their order, as so many segments of about the same size; made once."""
+    """The lines of a history, in their order, as so many segments of about the same size."""
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run whose folder was kept
     segments = sealed_segments(events)
     size = -(-sum(segment.size for segment in segments) // count)
     made: list[Path] = []

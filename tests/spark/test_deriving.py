@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.deriving import Deriving
+from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.tables import DataFile, Tables, path_below
 from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
 from postroom.pipeline.transforms.silver import HOUR_US
@@ -51,6 +51,13 @@ class Input:
         return old
 
 
+def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
+    assert deriving.since(deriving._tables.version(deriving._table.inputs[0]), held) is None
+    derived = deriving.since(version, held)
+    assert derived is not None
+    return derived
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("way", WAY)
 def test_a_change_gives_what_is_made_anew(
@@ -75,7 +82,7 @@ def test_a_change_gives_what_is_made_anew(
         (tables.folder / "silver_messages" / old.path).unlink()
     read.clear()
     with ExitStack() as held:
-        changed, replaced = deriving.since(version, held)
+        changed, replaced = followed(deriving, version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     if way == "sums" and is_there:
@@ -108,7 +115,7 @@ def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_pat
     given.exchange()
     read.clear()
     with ExitStack() as held:
-        changed, replaced = deriving.since(version, held)
+        changed, replaced = followed(deriving, version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     assert {path.partition("/")[0] for path in read} == {"day=2"}
@@ -140,7 +147,7 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
     version = tables.version("silver_events")
     put(2, 5)
     with ExitStack() as held:
-        changed, replaced = deriving.since(version, held)
+        changed, replaced = followed(deriving, version, held)
         assert [file.low["hour_us"] // HOUR_US for file in replaced] == [2]
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}

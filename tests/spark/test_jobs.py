@@ -12,9 +12,12 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.pipeline import finding, jobs
+from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.transforms.gold import GOLD
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
@@ -80,6 +83,20 @@ def test_a_killed_run_is_finished_by_the_next_one(
     Pipeline(spark, tables, gold={}).run(events)
     for name, rows in all_rows(tables).items():
         assert rows == rows_of(undisturbed, name), (name, step)
+
+
+def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
+    gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth", "gold_latency")}
+    job = Pipeline(spark, Tables(tmp_path / "tables"), gold=gold)
+    generate(tmp_path / "events", 50, 3)
+    job.run(tmp_path / "events")
+    *_, last = sealed_segments(tmp_path / "events")
+    before = all_rows(job.tables)
+    write_segment(tmp_path / "events", last.number + 1, last.path.read_bytes().splitlines())
+    for _ in range(2):
+        assert job.run(tmp_path / "events").rows["gold_depth"] > 0
+    after = all_rows(job.tables)
+    assert {name for name in before if before[name] != after[name]} == {"bronze_events"}
 
 
 def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:

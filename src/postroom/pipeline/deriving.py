@@ -56,10 +56,12 @@ class Deriving:
         inputs = [self._tables.read(self._spark, source) for source in self._table.inputs]
         return self._table.build(*inputs), self._tables.files(self._name)
 
-    def since(self, version: int, held: ExitStack) -> Derived:
-        """What has to be written to follow the only input from a version on."""
+    def since(self, version: int, held: ExitStack) -> Derived | None:
+        """What to write to follow the only input from a version on; None when that has not changed."""
         [source] = self._table.inputs
         change = Change(source, *self._tables.changed(source, version))
+        if not change.days:
+            return None
         way = self._table.change
         is_there = all(self._tables.lies(source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):

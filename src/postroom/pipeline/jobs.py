@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.pipeline import finding, redacting
-from postroom.pipeline.deriving import Deriving
+from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
@@ -339,9 +339,13 @@ class Pipeline:
         deriving = Deriving(self.spark, self.tables, name, table)
         with ExitStack() as held:
             if table.change is None or -1 in known.values():
-                rows, replaced = deriving.anew()
+                derived: Derived | None = deriving.anew()
             else:
-                rows, replaced = deriving.since(known[table.inputs[0]], held)
+                derived = deriving.since(known[table.inputs[0]], held)
+            if derived is None:
+                self.tables.mark(name, txns)
+                return
+            rows, replaced = derived
             split = None
             if table.lots is not None:
                 rows, split = rows.withColumn(silver.SETTLED, self._lot(table.lots)), silver.SETTLED

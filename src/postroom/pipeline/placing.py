@@ -41,6 +41,8 @@ class Placing:
             F.count(F.when(F.col("mine"), 1)).alias("mine"),
             F.count(F.when(F.col("moved"), 1)).alias("moved"),
         ).collect()
+        if told["moved"] and self._are_any_lost():
+            return self._tables.files(SPANS), self._all()
         below = self._kept(self._below(told))
         moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
         n_moving = sum(moving.values())
@@ -56,6 +58,15 @@ class Placing:
         gone = sent(gone, few=_are_few(told["mine"] + n_moving))
         stay = self._read(touched).join(gone, "message_id", "left_anti")
         return touched, _placed(nodes, anchors, few=few).unionByName(stay)
+
+    def _are_any_lost(self) -> bool:
+        """Whether rows have no root: nothing tells which of them has a place when another one moves."""
+        return any(file.nulls.get("root_message_id") != 0 for file in self._tables.files(SPANS))
+
+    def _all(self) -> DataFrame:
+        nodes = spans.spans(self._tables.read(self._spark, "silver_messages"))
+        n = sum(file.rows for file in self._tables.files("silver_messages"))
+        return _placed(nodes, _no_anchors(nodes), few=_are_few(n))
 
     # ---- what is met -----------------------------------------------------------------------------------
 
@@ -73,7 +84,7 @@ class Placing:
             or parents.may_be_in(file)
             or finding.overlaps(file, "root_message_id", ids.low, ids.high)
         ]
-        rows = self._read(near).withColumn("file", F.col("_metadata.file_path"))
+        rows = self._read_named(near)
         few = _are_few(max(ids.n, parents.n))
         return self._kept(spans.met(rows, self._changed, parents.rows, few=few))
 
@@ -99,10 +110,8 @@ class Placing:
         roots = finding.wanted(
             mine.where("moved").select(ids).where("root_message_id IS NOT NULL"), self._held
         )
-        rows = self._read(finding.near(self._tables, SPANS, roots))
-        found = roots.among(rows.withColumn("file", F.col("_metadata.file_path"))).select(
-            "file", "message_id"
-        )
+        rows = self._read_named(finding.near(self._tables, SPANS, roots))
+        found = roots.among(rows).select("file", "message_id")
         others = found.join(sent(mine.select("message_id"), few=few), "message_id", "left_anti")
         return below.unionByName(others).distinct()
 
@@ -119,6 +128,11 @@ class Placing:
 
     def _read(self, files: list[DataFile]) -> DataFrame:
         return self._tables.read(self._spark, SPANS, files)
+
+    def _read_named(self, files: list[DataFile]) -> DataFrame:
+        """The rows, each with the file that it is in."""
+        name = F.col("_metadata.file_path") if files else F.lit(None).cast("string")
+        return self._read(files).withColumn("file", name)
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()

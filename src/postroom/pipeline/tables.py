@@ -89,6 +89,7 @@ class DataFile(NamedTuple):
     partition: dict[str, str | None]
     low: dict[str, Any]
     high: dict[str, Any]
+    nulls: dict[str, int | None]
 
 
 class Staged(NamedTuple):
@@ -406,7 +407,7 @@ def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | No
 
 
 def _stats_of(path: Path) -> dict[str, Any]:
-    """Rows, the range of the indexed columns and the NULLs of the required ones, from the file's footer."""
+    """Rows, and the range and the NULLs of some columns, from the file's footer."""
     footer = pq.read_metadata(path)
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
@@ -417,7 +418,7 @@ def _stats_of(path: Path) -> dict[str, Any]:
         groups = [footer.row_group(n).column(at).statistics for n in range(footer.num_row_groups)]
         if not groups or any(group is None for group in groups):
             continue
-        if column in REQUIRED and all(group.has_null_count for group in groups):
+        if all(group.has_null_count for group in groups):
             nulls[column] = sum(group.null_count for group in groups)
         if column in INDEXED and all(group.has_min_max for group in groups):
             low[column] = min(group.min for group in groups)
@@ -435,6 +436,7 @@ def _files_of(delta: DeltaTable) -> list[DataFile]:
             {name: _as_text(value) for name, value in _prefixed(row, "partition.").items()},
             _prefixed(row, "min."),
             _prefixed(row, "max."),
+            _prefixed(row, "null_count."),
         )
         for row in rows
     ]
