@@ -13,6 +13,7 @@ from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.tables import DataFile, Tables, path_below
 from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
 from postroom.pipeline.transforms.silver import HOUR_US
+from tests.spark.plainrows import records
 
 WAY: dict[str, Sums | Parts] = {
     "sums": Sums(("day", "part"), ("n", "total"), shares=(("mean", "total", "n"),)),
@@ -137,7 +138,7 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
         hour = (F.col("ts_us") - F.pmod("ts_us", F.lit(HOUR_US))).alias("hour_us")
         return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
 
-    way = Sums(("day", "hour_us"), ("n",), hour_of="ts_us")
+    way = Sums(("day", "hour_us"), ("n",), moment="ts_us")
     deriving = Deriving(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
     for hour in range(4):
         put(hour, hour + 1)
@@ -152,3 +153,40 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}
     assert found == {0: 1, 1: 2, 2: 8, 3: 4}
+
+
+def test_of_parts_by_the_hour_only_files_near_them_are_read(spark: SparkSession, tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    read: list[str] = []
+
+    def put(hour: int, n: int) -> None:
+        """Messages of an hour, the last of which ended in the next one."""
+        rows = [
+            (f"{hour}-{n}-{at}", hour * HOUR_US, (hour + at // n) * HOUR_US, "2025-01-01")
+            for at in range(n + 1)
+        ]
+        frame = spark.createDataFrame(rows, "message_id string, first_us long, last_us long, day string")
+        tables.append("silver_messages", frame.coalesce(1), partition_by=("day",))
+
+    def longest(rows: DataFrame) -> DataFrame:
+        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+        hour = F.col("first_us").alias("hour_us")
+        return rows.groupBy("day", hour).agg(F.max(F.col("last_us") - F.col("first_us")).alias("longest_us"))
+
+    way = Parts(("hour_us",), lambda: [F.col("first_us")], ("message_id",), moment=lambda: F.col("first_us"))
+    deriving = Deriving(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
+    for hour in (0, 4, 8):
+        put(hour, 2)
+    rows, _ = deriving.anew()
+    tables.append("gold_most", rows, partition_by=("day",))
+    version = tables.version("silver_messages")
+    put(4, 1)
+    read.clear()
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, version, held)
+        tables.swap("gold_most", changed, replaced, partition_by=("day",))
+    of_4 = {file.path for file in tables.files("silver_messages") if file.low["first_us"] == 4 * HOUR_US}
+    assert set(read) == of_4
+    assert len(of_4) == 2
+    found = sorted((row["hour_us"] // HOUR_US, row["longest_us"]) for row in records(tables, "gold_most"))
+    assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from pyspark.sql import SparkSession
@@ -16,8 +17,8 @@ from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
-from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms.gold import GOLD
+from postroom.pipeline.tables import Tables, Txn
+from postroom.pipeline.transforms.gold import FORM, GOLD
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
@@ -49,6 +50,31 @@ def test_tables_of_an_earlier_version_are_made_anew(
     for name in old.names():
         if name != "bronze_events":
             assert rows_of(old, name) == rows_of(story.tables, name), name
+
+
+def test_a_gold_table_of_another_form_is_made_anew(spark: SparkSession, tmp_path: Path) -> None:
+    """One without a column, and one that had no partitions; the second is made of the first."""
+    gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth")}
+    tables = Tables(tmp_path / "tables")
+    generate(tmp_path / "events", 50, 3)
+    Pipeline(spark, tables, gold=gold).run(tmp_path / "events")
+    expected = all_rows(tables)
+    for name, lost in {"gold_flow": "left", "gold_depth": "day"}.items():
+        rows = spark.createDataFrame(tables.read(spark, name).drop(lost).collect())
+        tables.drop(name)
+        partitions = GOLD[name].partition_by if name == "gold_flow" else ()
+        tables.append(
+            name, rows, partition_by=partitions, txns=[Txn("silver_events", 7), Txn("gold_flow", 7)]
+        )
+    Pipeline(spark, tables, gold=gold).run(tmp_path / "events")
+    assert all_rows(tables) == expected
+
+
+def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
+    """Whoever gives a gold table another column or partition raises `FORM`, and writes both here."""
+    _, tables = tables_of()
+    forms = [(name, tables.schema(name).simpleString(), GOLD[name].partition_by) for name in sorted(GOLD)]
+    assert (FORM, crc32(repr(forms).encode())) == (2, 2287366836)
 
 
 STEPS = ("bronze", "silver_events", "silver_messages", "silver_spans")

@@ -1,6 +1,6 @@
 """Gold tables that follow a change of what they are made of, without looking at all of it again.
 
-Rule 1: what is added up takes what came, and less what went; it never reads the rest of the history.
+Rule 1: what is added up takes what came, and less what went. Of the rest it reads what these depend on.
 Rule 2: what cannot be added up is made anew for the parts that changed, from all of their rows.
 Rule 3: what counts on from day to day is made anew from the first day that changed.
 Rule 4: where none of these can be, because rows went from a minimum or their files are no longer there, the
@@ -35,12 +35,10 @@ class Change(NamedTuple):
     def days(self) -> set[str | None]:
         return {file.partition["day"] for file in (*self.added, *self.removed)}
 
-    def may_touch(self, file: DataFile, moment: str | None) -> bool:
-        """Whether a file of hours can have one of those in which something came or went."""
-        if moment is None:
-            return True
-        whole = finding.extent([*self.added, *self.removed], moment)
-        return whole is None or finding.overlaps(file, "hour_us", whole[0] - whole[0] % HOUR_US, whole[1])
+    def hours(self, moment: str | None) -> tuple[int | None, int | None]:
+        """The first and the last hour in which something came or went, by a column of the input."""
+        whole = None if moment is None else finding.extent([*self.added, *self.removed], moment)
+        return (None, None) if whole is None else (whole[0] - whole[0] % HOUR_US, whole[1])
 
 
 class Deriving:
@@ -100,7 +98,9 @@ class Deriving:
             came, went = came.select(*way.whole), None if went is None else went.select(*way.whole)
             # If some of them are of others, they cancel out.
             came, went = came.unionByName(others), others if went is None else went.unionByName(others)
-        replaced = [file for file in self._of(self._name, change.days) if change.may_touch(file, way.hour_of)]
+        first_us, last_us = change.hours(way.moment)
+        own = self._of(self._name, change.days)
+        replaced = [file for file in own if finding.overlaps(file, "hour_us", first_us, last_us)]
         rows = self._read(self._name, replaced).unionByName(build(came))
         if went is not None:
             rows = rows.unionByName(way.taken_off(build(went)))
@@ -163,12 +163,12 @@ def _may_be_of(file: DataFile, earliest_us: int | None, latest_us: int | None) -
 def _differing(came: DataFrame, went: DataFrame, way: Parts) -> DataFrame:
     """The parts of rows that only one side has, and when these were, if that counts.
 
-    Most of what is written anew says what it said before.
+    Most of what is written anew says what it said before. Where rows are not compared, all count as changed.
 
     A part goes by a number: if two have the same, both are made anew. A row is compared by two numbers of 64
     bits, which are the same by chance in no history.
     """
-    moment = F.lit(None).cast("long") if way.hour_of is None else way.hour_of()
+    moment = F.lit(None).cast("long") if way.moment is None else way.moment()
     own = [F.xxhash64(*way.of()).alias("changed"), moment.alias("earliest"), moment.alias("latest")]
     span = [F.min("earliest").alias("earliest"), F.max("latest").alias("latest")]
     if not way.told:

@@ -84,10 +84,21 @@ def with_chosen(
     """Those of the files of a table of which a row is chosen."""
     if not files:
         return []
-    rows = tables.read(spark, name, files).withColumn("file", F.col("_metadata.file_path"))
+    chosen = choose(with_file(spark, tables, name, files)).select("file").distinct().collect()
+    return called(name, files, {row["file"] for row in chosen})
+
+
+def with_file(spark: SparkSession, tables: Tables, name: str, files: list[DataFile]) -> DataFrame:
+    """The rows of files, each with what Spark calls its `file`."""
     # The whole path: a task gives its files of several days one name.
-    found = {path_below(name, row["file"]) for row in choose(rows).select("file").distinct().collect()}
-    return [file for file in files if file.path in found]
+    file = F.col("_metadata.file_path") if files else F.lit(None).cast("string")
+    return tables.read(spark, name, files).withColumn("file", file)
+
+
+def called(name: str, files: list[DataFile], urls: set[str]) -> list[DataFile]:
+    """Those of the files of a table that Spark calls so."""
+    paths = {path_below(name, url) for url in urls}
+    return [file for file in files if file.path in paths]
 
 
 def overlap(one: DataFile, other: DataFile, column: str) -> bool:

@@ -27,9 +27,12 @@ from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.goldtable import GoldTable, Lots
+from postroom.pipeline.transforms.gold import FORM, GOLD
+from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
+FORM_ID: Final = "form"  # under which a gold table remembers which one it has
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
@@ -76,7 +79,7 @@ class Pipeline:
         self.spark = spark
         self.tables = tables
         self.level: Level = level
-        self._gold = gold
+        self._gold = GOLD if gold is None else gold
         self._tell = progress
         self._lines = 0
         self._rejects = 0
@@ -215,16 +218,15 @@ class Pipeline:
         if name == "silver_events":
             self._fold_events(anew=anew)
         elif name == "silver_messages":
-            ends = (F.coalesce("finished_us", "rejected_us"), "last_us")
-            fold = Fold(silver.messages, silver.message_keys, ends, silver.may_rise())
+            fold = Fold(silver.messages, silver.message_keys, silver.message_lots())
             self._fold_messages(name, fold, anew=anew)
         elif name == "silver_attempts":
-            fold = Fold(silver.attempts, silver.attempt_keys, (F.col("ended_us"), "first_us"))
+            fold = Fold(silver.attempts, silver.attempt_keys, silver.attempt_lots())
             self._fold_messages(name, fold, anew=anew)
         elif name == "silver_spans":
             self._fold_spans(anew=anew)
         else:
-            self._derive(name, self._gold_tables()[name], anew=anew)
+            self._derive(name, self._gold[name], anew=anew)
 
     def _fold_events(self, *, anew: bool) -> None:
         news = self._news("silver_events", anew=anew)
@@ -261,8 +263,7 @@ class Pipeline:
             ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
             touched = finding.holding(self.spark, self.tables, name, ids)
             result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
-        quiet = silver.settled(news.newest_us, *fold.ends, hourly=self._is_dense(), may_rise=fold.may_rise)
-        self._settle(name, result, touched, quiet, news.txn)
+        self._settle(name, result, touched, fold.lots, news.txn)
 
     def _fold_spans(self, *, anew: bool) -> None:
         news = self._news("silver_spans", anew=anew)
@@ -275,14 +276,7 @@ class Pipeline:
                 result = placing.anew()
             else:
                 touched, result = placing.among_others()
-            quiet = silver.settled(
-                self._newest_us(),
-                F.col("end_us"),
-                "start_us",
-                hourly=self._is_dense(),
-                may_rise=silver.may_rise(),
-            )
-            self._settle("silver_spans", result, touched, quiet, news.txn)
+            self._settle("silver_spans", result, touched, silver.span_lots(), news.txn)
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -298,7 +292,7 @@ class Pipeline:
             self.tables.mark(name, [Txn(source, version)])
             return None
         self._tell(f"{name}: {_rows_of(added):,} rows of {source}")
-        return News(added, Txn(source, version), max((_high(file) for file in added), default=0))
+        return News(added, Txn(source, version))
 
     def _is_dense(self) -> bool:
         """Whether an hour of the stream fills files of its own; otherwise they would be many, and tiny."""
@@ -310,35 +304,39 @@ class Pipeline:
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
 
-    def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], settled: Column, txn: Txn) -> None:
+    def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], lots: Lots, txn: Txn) -> None:
         """Rows that nothing more is expected of get files of their own, most of which then stay."""
-        marked = rows.withColumn(silver.SETTLED, settled)
         self.tables.swap(
-            name, marked, removed, partition_by=silver.PARTITIONS, split_by=silver.SETTLED, txns=[txn]
+            name,
+            rows.withColumn(silver.SETTLED, self._settled(lots)),
+            removed,
+            partition_by=silver.PARTITIONS,
+            split_by=silver.SETTLED,
+            txns=[txn],
         )
+
+    def _settled(self, lots: Lots) -> Column:
+        return silver.settled(self._newest_us(), lots, hourly=self._is_dense())
 
     # ---- gold ----------------------------------------------------------------------------------------
 
     def _gold_inputs(self) -> Needs:
-        return {name: table.inputs for name, table in self._gold_tables().items()}
-
-    def _gold_tables(self) -> Mapping[str, GoldTable]:
-        if self._gold is None:
-            from postroom.pipeline.transforms.gold import GOLD  # noqa: PLC0415 - it is large
-
-            self._gold = GOLD
-        return self._gold
+        return {name: table.inputs for name, table in self._gold.items()}
 
     def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
+        if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
+            self._tell(f"{name} is of an earlier version, and made anew")
+            self.tables.drop(name)
         versions = {source: self.tables.version(source) for source in table.inputs}
         known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
             return
         self._tell(name)
-        txns = [Txn(source, version) for source, version in versions.items()]
+        txns = [*(Txn(source, version) for source, version in versions.items()), Txn(FORM_ID, FORM)]
         deriving = Deriving(self.spark, self.tables, name, table)
         with ExitStack() as held:
-            if table.change is None or -1 in known.values():
+            is_older = any(known[source] > versions[source] for source in table.inputs)  # it was made anew
+            if table.change is None or is_older or -1 in known.values():
                 derived: Derived | None = deriving.anew()
             else:
                 derived = deriving.since(known[table.inputs[0]], held)
@@ -348,13 +346,8 @@ class Pipeline:
             rows, replaced = derived
             split = None
             if table.lots is not None:
-                rows, split = rows.withColumn(silver.SETTLED, self._lot(table.lots)), silver.SETTLED
+                rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
             self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
-
-    def _lot(self, lots: Lots) -> Column:
-        ended, begun = lots.ends()
-        may_rise = None if lots.may_rise is None else lots.may_rise()
-        return silver.settled(self._newest_us(), ended, begun, hourly=self._is_dense(), may_rise=may_rise)
 
 
 class News(NamedTuple):
@@ -362,7 +355,6 @@ class News(NamedTuple):
 
     added: list[DataFile]
     txn: Txn
-    newest_us: int
 
 
 class Fold(NamedTuple):
@@ -371,9 +363,7 @@ class Fold(NamedTuple):
     fold: Callable[..., DataFrame]
     keys: Callable[[DataFrame], DataFrame]
     """Which rows events are about."""
-    ends: tuple[Column, str]
-    """When a row ended, and when something else was heard of it."""
-    may_rise: Column | None = None
+    lots: Lots
 
 
 # ---- rows and files ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
 from postroom.pipeline.finding import Wanted
-from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.tables import DataFile, Tables
 from postroom.pipeline.transforms import spans
 from postroom.pipeline.transforms.joining import sent
 
@@ -50,7 +50,7 @@ class Placing:
         nodes, anchors = self._changed, self._anchors()
         if moving:
             ids = sent(below.select("message_id"), few=few)
-            rows = self._read(self._files(moving)).join(ids, "message_id", "left_semi")
+            rows = self._read(self._files({*moving})).join(ids, "message_id", "left_semi")
             nodes = nodes.unionByName(rows.select(nodes.columns))
             anchors = anchors.join(ids, "message_id", "left_anti")
         touched = self._files({*told["files"], *moving})
@@ -84,7 +84,7 @@ class Placing:
             or parents.may_be_in(file)
             or finding.overlaps(file, "root_message_id", ids.low, ids.high)
         ]
-        rows = self._read_named(near)
+        rows = self._with_file(near)
         few = _are_few(max(ids.n, parents.n))
         return self._kept(spans.met(rows, self._changed, parents.rows, few=few))
 
@@ -110,7 +110,7 @@ class Placing:
         roots = finding.wanted(
             mine.where("moved").select(ids).where("root_message_id IS NOT NULL"), self._held
         )
-        rows = self._read_named(finding.near(self._tables, SPANS, roots))
+        rows = self._with_file(finding.near(self._tables, SPANS, roots))
         found = roots.among(rows).select("file", "message_id")
         others = found.join(sent(mine.select("message_id"), few=few), "message_id", "left_anti")
         return below.unionByName(others).distinct()
@@ -122,17 +122,14 @@ class Placing:
 
     # ---- files -----------------------------------------------------------------------------------------
 
-    def _files(self, urls: "set[str] | dict[str, int]") -> list[DataFile]:
-        paths = {path_below(SPANS, url) for url in urls}
-        return [file for file in self._tables.files(SPANS) if file.path in paths]
+    def _files(self, urls: set[str]) -> list[DataFile]:
+        return finding.called(SPANS, self._tables.files(SPANS), urls)
 
     def _read(self, files: list[DataFile]) -> DataFrame:
         return self._tables.read(self._spark, SPANS, files)
 
-    def _read_named(self, files: list[DataFile]) -> DataFrame:
-        """The rows, each with the file that it is in."""
-        name = F.col("_metadata.file_path") if files else F.lit(None).cast("string")
-        return self._read(files).withColumn("file", name)
+    def _with_file(self, files: list[DataFile]) -> DataFrame:
+        return finding.with_file(self._spark, self._tables, SPANS, files)
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()

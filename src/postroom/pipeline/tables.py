@@ -352,6 +352,12 @@ class Tables:
 
     # ---- keeping house -------------------------------------------------------------------------------
 
+    def drop(self, name: str) -> None:
+        """Delete a table that can be made anew. Its log goes first: without one it is no table."""
+        shutil.rmtree(self.folder / name / LOG)
+        shutil.rmtree(self.folder / name)
+        self._opened.pop(name, None)
+
     def compact(self, name: str) -> int:
         """Join small files of a partition; the rows stay the same. Gives how many files are gone."""
         metrics = self._known(name).optimize.compact(

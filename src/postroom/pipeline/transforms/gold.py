@@ -17,8 +17,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import flames
-from postroom.pipeline.transforms.goldtable import GoldTable, Lots, Parts, Running, Sums
-from postroom.pipeline.transforms.silver import HOUR_US
+from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
+from postroom.pipeline.transforms.silver import HOUR_US, Lots
 
 MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
@@ -341,7 +341,7 @@ _LATENCY: Final = Parts(
     ("hour_us",),
     lambda: [_born_hour()],
     ("message_id", "org_id", "type", "priority", "queue_us"),
-    hour_of=_born_us,
+    moment=_born_us,
 )
 _SLA: Final = Sums(
     ("day", "hour_us", "org_id", "type", "priority", "target_us"),
@@ -352,9 +352,8 @@ _THROUGHPUT: Final = Sums(("day", "hour_us", "org_id", "type"), ("events", *_KIN
 _ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",))
 _FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
 _DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
-_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), hour_of="ts_us")
-_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), hour_of="ts_us")
-_BY_HOUR: Final = Lots(lambda: (F.col("hour_us") + HOUR_US, "hour_us"))
+_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us")
+_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), moment="ts_us")
 _CRASHES: Final = Sums(
     ("day", "message_id"),
     ("lapses", "quarantines"),
@@ -377,10 +376,18 @@ _FLAMES: Final = Parts(
     lambda: [F.col("goal_id"), F.col("org_id"), F.col("stack")],
     (),
 )
-_FLAME_LOTS: Final = Lots(
-    lambda: (F.when(F.col("open") == 0, F.col("last_us")), "first_us"), lambda: F.col("dead_letters") > 0
-)
 
+
+def _by_hour() -> Lots:
+    return Lots(F.col("hour_us") + HOUR_US, "hour_us")
+
+
+def _flame_lots() -> Lots:
+    return Lots(F.when(F.col("open") == 0, F.col("last_us")), "first_us", F.col("dead_letters") > 0)
+
+
+FORM: Final = 2
+"""Which columns and partitions the tables have. One of another form is made anew from what it is made of."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
@@ -388,13 +395,13 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _BY_HOUR),
-    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _BY_HOUR),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
     "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES, _FLAME_LOTS),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES, _flame_lots),
 }
 """In the order in which they are built."""

@@ -10,6 +10,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
+    from postroom.pipeline.transforms.silver import Lots
+
 
 class Sums(NamedTuple):
     """Of a table whose rows can be added up: what came is added to what there was, what went is taken off."""
@@ -25,8 +27,8 @@ class Sums(NamedTuple):
     whole: tuple[str, ...] = ()
     """A row depends on the others of its day that have the same value in the first of these columns of the
     input, which are all that it is made of."""
-    hour_of: str | None = None
-    """A moment of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
+    moment: str | None = None
+    """A column of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
 
     @property
     def is_reversible(self) -> bool:
@@ -63,7 +65,7 @@ class Parts(NamedTuple):
     told: tuple[str, ...]
     """What of an input matters: a row that is the same in this has not changed. Where it is cheaper to make
     some parts in vain than to compare rows, there is nothing here."""
-    hour_of: "Callable[[], Column] | None" = None
+    moment: "Callable[[], Column] | None" = None
     """Where a part has the rows of an hour: the moment of a row, between its `first_us` and its `last_us`."""
 
 
@@ -73,15 +75,6 @@ class Running(NamedTuple):
     keys: tuple[str, ...]
     sums: tuple[str, ...]
     """Of the input, for each key: what a day begins with is what they come to on all days before."""
-
-
-class Lots(NamedTuple):
-    """Which rows of a table lie together: those that nothing more is expected of have files of their own."""
-
-    ends: "Callable[[], tuple[Column, str]]"
-    """When a row ended, and when something else was heard of it."""
-    may_rise: "Callable[[], Column] | None" = None
-    """Those that may change all the same."""
 
 
 class GoldTable(NamedTuple):
@@ -94,5 +87,5 @@ class GoldTable(NamedTuple):
     partition_by: tuple[str, ...] = ()
     change: Sums | Parts | Running | None = None
     """Only for tables of one input that are partitioned by its days. None: the table is made anew."""
-    lots: Lots | None = None
+    lots: "Callable[[], Lots] | None" = None
     """None: the rows of a day lie together."""

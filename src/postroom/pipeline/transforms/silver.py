@@ -9,7 +9,7 @@ Rule 3: nothing here is a Python function but the redaction of `events`.
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -254,27 +254,48 @@ def _message_rows(folded: "DataFrame") -> "DataFrame":
     )
 
 
-def settled(
-    now_us: int, ended: "Column", last: str, *, hourly: bool, may_rise: "Column | None" = None
-) -> "Column":
-    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
+class Lots(NamedTuple):
+    """Which rows of a table lie together."""
 
-    If something comes all the same, its file is written anew. Rows that `may_rise` again are kept from those
-    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
-    """
-    last_us = F.greatest(ended, last)
-    quiet_us = F.lit(now_us) - last_us
-    is_open = (quiet_us <= IDLE_US) & (ended.isNull() | (quiet_us <= GRACE_US))
-    place = F.when(is_open, "open")
-    if may_rise is not None:
-        place = place.when(may_rise, "dead")
-    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
-    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
+    ended: "Column"
+    """When a row ended."""
+    heard: str
+    """When something else was heard of it."""
+    may_rise: "Column | None" = None
+    """Whether it may change after that all the same."""
 
 
-def may_rise() -> "Column":
+def message_lots() -> Lots:
+    return Lots(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
+
+
+def span_lots() -> Lots:
+    return Lots(F.col("end_us"), "start_us", _is_revivable())
+
+
+def attempt_lots() -> Lots:
+    return Lots(F.col("ended_us"), "first_us")
+
+
+def _is_revivable() -> "Column":
     """Whether a person may send it again."""
     return F.col("outcome").isin(*REVIVED)
+
+
+def settled(now_us: int, lots: Lots, *, hourly: bool) -> "Column":
+    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
+
+    If something comes all the same, its file is written anew. Rows that may rise again are kept from those
+    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
+    """
+    last_us = F.greatest(lots.ended, lots.heard)
+    quiet_us = F.lit(now_us) - last_us
+    is_open = (quiet_us <= IDLE_US) & (lots.ended.isNull() | (quiet_us <= GRACE_US))
+    place = F.when(is_open, "open")
+    if lots.may_rise is not None:
+        place = place.when(lots.may_rise, "dead")
+    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
+    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
 
 
 # ---- silver_attempts -------------------------------------------------------------------------------------
