@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,24 +12,31 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.tables import DataFile, Tables, path_below
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.silver import HOUR_US
 from tests.spark.plainrows import records
 
-WAY: dict[str, Sums | Parts] = {
-    "sums": Sums(("day", "part"), ("n", "total"), shares=(("mean", "total", "n"),)),
-    "parts": Parts(("part",), lambda: [F.col("part")], ("message_id", "value")),
-    "extremes": Sums(("day", "part"), ("n", "total"), largest=("mean",)),
+
+def each(rows: DataFrame) -> DataFrame:
+    counted = rows.select("day", "hour_us", F.lit(1).cast("bigint").alias("n"), F.col("value").alias("total"))
+    return counted.withColumns({"total": F.col("total").cast("bigint"), "mean": F.lit(None).cast("double")})
+
+
+WAY: dict[str, Sums | Hours] = {
+    "sums": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),)),
+    "scattered": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each),
+    "hours": Hours(lambda: F.col("hour_us"), ("message_id", "value")),
+    "extremes": Sums(("day", "hour_us"), ("n", "total"), largest=("mean",)),
 }
 
 
 def build(rows: DataFrame) -> DataFrame:
-    summed = rows.groupBy("day", "part").agg(F.count("*").alias("n"), F.sum("value").alias("total"))
+    summed = rows.groupBy("day", "hour_us").agg(F.count("*").alias("n"), F.sum("value").alias("total"))
     return summed.withColumn("mean", F.col("total") / F.col("n"))
 
 
 class Input:
-    """Rows of three parts on two days, three files each, of which one is exchanged."""
+    """Rows of three hours on two days, three files each, of which one is exchanged."""
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.spark = spark
@@ -36,18 +44,22 @@ class Input:
         rng = random.Random(1)
         for day in (1, 2):
             for lot in range(3):
-                self.put([(f"m{day}{lot}{n}", n % 3, rng.randrange(9), day) for n in range(6)])
+                self.put([(f"m{day}{lot}{n}", n % 3 * HOUR_US, rng.randrange(9), day) for n in range(6)])
 
     def put(self, rows: list[tuple[str, int, int, int]], *removed: DataFile) -> None:
-        columns = "message_id string, part int, value int, day int"
+        columns = "message_id string, hour_us long, value int, day int"
         frame = self.spark.createDataFrame(rows, columns).coalesce(1)
         self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
 
     def exchange(self) -> DataFile:
-        """A file of the second day for one in which part 0 is gone, 1 as it was, and 2 another."""
+        """A file of the second day for one in which hour 0 is gone, 1 as it was, and 2 another."""
         old = next(file for file in self.tables.files("silver_messages") if file.partition["day"] == "2")
         rows = self.tables.read(self.spark, "silver_messages", [old]).collect()
-        kept = [(row.message_id, row.part, row.value + (row.part == 2), row.day) for row in rows if row.part]
+        kept = [
+            (row.message_id, row.hour_us, row.value + (row.hour_us == 2 * HOUR_US), row.day)
+            for row in rows
+            if row.hour_us
+        ]
         self.put(kept, old)
         return old
 
@@ -68,11 +80,17 @@ def test_a_change_gives_what_is_made_anew(
     tables = given.tables
     read: list[str] = []
 
-    def watched(rows: DataFrame) -> DataFrame:
-        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
-        return build(rows)
+    def watched(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
+        def made(rows: DataFrame) -> DataFrame:
+            read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+            return make(rows)
 
-    table = GoldTable(watched, ("silver_messages",), ("day",), WAY[way])
+        return made
+
+    chosen = WAY[way]
+    if isinstance(chosen, Sums) and chosen.each is not None:
+        chosen = chosen._replace(each=watched(chosen.each))
+    table = GoldTable(watched(build), ("silver_messages",), ("day",), chosen)
     deriving = Deriving(spark, tables, "gold_sum", table)
     rows, _ = deriving.anew()
     tables.append("gold_sum", rows, partition_by=("day",))
@@ -86,7 +104,7 @@ def test_a_change_gives_what_is_made_anew(
         changed, replaced = followed(deriving, version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
-    if way == "sums" and is_there:
+    if way in ("sums", "scattered") and is_there:
         assert set(read) == {old.path, new.path}  # and nothing of what stayed
     else:
         assert {path.partition("/")[0] for path in read} == {"day=2"}
@@ -97,18 +115,18 @@ def test_a_change_gives_what_is_made_anew(
 def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_path: Path) -> None:
     given = Input(spark, tmp_path)
     tables = given.tables
-    so_far = Window.partitionBy("part").orderBy(F.col("day").asc_nulls_first())
+    so_far = Window.partitionBy("hour_us").orderBy(F.col("day").asc_nulls_first())
     read: list[str] = []
 
     def count(rows: DataFrame, before: DataFrame | None = None) -> DataFrame:
         read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
-        summed = rows.groupBy("day", "part").agg(F.sum("value").alias("value"))
+        summed = rows.groupBy("day", "hour_us").agg(F.sum("value").alias("value"))
         if before is not None:
             summed = summed.unionByName(before, allowMissingColumns=True)
-        counted = summed.select("day", "part", F.sum("value").over(so_far).alias("total"))
+        counted = summed.select("day", "hour_us", F.sum("value").over(so_far).alias("total"))
         return counted.where("day IS NOT NULL")
 
-    table = GoldTable(count, ("silver_messages",), ("day",), Running(("part",), ("value",)))
+    table = GoldTable(count, ("silver_messages",), ("day",), Running(("hour_us",), ("value",)))
     deriving = Deriving(spark, tables, "gold_sum", table)
     rows, _ = deriving.anew()
     tables.append("gold_sum", rows, partition_by=("day",))
@@ -155,7 +173,9 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
     assert found == {0: 1, 1: 2, 2: 8, 3: 4}
 
 
-def test_of_parts_by_the_hour_only_files_near_them_are_read(spark: SparkSession, tmp_path: Path) -> None:
+def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     tables = Tables(tmp_path)
     read: list[str] = []
 
@@ -173,7 +193,7 @@ def test_of_parts_by_the_hour_only_files_near_them_are_read(spark: SparkSession,
         hour = F.col("first_us").alias("hour_us")
         return rows.groupBy("day", hour).agg(F.max(F.col("last_us") - F.col("first_us")).alias("longest_us"))
 
-    way = Parts(("hour_us",), lambda: [F.col("first_us")], ("message_id",), moment=lambda: F.col("first_us"))
+    way = Hours(lambda: F.col("first_us"), ("message_id",))
     deriving = Deriving(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
     for hour in (0, 4, 8):
         put(hour, 2)
@@ -190,3 +210,41 @@ def test_of_parts_by_the_hour_only_files_near_them_are_read(spark: SparkSession,
     assert len(of_4) == 2
     found = sorted((row["hour_us"] // HOUR_US, row["longest_us"]) for row in records(tables, "gold_most"))
     assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]
+
+
+def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Two files of every hour, and one of no hour: one row changes, and later another one of no hour."""
+    tables = Tables(tmp_path)
+
+    def put(name: str, hour: int | None, value: int, *removed: DataFile) -> None:
+        moment = None if hour is None else hour * HOUR_US
+        frame = spark.createDataFrame(
+            [(name, moment, value, 1)], "goal_id string, hour_us long, value long, day int"
+        )
+        tables.swap("silver_spans", frame, removed, partition_by=("day",))
+
+    def of_each(rows: DataFrame) -> DataFrame:
+        return rows.select("day", "hour_us", "goal_id", "value")
+
+    def total(rows: DataFrame) -> DataFrame:
+        return way.added_up(of_each(rows))
+
+    way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each)
+    deriving = Deriving(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
+    for goal, hour in (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", None)):
+        version = tables.version("silver_spans")
+        put(goal, hour, 1)
+        added, _ = tables.changed("silver_spans", version)
+        rows = total(tables.read(spark, "silver_spans", added))
+        tables.append("gold_sum", rows, partition_by=("day",))
+    for goal, hour, n_replaced in (("a", 1, 1), ("c", None, 1), ("d", 1, 0)):
+        version = tables.version("silver_spans")
+        put(goal, hour, 5)
+        with ExitStack() as held:
+            changed, replaced = followed(deriving, version, held)
+            assert len(replaced) == n_replaced
+            tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())

@@ -125,12 +125,12 @@ ORACLE = {
                count(*) FILTER (outcome = 'dead_letter')
         FROM messages WHERE created_us IS NOT NULL GROUP BY ALL""",
     "gold_flames": """
-        SELECT day, goal_id, org_id, stack, count(*),
+        SELECT day, hour_of(start_us), goal_id, org_id, stack, count(*),
                CAST(sum(CASE WHEN duration_us > coalesce(queue_us, 0) THEN duration_us - coalesce(queue_us, 0)
                              ELSE 0 END) AS BIGINT),
                CAST(sum(coalesce(queue_us, 0)) AS BIGINT),
                count(*) FILTER (outcome IN ('dead_letter', 'quarantined')),
-               count(*) FILTER (end_us IS NULL), min(start_us), max(end_us)
+               count(*) FILTER (end_us IS NULL)
         FROM spans WHERE goal_id IS NOT NULL GROUP BY ALL""",
 }
 """The patterns of dead letters have a test file of their own."""

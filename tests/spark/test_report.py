@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 
 from postroom.pipeline.html.facts import (
     Attained,
@@ -28,7 +28,7 @@ from postroom.pipeline.html.facts import (
 from postroom.pipeline.html.flames import Profile, speedscope, tree
 from postroom.pipeline.html.page import POLICY, page
 from postroom.pipeline.html.words import HOUR_US, count, duration, esc, money, share
-from postroom.pipeline.report import write_report
+from postroom.pipeline.report import _goal, write_report
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
@@ -271,6 +271,17 @@ def colours(png: bytes) -> tuple[int, int, int]:
     pixels = zlib.decompress(body)
     stride = len(pixels) // height
     return width, height, len({pixels[n * stride : (n + 1) * stride] for n in range(height)})
+
+
+def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
+    """They name each other as their parents, and nobody has told that they were created."""
+    row = Row(goal_id="g", org_id="o", hour_us=None, stack=None, messages=2, work_us=5, wait_us=0)
+    goal = _goal("g", [row])
+    assert goal == Goal("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
+    facts = hostile("words")._replace(goals=[goal])
+    assert "2 messages</p>" in page(facts)
+    with_hour = _goal("g", [row, Row(**{**row.asDict(), "hour_us": HOUR_US})])
+    assert (with_hour.from_us, with_hour.until_us) == (HOUR_US, 2 * HOUR_US)
 
 
 def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:

@@ -7,21 +7,23 @@ Rule 4: where none of these can be, because rows went from a minimum or their fi
         days that changed are made anew. All give the same rows.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import NamedTuple
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
 from postroom.pipeline.tables import DataFile, Tables
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
+from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
-from postroom.pipeline.transforms.silver import HOUR_US
+from postroom.pipeline.transforms.silver import HOUR_US, hour_us
 
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
+Each = Callable[[DataFrame], DataFrame]
+"""What each row of an input adds."""
 
 
 class Change(NamedTuple):
@@ -63,9 +65,11 @@ class Deriving:
         way = self._table.change
         is_there = all(self._tables.lies(source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
+            if way.each is not None:
+                return self._scattered(change, way, way.each)
             return self._added_up(change, way, held)
-        if isinstance(way, Parts) and is_there:
-            return self._parts(change, way, held)
+        if isinstance(way, Hours) and is_there:
+            return self._hours(change, way)
         if isinstance(way, Running):
             return self._counted_on(change, way)
         return self._days(change)
@@ -106,6 +110,23 @@ class Deriving:
             rows = rows.unionByName(way.taken_off(build(went)))
         return way.added_up(rows), replaced
 
+    def _scattered(self, change: Change, way: Sums, each: Each) -> Derived:
+        """As above, for a large table of which a change is about few rows, here and there."""
+        came, went = (self._read(change.source, files) for files in (change.added, change.removed))
+        news = each(came).unionByName(way.taken_off(each(went)))
+        key = F.xxhash64(*way.keys)
+        sums = news.groupBy(key.alias("changed")).agg(*[F.sum(name).alias(name) for name in way.sums])
+        few = sum(file.rows for file in (*change.added, *change.removed)) <= finding.BROADCAST_IDS_MAX
+        # By a number, so by chance, hardly ever, a file too many is written anew.
+        numbers = sent(sums.where(way.is_left()).select("changed"), few=few)
+
+        def among(rows: DataFrame) -> DataFrame:
+            return rows.join(numbers, key == F.col("changed"), "left_semi")
+
+        own = self._of(self._name, change.days)
+        replaced = finding.with_chosen(self._spark, self._tables, self._name, own, among)
+        return way.added_up(self._read(self._name, replaced).unionByName(news)), replaced
+
     def _others(self, change: Change, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
         """The rows that neither came nor went, of what did."""
         column = columns[0]
@@ -116,26 +137,17 @@ class Deriving:
         rows = self._read(change.source, [file for file in files if wanted.may_be_in(file)])
         return wanted.among(rows.select(*columns))
 
-    # ---- parts ---------------------------------------------------------------------------------------
+    # ---- hours ---------------------------------------------------------------------------------------
 
-    def _parts(self, change: Change, way: Parts, held: ExitStack) -> Derived:
+    def _hours(self, change: Change, way: Hours) -> Derived | None:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        parts = _differing(came, went, way).persist()
-        held.callback(parts.unpersist)
-        [told] = parts.agg(F.count("*").alias("n"), F.min("earliest"), F.max("latest")).collect()
-        few = told["n"] <= finding.BROADCAST_IDS_MAX
-
-        def among(rows: DataFrame, part: list[Column], how: str = "left_semi") -> DataFrame:
-            numbers = sent(parts.select("changed"), few=few)
-            return rows.join(numbers, F.xxhash64(*part) == F.col("changed"), how)
-
-        own = [F.col(name) for name in way.names]
-        replaced = finding.with_chosen(
-            self._spark, self._tables, self._name, self._of(self._name, change.days), partial(among, part=own)
-        )
-        source = [file for file in self._of(change.source, change.days) if _may_be_of(file, *told[1:])]
-        rows = among(self._read(change.source, source), way.of())
-        stay = among(self._read(self._name, replaced), own, "left_anti")
+        hours = [row["hour_us"] for row in _differing(came, went, way).collect()]
+        if not hours:
+            return None
+        source = [file for file in self._of(change.source, change.days) if _may_be_of(file, hours)]
+        rows = self._read(change.source, source).where(hour_us(way.moment()).isin(hours))
+        replaced = self._of(self._name, change.days)
+        stay = self._read(self._name, replaced).where(~F.col("hour_us").isin(hours))
         built = self._table.build(rows)
         return built.unionByName(stay.select(built.columns)), replaced
 
@@ -152,28 +164,22 @@ def _day(file: DataFile) -> str:
     return file.partition["day"] or ""
 
 
-def _may_be_of(file: DataFile, earliest_us: int | None, latest_us: int | None) -> bool:
-    """Whether a file can have a row of the hours between two moments."""
+def _may_be_of(file: DataFile, hours: list[int]) -> bool:
+    """Whether a file can have a row of one of the hours."""
     first_us, last_us = file.low.get("first_us"), file.high.get("last_us")
-    if earliest_us is None or latest_us is None or first_us is None or last_us is None:
-        return True
-    return bool(last_us >= earliest_us - HOUR_US and first_us <= latest_us + HOUR_US)
+    return any(finding.meet(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
 
 
-def _differing(came: DataFrame, went: DataFrame, way: Parts) -> DataFrame:
-    """The parts of rows that only one side has, and when these were, if that counts.
+def _differing(came: DataFrame, went: DataFrame, way: Hours) -> DataFrame:
+    """The hours of rows that only one side has. Most of what is written anew says what it said before.
 
-    Most of what is written anew says what it said before. Where rows are not compared, all count as changed.
-
-    A part goes by a number: if two have the same, both are made anew. A row is compared by two numbers of 64
-    bits, which are the same by chance in no history.
+    A row is compared by two numbers of 64 bits, which are the same by chance in no history.
     """
-    moment = F.lit(None).cast("long") if way.moment is None else way.moment()
-    own = [F.xxhash64(*way.of()).alias("changed"), moment.alias("earliest"), moment.alias("latest")]
-    span = [F.min("earliest").alias("earliest"), F.max("latest").alias("latest")]
-    if not way.told:
-        return came.select(*own).unionByName(went.select(*own)).groupBy("changed").agg(*span)
-    own += [F.xxhash64(*way.told).alias("mark"), F.xxhash64(*reversed(way.told)).alias("other_mark")]
+    own = [
+        hour_us(way.moment()).alias("hour_us"),
+        F.xxhash64(*way.told).alias("mark"),
+        F.xxhash64(*reversed(way.told)).alias("other_mark"),
+    ]
     signed = came.select(*own, F.lit(1).alias("sign")).unionByName(went.select(*own, F.lit(-1).alias("sign")))
-    summed = signed.groupBy("changed", "mark", "other_mark").agg(F.sum("sign").alias("sign"), *span)
-    return summed.where("sign <> 0").groupBy("changed").agg(*span)
+    summed = signed.groupBy(*signed.columns[:-1]).agg(F.sum("sign").alias("sign"))
+    return summed.where("sign <> 0").select("hour_us").distinct()

@@ -107,7 +107,11 @@ def overlap(one: DataFile, other: DataFile, column: str) -> bool:
 
 def overlaps(file: DataFile, column: str, low: Any, high: Any) -> bool:
     """Whether a file can hold a value between two. Who does not know says yes."""
-    lowest, highest = file.low.get(column), file.high.get(column)
+    return meet(file.low.get(column), file.high.get(column), low, high)
+
+
+def meet(lowest: Any, highest: Any, low: Any, high: Any) -> bool:
+    """Whether two ranges can have a value in common."""
     if lowest is None or highest is None or low is None or high is None:
         return True
     return bool(lowest <= high and low <= highest)

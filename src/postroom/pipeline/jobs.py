@@ -250,8 +250,11 @@ class Pipeline:
         """The ids of events that are known and may come again: those of the same time."""
         old = [] if anew else self.tables.files("silver_events")
         near = [file for file in old if any(finding.overlap(file, other, "ts_us") for other in added)]
-        source = self.tables.read(self.spark, "silver_events", near) if near else rows.limit(0)
-        return source.select("event_id")
+        if not near:
+            return rows.limit(0).select("event_id")
+        known = self.tables.read(self.spark, "silver_events", near)
+        whole = finding.extent(added, "ts_us")
+        return (known if whole is None else known.where(F.col("ts_us").between(*whole))).select("event_id")
 
     def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
         news = self._news(name, anew=anew)

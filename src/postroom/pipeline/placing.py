@@ -76,24 +76,20 @@ class Placing:
 
     @cached_property
     def _met(self) -> DataFrame:
-        ids, parents = self._ids, self._parents()
+        ids = self._ids
         near = [
             file
             for file in self._tables.files(SPANS)
             if ids.may_be_in(file)
-            or parents.may_be_in(file)
+            or self._may_have_parents(file)
             or finding.overlaps(file, "root_message_id", ids.low, ids.high)
         ]
-        rows = self._with_file(near)
-        few = _are_few(max(ids.n, parents.n))
-        return self._kept(spans.met(rows, self._changed, parents.rows, few=few))
+        return self._kept(spans.met(self._with_file(near), self._changed, few=_are_few(ids.n)))
 
-    def _parents(self) -> Wanted:
-        """Those that did not change themselves."""
-        named = self._changed.where("parent_message_id IS NOT NULL")
-        parents = named.select(F.col("parent_message_id").alias("message_id")).distinct()
-        ids = sent(self._ids.rows, few=_are_few(self._ids.n))
-        return finding.wanted(parents.join(ids, "message_id", "left_anti"), self._held)
+    def _may_have_parents(self, file: DataFile) -> bool:
+        naming = [added for added in self._added if added.nulls.get("parent_message_id") != added.rows]
+        low, high = finding.extent(naming, "parent_message_id") or (None, None)
+        return bool(naming) and finding.overlaps(file, "message_id", low, high)
 
     def _below(self, told: Any) -> DataFrame:
         """The others whose place may be new: below a message that is new, or stands elsewhere now."""

@@ -30,9 +30,10 @@ from postroom.pipeline.html.page import MATRIX_MAX, page
 from postroom.pipeline.html.plots import COLUMNS_MAX
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms.gold import SLA_US
+from postroom.pipeline.transforms.silver import HOUR_US
+from postroom.pipeline.transforms.spans import UNKNOWN
 from postroom.system.atomic import replace_file
 
-HOUR_US: Final = 3_600_000_000
 RANKED_MAX: Final = 8  # of a list of the largest
 PATTERNS_MAX: Final = 12
 SUSPECTS_MAX: Final = 50
@@ -297,7 +298,7 @@ class _Reading:
         largest = goals.orderBy(F.desc("size"), F.desc("whole_us"), "goal_id").limit(limit)
         rows = (
             stacks.join(F.broadcast(largest), "goal_id")
-            .orderBy(F.desc("size"), F.desc("whole_us"), "goal_id", "stack", "day")
+            .orderBy(F.desc("size"), F.desc("whole_us"), "goal_id", "stack", "hour_us")
             .limit(STACKS_MAX)
             .collect()
         )
@@ -336,17 +337,18 @@ def _percentiles_of(row: Row) -> Percentiles:
 def _goal(goal_id: str, rows: list[Row]) -> Goal:
     sums: dict[tuple[str, ...], int] = {}
     for row in rows:
-        path = tuple(row["stack"].split(";"))
+        path = tuple((row["stack"] or UNKNOWN).split(";"))
         for stack, us in ((path, row["work_us"]), ((*path, WAITING), row["wait_us"])):
             if us:
                 sums[stack] = sums.get(stack, 0) + us
     stacks: list[Stack] = sorted(sums.items())
+    hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
     return Goal(
         goal_id,
         _first(rows, "org_id"),
         sum(row["messages"] for row in rows),
-        min(row["first_us"] or 0 for row in rows),
-        max(row["last_us"] or 0 for row in rows),
+        min(hours, default=None),
+        max(hours) + HOUR_US if hours else None,
         Profile(goal_id, stacks),
     )
 

@@ -64,7 +64,9 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.scheduler.allocation.file": f"file:{POOLS}",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.adaptive.enabled": "true",
-    "spark.sql.maxPlanStringLength": "20000",  # nobody reads them, and they are made for every query
+    # Plans as text: nobody reads them, and they are made for every query, and again whenever it adapts.
+    "spark.sql.ui.explainMode": "simple",
+    "spark.sql.maxPlanStringLength": "20000",
     # Files are a tenth of what their rows take in memory, and a table is sent to everybody by its size there.
     "spark.sql.sources.fileCompressionFactor": "10",
     "spark.sql.autoBroadcastJoinThreshold": "64m",

@@ -37,7 +37,15 @@ WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
-INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
+INDEXED: Final = (
+    "message_id",
+    "parent_message_id",
+    "root_message_id",
+    "ts_us",
+    "first_us",
+    "last_us",
+    "hour_us",
+)
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
 DISTINCT: Final = (
     *(
@@ -67,6 +75,7 @@ WRITING: Final = {
     "parquet.column.statistics.enabled": "false",
     **{f"parquet.column.statistics.enabled#{name}": "true" for name in {*INDEXED, *REQUIRED}},
 }
+LISTED_MAX: Final = 4  # versions of a table whose files are remembered
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
 COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
@@ -109,8 +118,8 @@ class Tables:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self._read_last: dict[str, tuple[tuple[str, int], list[DataFile]]] = {}
-        """Of each table, which version it was, and its files: a version never changes."""
+        self._listed: dict[str, dict[tuple[str, int], list[DataFile]]] = {}
+        """Of each table, versions and their files: these never change."""
         self._opened: dict[str, DeltaTable] = {}
         """Of each table, the version that was the last one when it was asked for."""
 
@@ -136,14 +145,17 @@ class Tables:
 
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
         """The files of a version, the current one when none is named."""
-        delta = self._delta(name, version)
+        delta = self._delta(name)
         if delta is None:
             return []
-        which = (str(delta.metadata().id), delta.version())
-        known, files = self._read_last.get(name, (None, []))
-        if known != which:
-            files = _files_of(delta)
-            self._read_last[name] = (which, files)
+        which = (str(delta.metadata().id), delta.version() if version is None else version)
+        known = self._listed.setdefault(name, {})
+        files = known.get(which)
+        if files is None:
+            files = _files_of(self._known(name, version))
+            if len(known) >= LISTED_MAX:
+                known.clear()
+            known[which] = files
         return files
 
     def changed(self, name: str, since: int) -> tuple[list[DataFile], list[DataFile]]:
@@ -182,8 +194,8 @@ class Tables:
     def _log_of(self, name: str, version: int) -> Path:
         return self.folder / name / LOG / f"{version:020d}.json"
 
-    def _known(self, name: str) -> DeltaTable:
-        delta = self._delta(name)
+    def _known(self, name: str, version: int | None = None) -> DeltaTable:
+        delta = self._delta(name, version)
         if delta is None:
             raise InvalidMessage(f"there is no table {name} in {self.folder}")
         return delta

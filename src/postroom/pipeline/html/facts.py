@@ -90,8 +90,9 @@ class Goal(NamedTuple):
     goal_id: str
     org_id: str
     messages: int
-    first_us: int
-    last_us: int
+    from_us: int | None
+    """The hours in which its messages were created, if that is known."""
+    until_us: int | None
     profile: Profile
 
 

@@ -454,10 +454,9 @@ def _flames(facts: Facts) -> str:
 
 
 def _goal(goal: Goal, colours: dict[str, int]) -> str:
-    said = (
-        f"{duration(goal.profile.total_us)} in {plural(goal.messages, 'message')}, "
-        f"{moment(goal.first_us)} to {moment(goal.last_us)}"
-    )
+    said = f"{duration(goal.profile.total_us)} in {plural(goal.messages, 'message')}"
+    if goal.from_us is not None and goal.until_us is not None:
+        said += f", created from {moment(goal.from_us)} to {moment(goal.until_us)}"
     rows = [
         [" ; ".join(path), duration(us)] for path, us in sorted(goal.profile.stacks, key=lambda one: -one[1])
     ]

@@ -16,9 +16,9 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
-from postroom.pipeline.transforms.flames import flames
-from postroom.pipeline.transforms.goldtable import GoldTable, Parts, Running, Sums
-from postroom.pipeline.transforms.silver import HOUR_US, Lots
+from postroom.pipeline.transforms.flames import FLAMES, flames
+from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
+from postroom.pipeline.transforms.silver import HOUR_US, Lots, hour_us
 
 MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
@@ -36,11 +36,6 @@ ERROR_KINDS: Final = (
 WAITING: Final = "QUEUED"
 _ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
 _ENDS: Final = ("delivered", "expired", "cancelled", "quarantined", "deleted")
-
-
-def hour_us(ts_us: Column) -> Column:
-    """The beginning of its hour."""
-    return ts_us - F.pmod(ts_us, F.lit(HOUR_US))
 
 
 def _born_us() -> Column:
@@ -337,12 +332,7 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
 
 
 _DAY: Final = ("day",)
-_LATENCY: Final = Parts(
-    ("hour_us",),
-    lambda: [_born_hour()],
-    ("message_id", "org_id", "type", "priority", "queue_us"),
-    moment=_born_us,
-)
+_LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
 _SLA: Final = Sums(
     ("day", "hour_us", "org_id", "type", "priority", "target_us"),
     ("n", "within"),
@@ -371,11 +361,6 @@ _TEMPLATES: Final = Sums(
 _TRAFFIC: Final = Sums(
     ("day", "org_id", "sender", "recipient", "type"), ("messages", "bytes", "dead_letters")
 )
-_FLAMES: Final = Parts(
-    ("goal_id", "org_id", "stack"),
-    lambda: [F.col("goal_id"), F.col("org_id"), F.col("stack")],
-    (),
-)
 
 
 def _by_hour() -> Lots:
@@ -383,7 +368,7 @@ def _by_hour() -> Lots:
 
 
 def _flame_lots() -> Lots:
-    return Lots(F.when(F.col("open") == 0, F.col("last_us")), "first_us", F.col("dead_letters") > 0)
+    return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
 
 
 FORM: Final = 2
@@ -402,6 +387,6 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, _FLAMES, _flame_lots),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_lots),
 }
 """In the order in which they are built."""

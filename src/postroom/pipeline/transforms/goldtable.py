@@ -29,6 +29,9 @@ class Sums(NamedTuple):
     input, which are all that it is made of."""
     moment: str | None = None
     """A column of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
+    each: "Callable[[DataFrame], DataFrame] | None" = None
+    """What a row of the input adds, where hardly two of them add to the same row: these are not added up
+    beforehand, and the files that have what changes are looked for among those of all hours."""
 
     @property
     def is_reversible(self) -> bool:
@@ -46,27 +49,29 @@ class Sums(NamedTuple):
             *[F.max(name).alias(name) for name in self.largest],
             *[_joined(name).alias(name) for name in self.sets],
         )
-        left = summed.where(reduce(or_, [F.col(name) != 0 for name in self.sums]))
-        whole = left.withColumns({name: F.col(part) / F.col(of) for name, part, of in self.shares})
-        return whole.select(*[F.col(field.name).cast(field.dataType) for field in rows.schema])
+        left = summed.where(self.is_left())
+        shares = {name: F.try_divide(part, of) for name, part, of in self.shares}
+        columns = [
+            shares.get(field.name, F.col(field.name)).cast(field.dataType).alias(field.name)
+            for field in rows.schema
+        ]
+        return left.select(*columns)
+
+    def is_left(self) -> "Column":
+        return reduce(or_, [F.col(name) != 0 for name in self.sums])
 
 
 def _joined(name: str) -> "Column":
     return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name))))
 
 
-class Parts(NamedTuple):
-    """Of a table whose rows cannot be added up: parts that changed are made anew from all of their rows."""
+class Hours(NamedTuple):
+    """Of a table whose rows cannot be added up: hours that changed are made anew from all of their rows."""
 
-    names: tuple[str, ...]
-    """The columns of the table that tell the part of a row."""
-    of: "Callable[[], list[Column]]"
-    """The same of a row of the input."""
+    moment: "Callable[[], Column]"
+    """When a row of the input was, between its `first_us` and its `last_us`. The table has its `hour_us`."""
     told: tuple[str, ...]
-    """What of an input matters: a row that is the same in this has not changed. Where it is cheaper to make
-    some parts in vain than to compare rows, there is nothing here."""
-    moment: "Callable[[], Column] | None" = None
-    """Where a part has the rows of an hour: the moment of a row, between its `first_us` and its `last_us`."""
+    """What of an input matters: a row that is the same in this has not changed."""
 
 
 class Running(NamedTuple):
@@ -85,7 +90,7 @@ class GoldTable(NamedTuple):
     inputs: tuple[str, ...]
     """Silver tables, or gold tables that are listed before it."""
     partition_by: tuple[str, ...] = ()
-    change: Sums | Parts | Running | None = None
+    change: Sums | Hours | Running | None = None
     """Only for tables of one input that are partitioned by its days. None: the table is made anew."""
     lots: "Callable[[], Lots] | None" = None
     """None: the rows of a day lie together."""

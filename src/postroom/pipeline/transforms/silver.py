@@ -24,7 +24,7 @@ SETTLED: Final = "settled"
 MICROS_PER_S: Final = 1_000_000
 HOUR_US: Final = 3_600 * MICROS_PER_S
 HOURS_A_DAY: Final = 24
-GRACE_US: Final = HOUR_US  # after its end; what is settled gets files that are not written again
+GRACE_US: Final = HOUR_US // 4  # after its end; what is settled gets files that are not written again
 IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus, counts as settled after this
 
 # ---- silver_events ---------------------------------------------------------------------------------------
@@ -32,6 +32,11 @@ IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus
 
 def day_of(micros: "Column") -> "Column":
     return F.to_date(F.timestamp_micros(micros))
+
+
+def hour_us(micros: "Column") -> "Column":
+    """The beginning of its hour."""
+    return micros - F.pmod(micros, F.lit(HOUR_US))
 
 
 def repeats(

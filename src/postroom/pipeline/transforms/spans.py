@@ -152,36 +152,43 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
     )
 
 
-def met(rows: "DataFrame", changed: "DataFrame", parents: "DataFrame", *, few: bool) -> "DataFrame":
+def met(rows: "DataFrame", changed: "DataFrame", *, few: bool) -> "DataFrame":
     """The rows of the table that a change concerns, each with how.
 
     `mine` is about a message that changed, and `moved` if that has another parent or type now. `below` has
-    one as its root. `above` is one of the `parents`, and only there is the stack. Ids are looked up by a
-    number, so by chance, hardly ever, a row is `below` or `above` that need not be.
+    one as its root. `above` did not change and is the parent of one that did, and only there is the stack.
+    Parents are looked up by a number, so by chance, hardly ever, a row is `above` that need not be.
     """
-    own = changed.select(
-        _number("message_id").alias("own"), F.col("message_id").alias("own_id"), _link().alias("new_link")
-    )
-    root = changed.select(_number("message_id").alias("root"), F.lit(1).alias("is_root"))
-    parent = parents.select(_number("message_id").alias("parent"), F.lit(1).alias("is_parent"))
-    is_own = (_number("message_id") == F.col("own")) & (F.col("message_id") == F.col("own_id"))
+    # By number, because that is looked up in a fraction of the time. Both have the same columns, and all of
+    # them are needed, so that it is sent once.
+    own = changed.select(_number("message_id").alias("own"), "message_id", _link().alias("link"))
+    own = own.toDF("own", "own_id", "own_link")
+    root = own.toDF("root", "root_id", "root_link")
+    named = changed.where("parent_message_id IS NOT NULL")
+    parent = named.select(_number("parent_message_id").alias("parent")).distinct()
     joined = (
-        rows.join(sent(own, few=few), is_own, "left")
+        rows.join(sent(own, few=few), _number("message_id") == F.col("own"), "left")
         .join(sent(root, few=few), _number("root_message_id") == F.col("root"), "left")
         .join(sent(parent, few=few), _number("message_id") == F.col("parent"), "left")
     )
-    mine, above = F.col("own").isNotNull(), F.col("is_parent").isNotNull()
-    below = F.col("is_root").isNotNull() & F.col("root_message_id").isNotNull()
+    mine = _is("own_id", "message_id")
+    below = _is("root_id", "root_message_id") & F.col("root_link").isNotNull()
+    above = F.col("parent").isNotNull() & ~mine
     return joined.where(mine | above | below).select(
         "file",
         "message_id",
         "root_message_id",
         F.when(above, F.col("stack")).alias("stack"),
         mine.alias("mine"),
-        (mine & (_link() != F.col("new_link"))).alias("moved"),
+        (mine & (_link() != F.col("own_link"))).alias("moved"),
         below.alias("below"),
         above.alias("above"),
     )
+
+
+def _is(found: str, looked_for: str) -> "Column":
+    """Whether the id that has the right number is the right one."""
+    return F.coalesce(F.col(found) == F.col(looked_for), F.lit(False))  # noqa: FBT003 - SQL's
 
 
 def _number(name: str) -> "Column":
