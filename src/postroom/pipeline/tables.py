@@ -39,7 +39,6 @@ LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 INDEXED: Final = (
     "message_id",
-    "parent_message_id",
     "root_message_id",
     "ts_us",
     "first_us",
@@ -47,6 +46,8 @@ INDEXED: Final = (
     "hour_us",
 )
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
+INDEXED_TOO: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
+"""The same for single tables: elsewhere nobody asks, and every value of a wide stream would be compared."""
 DISTINCT: Final = (
     *(
         "event_id",
@@ -68,12 +69,13 @@ VARIED: Final = (
     *("tokens_in", "tokens_out", "cost_usd", "error", "detail"),
 )
 """Columns with many values: a dictionary costs more than it gains, as zstd finds what repeats by itself."""
+STATISTICS: Final = "parquet.column.statistics.enabled"
 WRITING: Final = {
     "parquet.compression.codec.zstd.level": "1",  # as small within some percent, for less CPU
     **{f"parquet.enable.dictionary#{name}": "false" for name in (*DISTINCT, *VARIED)},
     # Every value would be compared, and rows come in an order in which most columns rule nothing out.
-    "parquet.column.statistics.enabled": "false",
-    **{f"parquet.column.statistics.enabled#{name}": "true" for name in {*INDEXED, *REQUIRED}},
+    STATISTICS: "false",
+    **{f"{STATISTICS}#{name}": "true" for name in {*INDEXED, *REQUIRED}},
 }
 LISTED_MAX: Final = 4  # versions of a table whose files are remembered
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
@@ -269,7 +271,7 @@ class Tables:
         """
         split = () if split_by is None else (split_by,)
         with self.aside(name) as staging:
-            df.write.options(**WRITING).partitionBy(*split, *partition_by).parquet(str(staging))
+            df.write.options(**_writing(name)).partitionBy(*split, *partition_by).parquet(str(staging))
             adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
         return Staged(df.drop(*split).schema, tuple(partition_by), adds)
 
@@ -280,7 +282,7 @@ class Tables:
         """
         with self.aside(name) as staging:
             folders = [f"{column}={value}" for column, value in partition.items()]
-            df.write.options(**WRITING).parquet(str(staging.joinpath(*folders)))
+            df.write.options(**_writing(name)).parquet(str(staging.joinpath(*folders)))
             return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
 
     @contextmanager
@@ -332,7 +334,7 @@ class Tables:
             _partition_of(below, partition_by),
             told.st_mtime_ns // NANOS_PER_MS,
             data_change=True,
-            stats=json.dumps(_stats_of(path)),
+            stats=json.dumps(_stats_of(path, _indexed(name))),
         )
 
     def _commit(
@@ -424,21 +426,29 @@ def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | No
     return {name: None if value == NO_VALUE else value for name, value in values.items()}
 
 
-def _stats_of(path: Path) -> dict[str, Any]:
+def _indexed(name: str) -> tuple[str, ...]:
+    return INDEXED + INDEXED_TOO.get(name, ())
+
+
+def _writing(name: str) -> dict[str, str]:
+    return WRITING | {f"{STATISTICS}#{column}": "true" for column in INDEXED_TOO.get(name, ())}
+
+
+def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
     """Rows, and the range and the NULLs of some columns, from the file's footer."""
     footer = pq.read_metadata(path)
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
     nulls: dict[str, int] = {}
     for at, column in enumerate(footer.schema.names):
-        if column not in (*INDEXED, *REQUIRED) or footer.schema.column(at).path != column:
+        if column not in (*indexed, *REQUIRED) or footer.schema.column(at).path != column:
             continue  # or it is a part of one
         groups = [footer.row_group(n).column(at).statistics for n in range(footer.num_row_groups)]
         if not groups or any(group is None for group in groups):
             continue
         if all(group.has_null_count for group in groups):
             nulls[column] = sum(group.null_count for group in groups)
-        if column in INDEXED and all(group.has_min_max for group in groups):
+        if column in indexed and all(group.has_min_max for group in groups):
             low[column] = min(group.min for group in groups)
             high[column] = max(group.max for group in groups)
     return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls}
