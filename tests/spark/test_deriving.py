@@ -212,6 +212,27 @@ def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
     assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]
 
 
+def test_of_too_many_hours_whole_days_are_made_anew(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Input(spark, tmp_path)
+    tables = given.tables
+    deriving = Deriving(
+        spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY["hours"])
+    )
+    rows, _ = deriving.anew()
+    tables.append("gold_sum", rows, partition_by=("day",))
+    version = tables.version("silver_messages")
+    given.exchange()
+    monkeypatch.setattr("postroom.pipeline.deriving.HOURS_MAX", 1)
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, version, held)
+        assert len(changed.inputFiles()) == 3  # of the day, and nothing of what was made before
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
+
+
 def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -86,4 +86,10 @@ def test_who_is_far_from_all_others_leaves_them_alone(spark: SparkSession, tmp_p
     growing = Growing(spark, tmp_path)
     growing.take({"a": None, "b": "a"})
     assert growing.take({"z": None}) == []
-    assert [place[0] for place in growing.places()] == ["a", "b", "z"]
+    assert growing.take({"zz": "b"}) == []
+    assert [place[:3] for place in growing.places()] == [
+        ("a", None, "a"),
+        ("b", "a", "a"),
+        ("z", None, "z"),
+        ("zz", "b", "a"),
+    ]

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import deltalake
@@ -196,3 +197,28 @@ def test_the_connector_is_asked_for_when_it_is_wanted(spark: SparkSession, table
     wanted = settings("local[2]", {CONNECTOR: "true"})
     assert CONNECTOR_SETTINGS.items() <= wanted.items()
     assert not CONNECTOR_SETTINGS.keys() & settings("local[2]", {}).keys()
+
+
+def test_a_table_whose_deletion_was_cut_off_is_gone_and_can_be_made_anew(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = Tables(tmp_path)
+    for n in range(3):
+        tables.append("gold_sum", spark.range(n, n + 1))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Killed):
+        tables.drop("gold_sum")
+    monkeypatch.undo()
+    assert not Tables(tmp_path).exists("gold_sum")
+    assert Tables(tmp_path).names() == []
+    tables.append("gold_sum", spark.range(7, 8).coalesce(1))
+    assert [row["id"] for row in tables.read(spark, "gold_sum").collect()] == [7]
+    tables.vacuum("gold_sum", 0)
+    assert len(list((tmp_path / "gold_sum").rglob("*.parquet"))) == 1

@@ -1,15 +1,15 @@
 """Gold tables that follow a change of what they are made of, without looking at all of it again.
 
 Rule 1: what is added up takes what came, and less what went. Of the rest it reads what these depend on.
-Rule 2: what cannot be added up is made anew for the parts that changed, from all of their rows.
+Rule 2: what cannot be added up is made anew for the hours that changed, from all of their rows.
 Rule 3: what counts on from day to day is made anew from the first day that changed.
-Rule 4: where none of these can be, because rows went from a minimum or their files are no longer there, the
-        days that changed are made anew. All give the same rows.
+Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
+        hours are too many, the days that changed are made anew. All give the same rows.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
@@ -20,6 +20,7 @@ from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Su
 from postroom.pipeline.transforms.joining import sent
 from postroom.pipeline.transforms.silver import HOUR_US, hour_us
 
+HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Each = Callable[[DataFrame], DataFrame]
@@ -141,9 +142,11 @@ class Deriving:
 
     def _hours(self, change: Change, way: Hours) -> Derived | None:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        hours = [row["hour_us"] for row in _differing(came, went, way).collect()]
+        hours = [row["hour_us"] for row in _differing(came, went, way).limit(HOURS_MAX + 1).collect()]
         if not hours:
             return None
+        if len(hours) > HOURS_MAX:
+            return self._days(change)
         source = [file for file in self._of(change.source, change.days) if _may_be_of(file, hours)]
         rows = self._read(change.source, source).where(hour_us(way.moment()).isin(hours))
         replaced = self._of(self._name, change.days)

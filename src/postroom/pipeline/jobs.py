@@ -327,9 +327,7 @@ class Pipeline:
         return {name: table.inputs for name, table in self._gold.items()}
 
     def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
-        if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
-            self._tell(f"{name} is of an earlier version, and made anew")
-            self.tables.drop(name)
+        self._drop_other_form(name)
         versions = {source: self.tables.version(source) for source in table.inputs}
         known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
@@ -345,12 +343,20 @@ class Pipeline:
                 derived = deriving.since(known[table.inputs[0]], held)
             if derived is None:
                 self.tables.mark(name, txns)
-                return
-            rows, replaced = derived
-            split = None
-            if table.lots is not None:
-                rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
-            self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
+            else:
+                self._replace(name, table, derived, txns)
+
+    def _drop_other_form(self, name: str) -> None:
+        if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
+            self._tell(f"{name} is of another version, and made anew")
+            self.tables.drop(name)
+
+    def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn]) -> None:
+        rows, replaced = derived
+        split = None
+        if table.lots is not None:
+            rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
+        self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
 
 
 class News(NamedTuple):

@@ -87,9 +87,13 @@ class Placing:
         return self._kept(spans.met(self._with_file(near), self._changed, few=_are_few(ids.n)))
 
     def _may_have_parents(self, file: DataFile) -> bool:
+        return self._parents is not None and finding.overlaps(file, "message_id", *self._parents)
+
+    @cached_property
+    def _parents(self) -> tuple[Any, Any] | None:
+        """Between which ids the parents are, as far as the log tells; None when nobody has one."""
         naming = [added for added in self._added if added.nulls.get("parent_message_id") != added.rows]
-        low, high = finding.extent(naming, "parent_message_id") or (None, None)
-        return bool(naming) and finding.overlaps(file, "message_id", low, high)
+        return (finding.extent(naming, "parent_message_id") or (None, None)) if naming else None
 
     def _below(self, told: Any) -> DataFrame:
         """The others whose place may be new: below a message that is new, or stands elsewhere now."""

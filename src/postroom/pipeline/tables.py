@@ -37,14 +37,7 @@ WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
-INDEXED: Final = (
-    "message_id",
-    "root_message_id",
-    "ts_us",
-    "first_us",
-    "last_us",
-    "hour_us",
-)
+INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
 INDEXED_TOO: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
 """The same for single tables: elsewhere nobody asks, and every value of a wide stream would be compared."""
@@ -150,11 +143,13 @@ class Tables:
         delta = self._delta(name)
         if delta is None:
             return []
+        is_current = version is None or version == delta.version()
         which = (str(delta.metadata().id), delta.version() if version is None else version)
         known = self._listed.setdefault(name, {})
         files = known.get(which)
         if files is None:
-            files = _files_of(self._known(name, version))
+            # Not asked for anew if it is the current one: somebody may have committed meanwhile.
+            files = _files_of(delta if is_current else self._known(name, version))
             if len(known) >= LISTED_MAX:
                 known.clear()
             known[which] = files
@@ -367,10 +362,16 @@ class Tables:
     # ---- keeping house -------------------------------------------------------------------------------
 
     def drop(self, name: str) -> None:
-        """Delete a table that can be made anew. Its log goes first: without one it is no table."""
-        shutil.rmtree(self.folder / name / LOG)
+        """Delete a table that can be made anew.
+
+        Its log goes in one step: half a log could be neither read nor made anew. What is left of the rest if
+        that step was the last one goes with `vacuum`.
+        """
+        with self.aside(name) as staging:
+            staging.parent.mkdir(exist_ok=True)
+            (self.folder / name / LOG).rename(staging)
+            self._opened.pop(name, None)
         shutil.rmtree(self.folder / name)
-        self._opened.pop(name, None)
 
     def compact(self, name: str) -> int:
         """Join small files of a partition; the rows stay the same. Gives how many files are gone."""

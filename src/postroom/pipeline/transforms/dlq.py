@@ -14,7 +14,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.transforms.silver import HOUR_US
+from postroom.pipeline.transforms.silver import HOUR_US, hour_us
 
 DAY_US: Final = 24 * HOUR_US
 TEXT_MAX: Final = 400  # characters of an error that are looked at
@@ -55,7 +55,7 @@ def dlq_templates(events: DataFrame) -> DataFrame:
         events.where("kind = 'dead_letter'")
         .withColumn("error_type", F.coalesce("error_type", F.lit("")))
         .withColumn("template", masked(F.coalesce("error", F.lit(""))))
-        .withColumn("hour_us", F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(HOUR_US)))
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
         .groupBy("day", "hour_us", "error_type", "template")
         .agg(
             F.count("*").alias("n"),

@@ -58,6 +58,7 @@ class Sums(NamedTuple):
         return left.select(*columns)
 
     def is_left(self) -> "Column":
+        """Whether something of a row is left after all that was taken off."""
         return reduce(or_, [F.col(name) != 0 for name in self.sums])
 
 
