@@ -24,7 +24,10 @@ def each(rows: DataFrame) -> DataFrame:
 
 WAY: dict[str, Sums | Hours] = {
     "sums": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),)),
-    "scattered": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each),
+    "each": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each),
+    "scattered": Sums(
+        ("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each, scattered=True
+    ),
     "hours": Hours(lambda: F.col("hour_us"), ("message_id", "value")),
     "extremes": Sums(("day", "hour_us"), ("n", "total"), largest=("mean",)),
 }
@@ -104,7 +107,7 @@ def test_a_change_gives_what_is_made_anew(
         changed, replaced = followed(deriving, version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
-    if way in ("sums", "scattered") and is_there:
+    if way in ("sums", "each", "scattered") and is_there:
         assert set(read) == {old.path, new.path}  # and nothing of what stayed
     else:
         assert {path.partition("/")[0] for path in read} == {"day=2"}
@@ -252,7 +255,7 @@ def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
     def total(rows: DataFrame) -> DataFrame:
         return way.added_up(of_each(rows))
 
-    way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each)
+    way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each, scattered=True)
     deriving = Deriving(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
     for goal, hour in (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", None)):
         version = tables.version("silver_spans")

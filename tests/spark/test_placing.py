@@ -38,7 +38,7 @@ class Growing:
         self.told: dict[str, Messages] = {}
         """Of each file of `silver_messages`."""
 
-    def take(self, messages: Messages) -> list[DataFile]:
+    def take(self, messages: Messages, *, is_there: bool = True) -> list[DataFile]:
         """The files of `silver_spans` that were written anew."""
         before = self.tables.files("silver_messages")
         removed = [file for file in before if self.told[file.path].keys() & messages.keys()]
@@ -53,8 +53,10 @@ class Growing:
         self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
         added, _ = self.tables.changed("silver_messages", version)
         self.told.update({file.path: messages for file in added})
+        for file in removed if not is_there else ():  # they were removed after a week
+            (self.tables.folder / "silver_messages" / file.path).unlink()
         with ExitStack() as held:
-            placed = Placing(self.spark, self.tables, added, held)
+            placed = Placing(self.spark, self.tables, added, removed, held)
             touched, found = placed.among_others() if self.tables.exists(SPANS) else ([], placed.anew())
             self.tables.swap(SPANS, found.coalesce(1), touched, partition_by=("day",))
         return touched
@@ -92,4 +94,19 @@ def test_who_is_far_from_all_others_leaves_them_alone(spark: SparkSession, tmp_p
         ("b", "a", "a"),
         ("z", None, "z"),
         ("zz", "b", "a"),
+    ]
+
+
+def test_without_the_rows_that_were_before_all_places_are_found_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    growing = Growing(spark, tmp_path)
+    growing.take({"a": None, "b": "a"})
+    growing.take({"x": None, "y": "b"})
+    assert len(growing.take({"b": "x"}, is_there=False)) == 2
+    assert [place[:3] for place in growing.places()] == [
+        ("a", None, "a"),
+        ("b", "x", "x"),
+        ("x", None, "x"),
+        ("y", "b", "x"),
     ]

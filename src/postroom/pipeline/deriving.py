@@ -24,7 +24,7 @@ HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wro
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Each = Callable[[DataFrame], DataFrame]
-"""What each row of an input adds."""
+"""What rows of an input add."""
 
 
 class Change(NamedTuple):
@@ -66,9 +66,10 @@ class Deriving:
         way = self._table.change
         is_there = all(self._tables.lies(source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
-            if way.each is not None:
-                return self._scattered(change, way, way.each)
-            return self._added_up(change, way, held)
+            each = way.each or self._table.build
+            if way.scattered:
+                return self._scattered(change, way, each)
+            return self._added_up(change, way, each, held)
         if isinstance(way, Hours) and is_there:
             return self._hours(change, way)
         if isinstance(way, Running):
@@ -91,8 +92,7 @@ class Deriving:
 
     # ---- sums ----------------------------------------------------------------------------------------
 
-    def _added_up(self, change: Change, way: Sums, held: ExitStack) -> Derived:
-        build = self._table.build
+    def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
         came, went = self._read(change.source, change.added), None
         if change.removed:
             went = self._read(change.source, change.removed)
@@ -106,9 +106,9 @@ class Deriving:
         first_us, last_us = change.hours(way.moment)
         own = self._of(self._name, change.days)
         replaced = [file for file in own if finding.overlaps(file, "hour_us", first_us, last_us)]
-        rows = self._read(self._name, replaced).unionByName(build(came))
+        rows = self._read(self._name, replaced).unionByName(each(came))
         if went is not None:
-            rows = rows.unionByName(way.taken_off(build(went)))
+            rows = rows.unionByName(way.taken_off(each(went)))
         return way.added_up(rows), replaced
 
     def _scattered(self, change: Change, way: Sums, each: Each) -> Derived:
@@ -176,13 +176,11 @@ def _may_be_of(file: DataFile, hours: list[int]) -> bool:
 def _differing(came: DataFrame, went: DataFrame, way: Hours) -> DataFrame:
     """The hours of rows that only one side has. Most of what is written anew says what it said before.
 
-    A row is compared by two numbers of 64 bits, which are the same by chance in no history.
+    No two rows of a side are the same, so those that both sides have cancel each other out. An hour is
+    compared by two numbers of 64 bits, which are the same by chance in no history.
     """
-    own = [
-        hour_us(way.moment()).alias("hour_us"),
-        F.xxhash64(*way.told).alias("mark"),
-        F.xxhash64(*reversed(way.told)).alias("other_mark"),
-    ]
-    signed = came.select(*own, F.lit(1).alias("sign")).unionByName(went.select(*own, F.lit(-1).alias("sign")))
-    summed = signed.groupBy(*signed.columns[:-1]).agg(F.sum("sign").alias("sign"))
-    return summed.where("sign <> 0").select("hour_us").distinct()
+    told = [hour_us(way.moment()).alias("hour_us"), *map(F.col, way.told)]
+    rows = came.select(*told).unionByName(went.select(*told))
+    marks = [F.bit_xor(F.xxhash64(*names)) for names in (way.told, way.told[::-1])]
+    summed = rows.groupBy("hour_us").agg(*(mark.alias(f"mark{n}") for n, mark in enumerate(marks)))
+    return summed.where("mark0 <> 0 OR mark1 <> 0").select("hour_us")

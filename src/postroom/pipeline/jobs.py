@@ -274,7 +274,7 @@ class Pipeline:
             return
         touched = self.tables.files("silver_spans")
         with ExitStack() as held:
-            placing = Placing(self.spark, self.tables, news.added, held)
+            placing = Placing(self.spark, self.tables, news.added, news.removed, held)
             if anew or not touched:
                 result = placing.anew()
             else:
@@ -290,12 +290,12 @@ class Pipeline:
         version = self.tables.version(source)
         if known == version:
             return None
-        added, _ = self.tables.changed(source, known)
+        added, removed = self.tables.changed(source, known)
         if not added and self.tables.exists(name):
             self.tables.mark(name, [Txn(source, version)])
             return None
         self._tell(f"{name}: {_rows_of(added):,} rows of {source}")
-        return News(added, Txn(source, version))
+        return News(added, removed, Txn(source, version))
 
     def _is_dense(self) -> bool:
         """Whether an hour of the stream fills files of its own; otherwise they would be many, and tiny."""
@@ -363,6 +363,7 @@ class News(NamedTuple):
     """What a table has not seen of its source."""
 
     added: list[DataFile]
+    removed: list[DataFile]
     txn: Txn
 
 

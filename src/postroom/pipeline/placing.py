@@ -1,6 +1,8 @@
 """Where messages that came or changed stand in the trees of `silver_spans`, and who moves because of them.
 
-Rule: the table is looked through once. What is met there is little, and tells everything else.
+Rule 1: what a message was before stands in the files that its row was taken out of. Few were known, and fewer
+        have moved; the table itself is asked only where these are, and where the parents of new ones are.
+Rule 2: where those files are no longer there, all places are found anew.
 """
 
 from contextlib import ExitStack
@@ -18,44 +20,51 @@ from postroom.pipeline.transforms.joining import sent
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
 SPANS: Final = "silver_spans"
+MESSAGES: Final = "silver_messages"
 
 
 class Placing:
-    """Messages that changed, the files that they came in, and what is held while they get their places."""
+    """Messages that came or changed, the files that have and had them, and what is held meanwhile."""
 
-    def __init__(self, spark: SparkSession, tables: Tables, added: list[DataFile], held: ExitStack) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        tables: Tables,
+        added: list[DataFile],
+        removed: list[DataFile],
+        held: ExitStack,
+    ) -> None:
         self._spark = spark
         self._tables = tables
         self._added = added
+        self._removed = removed
         self._held = held
-        self._changed = spans.spans(tables.read(spark, "silver_messages", added))
+        self._n = _rows_of(added)
+        self._nodes = spans.spans(tables.read(spark, MESSAGES, added))
 
     def anew(self) -> DataFrame:
         """The rows of these messages, where there are no others."""
-        return _placed(self._changed, _no_anchors(self._changed), few=_are_few(self._ids.n))
+        return _placed(self._nodes, _no_anchors(self._nodes), few=_are_few(self._n))
 
     def among_others(self) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: changed, moved, or as they were."""
-        [told] = self._met.agg(
-            F.collect_set(F.when(F.col("mine"), F.col("file"))).alias("files"),
-            F.count(F.when(F.col("mine"), 1)).alias("mine"),
-            F.count(F.when(F.col("moved"), 1)).alias("moved"),
-        ).collect()
-        if told["moved"] and self._are_any_lost():
+        is_there = all(self._tables.lies(MESSAGES, file) for file in self._removed)
+        if not is_there or (self._told["moved"] and self._are_any_lost()):
             return self._tables.files(SPANS), self._all()
-        below = self._kept(self._below(told))
-        moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
+        mine = {row["file"] for row in self._met.where("mine").select("file").distinct().collect()}
+        below, moving = self._below()
         n_moving = sum(moving.values())
-        few = _are_few(self._ids.n + n_moving)
-        nodes, anchors = self._changed, self._anchors()
-        if moving:
-            ids = sent(below.select("message_id"), few=few)
+        few = _are_few(self._n + n_moving)
+        nodes, anchors = self._nodes, self._met.where("NOT mine").select(*spans.ANCHOR)
+        gone = self._known.select("message_id")
+        if n_moving:
+            ids = sent(below, few=few)
             rows = self._read(self._files({*moving})).join(ids, "message_id", "left_semi")
             nodes = nodes.unionByName(rows.select(nodes.columns))
             anchors = anchors.join(ids, "message_id", "left_anti")
-        touched = self._files({*told["files"], *moving})
-        gone = self._met.where("mine").select("message_id").unionByName(below.select("message_id"))
-        gone = sent(gone, few=_are_few(told["mine"] + n_moving))
+            gone = gone.unionByName(below)
+        touched = self._files({*mine, *moving})
+        gone = sent(gone, few=_are_few(self._told["known"] + n_moving))
         stay = self._read(touched).join(gone, "message_id", "left_anti")
         return touched, _placed(nodes, anchors, few=few).unionByName(stay)
 
@@ -64,29 +73,52 @@ class Placing:
         return any(file.nulls.get("root_message_id") != 0 for file in self._tables.files(SPANS))
 
     def _all(self) -> DataFrame:
-        nodes = spans.spans(self._tables.read(self._spark, "silver_messages"))
-        n = sum(file.rows for file in self._tables.files("silver_messages"))
+        nodes = spans.spans(self._tables.read(self._spark, MESSAGES))
+        n = _rows_of(self._tables.files(MESSAGES))
         return _placed(nodes, _no_anchors(nodes), few=_are_few(n))
 
-    # ---- what is met -----------------------------------------------------------------------------------
+    # ---- what the messages were before -------------------------------------------------------------------
 
     @cached_property
-    def _ids(self) -> Wanted:
-        return finding.wanted_of(self._changed.select("message_id"), self._added)
+    def _found(self) -> DataFrame:
+        """Those of the messages that were known, and those that may be the root of a row that is older."""
+        before = spans.spans(self._tables.read(self._spark, MESSAGES, self._removed))
+        compared = spans.compared(self._nodes, before, few=_are_few(_rows_of(self._removed)))
+        roots = finding.extent(self._tables.files(SPANS), "root_message_id")
+        is_late = F.lit(True) if roots is None else F.col("message_id") <= roots[1]  # noqa: FBT003 - SQL's
+        return self._kept(compared.where(F.col("is_known") | is_late))
+
+    @cached_property
+    def _told(self) -> Any:
+        """How many were known, how many of these have moved; how many are late, and between which ids."""
+        late = F.when(~F.col("is_known"), F.col("message_id"))
+        [told] = self._found.agg(
+            F.count_if("is_known").alias("known"),
+            F.count_if("is_moved").alias("moved"),
+            F.count(late).alias("late"),
+            F.min(late).alias("low"),
+            F.max(late).alias("high"),
+        ).collect()
+        return told
+
+    @property
+    def _known(self) -> DataFrame:
+        return self._found.where("is_known").select("message_id", "is_moved")
+
+    # ---- what of the table is about them -----------------------------------------------------------------
 
     @cached_property
     def _met(self) -> DataFrame:
-        ids = self._ids
+        """The rows of messages that were known, called `mine`, and those of parents that did not change."""
         near = [
-            file
-            for file in self._tables.files(SPANS)
-            if ids.may_be_in(file)
-            or self._may_have_parents(file)
-            or finding.overlaps(file, "root_message_id", ids.low, ids.high)
+            file for file in self._tables.files(SPANS) if self._may_be_mine(file) or self._may_be_parent(file)
         ]
-        return self._kept(spans.met(self._with_file(near), self._changed, few=_are_few(ids.n)))
+        return self._kept(spans.met(self._with_file(near), self._nodes, self._known, few=_are_few(self._n)))
 
-    def _may_have_parents(self, file: DataFile) -> bool:
+    def _may_be_mine(self, file: DataFile) -> bool:
+        return any(finding.overlap(file, before, "message_id") for before in self._removed)
+
+    def _may_be_parent(self, file: DataFile) -> bool:
         return self._parents is not None and finding.overlaps(file, "message_id", *self._parents)
 
     @cached_property
@@ -95,30 +127,26 @@ class Placing:
         naming = [added for added in self._added if added.nulls.get("parent_message_id") != added.rows]
         return (finding.extent(naming, "parent_message_id") or (None, None)) if naming else None
 
-    def _below(self, told: Any) -> DataFrame:
-        """The others whose place may be new: below a message that is new, or stands elsewhere now."""
-        mine = self._met.where("mine")
-        still = mine.where("NOT moved").select(F.col("message_id").alias("root_message_id"))
-        few = _are_few(told["mine"])
-        below = self._met.where("below AND NOT mine").join(
-            sent(still, few=few), "root_message_id", "left_anti"
-        )
-        below = below.select("file", "message_id")
-        if not told["moved"]:
-            return below
-        ids = F.explode(F.array("message_id", "root_message_id")).alias("root_message_id")
-        roots = finding.wanted(
-            mine.where("moved").select(ids).where("root_message_id IS NOT NULL"), self._held
-        )
-        rows = self._with_file(finding.near(self._tables, SPANS, roots))
-        found = roots.among(rows).select("file", "message_id")
-        others = found.join(sent(mine.select("message_id"), few=few), "message_id", "left_anti")
-        return below.unionByName(others).distinct()
+    def _below(self) -> tuple[DataFrame, dict[str, int]]:
+        """The ids of others whose place may be new: below a message that is, or stands elsewhere now.
 
-    def _anchors(self) -> DataFrame:
-        """Where the parents are that did not change. One is met twice if numbers are the same by chance."""
-        above = self._met.where("above").select("message_id", "root_message_id", "stack")
-        return above.dropDuplicates(["message_id"])
+        And how many of them are in which file.
+        """
+        told = self._told
+        ids = self._found.where("NOT is_known").select(F.col("message_id").alias("root_message_id"))
+        roots = Wanted(ids, told["late"], told["low"], told["high"])
+        if told["moved"]:
+            own = F.explode(F.array("message_id", "root_message_id")).alias("root_message_id")
+            moved = self._met.where("is_moved").select(own).where("root_message_id IS NOT NULL")
+            roots = finding.wanted(ids.unionByName(moved), self._held)
+        if not roots.n:
+            return ids, {}
+        rows = self._with_file(finding.near(self._tables, SPANS, roots))
+        found = rows.join(sent(roots.rows, few=_are_few(roots.n)), "root_message_id", "left_semi")
+        others = found.join(sent(self._known, few=_are_few(told["known"])), "message_id", "left_anti")
+        below = self._kept(others.select("file", "message_id"))
+        moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
+        return below.select("message_id"), moving
 
     # ---- files -----------------------------------------------------------------------------------------
 
@@ -135,6 +163,10 @@ class Placing:
         rows = rows.persist()
         self._held.callback(rows.unpersist)
         return rows
+
+
+def _rows_of(files: list[DataFile]) -> int:
+    return sum(file.rows for file in files)
 
 
 def _are_few(n: int) -> bool:

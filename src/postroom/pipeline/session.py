@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+from postroom.pipeline.archive import using_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,6 +89,8 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     "spark.sql.shuffle.partitions": str(LOCAL_SHUFFLE_PARTITIONS),
     # Half a second of work: with few cores, the last one to finish keeps the others waiting no longer.
     "spark.sql.files.maxPartitionBytes": "32m",
+    # To open a local file takes a millisecond, so one task reads many small ones.
+    "spark.sql.files.openCostInBytes": "1m",
 }
 CONNECTOR: Final = "spark.postroom.delta.connector"
 """Whether whole tables are read by Delta's own connector, whose jar then has to be there."""
@@ -130,7 +133,8 @@ def settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     if not master.startswith("local"):
         return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-    own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"}
+    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
+    own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
     return {**SETTINGS, **LOCAL_SETTINGS, **own, **conf}
 
 

@@ -31,6 +31,7 @@ FLAMES: Final = Sums(
     ("day", "hour_us", "goal_id", "org_id", "stack"),
     ("messages", "work_us", "wait_us", "dead_letters", "open"),
     each=_flame_of,
+    scattered=True,
 )
 
 

@@ -50,6 +50,12 @@ def _how_many(condition: Column) -> Column:
     return F.count(F.when(condition, 1))
 
 
+def _one(condition: Column | None = None) -> Column:
+    """What a row adds to a number of rows: one, if it is to be counted."""
+    one = F.lit(1) if condition is None else F.when(condition, 1).otherwise(0)
+    return one.cast("bigint")
+
+
 # ---- latency and its targets ---------------------------------------------------------------------------
 
 
@@ -101,23 +107,22 @@ def bucket_us(value: Column) -> Column:
 
 def sla(messages: DataFrame) -> DataFrame:
     """One row for each hour, organization, type and priority: how many were delivered within their target."""
+    return _SLA.added_up(_sla_of(messages))
+
+
+def _sla_of(messages: DataFrame) -> DataFrame:
     targets = F.create_map(*(F.lit(part) for pair in SLA_US.items() for part in pair))
-    keys = ["day", "hour_us", "org_id", "type", "priority", "target_us"]
-    return (
-        messages.where("queue_us IS NOT NULL")
-        .select(
-            "day",
-            _born_hour().alias("hour_us"),
-            "org_id",
-            "type",
-            "priority",
-            targets[F.col("priority")].cast("bigint").alias("target_us"),
-            "queue_us",
-        )
-        .where("target_us IS NOT NULL")
-        .groupBy(*keys)
-        .agg(F.count("*").alias("n"), _how_many(F.col("queue_us") <= F.col("target_us")).alias("within"))
-        .withColumn("attainment", F.col("within") / F.col("n"))
+    target_us = targets[F.col("priority")].cast("bigint")
+    return messages.where(F.col("queue_us").isNotNull() & target_us.isNotNull()).select(
+        "day",
+        _born_hour().alias("hour_us"),
+        "org_id",
+        "type",
+        "priority",
+        target_us.alias("target_us"),
+        _one().alias("n"),
+        _one(F.col("queue_us") <= target_us).alias("within"),
+        F.lit(None).cast("double").alias("attainment"),
     )
 
 
@@ -144,16 +149,20 @@ _KINDS: Final = {
 
 def throughput(events: DataFrame) -> DataFrame:
     """One row for each hour, organization and type: how many events of each kind that matters."""
-    return (
-        events.where("message_id IS NOT NULL")
-        .groupBy("day", hour_us(F.col("ts_us")).alias("hour_us"), "org_id", "type")
-        .agg(
-            F.count("*").alias("events"),
-            *(_how_many(F.col("kind") == kind).alias(name) for name, kind in _KINDS.items()),
-            F.sum(F.when(F.col("kind") == "created", F.coalesce("body_bytes", F.lit(0))).otherwise(0)).alias(
-                "bytes"
-            ),
-        )
+    return _THROUGHPUT.added_up(_throughput_of(events))
+
+
+def _throughput_of(events: DataFrame) -> DataFrame:
+    kind = F.col("kind")
+    bytes_in = F.when(kind == "created", F.coalesce("body_bytes", F.lit(0))).otherwise(0)
+    return events.where("message_id IS NOT NULL").select(
+        "day",
+        hour_us(F.col("ts_us")).alias("hour_us"),
+        "org_id",
+        "type",
+        _one().alias("events"),
+        *(_one(kind == counted).alias(name) for name, counted in _KINDS.items()),
+        bytes_in.cast("bigint").alias("bytes"),
     )
 
 
@@ -162,11 +171,19 @@ _ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
 
 def errors(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
+    return _ERRORS.added_up(_errors_of(events))
+
+
+def _errors_of(events: DataFrame) -> DataFrame:
     return (
         events.where(F.col("kind").isin(*ERROR_KINDS))
         .withColumn("hour_us", hour_us(F.col("ts_us")))
-        .groupBy(*_ERROR_KEYS)
-        .agg(F.count("*").alias("n"), F.min("ts_us").alias("first_us"), F.max("ts_us").alias("last_us"))
+        .select(
+            *_ERROR_KEYS,
+            _one().alias("n"),
+            F.col("ts_us").alias("first_us"),
+            F.col("ts_us").alias("last_us"),
+        )
     )
 
 
@@ -242,16 +259,19 @@ def traffic(messages: DataFrame) -> DataFrame:
     Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
     for.
     """
-    return (
-        messages.where("created_us IS NOT NULL")
-        .withColumn("sender", F.coalesce("sender", "contract"))
-        .withColumn("recipient", F.coalesce("recipient", "service", "agent_id", "queue"))
-        .groupBy("day", "org_id", "sender", "recipient", "type")
-        .agg(
-            F.count("*").alias("messages"),
-            F.coalesce(F.sum("body_bytes"), F.lit(0)).alias("bytes"),
-            _how_many(F.col("outcome") == "dead_letter").alias("dead_letters"),
-        )
+    return _TRAFFIC.added_up(_traffic_of(messages))
+
+
+def _traffic_of(messages: DataFrame) -> DataFrame:
+    return messages.where("created_us IS NOT NULL").select(
+        "day",
+        "org_id",
+        F.coalesce("sender", "contract").alias("sender"),
+        F.coalesce("recipient", "service", "agent_id", "queue").alias("recipient"),
+        "type",
+        _one().alias("messages"),
+        F.coalesce("body_bytes", F.lit(0)).cast("bigint").alias("bytes"),
+        _one(F.col("outcome") == "dead_letter").alias("dead_letters"),
     )
 
 
@@ -262,25 +282,32 @@ _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 def tokens(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, goal, agent and model: what went in and came out."""
+    return _TOKENS.added_up(_tokens_of(events))
+
+
+def _tokens_of(events: DataFrame) -> DataFrame:
     return (
         events.where("tokens_in IS NOT NULL OR tokens_out IS NOT NULL")
         .withColumn("hour_us", hour_us(F.col("ts_us")))
-        .groupBy(*_SPENDERS)
-        .agg(
-            F.count("*").alias("calls"),
-            F.coalesce(F.sum("tokens_in"), F.lit(0)).alias("tokens_in"),
-            F.coalesce(F.sum("tokens_out"), F.lit(0)).alias("tokens_out"),
+        .select(
+            *_SPENDERS,
+            _one().alias("calls"),
+            F.coalesce("tokens_in", F.lit(0)).cast("bigint").alias("tokens_in"),
+            F.coalesce("tokens_out", F.lit(0)).cast("bigint").alias("tokens_out"),
         )
     )
 
 
 def cost(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, goal, agent and model: the exact sum of dollars."""
+    return _COST.added_up(_cost_of(events))
+
+
+def _cost_of(events: DataFrame) -> DataFrame:
     return (
         events.where("cost_usd IS NOT NULL")
         .withColumn("hour_us", hour_us(F.col("ts_us")))
-        .groupBy(*_SPENDERS)
-        .agg(F.count("*").alias("calls"), F.sum("cost_usd").cast("decimal(28,9)").alias("cost_usd"))
+        .select(*_SPENDERS, _one().alias("calls"), F.col("cost_usd").cast("decimal(28,9)"))
     )
 
 
@@ -337,13 +364,16 @@ _SLA: Final = Sums(
     ("day", "hour_us", "org_id", "type", "priority", "target_us"),
     ("n", "within"),
     shares=(("attainment", "within", "n"),),
+    each=_sla_of,
 )
-_THROUGHPUT: Final = Sums(("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"))
-_ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",))
+_THROUGHPUT: Final = Sums(
+    ("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"), each=_throughput_of
+)
+_ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",), each=_errors_of)
 _FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
 _DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
-_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us")
-_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), moment="ts_us")
+_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us", each=_tokens_of)
+_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), moment="ts_us", each=_cost_of)
 _CRASHES: Final = Sums(
     ("day", "message_id"),
     ("lapses", "quarantines"),
@@ -359,7 +389,9 @@ _TEMPLATES: Final = Sums(
     sets=("orgs", "types"),
 )
 _TRAFFIC: Final = Sums(
-    ("day", "org_id", "sender", "recipient", "type"), ("messages", "bytes", "dead_letters")
+    ("day", "org_id", "sender", "recipient", "type"),
+    ("messages", "bytes", "dead_letters"),
+    each=_traffic_of,
 )
 
 

@@ -30,8 +30,10 @@ class Sums(NamedTuple):
     moment: str | None = None
     """A column of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
     each: "Callable[[DataFrame], DataFrame] | None" = None
-    """What a row of the input adds, where hardly two of them add to the same row: these are not added up
-    beforehand, and the files that have what changes are looked for among those of all hours."""
+    """What a row of the input adds: it is added up together with what there was, in one shuffle. None: rows
+    depend on each other, or there are sets of them, which have to become few beforehand."""
+    scattered: bool = False
+    """Whether a change is about few rows of a large table, here and there: their files are looked for."""
 
     @property
     def is_reversible(self) -> bool:
@@ -72,7 +74,7 @@ class Hours(NamedTuple):
     moment: "Callable[[], Column]"
     """When a row of the input was, between its `first_us` and its `last_us`. The table has its `hour_us`."""
     told: tuple[str, ...]
-    """What of an input matters: a row that is the same in this has not changed."""
+    """What of an input matters, a key of it included: a row that is the same in this has not changed."""
 
 
 class Running(NamedTuple):

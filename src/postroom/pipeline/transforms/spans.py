@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     Sending = Callable[[DataFrame], DataFrame]
     """How the smaller side of a join comes to the larger one."""
 
-ROUNDS_MAX: Final = 7
-DEPTH_MAX: Final = 1 << ROUNDS_MAX
+DEPTH_MAX: Final = 128
+STEPS: Final = 3  # pointers that a message goes up in a round
+STEPS_FEW: Final = 7  # where to look a pointer up is cheap
 UNKNOWN: Final = "?"
 PLACE: Final = ("root_message_id", "depth", "stack")
+ANCHOR: Final = ("message_id", "root_message_id", "stack")
+"""What of a row the places below it depend on."""
 _OWN: Final = [
     "message_id",
     "parent_message_id",
@@ -45,18 +48,21 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     Anchors are parents that are no nodes: their place is known and stays. A message without children has its
     place from its parent, so only those that have some are climbed.
 
-    Every node points at its parent. In a round each takes over the pointer of the one that it points at, so
-    the distance doubles: a tree of depth 30 takes five joins, where level by level it would take thirty.
-    A round uses the one before twice, so the plan is cut off after every other one, or it would double on
-    and on. What is `few` is sent to every executor instead of being shuffled.
+    Every node points at its parent. In a round each goes up some pointers, and the next round is about the
+    longer pointers that come of it: a tree of depth 30 takes two rounds, where level by level it would take
+    thirty. The plan is cut off after each, or it would grow as the distance does. What is `few` is sent to
+    every executor, once a round, and to go up is to look it up; otherwise it is a shuffle, so fewer do.
     """
     sending = partial(sent, few=few)
-    known = anchors.select("message_id", "root_message_id", "stack")
+    steps = STEPS_FEW if few else STEPS
+    known = anchors.select(*ANCHOR)
     here = _pointers(nodes, known, sending).localCheckpoint()
-    for _ in range(0, ROUNDS_MAX, 2):
+    reached = 1
+    while reached < DEPTH_MAX:
+        here = _climbed(here, steps, sending).localCheckpoint()
         if here.where("up IS NOT NULL").isEmpty():
             break
-        here = _climb(_climb(here, sending), sending).localCheckpoint()
+        reached *= steps + 1
     found = F.col("up").isNull()
     climbed = here.select(
         "message_id",
@@ -71,14 +77,11 @@ def _pointers(nodes: "DataFrame", known: "DataFrame", sending: "Sending") -> "Da
     named = nodes.where("parent_message_id IS NOT NULL").select(
         F.col("parent_message_id").alias("message_id")
     )
-    inner = nodes.join(sending(named.distinct()), "message_id", "left_semi").select(
+    inner = nodes.join(sending(named), "message_id", "left_semi").select(
         "message_id", "parent_message_id", _frame().alias("frame")
     )
-    ids = nodes.select(F.col("message_id").alias("parent_message_id"), F.lit(1).alias("is_node"))
-    joined = inner.join(sending(ids), "parent_message_id", "left").join(
-        sending(_above(known)), "parent_message_id", "left"
-    )
-    is_open = F.col("is_node").isNotNull()
+    joined = inner.join(sending(_above(known)), "parent_message_id", "left")
+    is_open = F.col("parent_message_id").isNotNull() & F.col("is_known").isNull()
     return joined.select(
         "message_id",
         F.when(is_open, F.col("parent_message_id")).alias("up"),
@@ -87,19 +90,28 @@ def _pointers(nodes: "DataFrame", known: "DataFrame", sending: "Sending") -> "Da
     )
 
 
-def _climb(here: "DataFrame", sending: "Sending") -> "DataFrame":
-    above = here.select(
-        F.col("message_id").alias("up"),
-        F.col("up").alias("next_up"),
-        F.col("root_message_id").alias("next_root"),
-        F.col("stack").alias("next_stack"),
+def _climbed(here: "DataFrame", steps: int, sending: "Sending") -> "DataFrame":
+    """The same, each by so many pointers further up. A parent that is not `here` is no node, but the top."""
+    above = sending(
+        here.select(
+            F.col("message_id").alias("up"),
+            F.col("up").alias("next_up"),
+            F.col("root_message_id").alias("next_root"),
+            F.col("stack").alias("next_stack"),
+            F.lit(1).alias("is_here"),
+        )
     )
-    return here.join(sending(above), "up", "left").select(
-        "message_id",
-        F.col("next_up").alias("up"),
-        F.coalesce("root_message_id", "next_root").alias("root_message_id"),
-        F.concat_ws(";", "next_stack", "stack").alias("stack"),
-    )
+    has_arrived, is_top = F.col("up").isNull(), F.col("is_here").isNull()
+    root = F.when(has_arrived, F.col("root_message_id")).when(is_top, F.col("up"))
+    frame = F.when(is_top, F.lit(UNKNOWN)).otherwise(F.col("next_stack"))
+    for _ in range(steps):
+        here = here.join(above, "up", "left").select(
+            "message_id",
+            F.col("next_up").alias("up"),
+            root.otherwise(F.col("next_root")).alias("root_message_id"),
+            F.when(has_arrived, F.col("stack")).otherwise(F.concat_ws(";", frame, "stack")).alias("stack"),
+        )
+    return here
 
 
 def _above(places: "DataFrame") -> "DataFrame":
@@ -152,43 +164,31 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
     )
 
 
-def met(rows: "DataFrame", changed: "DataFrame", *, few: bool) -> "DataFrame":
-    """The rows of the table that a change concerns, each with how.
-
-    `mine` is about a message that changed, and `moved` if that has another parent or type now. `below` has
-    one as its root. `above` did not change and is the parent of one that did, and only there is the stack.
-    Parents are looked up by a number, so by chance, hardly ever, a row is `above` that need not be.
-    """
-    # By number, because that is looked up in a fraction of the time. Both have the same columns, and all of
-    # them are needed, so that it is sent once.
-    own = changed.select(_number("message_id").alias("own"), "message_id", _link().alias("link"))
-    own = own.toDF("own", "own_id", "own_link")
-    root = own.toDF("root", "root_id", "root_link")
-    named = changed.where("parent_message_id IS NOT NULL")
-    parent = named.select(_number("parent_message_id").alias("parent")).distinct()
-    joined = (
-        rows.join(sent(own, few=few), _number("message_id") == F.col("own"), "left")
-        .join(sent(root, few=few), _number("root_message_id") == F.col("root"), "left")
-        .join(sent(parent, few=few), _number("message_id") == F.col("parent"), "left")
-    )
-    mine = _is("own_id", "message_id")
-    below = _is("root_id", "root_message_id") & F.col("root_link").isNotNull()
-    above = F.col("parent").isNotNull() & ~mine
-    return joined.where(mine | above | below).select(
-        "file",
+def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
+    """Grain: message_id of a node. Whether it was known before, and has another parent or type since then."""
+    was = before.select("message_id", _link().alias("was"))
+    joined = nodes.select("message_id", _link().alias("link")).join(sent(was, few=few), "message_id", "left")
+    is_known = F.col("was").isNotNull()
+    return joined.select(
         "message_id",
-        "root_message_id",
-        F.when(above, F.col("stack")).alias("stack"),
-        mine.alias("mine"),
-        (mine & (_link() != F.col("own_link"))).alias("moved"),
-        below.alias("below"),
-        above.alias("above"),
+        is_known.alias("is_known"),
+        (is_known & (F.col("link") != F.col("was"))).alias("is_moved"),
     )
 
 
-def _is(found: str, looked_for: str) -> "Column":
-    """Whether the id that has the right number is the right one."""
-    return F.coalesce(F.col(found) == F.col(looked_for), F.lit(False))  # noqa: FBT003 - SQL's
+def met(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, few: bool) -> "DataFrame":
+    """The rows of the table that are about nodes, `mine`, or about parents of these.
+
+    They are looked up by a number, because that takes a fraction of the time, so by chance, hardly ever, a
+    row is among them that need not be.
+    """
+    named = nodes.where("parent_message_id IS NOT NULL").select(_number("parent_message_id").alias("number"))
+    numbers = known.select(_number("message_id").alias("number")).unionByName(named)
+    mine = sent(known.withColumn("mine", F.lit(1)), few=few)
+    found = rows.join(sent(numbers, few=few), _number("message_id") == F.col("number"), "left_semi")
+    return found.join(mine, "message_id", "left").select(
+        "file", *ANCHOR, F.col("mine").isNotNull().alias("mine"), "is_moved"
+    )
 
 
 def _number(name: str) -> "Column":

@@ -1,0 +1,64 @@
+"""The archive of classes that a start takes half the time with. `make bench-pipeline` makes a whole one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from postroom.pipeline import archive
+from tests.spark.commands import in_its_own_process
+
+PREPARE = """
+from postroom.pipeline.preparing import prepare
+print(prepare(lambda spark, folder: print(spark.range(3).count())).archive)
+"""
+START = """
+from pathlib import Path
+from postroom.pipeline.session import spark_session
+spark = spark_session("local[1]")
+jvm = spark.sparkContext._gateway.proc.pid
+mapped = Path(f"/proc/{jvm}/maps").read_text().splitlines()
+print({line.split()[-1] for line in mapped if ".jsa" in line})
+spark.stop()
+"""
+
+
+def told_by(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_jvm_maps_the_archive_that_another_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "a cache"
+    monkeypatch.setenv(archive.CACHE, str(cache))
+    assert archive.using_archive() == ""
+    stale = cache / archive.name_of(1)
+    cache.mkdir()
+    stale.write_bytes(b"of another size")
+    counted, path = told_by(PREPARE)
+    assert (counted, [str(file) for file in cache.iterdir()]) == ("3", [path])
+    [mapped] = told_by(START)
+    assert Path(path).name in mapped
+    done = in_its_own_process("prepare", "--json")
+    assert done.code == 0
+    assert f'"{path}"' in done.stdout
+    assert '"is_new":false' in done.stdout
+
+
+def test_an_archive_whose_end_is_missing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(archive.CACHE, str(tmp_path))
+    whole = tmp_path / archive.name_of(6)
+    whole.write_bytes(b"classe")
+    assert archive.found() == whole
+    whole.write_bytes(b"class")
+    assert archive.found() is None
+    assert archive.using_archive() == ""
+
+
+def test_the_archive_of_another_java_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = archive.name_of(1)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    assert archive.name_of(1) != own
