@@ -318,17 +318,18 @@ def _default_root(environ: Mapping[str, str]) -> Path:
         return Path(environ["ZOS_HOME"], "agent-mq")
     data_home = Path(environ.get("XDG_DATA_HOME", ""))
     if not data_home.is_absolute():  # the XDG rule: a relative one is ignored
-        data_home = _home(environ) / ".local" / "share"
+        data_home = home(environ, "the queue", "POSTROOM_QUEUE_ROOT") / ".local" / "share"
     return data_home / "postroom" / "queue"
 
 
-def _home(environ: Mapping[str, str]) -> Path:
+def home(environ: Mapping[str, str], what: str, variable: str) -> Path:
+    """The home folder, where something lies unless a variable says otherwise."""
     if environ.get("HOME"):
         return Path(environ["HOME"])
     try:
         return Path.home()
     except RuntimeError:
-        raise InvalidSetting("there is no home folder for the queue: set POSTROOM_QUEUE_ROOT") from None
+        raise InvalidSetting(f"there is no home folder for {what}: set {variable}") from None
 
 
 def _from_environment(table: Table, environ: Mapping[str, str]) -> dict[str, Any]:

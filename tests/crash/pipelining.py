@@ -5,6 +5,7 @@ One of five is killed with its JVM; the others leave a JVM that goes on with wha
 next driver, as a cluster would. At the end every row of every table is that of a run that nobody disturbed.
 `history-pipeline`: of millions of events with planted faults, `check` finds all of them and nothing else.
 `cluster-pipeline`: two workers whose Python has no postroom make the same rows as one process here.
+`connect-pipeline`: so does a Spark Connect server, in two runs of which the second follows the first.
 `skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
 in which all have the same, also on a cluster: of each stage, the CPU time of its longest task counts.
 `declarative-pipeline`: `spark-pipelines run`, twice over a history that grows, makes the same rows.
@@ -34,7 +35,7 @@ from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import KEEP_DAYS, Plan
 from tests.crash.tasks import Tick, portions
-from tests.spark.cluster import run_on_cluster
+from tests.spark.cluster import connect_server, run_on_cluster
 from tests.spark.plainrows import all_rows, rows_in
 
 COMMANDS = Path(sys.executable).parent
@@ -57,6 +58,7 @@ STEPS = {
 }  # fmt: skip
 EVENTS_A_MESSAGE = 4.4
 MESSAGES_CLUSTER = 20_000
+MESSAGES_CONNECT = 2_000
 MESSAGES_SKEW = 40_000
 ORGANIZATIONS = 50
 GIANT_PERCENT = 90
@@ -138,8 +140,7 @@ def run_kills(count: int, seed: int, tick: Tick = lambda _: None) -> Tally:
     tally = Tally()
     rng = Random(f"kills-pipeline/{seed}")
     with scratch() as folder, lasting_jvm(folder) as gateway:
-        generate(folder / "whole", ROUND_MESSAGES, rng.randrange(2**31))
-        segments = sorted((folder / "whole").glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
+        segments = generated(folder / "whole", ROUND_MESSAGES, rng.randrange(2**31), faults=False)
         now_us = middle_us(segments) + KEEP_DAYS * DAY_US
         calm = Plan(str(folder / "calm"), str(folder / "whole"), ["run", "retain", "run"], now_us)
         finished(calm, folder, gateway)
@@ -168,6 +169,12 @@ def kill_round(
         look(Tables(Path(plan.tables)), tally)
     deliver(plan, segments)
     finished(plan, Path(plan.tables).parent, gateway)
+
+
+def generated(folder: Path, messages: int, seed: int, *, faults: bool = True) -> list[Path]:
+    """The segments of a history, in their order."""
+    generate(folder, messages, seed, faults=faults)
+    return sorted(folder.glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
 
 
 def deliver(plan: Plan, segments: list[Path]) -> None:
@@ -279,6 +286,31 @@ def run_cluster(
     return tally
 
 
+def run_connected(
+    times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CONNECT
+) -> Tally:
+    """Half of a history and then all of it, by commands that find no Java, at a server without postroom."""
+    tally = Tally()
+    with scratch() as folder, connect_server(folder) as url:
+        segments = generated(folder / "whole", messages, seed)
+        plan = Plan(str(folder / "here"), str(folder / "events"), ["run"])
+        command = [POSTROOM, "pipeline", "run", "--events", plan.events, "--tables", str(folder / "there")]
+        for count in (len(segments) // 2, len(segments)):
+            deliver(plan, segments[:count])
+            subprocess.run(
+                [*command, "--remote", url],
+                env={**os.environ, "JAVA_HOME": "/nowhere"},
+                stderr=subprocess.DEVNULL,
+                check=True,
+            )
+        finished(plan, folder)
+        compare(all_rows(Tables(folder / "here")), all_rows(Tables(folder / "there")), tally)
+        if "pyspark.daemon" not in (folder / "calls").read_text():
+            tally.breaks("the server's own Python was not asked")
+    tick(times)
+    return tally
+
+
 # ---- one giant ---------------------------------------------------------------------------------------------
 
 
@@ -326,8 +358,7 @@ def run_declared(
     """Half of a history, and all of it: the second run knows what the first one read."""
     tally = Tally()
     with scratch() as folder:
-        generate(folder / "whole", messages, seed, faults=True)
-        segments = sorted((folder / "whole").glob("date=*/hour=*/*.jsonl"), key=lambda path: path.name)
+        segments = generated(folder / "whole", messages, seed)
         plan = Plan(str(folder / "here"), str(folder / "events"), ["run"])
         project = write_project(folder / "project", folder / "events").parent
         for count in (len(segments) // 2, len(segments)):

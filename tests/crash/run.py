@@ -81,6 +81,7 @@ PIPELINE_RUNS: dict[str, Run] = {
     "kills-pipeline": _on_spark("run_kills"),
     "history-pipeline": _on_spark("check_history"),
     "cluster-pipeline": _on_spark("run_cluster"),
+    "connect-pipeline": _on_spark("run_connected"),
     "skew-pipeline": _on_spark("run_skewed"),
     "declarative-pipeline": _on_spark("run_declared"),
 }

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import SETTINGS, spark_session
+from postroom.pipeline.session import LOOPBACK, SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
@@ -31,10 +32,22 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
             "spark.sql.shuffle.partitions": "2",
+            "spark.connect.grpc.binding.address": LOOPBACK,
+            "spark.connect.grpc.binding.port": "0",
         },
     )
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def connect(spark: SparkSession) -> str:
+    """The URL of a Spark Connect server, in the JVM of the tests. `make crash` has one of its own."""
+    context: Any = spark.sparkContext
+    services = context._jvm.org.apache.spark.sql.connect.service
+    service = getattr(getattr(services, "SparkConnectService$"), "MODULE$")
+    service.start(context._jsc.sc())
+    return f"sc://{LOOPBACK}:{service.localPort()}"
 
 
 @pytest.fixture(scope="session")

@@ -118,3 +118,15 @@ def test_two_readers_may_look_at_the_same_time(fd: int, other_fd: int) -> None:
 def test_other_errors_are_not_taken_for_a_held_lock(path: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         lock.acquire(NO_DESCRIPTOR, AT_ONCE_S, path)
+
+
+def test_who_wants_to_be_alone_gets_it_or_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    with (
+        lock.alone(path, "mine"),
+        pytest.raises(Unavailable, match="yours is busy"),
+        lock.alone(path, "yours is busy"),
+    ):
+        raise AssertionError("two of them")
+    with lock.alone(path, "it is free again"):
+        assert path.exists()

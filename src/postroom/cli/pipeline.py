@@ -197,8 +197,8 @@ def _print_summary(shell: Shell, summary: "Summary") -> None:
 def prepare(shell: Shell, anew: bool) -> None:
     """Let every later command on this machine start in half the time.
 
-    Java reads some twenty thousand classes of Spark whenever it starts. This runs a small history once, and
-    keeps the classes in an archive of about 200 MB that Java can map into its memory: in $POSTROOM_CACHE, or
+    Java reads thousands of classes of Spark whenever it starts. This runs a small history once, and keeps the
+    classes in an archive of about 200 MB that Java can map into its memory: in $POSTROOM_CACHE, or
     else in postroom's folder of your cache. After an update of Java or Spark, give it again. To undo it,
     delete the file; nothing needs it.
 
@@ -208,6 +208,9 @@ def prepare(shell: Shell, anew: bool) -> None:
     """
     import msgspec
 
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
     from postroom.pipeline.preparing import as_commands_do
     from postroom.pipeline.preparing import prepare as make
 

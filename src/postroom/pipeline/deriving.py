@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
-from postroom.pipeline.tables import DataFile, Tables
+from postroom.pipeline.tables import DataFile, Tables, rows_of
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
 from postroom.pipeline.transforms.silver import HOUR_US, hour_us
@@ -117,7 +117,7 @@ class Deriving:
         news = each(came).unionByName(way.taken_off(each(went)))
         key = F.xxhash64(*way.keys)
         sums = news.groupBy(key.alias("changed")).agg(*[F.sum(name).alias(name) for name in way.sums])
-        few = sum(file.rows for file in (*change.added, *change.removed)) <= finding.BROADCAST_IDS_MAX
+        few = rows_of([*change.added, *change.removed]) <= finding.BROADCAST_IDS_MAX
         # By a number, so by chance, hardly ever, a file too many is written anew.
         numbers = sent(sums.where(way.is_left()).select("changed"), few=few)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.tables import DataFile, Tables, path_below, rows_of
 from postroom.pipeline.transforms.joining import sent
 
 BROADCAST_IDS_MAX: Final = 2_000_000  # ids that are sent to every executor instead of being shuffled
@@ -54,7 +54,7 @@ def wanted(ids: DataFrame, held: ExitStack) -> Wanted:
 def wanted_of(ids: DataFrame, sources: list[DataFile], *, repeat: bool = False) -> Wanted:
     """Ids that come from the rows of files: the log tells what there is to know."""
     low, high = extent(sources, ids.columns[0]) or (None, None)
-    return Wanted(ids, sum(file.rows for file in sources), low, high, repeat)
+    return Wanted(ids, rows_of(sources), low, high, repeat)
 
 
 def extent(files: list[DataFile], column: str) -> tuple[Any, Any] | None:

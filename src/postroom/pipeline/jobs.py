@@ -7,7 +7,7 @@ Rule 2: a fold reads the events that are new and the rows of the messages that t
 Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,7 +24,7 @@ from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
 from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import DataFile, Staged, Tables, Txn
+from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.gold import FORM, GOLD
@@ -153,7 +153,7 @@ class Pipeline:
         return len(new)
 
     def _summary(self, taken: int) -> Summary:
-        rows = {name: _rows_of(self.tables.files(name)) for name in self.tables.names()}
+        rows = {name: rows_of(self.tables.files(name)) for name in self.tables.names()}
         turn = self._turn
         note = turn.sentence()
         return Summary(taken, self._lines, self._rejects, rows, len(turn.waiting), turn.gaps, note)
@@ -294,7 +294,7 @@ class Pipeline:
         if not added and self.tables.exists(name):
             self.tables.mark(name, [Txn(source, version)])
             return None
-        self._tell(f"{name}: {_rows_of(added):,} rows of {source}")
+        self._tell(f"{name}: {rows_of(added):,} rows of {source}")
         return News(added, removed, Txn(source, version))
 
     def _is_dense(self) -> bool:
@@ -302,7 +302,7 @@ class Pipeline:
         files = self.tables.files("silver_events")
         oldest_us = min((file.low.get("ts_us") or 0 for file in files), default=0)
         hours = 1 + (self._newest_us() - oldest_us) // silver.HOUR_US
-        return _rows_of(files) >= hours * HOURLY_EVENTS_MIN
+        return rows_of(files) >= hours * HOURLY_EVENTS_MIN
 
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
@@ -382,10 +382,6 @@ class Fold(NamedTuple):
 def row_number() -> Column:
     """A number of a row of a Parquet file, the same whenever it is read."""
     return F.xxhash64("_metadata.file_name", "_metadata.row_index")
-
-
-def _rows_of(files: Iterable[DataFile]) -> int:
-    return sum(file.rows for file in files)
 
 
 def _high(file: DataFile) -> int:

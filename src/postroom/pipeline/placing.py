@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
 from postroom.pipeline.finding import Wanted
-from postroom.pipeline.tables import DataFile, Tables
+from postroom.pipeline.tables import DataFile, Tables, rows_of
 from postroom.pipeline.transforms import spans
 from postroom.pipeline.transforms.joining import sent
 
@@ -39,12 +39,12 @@ class Placing:
         self._added = added
         self._removed = removed
         self._held = held
-        self._n = _rows_of(added)
+        self._n_nodes = rows_of(added)
         self._nodes = spans.spans(tables.read(spark, MESSAGES, added))
 
     def anew(self) -> DataFrame:
         """The rows of these messages, where there are no others."""
-        return _placed(self._nodes, _no_anchors(self._nodes), few=_are_few(self._n))
+        return _placed(self._nodes, _no_anchors(self._nodes), few=_are_few(self._n_nodes))
 
     def among_others(self) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: changed, moved, or as they were."""
@@ -54,7 +54,7 @@ class Placing:
         mine = {row["file"] for row in self._met.where("mine").select("file").distinct().collect()}
         below, moving = self._below()
         n_moving = sum(moving.values())
-        few = _are_few(self._n + n_moving)
+        few = _are_few(self._n_nodes + n_moving)
         nodes, anchors = self._nodes, self._met.where("NOT mine").select(*spans.ANCHOR)
         gone = self._known.select("message_id")
         if n_moving:
@@ -74,7 +74,7 @@ class Placing:
 
     def _all(self) -> DataFrame:
         nodes = spans.spans(self._tables.read(self._spark, MESSAGES))
-        n = _rows_of(self._tables.files(MESSAGES))
+        n = rows_of(self._tables.files(MESSAGES))
         return _placed(nodes, _no_anchors(nodes), few=_are_few(n))
 
     # ---- what the messages were before -------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Placing:
     def _found(self) -> DataFrame:
         """Those of the messages that were known, and those that may be the root of a row that is older."""
         before = spans.spans(self._tables.read(self._spark, MESSAGES, self._removed))
-        compared = spans.compared(self._nodes, before, few=_are_few(_rows_of(self._removed)))
+        compared = spans.compared(self._nodes, before, few=_are_few(rows_of(self._removed)))
         roots = finding.extent(self._tables.files(SPANS), "root_message_id")
         is_late = F.lit(True) if roots is None else F.col("message_id") <= roots[1]  # noqa: FBT003 - SQL's
         return self._kept(compared.where(F.col("is_known") | is_late))
@@ -113,7 +113,9 @@ class Placing:
         near = [
             file for file in self._tables.files(SPANS) if self._may_be_mine(file) or self._may_be_parent(file)
         ]
-        return self._kept(spans.met(self._with_file(near), self._nodes, self._known, few=_are_few(self._n)))
+        return self._kept(
+            spans.met(self._with_file(near), self._nodes, self._known, few=_are_few(self._n_nodes))
+        )
 
     def _may_be_mine(self, file: DataFile) -> bool:
         return any(finding.overlap(file, before, "message_id") for before in self._removed)
@@ -163,10 +165,6 @@ class Placing:
         rows = rows.persist()
         self._held.callback(rows.unpersist)
         return rows
-
-
-def _rows_of(files: list[DataFile]) -> int:
-    return sum(file.rows for file in files)
 
 
 def _are_few(n: int) -> bool:

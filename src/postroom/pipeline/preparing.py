@@ -4,11 +4,12 @@ Rule: an archive has its name when it is complete. Whoever is killed half way ha
 """
 
 import os
-import tempfile
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from subprocess import TimeoutExpired
+from subprocess import Popen, TimeoutExpired
 from typing import Any, Final
 
 import msgspec
@@ -23,9 +24,12 @@ from postroom.pipeline.report import write_report
 from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS, spark_errors, spark_session
 from postroom.pipeline.tables import Tables
 from postroom.system.atomic import make_folder
+from postroom.system.lock import alone
 
 MESSAGES: Final = 50  # of the history that it is made with: the classes count, and not the rows
 WRITE_TIMEOUT_S: Final = 300.0
+MAKING: Final = "making"  # a folder of the cache
+LOCK: Final = "making.lock"
 QUERY: Final = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n"
 
 Work = Callable[[SparkSession, Path], None]
@@ -57,21 +61,34 @@ def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] =
     target = None if anew else found()
     is_new = target is None
     if target is None:
-        target = _made(work, progress)
+        with _alone():
+            target = _made(work, progress)
     return Prepared(str(target), target.stat().st_size, is_new, time.monotonic() - began)
 
 
-def _made(work: Work, progress: Callable[[str], None]) -> Path:
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While this process alone makes an archive. What one that was killed left behind goes."""
     make_folder(cache(), "os")
-    with tempfile.TemporaryDirectory(dir=cache()) as folder:
-        made = Path(folder) / "made.jsa"
-        progress("starting Spark, to see which classes it takes")
-        _leave_behind(made, work, Path(folder), progress)
-        with made.open("rb") as file:
-            os.fsync(file.fileno())
-        earlier = list(cache().glob(name_of("*")))
-        target = made.replace(cache() / name_of(made.stat().st_size))
-    for path in {*earlier} - {target}:
+    with alone(cache() / LOCK, f"another command makes an archive in {cache()}: wait until it is done"):
+        shutil.rmtree(cache() / MAKING, ignore_errors=True)
+        (cache() / MAKING).mkdir()
+        try:
+            yield
+        finally:
+            shutil.rmtree(cache() / MAKING, ignore_errors=True)
+
+
+def _made(work: Work, progress: Callable[[str], None]) -> Path:
+    folder = cache() / MAKING
+    made = folder / "made.jsa"
+    progress("starting Spark, to see which classes it takes")
+    _leave_behind(made, work, folder, progress)
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    earlier = set(cache().glob(name_of("*")))
+    target = made.replace(cache() / name_of(made.stat().st_size))
+    for path in earlier - {target}:
         path.unlink(missing_ok=True)  # who runs with it keeps it until the end
     return target
 
@@ -79,21 +96,22 @@ def _made(work: Work, progress: Callable[[str], None]) -> Path:
 def _leave_behind(made: Path, work: Work, folder: Path, progress: Callable[[str], None]) -> None:
     spark = spark_session(conf={DRIVER_OPTIONS: SETTINGS[DRIVER_OPTIONS] + making_archive(made)})
     gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - nothing else ends a JVM and waits for it
+    jvm: Popen[bytes] = gateway.proc
     try:
         with spark_errors():
             progress("a small history, from its lines to a report")
             work(spark, folder)
-    finally:
-        spark.stop()
-        progress("writing the archive")
+            progress("writing the archive")
+            spark.stop()
         gateway.shutdown()
-        gateway.proc.stdin.close()
-    try:
-        gateway.proc.wait(WRITE_TIMEOUT_S)
+        jvm.communicate(timeout=WRITE_TIMEOUT_S)  # it ends when nobody writes to it any more
     except TimeoutExpired:
-        gateway.proc.kill()
-    if gateway.proc.returncode != 0 or not made.exists():
+        pass  # said below
+    finally:
+        jvm.kill()
+        jvm.wait()
+    if jvm.returncode != 0 or not made.exists():
         raise Unavailable(
-            "this JVM wrote no archive of its classes: some cannot, and none does if Spark has a folder of"
-            " settings in its path; everything works without it"
+            "this JVM wrote no archive of its classes: the disk may be full, some cannot, and none does if"
+            " Spark has a folder of settings in its path; everything works without it"
         )

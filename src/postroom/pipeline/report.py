@@ -28,7 +28,7 @@ from postroom.pipeline.html.facts import (
 from postroom.pipeline.html.flames import Profile, Stack, speedscope
 from postroom.pipeline.html.page import MATRIX_MAX, page
 from postroom.pipeline.html.plots import COLUMNS_MAX
-from postroom.pipeline.tables import Tables
+from postroom.pipeline.tables import Tables, rows_of
 from postroom.pipeline.transforms.gold import SLA_US
 from postroom.pipeline.transforms.silver import HOUR_US
 from postroom.pipeline.transforms.spans import UNKNOWN
@@ -110,7 +110,7 @@ class _Reading:
             since_us,
             until_us,
             self._step_us,
-            sum(file.rows for file in self._tables.files("silver_events")),
+            rows_of(self._tables.files("silver_events")),
             {
                 row["outcome"]: row["n"]
                 for row in self._read("silver_messages").groupBy("outcome").agg(_n()).collect()

@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.tables import DataFile, Tables, Txn, path_below
+from postroom.pipeline.tables import DataFile, Tables, Txn, path_below, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -219,7 +219,7 @@ class Retention:
         return not (ended == version and known >= self._tables.last_txn(source, BEGAN))
 
     def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
-        before = sum(file.rows for file in self._tables.files(name))
+        before = rows_of(self._tables.files(name))
         change = self._change(name, over)
         self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
         archived = None
@@ -263,7 +263,7 @@ class Retention:
         # What lay in a file of its own stays so: the fold keeps settled messages apart.
         stay = stay.withColumn(_FILE, F.xxhash64(_FILE))
         staged = self._tables.stage(name, stay, partition_by=partitions, split_by=_FILE)
-        there = sum(file.rows for file in change.files)
+        there = rows_of(change.files)
         if staged.rows + change.going != there:
             raise Unavailable(
                 f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "

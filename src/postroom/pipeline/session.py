@@ -6,18 +6,17 @@ Rule 2: a local master talks to itself alone. Where a cluster listens is the clu
 
 import logging
 import os
-import shutil
 import socket
 import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
-from postroom.pipeline.archive import using_archive
+from postroom.pipeline.archive import find_java, using_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +116,20 @@ def spark_session(
             if remote is not None:
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_java()
-            return builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
+            spark = builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
+            if master.startswith("local"):
+                _write_no_sums(spark)
+            return spark
+
+
+def _write_no_sums(spark: "SparkSession") -> None:
+    """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
+
+    It also starts a program for each, to set its mode.
+    """
+    context = spark.sparkContext
+    hadoop: Any = context._jvm.org.apache.hadoop  # type: ignore[union-attr] # noqa: SLF001 - no setting does it
+    hadoop.fs.FileSystem.getLocal(context._jsc.hadoopConfiguration()).setWriteChecksum(False)  # noqa: SLF001
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
@@ -162,14 +174,21 @@ def _huge_pages() -> str:
 
 
 def _builder() -> "SparkSession.Builder":
+    need_packages()
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - only who runs a job pays for it
+
+    return SparkSession.Builder()
+
+
+def need_packages() -> None:
+    """Whoever imports more of the pipeline than this gets a sentence if they are missing."""
     try:
         import deltalake  # noqa: F401, PLC0415 - the tables need it, and half a pipeline is none
-        from pyspark.sql import SparkSession  # noqa: PLC0415 - only who runs a job pays for it
+        import pyspark  # noqa: F401, PLC0415 - only who runs a job pays for it
     except ImportError as error:
         raise InvalidSetting(
             f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
         ) from None
-    return SparkSession.Builder()
 
 
 def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[str, str]) -> "SparkSession":
@@ -204,8 +223,8 @@ def _need_server(remote: str) -> None:
 
 
 def _need_java() -> None:
-    home = os.environ.get("JAVA_HOME")
-    if shutil.which("java", path=f"{home}/bin" if home else None) is None:
+    if find_java() is None:
+        home = os.environ.get("JAVA_HOME")
         where = f"there is none in JAVA_HOME={home}" if home else "there is none on the PATH"
         raise InvalidSetting(f"the pipeline needs Java 17 or 21, and {where}: install it, or set JAVA_HOME")
 

@@ -9,7 +9,7 @@ from postroom.errors import InvalidSetting
 try:
     from postroom.pipeline.jobs import SOURCES
     from postroom.pipeline.segments import Turn, ingest_id, sealed_segments, turn_of
-    from postroom.pipeline.tables import Tables
+    from postroom.pipeline.tables import Tables, rows_of
 except ImportError as error:
     raise InvalidSetting(
         f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
@@ -26,7 +26,7 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
         yield {
             "table": name,
             "version": tables.version(name),
-            "rows": sum(file.rows for file in files),
+            "rows": rows_of(files),
             "files": len(files),
             "bytes": sum(file.size for file in files),
             "behind": _behind(tables, name),

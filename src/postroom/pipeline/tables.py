@@ -9,7 +9,6 @@ Rule 3: one writer a folder of tables. A reader needs no lock: it reads the file
 """
 
 import json
-import os
 import shutil
 import time
 import uuid
@@ -27,11 +26,10 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
-from postroom.errors import InvalidMessage, Unavailable
+from postroom.errors import InvalidMessage
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.session import CONNECTOR
 from postroom.system import lock
-from postroom.system.atomic import open_safely
 
 WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
@@ -94,6 +92,10 @@ class DataFile(NamedTuple):
     low: dict[str, Any]
     high: dict[str, Any]
     nulls: dict[str, int | None]
+
+
+def rows_of(files: Iterable[DataFile]) -> int:
+    return sum(file.rows for file in files)
 
 
 class Staged(NamedTuple):
@@ -218,18 +220,9 @@ class Tables:
     def lock(self) -> Iterator[None]:
         """While this process alone writes the tables of the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        fd = open_safely(self.folder / WRITER_LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            lock.flock(fd, lock.EXCLUSIVE_NOW)
-        except BlockingIOError:
-            os.close(fd)
-            raise Unavailable(
-                f"another job is writing the tables in {self.folder}: wait until it is done"
-            ) from None
-        try:
+        refused = f"another job is writing the tables in {self.folder}: wait until it is done"
+        with lock.alone(self.folder / WRITER_LOCK, refused):
             yield
-        finally:
-            os.close(fd)
 
     def append(
         self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), txns: Iterable[Txn] = ()

@@ -9,9 +9,12 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from postroom.errors import LockTimeout
+from postroom.errors import LockTimeout, Unavailable
+from postroom.system.atomic import open_safely
 
 # A writer holds the lock for microseconds, so the first look again is worth it. After that, the longer the
 # others sleep, the more often a holder finds itself alone and the less its file changes under it.
@@ -55,6 +58,20 @@ def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
         flock(fd, EXCLUSIVE_NOW)
     except BlockingIOError:
         wait(fd, timeout_s, path)
+
+
+@contextmanager
+def alone(path: Path, refused: str) -> Iterator[None]:
+    """While this process alone has a lock file; whoever comes meanwhile gets the sentence at once."""
+    fd = open_safely(path, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            flock(fd, EXCLUSIVE_NOW)
+        except BlockingIOError:
+            raise Unavailable(refused) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def release(fd: int) -> None:
