@@ -227,4 +227,4 @@ def test_a_table_whose_deletion_was_cut_off_is_gone_and_can_be_made_anew(
 def test_a_local_session_writes_no_files_of_checksums(spark: SparkSession, tmp_path: Path) -> None:
     """A table would leave them behind, and each costs the start of a program."""
     spark.range(1).write.parquet(str(tmp_path / "rows"))
-    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".parquet"]
+    assert {path.suffix for path in (tmp_path / "rows").iterdir()} == {".parquet"}
