@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from postroom.cli.pipeline import pipeline
 from tests.spark.commands import Commands, in_its_own_process
@@ -35,6 +36,20 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     assert done.code == 2
     assert done.stdout == ""
     assert "nobody" in done.stderr.splitlines()[-1]
+
+
+def test_a_question_opens_the_tables_that_it_names_and_one_that_names_none_all(
+    spark: SparkSession, tables_of: TablesOf, commands: Commands
+) -> None:
+    _, tables = tables_of()
+    for query, opened in {
+        "SELECT count(*) FROM Gold_SLA": ["gold_sla"],
+        "SHOW TABLES": tables.names(),
+    }.items():
+        for view in spark.catalog.listTables():
+            spark.catalog.dropTempView(view.name)
+        assert commands("sql", "--tables", tables.folder, query).code == 0
+        assert sorted(view.name for view in spark.catalog.listTables()) == sorted(opened)
 
 
 def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:

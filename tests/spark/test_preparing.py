@@ -1,4 +1,4 @@
-"""The archive of classes that a start takes half the time with. `make bench-pipeline` makes a whole one."""
+"""The archive of classes that a start is quicker with. `make bench-pipeline` makes a whole one."""
 
 import subprocess
 import sys

@@ -195,7 +195,7 @@ def _print_summary(shell: Shell, summary: "Summary") -> None:
 @click.option("--anew", is_flag=True, help="Also if there is an archive.")
 @click.pass_obj
 def prepare(shell: Shell, anew: bool) -> None:
-    """Let every later command on this machine start in half the time.
+    """Let every later command on this machine start some seconds sooner.
 
     Java reads thousands of classes of Spark whenever it starts. This runs a small history once, and keeps the
     classes in an archive of about 200 MB that Java can map into its memory: in $POSTROOM_CACHE, or

@@ -1,4 +1,4 @@
-"""Commands that start in half the time: a JVM does what they do, and archives the classes that it took.
+"""Commands that start sooner: a JVM does what they do, and archives the classes that it took.
 
 Rule: an archive has its name when it is complete. Whoever is killed half way has changed nothing.
 """
