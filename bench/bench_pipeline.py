@@ -260,8 +260,8 @@ def cold(bench: Bench) -> Iterator[Figure]:
 def answer(bench: Bench) -> Iterator[Figure]:
     """From a question to its rows, with a start of Python and of the JVM: as installed, and once prepared."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
-        Pipeline(bench.spark, Tables(Path(folder))).run(history(bench.folder, MILLION))
-        bench.stop()
+        events = history(bench.folder, MILLION)
+        spent_by([*COMMAND, "run", "--events", str(events), "--tables", folder])
         for name in ("cold", "cold, prepared"):
             with archive(bench, made=name != "cold"):
                 command = [*COMMAND, "sql", "--tables", folder, QUESTION]
