@@ -239,14 +239,15 @@ def cold(bench: Bench) -> Iterator[Figure]:
     events = history(bench.folder, MILLION)
     bench.stop()
     for name in ("cold", "cold, prepared"):
-        with archive(bench, made=name != "cold") as prepared:
+        with own_cache(bench):
+            if name != "cold":
+                made = spent_by([*COMMAND, "prepare"])
+                yield Figure("postroom pipeline prepare", made.wall_s, "s", f"{made.cpu_s:.0f} CPU s")
             takes = []
             for _ in range(bench.repeats):
                 with tempfile.TemporaryDirectory(dir=bench.folder) as out:
                     paths = ["--events", str(events), "--tables", f"{out}/tables"]
                     takes.append(spent_by([*COMMAND, "run", *paths]))
-        if name != "cold":
-            yield Figure("postroom pipeline prepare", prepared.wall_s, "s", f"{prepared.cpu_s:.0f} CPU s")
         taken = median(takes)
         yield Figure(
             f"postroom pipeline run, 1M events, {name}",
@@ -261,9 +262,12 @@ def answer(bench: Bench) -> Iterator[Figure]:
     """From a question to its rows, with a start of Python and of the JVM: as installed, and once prepared."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
         events = history(bench.folder, MILLION)
+        bench.stop()
         spent_by([*COMMAND, "run", "--events", str(events), "--tables", folder])
         for name in ("cold", "cold, prepared"):
-            with archive(bench, made=name != "cold"):
+            with own_cache(bench):
+                if name != "cold":
+                    spent_by([*COMMAND, "prepare"])
                 command = [*COMMAND, "sql", "--tables", folder, QUESTION]
                 taken = median([spent_by(command) for _ in range(bench.repeats)])
             yield Figure(
@@ -272,13 +276,10 @@ def answer(bench: Bench) -> Iterator[Figure]:
 
 
 @contextmanager
-def archive(bench: Bench, *, made: bool) -> Iterator[Spent]:
-    """While commands have an archive of classes, or none whatever the user has; and what making it took."""
-    with (
-        tempfile.TemporaryDirectory(dir=bench.folder) as folder,
-        patch.dict(os.environ, {CACHE: folder}),
-    ):
-        yield spent_by([*COMMAND, "prepare"]) if made else Spent(0.0, 0.0)
+def own_cache(bench: Bench) -> Iterator[None]:
+    """While commands find no archive of classes but one that they make here."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as folder, patch.dict(os.environ, {CACHE: folder}):
+        yield
 
 
 def increment(bench: Bench) -> Iterator[Figure]:

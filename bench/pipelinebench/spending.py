@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,22 +43,26 @@ def spent_by(command: Sequence[str]) -> Spent:
     """What a command takes from its start to its end, a JVM that outlives it for a moment included."""
     # An orphan becomes our child, so that its seconds are counted when it ends.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    others = _children()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begun = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wall_s = time.perf_counter() - begun
-    _reap()
+    _reap(others)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return Spent(wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def _reap() -> None:
-    """Wait for the orphans, which end by themselves. The JVM of this process, if any, is no orphan."""
-    while any(parent == os.getpid() for parent, _ in _processes().values()):
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+def _reap(others: set[int]) -> None:
+    """Wait for the orphans, which end by themselves. Others were there before, such as a JVM of our own."""
+    while orphans := _children() - others:
+        for pid in orphans:
+            with suppress(ChildProcessError):  # somebody else has waited for it
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    return {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
 
 
 def _cpu_of_tree_s() -> float:

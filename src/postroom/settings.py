@@ -316,20 +316,25 @@ def _queue(given: dict[str, Any], environ: Mapping[str, str]) -> QueueSettings:
 def _default_root(environ: Mapping[str, str]) -> Path:
     if environ.get("ZOS_HOME"):
         return Path(environ["ZOS_HOME"], "agent-mq")
-    data_home = Path(environ.get("XDG_DATA_HOME", ""))
-    if not data_home.is_absolute():  # the XDG rule: a relative one is ignored
-        data_home = home(environ, "the queue", "POSTROOM_QUEUE_ROOT") / ".local" / "share"
-    return data_home / "postroom" / "queue"
+    refused = "there is no home folder for the queue: set POSTROOM_QUEUE_ROOT"
+    return xdg_folder(environ, "XDG_DATA_HOME", ".local/share", refused) / "queue"
 
 
-def home(environ: Mapping[str, str], what: str, variable: str) -> Path:
-    """The home folder, where something lies unless a variable says otherwise."""
+def xdg_folder(environ: Mapping[str, str], variable: str, below_home: str, refused: str) -> Path:
+    """Our folder for one kind of files; the sentence if there is no home in which it could lie."""
+    folder = Path(environ.get(variable, ""))
+    if not folder.is_absolute():  # the XDG rule: a relative one is ignored
+        folder = _home(environ, refused) / below_home
+    return folder / "postroom"
+
+
+def _home(environ: Mapping[str, str], refused: str) -> Path:
     if environ.get("HOME"):
         return Path(environ["HOME"])
     try:
         return Path.home()
     except RuntimeError:
-        raise InvalidSetting(f"there is no home folder for {what}: set {variable}") from None
+        raise InvalidSetting(refused) from None
 
 
 def _from_environment(table: Table, environ: Mapping[str, str]) -> dict[str, Any]:

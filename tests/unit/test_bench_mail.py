@@ -1,18 +1,12 @@
 """Every bench of the mail server runs, at a size that measures nothing, and yields whole figures."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_mail
+import figures as shared
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.append(str(BENCH))  # scripts, not a package
-
-import bench_mail  # noqa: E402
-import figures as shared  # noqa: E402
-from mailbench import mail  # noqa: E402
-from mailbench.sizes import SMALL  # noqa: E402
+from mailbench import mail
+from mailbench.sizes import SMALL
 
 
 @pytest.mark.parametrize("bench", bench_mail.BENCHES, ids=lambda bench: bench.__name__)

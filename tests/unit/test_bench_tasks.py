@@ -1,17 +1,12 @@
 """Every bench of `Tasks` runs, at a size that measures nothing, and yields whole figures."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench_tasks
+import figures as shared
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.append(str(BENCH))  # scripts, not a package
-
-import bench_tasks  # noqa: E402
-import figures as shared  # noqa: E402
 
 FIELDS = ["name", "value", "unit", "against", "ratio", "goal", "ok"]
 

@@ -11,6 +11,7 @@ import click
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
+from postroom.pipeline.session import need_packages
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -208,8 +209,6 @@ def prepare(shell: Shell, anew: bool) -> None:
     """
     import msgspec
 
-    from postroom.pipeline.session import need_packages
-
     need_packages()
     from postroom.pipeline.preparing import as_commands_do
     from postroom.pipeline.preparing import prepare as make
@@ -321,6 +320,7 @@ def status(shell: Shell, events: Path | None, tables: Path) -> None:
     Example:
       postroom pipeline status --tables tables --events history
     """
+    need_packages()
     from postroom.pipeline.status import new_segments, status_of
 
     if events is not None and (note := new_segments(tables, events).sentence()):
@@ -346,6 +346,7 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
       postroom pipeline tables --tables tables
       postroom pipeline tables --tables tables --compact --vacuum
     """
+    need_packages()
     from postroom.pipeline.status import columns_of, keep_house
 
     if compact or vacuum:

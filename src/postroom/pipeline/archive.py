@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from postroom.errors import InvalidSetting
-from postroom.settings import home
+from postroom.settings import xdg_folder
 
 CACHE: Final = "POSTROOM_CACHE"  # of the environment: a folder for what can be made anew
 # Otherwise it tells of an archive that does not fit, and of every class that is left out of a new one.
@@ -53,10 +53,8 @@ def cache() -> Path:
     if own := os.environ.get(CACHE):
         folder = Path(own).absolute()
     else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not folder.is_absolute():  # the XDG rule: a relative one is ignored
-            folder = home(os.environ, "the archive", CACHE) / ".cache"
-        folder = folder / "postroom"
+        refused = f"there is no home folder for the archive: set {CACHE}"
+        folder = xdg_folder(os.environ, "XDG_CACHE_HOME", ".cache", refused)
     if os.pathsep in str(folder):
         raise InvalidSetting(
             f"Java takes {folder} for several archives because of the {os.pathsep!r} in it: set {CACHE}"

@@ -128,8 +128,10 @@ def _write_no_sums(spark: "SparkSession") -> None:
     It also starts a program for each, to set its mode.
     """
     context = spark.sparkContext
-    hadoop: Any = context._jvm.org.apache.hadoop  # type: ignore[union-attr] # noqa: SLF001 - no setting does it
-    hadoop.fs.FileSystem.getLocal(context._jsc.hadoopConfiguration()).setWriteChecksum(False)  # noqa: SLF001
+    jvm: Any = context._jvm  # noqa: SLF001 - no setting does it
+    local = jvm.java.net.URI("file:///")
+    files = jvm.org.apache.hadoop.fs.FileSystem.get(local, context._jsc.hadoopConfiguration())  # noqa: SLF001
+    files.setWriteChecksum(False)
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:

@@ -4,16 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from postroom.errors import InvalidSetting
-
-try:
-    from postroom.pipeline.jobs import SOURCES
-    from postroom.pipeline.segments import Turn, ingest_id, sealed_segments, turn_of
-    from postroom.pipeline.tables import Tables, rows_of
-except ImportError as error:
-    raise InvalidSetting(
-        f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
-    ) from None
+from postroom.pipeline.jobs import SOURCES
+from postroom.pipeline.segments import Turn, ingest_id, sealed_segments, turn_of
+from postroom.pipeline.tables import Tables, rows_of
 
 
 def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, Any]]:
