@@ -4,7 +4,7 @@ python bench/bench_pipeline.py [--events 5000000] [--scale 1.0] [--repeats 3] [-
 
 Parts: bronze, fold, gold, stream, increment, growth, cold, answer. `--scale` shrinks the 20 million events of
 `increment` and `growth`, and the million that is added; `cold` and `answer` have a million whatever is asked
-for. Each time stands beside the CPU seconds of all cores.
+for. Each time stands beside the CPU seconds of all cores, and what a host has stolen of them.
 """
 
 import argparse
@@ -117,10 +117,10 @@ def compared(
     duck = median(ducks)
     beside = f"DuckDB {duck}" + "".join(f"; Polars {median(other)}" for other in others)
     ratio = warm.wall_s / duck.wall_s
-    yield Figure(f"{name}, warm", warm.wall_s, f"s, {warm.cpu_s:.1f} CPU s", beside, ratio, goals)
+    yield Figure(f"{name}, warm", warm.wall_s, f"s, {warm.cores()}", beside, ratio, goals)
     if stretch is not None:
         yield Figure(f"{name}, warm, stretch", ratio, "times DuckDB", goals=[Goal("value", "<=", stretch)])
-    yield Figure(f"{name}, first take", cold.wall_s, f"s, {cold.cpu_s:.1f} CPU s")
+    yield Figure(f"{name}, first take", cold.wall_s, f"s, {cold.cores()}")
     yield Figure(
         f"{name}, rate", events / warm.wall_s, "events/s", f"DuckDB {readable(events / duck.wall_s)}"
     )
@@ -242,7 +242,7 @@ def cold(bench: Bench) -> Iterator[Figure]:
         with own_cache(bench):
             if name != "cold":
                 made = spent_by([*COMMAND, "prepare"])
-                yield Figure("postroom pipeline prepare", made.wall_s, "s", f"{made.cpu_s:.0f} CPU s")
+                yield Figure("postroom pipeline prepare", made.wall_s, "s", made.cores())
             takes = []
             for _ in range(bench.repeats):
                 with tempfile.TemporaryDirectory(dir=bench.folder) as out:
@@ -253,7 +253,7 @@ def cold(bench: Bench) -> Iterator[Figure]:
             f"postroom pipeline run, 1M events, {name}",
             taken.wall_s,
             "s",
-            f"{taken.cpu_s:.0f} CPU s",
+            taken.cores(),
             goals=[Goal("value", "<", COLD_S_MAX)],
         )
 
@@ -270,9 +270,7 @@ def answer(bench: Bench) -> Iterator[Figure]:
                     spent_by([*COMMAND, "prepare"])
                 command = [*COMMAND, "sql", "--tables", folder, QUESTION]
                 taken = median([spent_by(command) for _ in range(bench.repeats)])
-            yield Figure(
-                f"postroom pipeline sql, 1M events, {name}", taken.wall_s, "s", f"{taken.cpu_s:.0f} CPU s"
-            )
+            yield Figure(f"postroom pipeline sql, 1M events, {name}", taken.wall_s, "s", taken.cores())
 
 
 @contextmanager
@@ -301,7 +299,7 @@ def increment(bench: Bench) -> Iterator[Figure]:
     yield Figure(
         f"{new:,} events added to {known:,} of {len(before)} batches",
         on_long.wall_s,
-        f"s, {on_long.cpu_s:.1f} CPU s",
+        f"s, {on_long.cores()}",
         f"added to nothing: {on_none}",
         on_long.wall_s / on_none.wall_s,
         [Goal("ratio", "<=", INCREMENT_MAX)],

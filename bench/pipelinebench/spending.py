@@ -13,6 +13,7 @@ from pathlib import Path
 
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
+STOLEN = 8  # the field of a line of /proc/stat
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,29 @@ class Spent:
 
     wall_s: float
     cpu_s: float
+    stolen_s: float
+    """What the host kept of our cores for others meanwhile. If it is much, the clock says nothing."""
 
     def __str__(self) -> str:
-        return f"{self.wall_s:.1f} s, {self.cpu_s:.1f} CPU s"
+        return f"{self.wall_s:.1f} s, {self.cores()}"
+
+    def cores(self) -> str:
+        stolen = f", {self.stolen_s:.0f} s stolen by the host" if self.stolen_s >= 1 else ""
+        return f"{self.cpu_s:.1f} CPU s{stolen}"
 
 
 def spent(work: Callable[[], object]) -> Spent:
     """What one call takes."""
-    begun, before = time.perf_counter(), _cpu_of_tree_s()
+    begun, before, stolen_s = time.perf_counter(), _cpu_of_tree_s(), _stolen_s()
     work()
-    return Spent(time.perf_counter() - begun, _cpu_of_tree_s() - before)
+    return Spent(time.perf_counter() - begun, _cpu_of_tree_s() - before, _stolen_s() - stolen_s)
 
 
 def median(takes: Sequence[Spent]) -> Spent:
     return Spent(
-        statistics.median(one.wall_s for one in takes), statistics.median(one.cpu_s for one in takes)
+        statistics.median(one.wall_s for one in takes),
+        statistics.median(one.cpu_s for one in takes),
+        statistics.median(one.stolen_s for one in takes),
     )
 
 
@@ -45,12 +54,13 @@ def spent_by(command: Sequence[str]) -> Spent:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     others = _children()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begun = time.perf_counter()
+    begun, stolen_s = time.perf_counter(), _stolen_s()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wall_s = time.perf_counter() - begun
     _reap(others)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Spent(wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Spent(wall_s, cpu_s, _stolen_s() - stolen_s)
 
 
 def _reap(others: set[int]) -> None:
@@ -63,6 +73,12 @@ def _reap(others: set[int]) -> None:
 
 def _children() -> set[int]:
     return {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
+
+
+def _stolen_s() -> float:
+    """Since the machine started, of all its cores."""
+    total, *_ = Path("/proc/stat").read_text().splitlines()
+    return int(total.split()[STOLEN]) / TICKS_A_S
 
 
 def _cpu_of_tree_s() -> float:
