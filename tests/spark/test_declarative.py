@@ -1,8 +1,11 @@
 """The declarative pipeline: its project loads, and its definitions make the tables that the jobs make.
 
-`make crash` runs `spark-pipelines` itself, which takes minutes: see `declarative-pipeline`.
+`make crash` has `spark-pipelines` make them, which takes minutes: see `declarative-pipeline`.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,21 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
     assert set(registry.outputs) == set(registry.flows)
     missing = set(GOLD) - set(registry.outputs)
     assert missing == {name for name, table in GOLD.items() if ASKING & {name, *table.inputs}}
+
+
+def test_spark_takes_every_definition(tables_of: TablesOf, connect: str, tmp_path: Path) -> None:
+    """Its own program, at a server. It refuses a definition that so much as asks which columns rows have."""
+    history, _ = tables_of()
+    spec = write_project(tmp_path / "project", history)
+    done = subprocess.run(
+        [sys.executable, "-m", "pyspark.pipelines.cli", "dry-run", "--spec", spec],
+        env={**os.environ, "SPARK_REMOTE": connect},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Run is COMPLETED" in done.stdout + done.stderr
 
 
 def test_definitions_make_the_rows_that_the_jobs_make(configured: SparkSession, tables_of: TablesOf) -> None:

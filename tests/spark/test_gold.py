@@ -107,10 +107,9 @@ ORACLE = {
         FROM events WHERE cost_usd IS NOT NULL GROUP BY ALL""",
     "gold_crashes": """
         SELECT day, message_id,
-               (min(ts_us), min(org_id), min(type), min(agent_id), min(goal_id), min(queue)),
-               count(*) FILTER (kind = 'lease_lapsed'),
-               coalesce(list_sort(list(DISTINCT worker_id) FILTER (kind = 'lease_lapsed')), []),
-               count(*) FILTER (kind = 'quarantined'), max(ts_us)
+               count(*) FILTER (kind = 'lease_lapsed'), count(*) FILTER (kind = 'quarantined'),
+               (min(ts_us), min(org_id), min(type), min(agent_id), min(goal_id), min(queue)), max(ts_us),
+               coalesce(list_sort(list(DISTINCT worker_id) FILTER (kind = 'lease_lapsed')), [])
         FROM events WHERE kind IN ('lease_lapsed', 'quarantined') GROUP BY ALL""",
     "gold_poison_suspects": """
         SELECT message_id, min(org_id), min(type), min(agent_id), min(goal_id), min(queue),

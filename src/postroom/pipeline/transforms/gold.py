@@ -277,6 +277,7 @@ def _traffic_of(messages: DataFrame) -> DataFrame:
 
 # ---- tokens and money ----------------------------------------------------------------------------------
 
+_DOLLARS: Final = "decimal(28,9)"
 _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 
@@ -307,7 +308,7 @@ def _cost_of(events: DataFrame) -> DataFrame:
     return (
         events.where("cost_usd IS NOT NULL")
         .withColumn("hour_us", hour_us(F.col("ts_us")))
-        .select(*_SPENDERS, _one().alias("calls"), F.col("cost_usd").cast("decimal(28,9)"))
+        .select(*_SPENDERS, _one().alias("calls"), F.col("cost_usd").cast(_DOLLARS))
     )
 
 
@@ -320,13 +321,13 @@ def crashes(events: DataFrame) -> DataFrame:
         events.where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
-            F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
             _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
+            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
+            F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
+            F.max("ts_us").alias("last_us"),
             F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(
                 "workers"
             ),
-            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
-            F.max("ts_us").alias("last_us"),
         )
     )
 
@@ -373,7 +374,13 @@ _ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("las
 _FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
 _DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
 _TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us", each=_tokens_of)
-_COST: Final = Sums(_SPENDERS, ("calls", "cost_usd"), moment="ts_us", each=_cost_of)
+_COST: Final = Sums(
+    _SPENDERS,
+    ("calls", "cost_usd"),
+    decimals=(("cost_usd", _DOLLARS),),
+    moment="ts_us",
+    each=_cost_of,
+)
 _CRASHES: Final = Sums(
     ("day", "message_id"),
     ("lapses", "quarantines"),
@@ -403,7 +410,7 @@ def _flame_lots() -> Lots:
     return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
 
 
-FORM: Final = 2
+FORM: Final = 3
 """Which columns and partitions the tables have. One of another form is made anew from what it is made of."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),

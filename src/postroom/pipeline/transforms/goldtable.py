@@ -18,6 +18,9 @@ class Sums(NamedTuple):
 
     keys: tuple[str, ...]
     sums: tuple[str, ...]
+    """Whole numbers, but for those among the decimals."""
+    decimals: tuple[tuple[str, str], ...] = ()
+    """Sums that have to be given back a type: Spark makes it wider each time that it adds."""
     smallest: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
@@ -44,20 +47,19 @@ class Sums(NamedTuple):
         return rows.withColumns({name: -F.col(name) for name in self.sums})
 
     def added_up(self, rows: "DataFrame") -> "DataFrame":
-        """One row a key, with the columns and types that the rows have. Where nothing is left is no row."""
+        """One row a key, with the types that the rows have. Where nothing is left is no row.
+
+        The rows are not asked for their columns: a declared pipeline may ask nothing.
+        """
+        types = dict(self.decimals)
         summed = rows.groupBy(*self.keys).agg(
-            *[F.sum(name).alias(name) for name in self.sums],
+            *[F.sum(name).cast(types.get(name, "bigint")).alias(name) for name in self.sums],
             *[F.min(name).alias(name) for name in self.smallest],
             *[F.max(name).alias(name) for name in self.largest],
             *[_joined(name).alias(name) for name in self.sets],
         )
-        left = summed.where(self.is_left())
-        shares = {name: F.try_divide(part, of) for name, part, of in self.shares}
-        columns = [
-            shares.get(field.name, F.col(field.name)).cast(field.dataType).alias(field.name)
-            for field in rows.schema
-        ]
-        return left.select(*columns)
+        shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
+        return summed.where(self.is_left()).select("*", *shares)
 
     def is_left(self) -> "Column":
         """Whether something of a row is left after all that was taken off."""
