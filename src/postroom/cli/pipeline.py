@@ -11,7 +11,6 @@ import click
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
-from postroom.pipeline.session import need_packages
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -209,6 +208,8 @@ def prepare(shell: Shell, anew: bool) -> None:
     """
     import msgspec
 
+    from postroom.pipeline.session import need_packages
+
     need_packages()
     from postroom.pipeline.preparing import as_commands_do
     from postroom.pipeline.preparing import prepare as make
@@ -320,6 +321,8 @@ def status(shell: Shell, events: Path | None, tables: Path) -> None:
     Example:
       postroom pipeline status --tables tables --events history
     """
+    from postroom.pipeline.session import need_packages
+
     need_packages()
     from postroom.pipeline.status import new_segments, status_of
 
@@ -346,6 +349,8 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
       postroom pipeline tables --tables tables
       postroom pipeline tables --tables tables --compact --vacuum
     """
+    from postroom.pipeline.session import need_packages
+
     need_packages()
     from postroom.pipeline.status import columns_of, keep_house
 
