@@ -18,9 +18,8 @@ class Sums(NamedTuple):
 
     keys: tuple[str, ...]
     sums: tuple[str, ...]
-    """Whole numbers, but for those among the decimals."""
     decimals: tuple[tuple[str, str], ...] = ()
-    """Sums that have to be given back a type: Spark makes it wider each time that it adds."""
+    """Sums that have to be given back their type: Spark makes it wider each time that it adds."""
     smallest: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
@@ -51,15 +50,18 @@ class Sums(NamedTuple):
 
         The rows are not asked for their columns: a declared pipeline may ask nothing.
         """
-        types = dict(self.decimals)
         summed = rows.groupBy(*self.keys).agg(
-            *[F.sum(name).cast(types.get(name, "bigint")).alias(name) for name in self.sums],
+            *[self._sum(name).alias(name) for name in self.sums],
             *[F.min(name).alias(name) for name in self.smallest],
             *[F.max(name).alias(name) for name in self.largest],
             *[_joined(name).alias(name) for name in self.sets],
         )
         shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
         return summed.where(self.is_left()).select("*", *shares)
+
+    def _sum(self, name: str) -> "Column":
+        kind = dict(self.decimals).get(name)
+        return F.sum(name) if kind is None else F.sum(name).cast(kind)
 
     def is_left(self) -> "Column":
         """Whether something of a row is left after all that was taken off."""
