@@ -9,14 +9,16 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import LOOPBACK, SETTINGS, spark_session
+from postroom.pipeline.session import DRIVER_OPTIONS, LOOPBACK, SETTINGS, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 11
+# A test compiles much and runs little: the quick compiler is enough, if it has the room.
 QUICK_COMPILER = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
+QUICK = {DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]} {QUICK_COMPILER}"}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -27,8 +29,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "local[2]",
         conf={
             "spark.driver.memory": "1g",
-            # A test compiles much and runs little: the quick compiler is enough, if it has the room.
-            "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK_COMPILER}",
+            **QUICK,
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
             "spark.sql.shuffle.partitions": "2",

@@ -1,6 +1,7 @@
 """What a gold table does when its input changes. That all of them do it right, shuffled lines show."""
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,22 +40,35 @@ def build(rows: DataFrame) -> DataFrame:
 
 
 class Input:
-    """Rows of three hours on two days, three files each, of which one is exchanged."""
+    """Rows of three hours on two days, three files each, what was made of them, and one exchanged since."""
 
-    def __init__(self, spark: SparkSession, folder: Path) -> None:
+    def __init__(self, spark: SparkSession, folder: Path, make: Callable[[DataFrame], DataFrame]) -> None:
         self.spark = spark
         self.tables = Tables(folder)
         rng = random.Random(1)
-        for day in (1, 2):
-            for lot in range(3):
-                self.put([(f"m{day}{lot}{n}", n % 3 * HOUR_US, rng.randrange(9), day) for n in range(6)])
+        rows = [
+            [(f"m{day}{lot}{n}", n % 3 * HOUR_US, rng.randrange(9), day) for n in range(6)]
+            for day in (1, 2)
+            for lot in range(3)
+        ]
+        for lot in rows:
+            self._put(lot)
+        made = make(self.tables.read(spark, "silver_messages"))
+        self.tables.append("gold_sum", made, partition_by=("day",))
+        self.version = self.tables.version("silver_messages")
+        self.old = self._exchange()
+        [self.new], _ = self.tables.changed("silver_messages", self.version)
 
-    def put(self, rows: list[tuple[str, int, int, int]], *removed: DataFile) -> None:
+    def copied_to(self, folder: Path) -> Tables:
+        shutil.copytree(self.tables.folder, folder, dirs_exist_ok=True)
+        return Tables(folder)
+
+    def _put(self, rows: list[tuple[str, int, int, int]], *removed: DataFile) -> None:
         columns = "message_id string, hour_us long, value int, day int"
         frame = self.spark.createDataFrame(rows, columns).coalesce(1)
         self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
 
-    def exchange(self) -> DataFile:
+    def _exchange(self) -> DataFile:
         """A file of the second day for one in which hour 0 is gone, 1 as it was, and 2 another."""
         old = next(file for file in self.tables.files("silver_messages") if file.partition["day"] == "2")
         rows = self.tables.read(self.spark, "silver_messages", [old]).collect()
@@ -63,8 +77,14 @@ class Input:
             for row in rows
             if row.hour_us
         ]
-        self.put(kept, old)
+        self._put(kept, old)
         return old
+
+
+@pytest.fixture(scope="module")
+def given(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Input:
+    """What most tests begin with. Each has a copy."""
+    return Input(spark, tmp_path_factory.mktemp("given"), build)
 
 
 def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
@@ -77,10 +97,9 @@ def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("way", WAY)
 def test_a_change_gives_what_is_made_anew(
-    spark: SparkSession, tmp_path: Path, way: str, is_there: bool
+    spark: SparkSession, given: Input, tmp_path: Path, way: str, is_there: bool
 ) -> None:
-    given = Input(spark, tmp_path)
-    tables = given.tables
+    tables = given.copied_to(tmp_path)
     read: list[str] = []
 
     def watched(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
@@ -95,20 +114,14 @@ def test_a_change_gives_what_is_made_anew(
         chosen = chosen._replace(each=watched(chosen.each))
     table = GoldTable(watched(build), ("silver_messages",), ("day",), chosen)
     deriving = Deriving(spark, tables, "gold_sum", table)
-    rows, _ = deriving.anew()
-    tables.append("gold_sum", rows, partition_by=("day",))
-    version = tables.version("silver_messages")
-    old = given.exchange()
-    [new], _ = tables.changed("silver_messages", version)
     if not is_there:  # it was removed after a week
-        (tables.folder / "silver_messages" / old.path).unlink()
-    read.clear()
+        (tables.folder / "silver_messages" / given.old.path).unlink()
     with ExitStack() as held:
-        changed, replaced = followed(deriving, version, held)
+        changed, replaced = followed(deriving, given.version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     if way in ("sums", "each", "scattered") and is_there:
-        assert set(read) == {old.path, new.path}  # and nothing of what stayed
+        assert set(read) == {given.old.path, given.new.path}  # and nothing of what stayed
     else:
         assert {path.partition("/")[0] for path in read} == {"day=2"}
     expected, _ = deriving.anew()
@@ -116,8 +129,6 @@ def test_a_change_gives_what_is_made_anew(
 
 
 def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_path: Path) -> None:
-    given = Input(spark, tmp_path)
-    tables = given.tables
     so_far = Window.partitionBy("hour_us").orderBy(F.col("day").asc_nulls_first())
     read: list[str] = []
 
@@ -129,15 +140,13 @@ def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_pat
         counted = summed.select("day", "hour_us", F.sum("value").over(so_far).alias("total"))
         return counted.where("day IS NOT NULL")
 
+    given = Input(spark, tmp_path, count)
+    tables = given.tables
     table = GoldTable(count, ("silver_messages",), ("day",), Running(("hour_us",), ("value",)))
     deriving = Deriving(spark, tables, "gold_sum", table)
-    rows, _ = deriving.anew()
-    tables.append("gold_sum", rows, partition_by=("day",))
-    version = tables.version("silver_messages")
-    given.exchange()
     read.clear()
     with ExitStack() as held:
-        changed, replaced = followed(deriving, version, held)
+        changed, replaced = followed(deriving, given.version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     assert {path.partition("/")[0] for path in read} == {"day=2"}
@@ -216,20 +225,15 @@ def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
 
 
 def test_of_too_many_hours_whole_days_are_made_anew(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, given: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Input(spark, tmp_path)
-    tables = given.tables
+    tables = given.copied_to(tmp_path)
     deriving = Deriving(
         spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY["hours"])
     )
-    rows, _ = deriving.anew()
-    tables.append("gold_sum", rows, partition_by=("day",))
-    version = tables.version("silver_messages")
-    given.exchange()
     monkeypatch.setattr("postroom.pipeline.deriving.HOURS_MAX", 1)
     with ExitStack() as held:
-        changed, replaced = followed(deriving, version, held)
+        changed, replaced = followed(deriving, given.version, held)
         assert len(changed.inputFiles()) == 3  # of the day, and nothing of what was made before
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     expected, _ = deriving.anew()

@@ -19,7 +19,7 @@ from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
-from tests.spark.conftest import TablesOf
+from tests.spark.conftest import QUICK, TablesOf
 from tests.spark.plainrows import all_rows, rows_of
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
@@ -84,7 +84,7 @@ def kill_during(step: str, events: Path, tables: Path) -> None:
     """Start a run, and kill it with its JVM when it says that it begins with a step."""
     command = [POSTROOM, "pipeline", "run", "--events", str(events), "--tables", str(tables)]
     with subprocess.Popen(
-        [*command, "--master", "local[2]"],
+        [*command, "--master", "local[2]", *(f"--conf={name}={value}" for name, value in QUICK.items())],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

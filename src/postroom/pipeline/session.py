@@ -66,6 +66,8 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.adaptive.enabled": "true",
     # Plans as text: nobody reads them, and they are made for every query, and again whenever it adapts.
     "spark.sql.ui.explainMode": "simple",
+    # Nor do errors name the line of ours: to know it, every column would ask the JVM a dozen questions.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.maxPlanStringLength": "20000",
     # Files are a tenth of what their rows take in memory, and a table is sent to everybody by its size there.
     "spark.sql.sources.fileCompressionFactor": "10",
