@@ -18,16 +18,16 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retain import Policy, Retention
-from postroom.pipeline.session import SETTINGS, spark_session
+from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
+from tests.spark.quick import QUICK
 
 KEEP_DAYS = 2
 NANOS_PER_S = 1e9
 GATEWAY_PORT, GATEWAY_SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
-QUICK = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 CONF = {
     "spark.driver.memory": "1g",
-    "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK}",
+    **QUICK,
     "spark.sql.shuffle.partitions": "2",
 }
 

@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import SETTINGS, spark_session
+from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
+from tests.spark.quick import QUICK, QUICK_COMPILER
 
-QUICK = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 CONF = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
     "spark.executor.cores": "1",
     "spark.sql.shuffle.partitions": "2",
-    "spark.driver.extraJavaOptions": f"{SETTINGS['spark.driver.extraJavaOptions']} {QUICK}",
-    "spark.executor.extraJavaOptions": QUICK,
+    **QUICK,
+    "spark.executor.extraJavaOptions": QUICK_COMPILER,
 }
 
 

@@ -9,16 +9,14 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.session import DRIVER_OPTIONS, LOOPBACK, SETTINGS, spark_session
+from postroom.pipeline.session import LOOPBACK, spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark import stories
 from tests.spark.commands import Commands
+from tests.spark.quick import QUICK
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 11
-# A test compiles much and runs little: the quick compiler is enough, if it has the room.
-QUICK_COMPILER = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
-QUICK = {DRIVER_OPTIONS: f"{SETTINGS[DRIVER_OPTIONS]} {QUICK_COMPILER}"}
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 

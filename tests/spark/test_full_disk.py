@@ -9,7 +9,7 @@ from pathlib import Path
 from postroom.pipeline.retain import DAY_US
 from postroom.pipeline.tables import Tables
 from tests.smalldisk import small_disk as small_disk  # noqa: PLC0414 - a fixture
-from tests.spark.commands import Commands, Done
+from tests.spark.commands import Commands, Done, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, records
 
@@ -47,8 +47,8 @@ def test_jobs_that_meet_a_full_disk_are_simply_given_again(
     tables = Tables(small_disk / "tables")
     where = ("--tables", tables.folder, "--master", "local[2]", "--conf", "spark.sql.shuffle.partitions=2")
     with filled(small_disk, LEFT_TO_RUN):
-        for job in ("run", "stream"):
-            assert_one_sentence(commands(job, "--events", events, *where))
+        for call, job in ((commands, "run"), (in_its_own_process, "stream")):
+            assert_one_sentence(call(job, "--events", events, *where))
             assert_whole(tables)
     assert commands("run", "--events", events, *where).code == 0
     assert all_rows(tables) == all_rows(undisturbed)

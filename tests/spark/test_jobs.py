@@ -2,12 +2,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from zlib import crc32
 
 import pytest
+from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -19,11 +19,11 @@ from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
-from tests.spark.conftest import QUICK, TablesOf
+from tests.spark.commands import POSTROOM
+from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
+from tests.spark.quick import QUICK
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
-
-POSTROOM = str(Path(sys.executable).with_name("postroom"))
 
 
 def test_a_second_writer_is_refused(spark: SparkSession, tmp_path: Path) -> None:
@@ -123,6 +123,11 @@ def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tm
         assert job.run(tmp_path / "events").rows["gold_depth"] > 0
     after = all_rows(job.tables)
     assert {name for name in before if before[name] != after[name]} == {"bronze_events"}
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_column_does_not_ask_the_jvm_for_its_line() -> None:
+    assert not is_debugging_enabled()
 
 
 def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:
