@@ -4,6 +4,7 @@ import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -128,6 +129,15 @@ def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tm
 @pytest.mark.usefixtures("spark")
 def test_a_column_does_not_ask_the_jvm_for_its_line() -> None:
     assert not is_debugging_enabled()
+
+
+def test_a_session_does_not_look_for_extensions(spark: SparkSession) -> None:
+    """Spark's own would be found, with functions for machine learning whose types take a second."""
+    context: Any = spark.sparkContext
+    catalyst = context._jvm.org.apache.spark.sql.catalyst
+    known = getattr(getattr(catalyst.analysis, "FunctionRegistry$"), "MODULE$").internal()
+    assert not known.functionExists(catalyst.FunctionIdentifier("vector_to_array"))
+    assert known.functionExists(catalyst.FunctionIdentifier("bloom_filter_agg"))  # it is asked as it should
 
 
 def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:

@@ -69,6 +69,9 @@ SETTINGS: Final[dict[str, str]] = {
     # Nor do errors name the line of ours: to know it, every column would ask the JVM a dozen questions.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.maxPlanStringLength": "20000",
+    # What extends Spark is named in `spark.sql.extensions`, and not looked for in its path: there is one, for
+    # machine learning, and to find out which types its functions have takes more than a second a start.
+    "spark.sql.extensions.test.loadFromCp": "false",
     # Files are a tenth of what their rows take in memory, and a table is sent to everybody by its size there.
     "spark.sql.sources.fileCompressionFactor": "10",
     "spark.sql.autoBroadcastJoinThreshold": "64m",
@@ -99,10 +102,11 @@ CONNECTOR_SETTINGS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
+_OF_A_SERVER: Final = ("spark.sql.codegen.cache.maxEntries", "spark.sql.extensions.test.loadFromCp")
 REMOTE_SETTINGS: Final = {
     name: value
     for name, value in SETTINGS.items()
-    if name.startswith("spark.sql.") and name != "spark.sql.codegen.cache.maxEntries"
+    if name.startswith("spark.sql.") and name not in _OF_A_SERVER
 }
 """What a session behind Spark Connect can choose. The rest is up to its server."""
 
