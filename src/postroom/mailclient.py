@@ -42,7 +42,7 @@ from postroom.core.mailcalls import (
     suffix,
 )
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
-from postroom.natsclient import Connection, Login, servers_of
+from postroom.natsclient import SID, Connection, Login, servers_of
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
@@ -69,7 +69,7 @@ class AsyncSubscription:
     def __init__(self, login: Login, subject: bytes, mail_id: str, group: str = "") -> None:
         self._mail_id = mail_id
         self._group = group
-        line = wire.subscribe(subject, b"1", group.encode())
+        line = wire.subscribe(subject, SID, group.encode())
         self._connection = Connection(login, subscription=line, took=self._took, failed=self._failed)
         self._queued: deque[MailMessage] = deque()
         self._queued_bytes = 0

@@ -26,6 +26,7 @@ DEFAULT_PORT = 4222
 MESSAGE_BYTES_MAX = 64 << 20  # of one message from a server
 CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
+SID = b"1"  # of a connection's only subscription
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 2.0
 PING_EVERY_S = 30.0
@@ -203,7 +204,7 @@ class Connection:
     ) -> None:
         self._login = login
         self._inbox = f"_INBOX.{secrets.token_hex(INBOX_BYTES)}"
-        self._subscription = subscription or wire.subscribe(f"{self._inbox}.*".encode(), b"1")
+        self._subscription = subscription or wire.subscribe(f"{self._inbox}.*".encode(), SID)
         self._took = took or self._answered
         self._failed = failed
         self._socket: _Socket | None = None
@@ -226,7 +227,11 @@ class Connection:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def close(self) -> None:
-        """Let the server take in what was sent, and end."""
+        """Let the server take in what was sent, and end.
+
+        It also takes in that nobody listens here any more: what comes to a mailbox from now on goes to
+        others, and is not lost on a connection that is about to close.
+        """
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -237,6 +242,7 @@ class Connection:
         self._failure = self._failure or MailUnavailable("this client is closed")
         self._up.set()
         if socket is not None and socket.transport is not None:
+            socket.write(wire.unsubscribe(SID))
             with suppress(PostroomError, TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await socket.pinged()

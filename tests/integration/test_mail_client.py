@@ -126,6 +126,35 @@ def test_a_group_shares_messages(mail: Mail, server: MailServer) -> None:
         assert len(got[0]) == len(got[1]) == 5
 
 
+def test_who_closes_a_subscription_has_told_the_server(server: MailServer) -> None:
+    """Otherwise it would hear of it some time later, and give away what is lost with the connection."""
+    said: list[bytes] = []
+    ends: list[asyncio.Future[None]] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: list[bytes]) -> None:
+        while line := await reader.readline():
+            heard.append(line)
+            writer.write(line)
+        writer.close()
+        await writer.wait_closed()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        onward = await asyncio.open_connection("127.0.0.1", server.port)
+        ends.extend(map(asyncio.ensure_future, (pump(reader, onward[1], said), pump(onward[0], writer, []))))
+
+    async def work() -> None:
+        async with await asyncio.start_server(between, "127.0.0.1", 0) as listening:
+            url = f"nats://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            async with Mail(url) as mail:
+                subscription = await mail.subscribe(await mail.create(ttl_s=60), group="g")
+                said.clear()
+                await subscription.close()
+                assert said == [b"UNSUB 1\r\n", b"PING\r\n"]
+            await asyncio.gather(*ends)
+
+    asyncio.run(work())
+
+
 def test_public_mailboxes_can_be_found_and_private_ones_cannot(mail: Mail) -> None:
     private = mail.create(ttl_s=60)
     named = mail.create("hidden.name", ttl_s=60)
