@@ -1,7 +1,9 @@
 """A disk of a few megabytes, in memory, that can really be filled."""
 
+import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,20 +11,45 @@ import pytest
 SMALL_DISK_MIB = 16
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A mounted tmpfs; who may not mount is told that the test did not run."""
-    folder = tmp_path / "disk"
+class NotPermitted(Exception):
+    """Who may not mount has no disk to fill."""
+
+
+@contextmanager
+def mounted(folder: Path, mib: int = SMALL_DISK_MIB) -> Iterator[Path]:
+    """A tmpfs of so many MiB."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a full disk was NOT tested: mounting a tmpfs needs root ({error})")
+        raise NotPermitted(f"mounting a tmpfs needs root ({error})") from None
     try:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One to fill; who may not mount is told that the test did not run."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(mounted(tmp_path / "disk"))
+        except NotPermitted as error:
+            pytest.skip(f"a full disk was NOT tested: {error}")
+        yield folder
+
+
+@contextmanager
+def filled(disk: Path, left: int) -> Iterator[None]:
+    """While so many bytes are left."""
+    there = os.statvfs(disk)
+    (disk / "ballast").write_bytes(bytes(there.f_bavail * there.f_frsize - left))
+    try:
+        yield
+    finally:
+        (disk / "ballast").unlink()
 
 
 def fill(folder: Path) -> Path:

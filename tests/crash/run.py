@@ -10,6 +10,7 @@ when piped. Exit code 1 when anything is not 0 or could not run.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import logging
@@ -29,6 +30,7 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
+from tests import smalldisk
 from tests.crash import auditing, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
@@ -65,13 +67,12 @@ TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
 Run = Callable[[int, int, Callable[[int], None]], Tally]
 
 
-def _on_spark(name: str) -> Run:
-    """A run of `pipelining`. Spark is loaded by those jobs alone."""
+def _on_spark(name: str, module: str = "pipelining") -> Run:
+    """A run of `pipelining` or `pipelinedisk`. Spark is loaded by those jobs alone."""
 
     def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
-        from tests.crash import pipelining
-
-        tally: Tally = getattr(pipelining, name)(count, seed, tick)
+        runs = importlib.import_module(f"tests.crash.{module}")
+        tally: Tally = getattr(runs, name)(count, seed, tick)
         return tally
 
     return run
@@ -84,6 +85,8 @@ PIPELINE_RUNS: dict[str, Run] = {
     "connect-pipeline": _on_spark("run_connected"),
     "skew-pipeline": _on_spark("run_skewed"),
     "declarative-pipeline": _on_spark("run_declared"),
+    "disk-pipeline": _on_spark("run_full", "pipelinedisk"),
+    "archive-pipeline": _on_spark("make_archive", "pipelinedisk"),
 }
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
@@ -231,7 +234,7 @@ def job_main(text: str) -> int:
     try:
         tally = done_here(msgspec.json.decode(text, type=Job), lambda more: _say(sys.stdout, {"done": more}))
         answer = Answer(tally=tally)
-    except (powercuts.NotPermitted, syscalls.Unavailable) as error:
+    except (powercuts.NotPermitted, smalldisk.NotPermitted, syscalls.Unavailable) as error:
         answer = Answer(missing=str(error))
     except KeyboardInterrupt:
         return 1

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
@@ -123,21 +123,16 @@ def spark_session(
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_java()
             spark = builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
-            if master.startswith("local"):
-                _write_no_sums(spark)
+            _prepare(spark, is_local=master.startswith("local"))
             return spark
 
 
-def _write_no_sums(spark: "SparkSession") -> None:
-    """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
+def _prepare(spark: "SparkSession", *, is_local: bool) -> None:
+    from postroom.pipeline.jvm import know_classes, write_no_sums  # noqa: PLC0415 - lazy
 
-    It also starts a program for each, to set its mode.
-    """
-    context = spark.sparkContext
-    jvm: Any = context._jvm  # noqa: SLF001 - no setting does it
-    local = jvm.java.net.URI("file:///")
-    files = jvm.org.apache.hadoop.fs.FileSystem.get(local, context._jsc.hadoopConfiguration())  # noqa: SLF001
-    files.setWriteChecksum(False)
+    know_classes(spark)
+    if is_local:
+        write_no_sums(spark)
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:

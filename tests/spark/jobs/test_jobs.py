@@ -8,6 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from py4j.protocol import REFLECTION_COMMAND_NAME  # type: ignore[import-untyped]
 from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
@@ -129,6 +130,27 @@ def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tm
 @pytest.mark.usefixtures("spark")
 def test_a_column_does_not_ask_the_jvm_for_its_line() -> None:
     assert not is_debugging_enabled()
+
+
+def test_a_column_does_not_ask_the_jvm_where_its_functions_are(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> None:
+        F.when(F.col("a") > 1, F.coalesce("b", "c")).alias("d")
+
+    made()  # who calls a method for the first time asks once
+    client: Any = spark.sparkContext._gateway._gateway_client  # type: ignore[union-attr]
+    asked: list[str] = []
+    send = client.send_command
+
+    def noted(text: str, *more: object, **others: object) -> Any:
+        asked.append(text)
+        return send(text, *more, **others)
+
+    monkeypatch.setattr(client, "send_command", noted)
+    made()
+    assert asked
+    assert [text for text in asked if text.startswith(REFLECTION_COMMAND_NAME)] == []
 
 
 def test_a_session_does_not_look_for_extensions(spark: SparkSession) -> None:

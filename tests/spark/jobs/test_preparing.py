@@ -1,55 +1,12 @@
-"""The archive of classes that a start is quicker with. `make bench-pipeline` makes a whole one."""
+"""The archive of classes that a start is quicker with. `make crash` makes one, on a full disk as well."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pyspark
 import pytest
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline import archive, preparing
 from postroom.system.lock import alone
-from tests.spark.commands import in_its_own_process
-
-PREPARE = """
-from postroom.pipeline.preparing import prepare
-print(prepare(lambda spark, folder: print(spark.version)).archive)
-"""
-START = """
-from pathlib import Path
-from postroom.pipeline.session import spark_session
-spark = spark_session("local[1]")
-jvm = spark.sparkContext._gateway.proc.pid
-mapped = Path(f"/proc/{jvm}/maps").read_text().splitlines()
-print({line.split()[-1] for line in mapped if ".jsa" in line})
-spark.stop()
-"""
-
-
-def told_by(script: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-def test_a_jvm_maps_the_archive_that_another_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "a cache"
-    monkeypatch.setenv(archive.CACHE, str(cache))
-    assert archive.using_archive() == ""
-    stale = cache / archive.name_of(1)
-    cache.mkdir()
-    stale.write_bytes(b"of another size")
-    version, path = told_by(PREPARE)
-    assert version == pyspark.__version__
-    assert {file.name for file in cache.iterdir()} == {Path(path).name, preparing.LOCK}
-    [mapped] = told_by(START)
-    assert Path(path).name in mapped
-    done = in_its_own_process("prepare", "--json")
-    assert done.code == 0
-    assert f'"{path}"' in done.stdout
-    assert '"is_new":false' in done.stdout
 
 
 def test_an_archive_whose_end_is_missing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

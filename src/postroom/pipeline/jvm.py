@@ -1,0 +1,52 @@
+"""What is said to the JVM of a session past PySpark, because no setting does it."""
+
+from typing import TYPE_CHECKING, Any, Final
+
+from py4j.java_gateway import JavaClass  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+FUNCTIONS: Final = "org.apache.spark.sql.functions"
+ASKED_FOR: Final = {
+    FUNCTIONS: FUNCTIONS,
+    "functions": FUNCTIONS,
+    "PythonUtils": "org.apache.spark.api.python.PythonUtils",
+    "PythonSQLUtils": "org.apache.spark.sql.api.python.PythonSQLUtils",
+}
+"""What PySpark calls the classes that columns are made with, and what they are called."""
+
+
+class Known(JavaClass):  # type: ignore[misc]
+    """A class of the JVM. It is asked once for each of its methods, and not at every call."""
+
+    def __getattr__(self, name: str) -> Any:
+        method = super().__getattr__(name)
+        setattr(self, name, method)
+        return method
+
+
+def know_classes(spark: "SparkSession") -> None:
+    """Tell PySpark where the classes are that it makes columns with.
+
+    It asks for them by name at every column, and the JVM looks for each of several names that it might mean
+    in all of Spark's 280 archives.
+    """
+    jvm = _jvm(spark)
+    for name, full_name in ASKED_FOR.items():
+        setattr(jvm, name, Known(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark makes its own
+
+
+def write_no_sums(spark: "SparkSession") -> None:
+    """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
+
+    It also starts a program for each, to set its mode.
+    """
+    hadoop = _jvm(spark).org.apache.hadoop.fs
+    local = _jvm(spark).java.net.URI("file:///")
+    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - not to be had otherwise
+    hadoop.FileSystem.get(local, configuration).setWriteChecksum(False)
+
+
+def _jvm(spark: "SparkSession") -> Any:
+    return spark.sparkContext._jvm  # noqa: SLF001 - not to be had otherwise

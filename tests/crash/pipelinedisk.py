@@ -1,0 +1,120 @@
+"""The pipeline on a disk that is full: each command says so in one sentence, and loses nothing.
+
+`disk-pipeline`: `run`, `stream` and `retain` meet it half way, and are simply given again when there is room.
+`archive-pipeline`: so does `prepare`, and leaves nothing that a start would use; with room it makes an
+archive, which the next JVM maps.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from postroom.pipeline import archive, preparing
+from postroom.pipeline.generate import generate
+from postroom.pipeline.retain import DAY_US
+from postroom.pipeline.tables import Tables
+from tests.crash.ledger import Tally
+from tests.crash.pipelinejob import Plan
+from tests.crash.pipelining import POSTROOM, compare, finished, look, scratch
+from tests.crash.tasks import Tick
+from tests.smalldisk import filled, mounted
+from tests.spark.plainrows import all_rows, records
+
+MESSAGES = 1_500
+FULL = "No space left on device"
+NO_ARCHIVE = "the disk may be full"
+LEFT_TO_RUN, LEFT_TO_RETAIN, LEFT_TO_PREPARE = 400_000, 30_000, 2_000_000  # bytes: enough to begin
+START = """
+from pathlib import Path
+from postroom.pipeline.session import spark_session
+spark = spark_session("local[1]")
+mapped = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text().splitlines()
+print({line.split()[-1] for line in mapped if ".jsa" in line})
+spark.stop()
+"""
+"""Says which archives its JVM has mapped."""
+
+
+def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
+    """Compared with what two commands make that nothing disturbed."""
+    tally = Tally()
+    with scratch() as folder, mounted(folder / "disk") as disk:
+        events, tables = folder / "events", Tables(disk / "tables")
+        generate(events, MESSAGES, seed)
+        finished(Plan(str(folder / "calm"), str(events), ["run"]), folder)
+        calm = Tables(folder / "calm")
+        for job in ("run", "stream"):
+            meets(disk, LEFT_TO_RUN, tables, tally, job, "--events", events)
+        expect(0, called("run", "--events", events, "--tables", tables.folder), tally)
+        compare(all_rows(calm), all_rows(tables), tally)
+
+        times_us = sorted(row["last_us"] for row in records(calm, "silver_messages"))
+        keep = ("--keep-days", (time.time_ns() // 1000 - times_us[len(times_us) // 2]) // DAY_US)
+        meets(disk, LEFT_TO_RETAIN, tables, tally, "retain", *keep)
+        for each in (tables, calm):
+            expect(0, called("retain", "--tables", each.folder, *keep), tally)
+        compare(all_rows(calm), all_rows(tables), tally)
+    tick(times)
+    return tally
+
+
+def meets(disk: Path, left: int, tables: Tables, tally: Tally, job: str, *words: object) -> None:
+    """A command on a full disk ends with one sentence, and what it leaves is whole."""
+    with filled(disk, left):
+        done = called(job, "--tables", tables.folder, *words)
+        expect(1, done, tally, FULL)
+        look(tables, tally)
+    tally.count(f"full_in_{job}")
+
+
+def called(*words: object, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [POSTROOM, "pipeline", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
+    )
+
+
+def expect(code: int, done: "subprocess.CompletedProcess[str]", tally: Tally, sentence: str = "") -> None:
+    """How it has to end; that something went wrong is said once, in its last line."""
+    said = done.stderr.splitlines() or [""]
+    traces = [line for line in said if "Exception" in line or "\tat " in line or "Traceback" in line]
+    if done.returncode != code or sentence not in said[-1] or traces:
+        tally.breaks(f"{done.args[2]} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def make_archive(times: int, _seed: int, tick: Tick = lambda _: None) -> Tally:
+    """In a folder whose name has a space. One of another size, as of a writer that was cut off, goes."""
+    tally = Tally()
+    with scratch() as folder:
+        with mounted(folder / "disk") as disk, filled(disk, LEFT_TO_PREPARE):
+            expect(1, called("prepare", POSTROOM_CACHE=str(disk)), tally, NO_ARCHIVE)
+            if {path.name for path in disk.iterdir()} - {"ballast", preparing.LOCK}:
+                tally.breaks(f"prepare left {sorted(disk.iterdir())}")
+            tally.count("full_in_prepare")
+        cache = folder / "a cache"
+        cache.mkdir()
+        stale = cache / archive.name_of(1)
+        stale.write_bytes(b"of another size")
+        expect(0, called("prepare", POSTROOM_CACHE=str(cache)), tally)
+        made = [path.name for path in cache.iterdir() if path.name != preparing.LOCK]
+        mapped = subprocess.run(
+            [sys.executable, "-c", START],
+            env={**os.environ, archive.CACHE: str(cache)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        if len(made) != 1 or made[0] == stale.name or made[0] not in mapped:
+            tally.breaks(f"prepare made {made}, and a JVM maps {mapped}")
+        again = called("prepare", "--json", POSTROOM_CACHE=str(cache))
+        expect(0, again, tally)
+        if '"is_new":false' not in again.stdout:
+            tally.breaks(f"a second prepare said {again.stdout}")
+        tally.acknowledged += 1
+    tick(times)
+    return tally

@@ -1,0 +1,1 @@
+"""What is done with the tables: jobs, commands, sources, servers and clusters."""
