@@ -66,7 +66,7 @@ bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) bench/bench_pipeline.py
 
-crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, soak (long)
+crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, full disks, soak (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 

@@ -1,6 +1,6 @@
-"""A driver of its own: brings tables up to a history on a cluster.
+"""A driver of its own: brings tables up to a history on a cluster, or behind a Spark Connect server.
 
-Arguments: master, events, tables, and `silver` or `gold`: how far. Prints how many executors there were.
+Arguments: its URL, events, tables, and `silver` or `gold`: how far. Prints how many executors a cluster had.
 """
 
 import sys
@@ -21,8 +21,9 @@ CONF = {
 }
 
 
-def main(master: str, events: str, tables: str, layer: str) -> None:
-    spark = spark_session(master, conf=CONF)
+def main(url: str, events: str, tables: str, layer: str) -> None:
+    is_cluster = url.startswith("spark://")
+    spark = spark_session(url, conf=CONF) if is_cluster else spark_session(remote=url)
     try:
         told = Pipeline(
             spark,
@@ -31,8 +32,9 @@ def main(master: str, events: str, tables: str, layer: str) -> None:
             progress=lambda text: print(text, file=sys.stderr),
         )
         told.run(Path(events))
-        hosts = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()
-        print(hosts - 1)  # the driver is one of them
+        if is_cluster:
+            hosts = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()
+            print(hosts - 1)  # the driver is one of them
     finally:
         spark.stop()
 

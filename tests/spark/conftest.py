@@ -17,6 +17,9 @@ from tests.spark.quick import QUICK
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 11
+UNCOMPILED = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
+"""Thousands of small plans, each run once: to compile them would take longer than they do. Jobs with a JVM of
+their own compile, and have to make the same rows."""
 TablesOf = Callable[..., tuple[Path, Tables]]
 
 
@@ -31,12 +34,23 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             "spark.local.dir": str(folder / "local"),
             "spark.sql.warehouse.dir": str(folder / "warehouse"),
             "spark.sql.shuffle.partitions": "2",
+            **UNCOMPILED,
             "spark.connect.grpc.binding.address": LOOPBACK,
             "spark.connect.grpc.binding.port": "0",
         },
     )
     yield session
     session.stop()
+
+
+@pytest.fixture
+def compiled(spark: SparkSession) -> Iterator[None]:
+    """For a test with many rows: its plans are compiled, as outside of tests."""
+    spark.conf.set("spark.sql.codegen.wholeStage", value=True)
+    spark.conf.set("spark.sql.codegen.factoryMode", "FALLBACK")
+    yield
+    for name, value in UNCOMPILED.items():
+        spark.conf.set(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from pyspark.sql import SparkSession
 
 from postroom.core import lives
@@ -54,6 +55,7 @@ def is_all_that_was_planted(found: Verdict, planted: list[dict[str, Any]]) -> bo
 MESSAGES, EVENTS_MIN = 23_000, 100_000
 
 
+@pytest.mark.usefixtures("compiled")
 def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else(
     spark: SparkSession, tmp_path: Path
 ) -> None:
