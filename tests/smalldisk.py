@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 SMALL_DISK_MIB = 16
+BALLAST = "ballast"  # what fills it
 
 
 class NotPermitted(Exception):
-    """Who may not mount has no disk to fill."""
+    """This machine lets us mount nothing."""
 
 
 @contextmanager
-def mounted(folder: Path, mib: int = SMALL_DISK_MIB) -> Iterator[Path]:
-    """A tmpfs of so many MiB."""
+def mounted(folder: Path) -> Iterator[Path]:
+    """A small tmpfs in a new folder."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "tmpfs", str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -45,11 +46,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def filled(disk: Path, left: int) -> Iterator[None]:
     """While so many bytes are left."""
     there = os.statvfs(disk)
-    (disk / "ballast").write_bytes(bytes(there.f_bavail * there.f_frsize - left))
+    (disk / BALLAST).write_bytes(bytes(there.f_bavail * there.f_frsize - left))
     try:
         yield
     finally:
-        (disk / "ballast").unlink()
+        (disk / BALLAST).unlink()
 
 
 def fill(folder: Path) -> Path:

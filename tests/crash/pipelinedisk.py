@@ -17,9 +17,10 @@ from postroom.pipeline.retain import DAY_US
 from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
-from tests.crash.pipelining import POSTROOM, compare, finished, look, scratch
+from tests.crash.pipelining import compare, finished, look, scratch
 from tests.crash.tasks import Tick
-from tests.smalldisk import filled, mounted
+from tests.smalldisk import BALLAST, filled, mounted
+from tests.spark.commands import Done, in_its_own_process
 from tests.spark.plainrows import all_rows, records
 
 MESSAGES = 1_500
@@ -47,15 +48,17 @@ def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
         calm = Tables(folder / "calm")
         for job in ("run", "stream"):
             meets(disk, LEFT_TO_RUN, tables, tally, job, "--events", events)
-        expect(0, called("run", "--events", events, "--tables", tables.folder), tally)
+        expect(0, in_its_own_process("run", "--events", events, "--tables", tables.folder), tally)
         compare(all_rows(calm), all_rows(tables), tally)
 
         times_us = sorted(row["last_us"] for row in records(calm, "silver_messages"))
         keep = ("--keep-days", (time.time_ns() // 1000 - times_us[len(times_us) // 2]) // DAY_US)
         meets(disk, LEFT_TO_RETAIN, tables, tally, "retain", *keep)
         for each in (tables, calm):
-            expect(0, called("retain", "--tables", each.folder, *keep), tally)
+            expect(0, in_its_own_process("retain", "--tables", each.folder, *keep), tally)
         compare(all_rows(calm), all_rows(tables), tally)
+        if not 0 < len(records(tables, "silver_messages")) < len(times_us):
+            tally.breaks("retain kept all messages, or none")
     tick(times)
     return tally
 
@@ -63,58 +66,55 @@ def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
 def meets(disk: Path, left: int, tables: Tables, tally: Tally, job: str, *words: object) -> None:
     """A command on a full disk ends with one sentence, and what it leaves is whole."""
     with filled(disk, left):
-        done = called(job, "--tables", tables.folder, *words)
+        done = in_its_own_process(job, "--tables", tables.folder, *words)
         expect(1, done, tally, FULL)
         look(tables, tally)
     tally.count(f"full_in_{job}")
 
 
-def called(*words: object, **environ: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [POSTROOM, "pipeline", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environ},
-    )
-
-
-def expect(code: int, done: "subprocess.CompletedProcess[str]", tally: Tally, sentence: str = "") -> None:
+def expect(code: int, done: Done, tally: Tally, sentence: str = "") -> None:
     """How it has to end; that something went wrong is said once, in its last line."""
     said = done.stderr.splitlines() or [""]
     traces = [line for line in said if "Exception" in line or "\tat " in line or "Traceback" in line]
-    if done.returncode != code or sentence not in said[-1] or traces:
-        tally.breaks(f"{done.args[2]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    if done.code != code or sentence not in said[-1] or traces:
+        tally.breaks(f"it ended with {done.code}, and not {code}: {done.stderr[-2000:]}")
 
 
 def make_archive(times: int, _seed: int, tick: Tick = lambda _: None) -> Tally:
-    """In a folder whose name has a space. One of another size, as of a writer that was cut off, goes."""
     tally = Tally()
     with scratch() as folder:
-        with mounted(folder / "disk") as disk, filled(disk, LEFT_TO_PREPARE):
-            expect(1, called("prepare", POSTROOM_CACHE=str(disk)), tally, NO_ARCHIVE)
-            if {path.name for path in disk.iterdir()} - {"ballast", preparing.LOCK}:
-                tally.breaks(f"prepare left {sorted(disk.iterdir())}")
-            tally.count("full_in_prepare")
-        cache = folder / "a cache"
-        cache.mkdir()
-        stale = cache / archive.name_of(1)
-        stale.write_bytes(b"of another size")
-        expect(0, called("prepare", POSTROOM_CACHE=str(cache)), tally)
-        made = [path.name for path in cache.iterdir() if path.name != preparing.LOCK]
-        mapped = subprocess.run(
-            [sys.executable, "-c", START],
-            env={**os.environ, archive.CACHE: str(cache)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        if len(made) != 1 or made[0] == stale.name or made[0] not in mapped:
-            tally.breaks(f"prepare made {made}, and a JVM maps {mapped}")
-        again = called("prepare", "--json", POSTROOM_CACHE=str(cache))
-        expect(0, again, tally)
-        if '"is_new":false' not in again.stdout:
-            tally.breaks(f"a second prepare said {again.stdout}")
-        tally.acknowledged += 1
+        prepare_without_room(folder / "disk", tally)
+        prepare_with_room(folder / "a cache", tally)
     tick(times)
     return tally
+
+
+def prepare_without_room(place: Path, tally: Tally) -> None:
+    with mounted(place) as disk, filled(disk, LEFT_TO_PREPARE):
+        expect(1, in_its_own_process("prepare", POSTROOM_CACHE=str(disk)), tally, NO_ARCHIVE)
+        if {path.name for path in disk.iterdir()} - {BALLAST, preparing.LOCK}:
+            tally.breaks(f"prepare left {sorted(disk.iterdir())}")
+    tally.count("full_in_prepare")
+
+
+def prepare_with_room(cache: Path, tally: Tally) -> None:
+    """In a folder whose name has a space. One of another size, as of a writer that was cut off, goes."""
+    cache.mkdir()
+    stale = cache / archive.name_of(1)
+    stale.write_bytes(b"of another size")
+    expect(0, in_its_own_process("prepare", POSTROOM_CACHE=str(cache)), tally)
+    made = [path.name for path in cache.iterdir() if path.name != preparing.LOCK]
+    mapped = subprocess.run(
+        [sys.executable, "-c", START],
+        env={**os.environ, archive.CACHE: str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    if len(made) != 1 or made[0] == stale.name or made[0] not in mapped:
+        tally.breaks(f"prepare made {made}, and a JVM maps {mapped}")
+    again = in_its_own_process("prepare", "--json", POSTROOM_CACHE=str(cache))
+    expect(0, again, tally)
+    if '"is_new":false' not in again.stdout:
+        tally.breaks(f"a second prepare said {again.stdout}")
+    tally.acknowledged += 1

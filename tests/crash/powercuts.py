@@ -34,6 +34,7 @@ from tests.crash.mailupdates import BOX, Desk
 from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of
 from tests.crash.tasks import check_store, delivery_of, ids_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
+from tests.smalldisk import NotPermitted
 
 IMAGE_BYTES = 16 * 1024 * 1024
 TASKS_IMAGE_BYTES = 48 * 1024 * 1024  # a WAL, the database behind it, and a ballast
@@ -44,10 +45,6 @@ COPIES_MAX = 200
 UNMOUNT_TRIES = 25
 
 Tick = Callable[[int], None]
-
-
-class NotPermitted(Exception):
-    """This machine lets us make no loop mounts."""
 
 
 def run(side: str, durability: Durability, cuts: int, seed: int, tick: Tick = lambda _: None) -> Tally:

@@ -30,10 +30,10 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests import smalldisk
 from tests.crash import auditing, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
+from tests.smalldisk import NotPermitted
 
 KILLS = 18_000
 CUTS = 1_000
@@ -234,7 +234,7 @@ def job_main(text: str) -> int:
     try:
         tally = done_here(msgspec.json.decode(text, type=Job), lambda more: _say(sys.stdout, {"done": more}))
         answer = Answer(tally=tally)
-    except (powercuts.NotPermitted, smalldisk.NotPermitted, syscalls.Unavailable) as error:
+    except (NotPermitted, syscalls.Unavailable) as error:
         answer = Answer(missing=str(error))
     except KeyboardInterrupt:
         return 1

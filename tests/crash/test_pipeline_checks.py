@@ -6,8 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 from postroom.pipeline.generate import generate
-from tests.crash import pipelining
+from tests.crash import pipelinedisk, pipelining
 from tests.crash.ledger import Tally
+from tests.spark.commands import Done
 
 
 def test_a_row_that_is_missing_and_one_that_is_there_twice_are_counted() -> None:
@@ -44,3 +45,16 @@ def test_a_giant_gets_its_share(tmp_path: Path) -> None:
         )
         assert organizations.total() == lines
         assert 0.8 < organizations["org-0"] / lines < 1 if giant else organizations["org-0"] / lines < 0.1
+
+
+def test_a_command_that_ends_otherwise_than_it_should_is_noticed() -> None:
+    def judged(code: int, said: str) -> bool:
+        tally = Tally()
+        pipelinedisk.expect(1, Done(code, "", said), tally, "No space left")
+        return tally.ok
+
+    assert judged(1, "1 s  bronze\npostroom: No space left on device\n")
+    assert not judged(0, "postroom: No space left on device\n")
+    assert not judged(1, "postroom: something else\n")
+    assert not judged(1, "\tat org.apache.spark\npostroom: No space left on device\n")
+    assert not judged(1, "")

@@ -17,6 +17,8 @@ from tests.spark.quick import QUICK
 from tests.spark.stories import Story
 
 MESSAGES, SEED = 1_500, 11
+COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
+"""What Spark does by itself."""
 UNCOMPILED = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
 """Thousands of small plans, each run once: to compile them would take longer than they do. Jobs with a JVM of
 their own compile, and have to make the same rows."""
@@ -46,8 +48,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture
 def compiled(spark: SparkSession) -> Iterator[None]:
     """For a test with many rows: its plans are compiled, as outside of tests."""
-    spark.conf.set("spark.sql.codegen.wholeStage", value=True)
-    spark.conf.set("spark.sql.codegen.factoryMode", "FALLBACK")
+    for name, value in COMPILED.items():
+        spark.conf.set(name, value)
     yield
     for name, value in UNCOMPILED.items():
         spark.conf.set(name, value)

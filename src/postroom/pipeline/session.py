@@ -123,11 +123,12 @@ def spark_session(
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_java()
             spark = builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
-            _prepare(spark, is_local=master.startswith("local"))
+            _instruct(spark, is_local=master.startswith("local"))
             return spark
 
 
-def _prepare(spark: "SparkSession", *, is_local: bool) -> None:
+def _instruct(spark: "SparkSession", *, is_local: bool) -> None:
+    """Tell the new session what no setting can."""
     from postroom.pipeline.jvm import know_classes, write_no_sums  # noqa: PLC0415 - lazy
 
     know_classes(spark)

@@ -41,6 +41,15 @@ def test_a_server_makes_the_same_tables(tables_of: TablesOf, connect: str, tmp_p
     assert rows == {name: rows_of(here, name) for name in rows}
 
 
+def test_the_command_goes_on_at_a_server(tables_of: TablesOf, connect: str, tmp_path: Path) -> None:
+    events, here = tables_of()
+    shutil.copytree(here.folder, tmp_path / "tables")
+    shutil.rmtree(tmp_path / "tables" / "gold_sla")
+    done = call("run", "--events", events, "--tables", tmp_path / "tables", "--remote", connect)
+    assert done.code == 0, done.stderr
+    assert all_rows(Tables(tmp_path / "tables")) == all_rows(here)
+
+
 def test_a_wrong_question_is_one_sentence(tables_of: TablesOf, connect: str) -> None:
     _, tables = tables_of()
     wrong = call("sql", "--tables", tables.folder, "--remote", connect, "SELECT nobody FROM silver_spans")
