@@ -2,6 +2,8 @@ import io
 import json
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 from postroom.runtime import journal as module
 from postroom.runtime.journal import FIELD_CHARS_MAX, Journal, JournalHandler, where
+
+HANG_GUARD_S = 30.0
 
 
 def fail() -> None:
@@ -115,6 +119,30 @@ def test_what_libraries_log_becomes_lines() -> None:
     assert (about["event"], about["logger"], about["message"]) == ("log", "library", "about this")
     assert broke["error"].startswith("ValueError at ")
     assert "secret" not in stream.getvalue()
+
+
+def test_who_closes_it_while_the_first_line_starts_its_thread_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_made, is_closing = threading.Event(), threading.Event()
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            is_made.set()
+            is_closing.wait(HANG_GUARD_S)
+            time.sleep(0.05)  # so that whoever closes is there first
+            super().start()
+
+    stream = io.StringIO()
+    journal = Journal(stream)
+    writer = threading.Thread(target=journal.write, args=("nudge_failed",))
+    monkeypatch.setattr("postroom.runtime.journal.threading.Thread", Slow)
+    writer.start()
+    assert is_made.wait(HANG_GUARD_S)
+    is_closing.set()
+    journal.close()
+    writer.join()
+    assert [line["event"] for line in lines_of(stream)] == ["nudge_failed"]
 
 
 def test_it_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

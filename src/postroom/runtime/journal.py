@@ -78,7 +78,8 @@ class Journal:
         """Write what waits, unless whoever reads has stopped."""
         self._closed = True
         self._news.set()
-        thread = self._thread
+        with self._starting:  # somebody's first line may be about to start it
+            thread = self._thread
         if thread is None:
             self._flush()
         else:
