@@ -193,7 +193,7 @@ def test_a_ttl_cannot_be_changed_and_its_end_is_the_end(server: MailServer) -> N
         while "error" not in (listed := await ask(client, "$mq9.AI.MAILBOX.LIST.fixed.ttl")):  # noqa: ASYNC110 - time ends it
             await asyncio.sleep(0.02)
         assert listed["code"] == 410
-        assert (await ask(client, CREATE, body))["is_new"] is True
+        assert (await ask(client, CREATE, {**body, "ttl": 3600}))["is_new"] is True
         assert (await ask(client, "$mq9.AI.MAILBOX.LIST.fixed.ttl"))["messages"] == []
 
     with_clients(server, 1, work)
