@@ -149,7 +149,7 @@ class Result(msgspec.Struct):
 
 def planned(options: argparse.Namespace) -> list[Job]:
     """Every job of the scenarios that were asked for."""
-    chosen = _chosen(options.only)
+    chosen = list(dict.fromkeys(name for only in options.only or [""] for name in beginning_with(only)))
     total = sum(share for name, share in KILL_SHARES.items() if name in chosen)
     jobs = []
     for name in chosen:
@@ -175,7 +175,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def _chosen(only: str) -> list[str]:
+def beginning_with(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
     names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
     names += PIPELINE_RUNS
@@ -414,7 +414,9 @@ def verdict(results: list[Result], allow_missing: bool) -> int:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.run", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="NAME", help="scenarios that begin with NAME")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="scenarios that begin with NAME; may be repeated"
+    )
     parser.add_argument("--kills", type=int, default=KILLS, help=f"in all ({KILLS:,})")
     parser.add_argument("--cuts", type=int, default=CUTS, help=f"for each class and contract ({CUTS:,})")
     parser.add_argument("--stops", type=int, default=STOPS, help=f"of lease holders ({STOPS:,})")
@@ -432,9 +434,10 @@ def main(arguments: list[str]) -> int:
         return job_main(options.job)
     if options.seed is None:
         options.seed = secrets.randbits(31)
+    for only in options.only or []:
+        if not beginning_with(only):
+            parser.error(f"no scenario begins with {only!r}")
     jobs = planned(options)
-    if not jobs:
-        parser.error(f"no scenario begins with {options.only!r}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(f"crash: seed {options.seed}, {options.jobs} processes", file=sys.stderr, flush=True)
     show_head()
