@@ -14,7 +14,7 @@ from pathlib import Path
 import pyspark
 
 from postroom.pipeline.tables import Tables
-from tests.spark.quick import QUICK_COMPILER
+from tests.spark.quick import QUICK_JVM
 
 WORKERS = 2
 LOOK_EVERY_S = 0.1
@@ -25,7 +25,7 @@ HERE = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
 DAEMON = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "SPARK_DAEMON_MEMORY": "192m",
-    "SPARK_DAEMON_JAVA_OPTS": f"{QUICK_COMPILER} -XX:+UseSerialGC",
+    "SPARK_DAEMON_JAVA_OPTS": f"{QUICK_JVM} -XX:+UseSerialGC",
     "SPARK_NO_DAEMONIZE": "1",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
-from tests.spark.quick import QUICK, QUICK_COMPILER
+from tests.spark.quick import QUICK, QUICK_JVM
 
 CONF = {
     "spark.driver.memory": "512m",
@@ -17,7 +17,7 @@ CONF = {
     "spark.executor.cores": "1",
     "spark.sql.shuffle.partitions": "2",
     **QUICK,
-    "spark.executor.extraJavaOptions": QUICK_COMPILER,
+    "spark.executor.extraJavaOptions": QUICK_JVM,
 }
 
 
