@@ -9,6 +9,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,21 @@ class Commands:
             stack.enter_context(contextlib.redirect_stderr(io.TextIOWrapper(errors, write_through=True)))
             code = run(cli, PROGRAM, ["pipeline", *map(str, words)])
             return Done(code, out.getvalue().decode(), errors.getvalue().decode())
+
+
+@contextlib.contextmanager
+def begun(seen: str, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process group of its own, which has just said something on stderr."""
+    with subprocess.Popen(
+        [POSTROOM, "pipeline", *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert any(seen in line for line in process.stderr)
+        yield process
 
 
 def in_its_own_process(*words: object, **environ: str) -> Done:

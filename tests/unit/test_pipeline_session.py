@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from postroom.errors import InvalidSetting
 from postroom.pipeline import session
 
 GIB = 1 << 30
@@ -44,3 +45,18 @@ def test_huge_pages_are_asked_for_only_where_there_are_some(
 
 def test_a_folder_with_a_space_in_its_name_is_one_word_for_java() -> None:
     assert f"={session.LOG_SETTINGS.as_uri()}" in session.SETTINGS[session.DRIVER_OPTIONS].split()[-1]
+
+
+@pytest.mark.parametrize(
+    "master", ["nonsense", "", "local[0]", "local[]", "sc://127.0.0.1:15002", "spark://"]
+)
+def test_a_master_that_is_none_is_named_before_a_jvm_is_tried(master: str) -> None:
+    with pytest.raises(InvalidSetting, match="is no master: it is local"):
+        session.spark_session(master)
+
+
+@pytest.mark.parametrize(
+    "master", ["local", "local[*]", "local[2]", "local[2,4]", "spark://a:7077,b:7077", "k8s://https://h:443"]
+)
+def test_what_spark_takes_is_a_master(master: str) -> None:
+    assert session.MASTER.fullmatch(master)

@@ -10,6 +10,7 @@ import click
 
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
+from postroom.cli.stopping import beside_spark, starting
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def spark_of(master: str, remote: str | None, conf: tuple[str, ...]) -> "Iterato
     settings = dict(part.partition("=")[::2] for part in conf)
     if not all(settings.values()):
         raise click.BadParameter("a setting of Spark has the form KEY=VALUE", param_hint="--conf")
-    spark = spark_session(master, remote, settings)
+    with starting:
+        spark = spark_session(master, remote, settings)
     try:
         yield spark
     finally:
@@ -228,6 +230,7 @@ def prepare(shell: Shell, anew: bool) -> None:
 @spark_options
 @redaction_option
 @click.pass_obj
+@beside_spark
 def run(
     shell: Shell, /, events: Path, tables: Path, skip_missing: bool, redaction: str, **where: Any
 ) -> None:
@@ -253,6 +256,7 @@ def run(
 @spark_options
 @redaction_option
 @click.pass_obj
+@beside_spark
 def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str, **where: Any) -> None:
     """Make the silver and gold tables anew from all of bronze.
 
@@ -281,6 +285,7 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
 @spark_options
 @redaction_option
 @click.pass_obj
+@beside_spark
 def stream(
     shell: Shell,
     /,
@@ -364,13 +369,19 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
 @spark_options
 @click.argument("query", metavar="QUERY")
 @click.pass_obj
+@beside_spark
 def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
     """Ask the tables with the SQL of Spark; prints JSON lines.
+
+    It answers and changes nothing: DROP, INSERT and the like are refused.
 
     \b
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
     """
+    from postroom.pipeline.asking import need_question
+
+    need_question(query)
     with _pipeline(shell, tables, where) as job:
         for line in job.answers(query):
             shell.output.text(line)
@@ -389,6 +400,7 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
 )
 @spark_options
 @click.pass_obj
+@beside_spark
 def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **where: Any) -> None:
     """Draw what the tables say, as one HTML file.
 
@@ -422,6 +434,7 @@ def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **
 )
 @spark_options
 @click.pass_obj
+@beside_spark
 def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     """Check the whole history in the tables, and print the violations that it proves.
 
@@ -476,6 +489,7 @@ DAYS = click.IntRange(1, 36_500)
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @spark_options
 @click.pass_obj
+@beside_spark
 def retain(
     shell: Shell,
     /,
@@ -546,6 +560,7 @@ def retain(
 @click.option("--dry-run", is_flag=True, help="Only count.")
 @spark_options
 @click.pass_obj
+@beside_spark
 def replay(
     shell: Shell,
     /,

@@ -9,7 +9,9 @@ Rule 3: nothing of a run is kept in memory between two tables, so every step can
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import ceil
 from pathlib import Path
+from threading import Lock
 from typing import Final, NamedTuple
 
 import msgspec
@@ -97,6 +99,8 @@ class Pipeline:
 
     def backfill(self, events: Path | None = None) -> Summary:
         """Make the silver and gold tables anew from all of bronze, after the segments that are new."""
+        if events is None:
+            self.tables.need_some()
         with self.tables.lock():
             taken = 0 if events is None else sum(map(len, self._ingest(events, self._look(events))))
             self._bring_up({**SILVER, **self._gold_inputs()}, anew=True)
@@ -106,17 +110,25 @@ class Pipeline:
         """Let Spark watch for segments: once for all that there are, or again and again.
 
         The file source notices them and its checkpoint remembers it. What is taken is decided by the table
-        itself, so `run` and `stream` can take turns.
+        itself, so `run` and `stream` can take turns. The source notices a file once: one that was cut short
+        then is looked for between the batches.
         """
         failures: list[Exception] = []
+        one_at_a_time = Lock()
 
         def arrived(_: DataFrame, __: int) -> None:
             # Not what has arrived: some of it may have to wait, and some may have waited for it.
             try:
-                self._run(events, skip_missing=skip_missing)
+                with one_at_a_time:
+                    self._run(events, skip_missing=skip_missing)
             except Exception as error:
                 failures.append(error)
                 raise
+
+        def take_what_became_whole() -> None:
+            with one_at_a_time:
+                if turn_of(events, self._taken(events)).ready:
+                    self._run(events, skip_missing=skip_missing)
 
         watched = bronze.arrivals(self.spark, str(events.absolute()))
         query = watched.writeStream.foreachBatch(arrived)
@@ -126,13 +138,18 @@ class Pipeline:
         else:
             query = query.trigger(processingTime=f"{every_s} seconds")
         try:
-            query.start().awaitTermination()
+            started = query.start()
+            while every_s is not None and not started.awaitTermination(ceil(every_s)):
+                take_what_became_whole()
+            started.awaitTermination()
         except StreamingQueryException as wrapped:
             # Around ours, with its trace as text.
             raise (failures or [wrapped])[0] from None
+        take_what_became_whole()
 
     def answers(self, query: str) -> Iterator[str]:
         """The rows of an SQL query over the tables, each as JSON."""
+        self.tables.need_some()
         names = self.tables.names()
         # To open one takes time. Whoever names none may want to see them all.
         for name in [name for name in names if name in query.lower()] or names:
@@ -164,11 +181,14 @@ class Pipeline:
 
     def _look(self, events: Path, *, skip_missing: bool = False) -> list[Segment]:
         """The segments that can be taken."""
-        taken = self.tables.last_txn("bronze_events", ingest_id(events))
-        self._turn = turn_of(events, taken, skip_missing=skip_missing)
+        self._turn = turn_of(events, self._taken(events), skip_missing=skip_missing)
         if self._turn.gaps:
             self._tell(self._turn.sentence())
         return self._turn.ready
+
+    def _taken(self, events: Path) -> int:
+        """The last segment of a folder that was."""
+        return self.tables.last_txn("bronze_events", ingest_id(events))
 
     def _ingest(self, events: Path, segments: list[Segment]) -> Iterator[list[Segment]]:
         """Take segments in batches, each in one commit."""

@@ -1,12 +1,17 @@
 """What is said to the JVM of a session past PySpark, because no setting does it."""
 
+import logging
+import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 from py4j.java_gateway import JavaClass  # type: ignore[import-untyped]
+from pyspark import SparkContext
+from pyspark.logger import PySparkLogger
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+END_S: Final = 10.0  # it puts away its files
 FUNCTIONS: Final = "org.apache.spark.sql.functions"
 ASKED_FOR: Final = {
     FUNCTIONS: FUNCTIONS,
@@ -37,6 +42,11 @@ def know_classes(spark: "SparkSession") -> None:
         setattr(jvm, name, Known(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark makes its own
 
 
+def keep_to_sentences() -> None:
+    """What Spark refuses is told by the exception. PySpark would also print it, with the stack of the JVM."""
+    PySparkLogger.getLogger("SQLQueryContextLogger").disabled = True
+
+
 def write_no_sums(spark: "SparkSession") -> None:
     """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
 
@@ -50,3 +60,26 @@ def write_no_sums(spark: "SparkSession") -> None:
 
 def _jvm(spark: "SparkSession") -> Any:
     return spark.sparkContext._jvm  # noqa: SLF001 - not to be had otherwise
+
+
+def end_jvm() -> bool:
+    """End the JVM of this process, whatever it does, if there is one. No thread can speak to it then."""
+    jvm = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - nothing else names it
+    if jvm is None:
+        return False
+    _hush()
+    jvm.terminate()
+    try:
+        jvm.wait(END_S)
+    except subprocess.TimeoutExpired:
+        jvm.kill()
+    return True
+
+
+def _hush() -> None:
+    """Those who wait for its answers would complain, each with a traceback."""
+    logging.disable()
+    context = SparkContext._active_spark_context  # noqa: SLF001 - nothing else names it
+    server: Any = getattr(context, "_accumulatorServer", None)  # there is none while it starts
+    if server is not None:
+        server.handle_error = lambda *_: None

@@ -21,6 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.pipeline.session import first_sentence
 from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
 from postroom.stores.opening import SQLITE, open_store
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 ID_CHARS: Final = 12
 COMMITS_A_S: Final = 10  # at a limited rate
+TELL_EVERY_S: Final = 1.0
 SAMPLES_MAX: Final = 5
 _COLUMNS: Final = ("message_id", "queue", "type", "parent_message_id")
 
@@ -114,7 +116,7 @@ def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFram
         chosen = messages.where(wanted.where).select(*_COLUMNS, "day", born.alias("born_us"))
     except (AnalysisException, ParseException) as error:
         raise InvalidMessage(
-            f"{wanted.where!r} is no condition on silver_messages: {_first_line(error)}"
+            f"{wanted.where!r} is no condition on silver_messages: {first_sentence(str(error))}"
         ) from None
     if wanted.key_file is not None:
         chosen = chosen.join(_created(tables.read(spark, "silver_events")), ["day", "message_id"], "left")
@@ -127,10 +129,6 @@ def _created(events: DataFrame) -> DataFrame:
     created = events.where("kind = 'created' AND message_id IS NOT NULL")
     first = created.groupBy("day", "message_id").agg(F.min(told).alias("told"))
     return first.select("day", "message_id", "told.event_id", "told.payload")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 # ---- what they said ------------------------------------------------------------------------------------
@@ -197,12 +195,15 @@ def _submit(
 ) -> None:
     """In order, a commit after the other. What was known already does not count against the rate."""
     size = COMMIT_MESSAGES if rate is None else max(1, min(COMMIT_MESSAGES, int(rate / COMMITS_A_S)))
-    began = time.monotonic()
+    began = told = time.monotonic()
     for chunk in chunks(messages, size):
         if rate is not None:
             time.sleep(max(0.0, began + submitter.new / rate - time.monotonic()))
         submitter.submit(chunk)
-        tell(submitter)
+        if time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            tell(submitter)
+    tell(submitter)
 
 
 def _tell(found: Replayed, progress: Progress, submitter: Submitter) -> None:

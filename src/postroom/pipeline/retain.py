@@ -102,9 +102,11 @@ def read_holds(path: Path) -> tuple[frozenset[str], frozenset[str]]:
 
 def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
     try:
-        texts = path.read_text().splitlines()
+        texts = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise InvalidSetting(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"cannot read {path}: it is no UTF-8") from None
     found = []
     for number, text in enumerate(texts, start=1):
         words = text.split()

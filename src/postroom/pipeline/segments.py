@@ -1,11 +1,12 @@
 """The sealed segments of the audit stream, in the order in which they are taken.
 
 Rule 1: segments are numbered without a gap. One that is missing may be on its way, so those behind it wait.
+        So may one that is shorter than the chain says: it is as good as missing until it is whole.
 Rule 2: whoever goes on without it is told the numbers, and has given them up: what is taken is remembered as
         the highest number alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,6 +42,10 @@ class Turn(NamedTuple):
     waiting: list[Segment]
     """Behind a number that is missing."""
     gaps: list[Gap]
+    short: tuple[int, ...] = ()
+    """Numbers in these gaps of which a part is there."""
+    is_given_up: bool = False
+    """Nobody waits for what is missing; of those that are cut short, what there is is taken."""
 
     def sentence(self) -> str:
         """What is missing, and what comes of it; nothing where nothing is."""
@@ -48,8 +53,10 @@ class Turn(NamedTuple):
             return ""
         are_many = len(self.gaps) > 1 or self.gaps[0].first < self.gaps[0].last
         missing = f"segment{'s' * are_many} {', '.join(map(str, self.gaps))} {'are' if are_many else 'is'}"
+        if self.short:
+            missing += " cut short or"
         if not self.waiting:
-            return f"{missing} missing and passed over"
+            return f"{missing} missing and {'passed over' if self.is_given_up else 'waited for'}"
         wait = f"{len(self.waiting)} behind {self.gaps[0].first} wait{'s' * (len(self.waiting) == 1)} for it"
         return f"{missing} missing, and {wait}"
 
@@ -73,24 +80,26 @@ def ingest_id(events: Path) -> str:
 def turn_of(events: Path, taken: int, *, skip_missing: bool = False) -> Turn:
     """What a folder has behind the last segment that was taken, which is -1 when none was."""
     new = [segment for segment in sealed_segments(events) if segment.number > taken]
-    gaps = list(_gaps(new, taken + 1 if taken >= 0 else _first_of(events)))
-    if skip_missing or not gaps:
-        return Turn(new, [], gaps)
-    ready = [segment for segment in new if segment.number < gaps[0].first]
-    return Turn(ready, new[len(ready) :], gaps)
+    chain = read_chain(events).entries
+    sealed = {entry.n: entry.bytes for entry in chain}
+    short = [segment.number for segment in new if segment.size < sealed.get(segment.number, 0)]
+    whole = [segment for segment in new if segment.number not in short]
+    # Nothing needs to be behind one that is cut short to show that it lacks something.
+    there = {segment.number for segment in whole} | {number + 1 for number in short[-1:]}
+    # A folder without a chain begins where it begins.
+    wanted = taken + 1 if taken >= 0 else chain[0].n if chain else None
+    gaps = list(_gaps(sorted(there), wanted))
+    if skip_missing:
+        return Turn(new, [], gaps, tuple(short), is_given_up=True)
+    ready = [segment for segment in whole if not gaps or segment.number < gaps[0].first]
+    return Turn(ready, whole[len(ready) :], gaps, tuple(short))
 
 
-def _first_of(events: Path) -> int | None:
-    """The first number that the folder's chain still has; a folder without a chain begins where it begins."""
-    entries = read_chain(events).entries
-    return entries[0].n if entries else None
-
-
-def _gaps(segments: Sequence[Segment], wanted: int | None) -> Iterator[Gap]:
-    for segment in segments:
-        if wanted is not None and segment.number > wanted:
-            yield Gap(wanted, segment.number - 1)
-        wanted = segment.number + 1
+def _gaps(numbers: Iterable[int], wanted: int | None) -> Iterator[Gap]:
+    for number in numbers:
+        if wanted is not None and number > wanted:
+            yield Gap(wanted, number - 1)
+        wanted = number + 1
 
 
 def batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:

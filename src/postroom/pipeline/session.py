@@ -6,6 +6,7 @@ Rule 2: a local master talks to itself alone. Where a cluster listens is the clu
 
 import logging
 import os
+import re
 import socket
 import sys
 import warnings
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOCAL_MASTER: Final = "local[*]"
+MASTER: Final = re.compile(r"local(\[(\*|[1-9]\d*)(,\d+)?\])?|local-cluster\[.+\]|spark://.+|k8s://.+|yarn")
 LOOPBACK: Final = "127.0.0.1"
 LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution joins what is small
 CONCURRENT_WRITERS_MAX: Final = (
@@ -121,6 +123,7 @@ def spark_session(
         with spark_errors():
             if remote is not None:
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
+            _need_master(master)
             _need_java()
             spark = builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
             _instruct(spark, is_local=master.startswith("local"))
@@ -129,11 +132,18 @@ def spark_session(
 
 def _instruct(spark: "SparkSession", *, is_local: bool) -> None:
     """Tell the new session what no setting can."""
-    from postroom.pipeline.jvm import know_classes, write_no_sums  # noqa: PLC0415 - lazy
+    from postroom.pipeline.jvm import keep_to_sentences, know_classes, write_no_sums  # noqa: PLC0415 - lazy
 
+    keep_to_sentences()
     know_classes(spark)
     if is_local:
         write_no_sums(spark)
+
+
+def _need_master(master: str) -> None:
+    """Spark would name it as well, behind a stack of its own."""
+    if not MASTER.fullmatch(master):
+        raise InvalidSetting(f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn")
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
@@ -205,7 +215,7 @@ def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[
         return builder.remote(remote).config(map={**conf}).getOrCreate()
     except ImportError as error:
         raise InvalidSetting(
-            f"Spark Connect: {_first_sentence(str(error)).rstrip('.')}: pip install 'postroom[spark]'"
+            f"Spark Connect: {first_sentence(str(error)).rstrip('.')}: pip install 'postroom[spark]'"
         ) from None
 
 
@@ -251,11 +261,11 @@ def spark_errors() -> "Iterator[None]":
     try:
         yield
     except (AnalysisException, ParseException) as error:
-        raise InvalidMessage(f"Spark refuses it: {_first_sentence(str(error))}") from None
+        raise InvalidMessage(f"Spark refuses it: {first_sentence(str(error))}") from None
     except (PySparkException, Py4JJavaError) as error:
-        raise Unavailable(f"Spark failed: {_first_sentence(_cause(error))}") from None
+        raise Unavailable(f"Spark failed: {first_sentence(_cause(error))}") from None
     except DeltaError as error:
-        raise Unavailable(f"a table cannot be written: {_first_sentence(str(error))}") from None
+        raise Unavailable(f"a table cannot be written: {first_sentence(str(error))}") from None
 
 
 def _cause(error: Exception) -> str:
@@ -273,7 +283,7 @@ def _cause(error: Exception) -> str:
     return str(thrown.getMessage() or thrown.toString())
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
     """Without the code in front, and without the plan behind it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else "it does not say why"

@@ -12,7 +12,9 @@ from postroom.pipeline.tables import Tables, rows_of
 def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, Any]]:
     """A row for each table; for the segments in front of them too, where they are."""
     tables = Tables(folder)
-    if events is not None:
+    if events is None:
+        tables.need_some()
+    else:
         yield _segments(folder, events)
     for name in tables.names():
         files = tables.files(name)
@@ -53,6 +55,7 @@ def _behind(tables: Tables, name: str) -> int | None:
 def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each column of each table."""
     tables = Tables(folder)
+    tables.need_some()
     for name in tables.names():
         for field in tables.schema(name).fields:
             yield {"table": name, "column": field.name, "type": field.dataType.simpleString()}
@@ -61,6 +64,7 @@ def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
 def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[[str], None]) -> None:
     """Join small files, and delete those that nobody needs."""
     tables = Tables(folder)
+    tables.need_some()
     with tables.lock():
         for name in tables.names():
             if compact:

@@ -126,6 +126,11 @@ class Tables:
         """Every table that was committed at least once."""
         return sorted(log.parent.name for log in self.folder.glob(f"*/{LOG}") if any(log.iterdir()))
 
+    def need_some(self) -> None:
+        """Whoever wants to know something about tables means a folder that has some."""
+        if not self.names():
+            raise InvalidMessage(f"there are no tables in {self.folder}")
+
     def exists(self, name: str) -> bool:
         return self._delta(name) is not None
 

@@ -36,6 +36,14 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     assert done.code == 2
     assert done.stdout == ""
     assert "nobody" in done.stderr.splitlines()[-1]
+    assert all(line.startswith("postroom: ") for line in done.stderr.splitlines())
+
+
+def test_what_is_no_question_is_refused_before_spark_starts(tmp_path: Path) -> None:
+    done = in_its_own_process("sql", "--tables", tmp_path, "DROP TABLE silver_spans")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("postroom: DROP is no question")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_question_opens_the_tables_that_it_names_and_one_that_names_none_all(
@@ -83,6 +91,19 @@ def test_status_and_tables_need_no_java(copied: tuple[Path, Path], tmp_path: Pat
     done = in_its_own_process("tables", "--tables", tables, "--vacuum", "--compact")
     columns = [json.loads(text) for text in done.stdout.splitlines()]
     assert {"table": "silver_messages", "column": "queue_us", "type": "bigint"} in columns
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("status",), ("tables",), ("tables", "--compact", "--vacuum"), ("backfill",), ("sql", "SELECT 1")],
+)
+def test_a_folder_without_tables_is_named_and_stays_as_it_is(
+    commands: Commands, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    done = commands(words[0], "--tables", tmp_path / "mistyped", *words[1:])
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == f"postroom: there are no tables in {tmp_path / 'mistyped'}"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> None:

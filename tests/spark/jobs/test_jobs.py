@@ -1,7 +1,6 @@
 import os
 import random
 import signal
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
-from tests.spark.commands import POSTROOM
+from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
 from tests.spark.quick import QUICK
@@ -84,16 +83,9 @@ STEPS = ("bronze", "silver_events", "silver_messages", "silver_spans")
 
 def kill_during(step: str, events: Path, tables: Path) -> None:
     """Start a run, and kill it with its JVM when it says that it begins with a step."""
-    command = [POSTROOM, "pipeline", "run", "--events", str(events), "--tables", str(tables)]
-    with subprocess.Popen(
-        [*command, "--master", "local[2]", *(f"--conf={name}={value}" for name, value in QUICK.items())],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stderr is not None
-        assert any(f"  {step}" in text for text in process.stderr)
+    conf = [f"--conf={name}={value}" for name, value in QUICK.items()]
+    words = ("run", "--events", events, "--tables", tables, "--master", "local[2]", *conf)
+    with begun(f"  {step}", *words) as process:
         os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
 
@@ -111,6 +103,23 @@ def test_a_killed_run_is_finished_by_the_next_one(
     Pipeline(spark, tables, gold={}).run(events)
     for name, rows in all_rows(tables).items():
         assert rows == rows_of(undisturbed, name), (name, step)
+
+
+def test_a_stream_takes_what_it_noticed_before_it_was_whole(spark: SparkSession, tmp_path: Path) -> None:
+    """As of a folder that is still being copied. The file source of Spark notices a file once."""
+    events, tables = tmp_path / "events", Tables(tmp_path / "tables")
+    generate(events, 50, 3)
+    lines = sum(len(segment.path.read_bytes().splitlines()) for segment in sealed_segments(events))
+    *_, last = sealed_segments(events)
+    whole = last.path.read_bytes()
+    last.path.write_bytes(whole[: len(whole) // 2])
+    job = Pipeline(spark, tables, gold={})
+    job.stream(events)
+    assert sum(file.rows for file in tables.files("bronze_events")) == lines - len(whole.splitlines())
+    last.path.write_bytes(whole)
+    job.stream(events)
+    assert sum(file.rows for file in tables.files("bronze_events")) == lines
+    assert rows_of(tables, "bronze_rejects").total() == 0
 
 
 def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:

@@ -231,3 +231,6 @@ def test_tiers_and_holds_are_read_from_lines(tmp_path: Path) -> None:
         read_holds(holds)
     with pytest.raises(InvalidSetting, match="cannot read"):
         read_holds(tmp_path / "nowhere")
+    holds.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidSetting, match="it is no UTF-8"):
+        read_holds(holds)

@@ -47,10 +47,44 @@ def chained(tmp_path: Path) -> Path:
     return tmp_path / "chained"
 
 
+def file_of(folder: Path, number: int) -> Path:
+    [path] = folder.glob(f"date=*/hour=*/{number:08}-*.jsonl")
+    return path
+
+
 def forget(folder: Path, *numbers: int) -> None:
     for number in numbers:
-        [path] = folder.glob(f"date=*/hour=*/{number:08}-*.jsonl")
-        path.unlink()
+        file_of(folder, number).unlink()
+
+
+def cut(folder: Path, number: int) -> bytes:
+    """All but its last byte stays; gives what it was."""
+    path = file_of(folder, number)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("short", "sentence"),
+    [
+        (1, "segment 1 is cut short or missing, and 4 behind 1 wait for it"),
+        (3, "segment 3 is cut short or missing, and 2 behind 3 wait for it"),
+        (5, "segment 5 is cut short or missing and waited for"),
+    ],
+)
+def test_one_that_is_still_being_copied_is_waited_for(chained: Path, short: int, sentence: str) -> None:
+    whole = cut(chained, short)
+    turn = turn_of(chained, NONE)
+    before, behind = list(range(1, short)), list(range(short + 1, SEGMENTS + 1))
+    assert (*told(turn), turn.sentence()) == (before, behind, [(short, short)], sentence)
+    assert told(turn_of(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
+    assert told(turn_of(chained, short)) == (behind, [], [])  # it was taken, and shall not come again
+    given_up = turn_of(chained, NONE, skip_missing=True)
+    assert told(given_up) == ([1, 2, 3, 4, 5], [], [(short, short)])
+    assert given_up.sentence() == f"segment {short} is cut short or missing and passed over"
+    file_of(chained, short).write_bytes(whole)
+    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
 
 
 def test_all_that_follows_on_is_ready(tmp_path: Path) -> None:
