@@ -759,6 +759,20 @@ def test_an_acknowledgement_neither_skips_what_was_not_fetched_nor_repeats_what_
     assert fetch_ids(rooms, link, "q", group_name="g") == normal[2:]
 
 
+def test_an_acknowledgement_does_not_cover_what_was_fetched_before_and_comes_behind(rooms: Rooms) -> None:
+    link = FakeLink()
+    rooms.create(link, name="q")
+    normal = [rooms.send(link, "q", b"n") for _ in range(3)]
+    assert fetch_ids(rooms, link, "q", group_name="g", deliver="earliest") == normal
+    assert fetch_ids(rooms, link, "q", group_name="g", num_msgs=1) == normal[:1]
+    ack(rooms, link, "q", "g", normal[0])
+    assert fetch_ids(rooms, link, "q", group_name="g") == normal[1:]
+    critical = rooms.send(link, "q", b"c", "critical")
+    assert fetch_ids(rooms, link, "q", group_name="g", num_msgs=1) == [critical]
+    ack(rooms, link, "q", "g", critical)
+    assert fetch_ids(rooms, link, "q", group_name="g") == normal[1:]
+
+
 def test_two_connections_of_a_group_never_hold_the_same(rooms: Rooms) -> None:
     one, two = FakeLink(), FakeLink()
     rooms.create(one, name="q")

@@ -113,7 +113,10 @@ class PullGroup:
             self.handed[letter.number] = link
 
     def acknowledge(self, number: int) -> list[int]:
-        """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones."""
+        """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones.
+
+        Not what comes behind it: a letter that is fetched again alone was handed after those behind it.
+        """
         letter = self._alive.get(number)
         if letter is None or number <= self.through[letter.rank]:
             return []  # what is not there, or has been passed, need not be remembered
@@ -123,10 +126,13 @@ class PullGroup:
             for earlier, holder in self.handed.items():
                 if earlier == number:
                     break
-                if holder == link:
+                if holder == link and self._comes_before(earlier, letter):
                     fresh.append(earlier)
         self.settle(fresh)
         return fresh
+
+    def _comes_before(self, number: int, letter: Letter) -> bool:
+        return (self._alive[number].rank, number) < (letter.rank, letter.number)
 
     def settle(self, numbers: Iterable[int]) -> None:
         """Count letters as acknowledged."""

@@ -1,7 +1,8 @@
 """FETCH, ACK and QUERY: reading by asking.
 
 Rule 1: a group gets a letter again until it is acknowledged, and never after. One acknowledgement covers
-        what the same connection was handed before it, as the newest dialect says.
+        what the same connection was handed before it, as the newest dialect says, and not what comes
+        behind it in order: that may have been fetched earlier and not be done.
 Rule 2: what one living connection of a group holds, no other gets.
 Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time.
 """
