@@ -3,6 +3,7 @@
 Each has a source of its own. Most happen at `NOW_US`; the newest event of a delivery decides what is settled.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -10,9 +11,12 @@ from typing import NamedTuple
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline import schema
 from postroom.pipeline.jobs import Pipeline, Summary
+from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import DataFile, Tables
 from postroom.pipeline.transforms.goldtable import GoldTable, Sums
+from postroom.sinks.layout import DIGITS_OF_HASH
 from tests.spark.plainrows import Row, records
 
 HOUR_US = 3_600_000_000
@@ -40,11 +44,18 @@ def happened(source: str, seq: int, message_id: str, kind: str = "created", **fi
     return line(**named, message_id=message_id, kind=kind, **{"ts_us": NOW_US + seq, **fields})
 
 
-def write_segment(folder: Path, number: int, lines: list[bytes]) -> str:
-    place = folder / "date=2025-01-05" / "hour=01" / f"{number:08}-0123456789ab.jsonl"
+def write_segment(folder: Path, number: int, lines: list[bytes], date: str = "2025-01-05") -> str:
+    said = b"".join(line + b"\n" for line in lines)
+    digest = hashlib.sha256(said).hexdigest()
+    place = folder / f"date={date}" / "hour=01" / f"{number:08}-{digest[:DIGITS_OF_HASH]}.jsonl"
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(b"".join(line + b"\n" for line in lines))
+    place.write_bytes(said)
     return place.name
+
+
+def events_in(spark: SparkSession, folder: Path) -> DataFrame:
+    """The events of sealed segments, by Spark's own reader."""
+    return spark.read.schema(schema.EVENTS).json([str(segment.path) for segment in sealed_segments(folder)])
 
 
 # ---- what is told --------------------------------------------------------------------------------------

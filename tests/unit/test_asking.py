@@ -34,6 +34,7 @@ def test_a_question_is_left_alone(query: str) -> None:
         ("DROP TABLE silver_events", "DROP"),
         ("\n/* SELECT */ create table a AS SELECT 1", "CREATE"),
         ("INSERT OVERWRITE DIRECTORY '/nowhere' SELECT 1", "INSERT"),
+        ("/* /* SELECT */ */ CREATE TABLE a AS SELECT 1", "CREATE"),
         ("-- SELECT\nDELETE FROM silver_events", "DELETE"),
         ("SELECTED", "SELECTED"),
     ],

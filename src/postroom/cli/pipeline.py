@@ -10,7 +10,7 @@ import click
 
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
-from postroom.cli.stopping import beside_spark, starting
+from postroom.cli.stopping import beside_spark, follower, starting
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
 if TYPE_CHECKING:
@@ -285,6 +285,7 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
 @spark_options
 @redaction_option
 @click.pass_obj
+@follower
 @beside_spark
 def stream(
     shell: Shell,

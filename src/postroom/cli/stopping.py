@@ -30,14 +30,29 @@ def beside_spark(command: Callable[..., T]) -> Callable[..., T]:
         if options.get("remote") is not None:
             return command(*words, **options)
         done: Future[T] = Future()
-        threading.Thread(target=_work, args=(done, lambda: command(*words, **options)), daemon=True).start()
+        worker = threading.Thread(target=_work, args=(done, lambda: command(*words, **options)), daemon=True)
         try:
+            worker.start()
             return done.result()
         except Stopped:
             _end_jvm()
             raise
 
     return waiting
+
+
+def follower(command: Callable[..., None]) -> Callable[..., None]:
+    """Of a command that goes on for ever, with a turn `every_s` seconds, a signal is the normal end."""
+
+    @wraps(command)
+    def following(*words: Any, **options: Any) -> None:
+        try:
+            command(*words, **options)
+        except Stopped:
+            if options["every_s"] is None:
+                raise
+
+    return following
 
 
 def _work(done: "Future[T]", work: Callable[[], T]) -> None:

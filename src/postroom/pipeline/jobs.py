@@ -20,11 +20,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
+from postroom.errors import Unavailable
 from postroom.pipeline import finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
-from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, last_taken, turn_of
 from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
@@ -86,6 +87,7 @@ class Pipeline:
         self._lines = 0
         self._rejects = 0
         self._turn = Turn([], [], [])
+        self._said = ""
 
     # ---- the jobs ------------------------------------------------------------------------------------
 
@@ -110,25 +112,32 @@ class Pipeline:
         """Let Spark watch for segments: once for all that there are, or again and again.
 
         The file source notices them and its checkpoint remembers it. What is taken is decided by the table
-        itself, so `run` and `stream` can take turns. The source notices a file once: one that was cut short
-        then is looked for between the batches.
+        itself, so `run` and `stream` can take turns. The source notices a file once, so what was cut short
+        then, or could not be taken because somebody else was at work, is looked for between the batches.
         """
         failures: list[Exception] = []
         one_at_a_time = Lock()
+        is_behind = True  # whoever did this before may have been killed half way
+
+        def take() -> None:
+            nonlocal is_behind
+            try:
+                with one_at_a_time:
+                    is_behind = True
+                    self._run(events, skip_missing=skip_missing)
+                    is_behind = False
+            except Unavailable as error:
+                if every_s is None:
+                    raise
+                self._tell(f"{error}; the next batch tries again")
 
         def arrived(_: DataFrame, __: int) -> None:
             # Not what has arrived: some of it may have to wait, and some may have waited for it.
             try:
-                with one_at_a_time:
-                    self._run(events, skip_missing=skip_missing)
+                take()
             except Exception as error:
                 failures.append(error)
                 raise
-
-        def take_what_became_whole() -> None:
-            with one_at_a_time:
-                if turn_of(events, self._taken(events)).ready:
-                    self._run(events, skip_missing=skip_missing)
 
         watched = bronze.arrivals(self.spark, str(events.absolute()))
         query = watched.writeStream.foreachBatch(arrived)
@@ -140,12 +149,13 @@ class Pipeline:
         try:
             started = query.start()
             while every_s is not None and not started.awaitTermination(ceil(every_s)):
-                take_what_became_whole()
+                if is_behind or turn_of(events, last_taken(self.tables, events)).ready:
+                    take()
             started.awaitTermination()
         except StreamingQueryException as wrapped:
             # Around ours, with its trace as text.
             raise (failures or [wrapped])[0] from None
-        take_what_became_whole()
+        take()
 
     def answers(self, query: str) -> Iterator[str]:
         """The rows of an SQL query over the tables, each as JSON."""
@@ -181,14 +191,11 @@ class Pipeline:
 
     def _look(self, events: Path, *, skip_missing: bool = False) -> list[Segment]:
         """The segments that can be taken."""
-        self._turn = turn_of(events, self._taken(events), skip_missing=skip_missing)
-        if self._turn.gaps:
+        self._turn = turn_of(events, last_taken(self.tables, events), skip_missing=skip_missing)
+        if self._turn.sentence() not in ("", self._said):
             self._tell(self._turn.sentence())
+        self._said = self._turn.sentence()
         return self._turn.ready
-
-    def _taken(self, events: Path) -> int:
-        """The last segment of a folder that was."""
-        return self.tables.last_txn("bronze_events", ingest_id(events))
 
     def _ingest(self, events: Path, segments: list[Segment]) -> Iterator[list[Segment]]:
         """Take segments in batches, each in one commit."""
@@ -403,7 +410,8 @@ class Fold(NamedTuple):
 
 def row_number() -> Column:
     """A number of a row of a Parquet file, the same whenever it is read."""
-    return F.xxhash64("_metadata.file_name", "_metadata.row_index")
+    # The whole path: a task gives its files of several dates one name.
+    return F.xxhash64("_metadata.file_path", "_metadata.row_index")
 
 
 def _high(file: DataFile) -> int:

@@ -1,18 +1,24 @@
 """The sealed segments of the audit stream, in the order in which they are taken.
 
 Rule 1: segments are numbered without a gap. One that is missing may be on its way, so those behind it wait.
-        So may one that is shorter than the chain says: it is as good as missing until it is whole.
+        So may one that is shorter than the chain says, or that the chain does not know and whose bytes are
+        not those that its name promises: it is as good as missing until it is whole.
 Rule 2: whoever goes on without it is told the numbers, and has given them up: what is taken is remembered as
         the highest number alone.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from postroom.errors import InvalidMessage
 from postroom.sinks.chain import read_chain
-from postroom.sinks.layout import SEGMENT
+from postroom.sinks.layout import DIGITS_OF_HASH, SEGMENT, STREAM
+
+if TYPE_CHECKING:
+    from postroom.pipeline.tables import Tables
 
 BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
 
@@ -73,8 +79,30 @@ def sealed_segments(events: Path) -> list[Segment]:
 
 
 def ingest_id(events: Path) -> str:
-    """The application whose transactions tell which segments of a folder were taken."""
+    """The application whose transactions tell which segments of a stream were taken.
+
+    A stream keeps its name wherever its folder is moved, and another one at its place has another.
+    """
+    with suppress(FileNotFoundError):
+        return f"stream {(events / STREAM).read_text('utf-8').strip()}"
+    return _place_id(events)
+
+
+def _place_id(events: Path) -> str:
     return f"segments of {events.absolute()}"
+
+
+def last_taken(tables: "Tables", events: Path) -> int:
+    """The last segment of a stream that was taken; -1 when none was."""
+    # Tables of an earlier version know every stream by its place.
+    return max(tables.last_txn("bronze_events", app_id) for app_id in (ingest_id(events), _place_id(events)))
+
+
+def is_as_sealed(segment: Segment) -> bool:
+    """Whether its bytes are those that its name promises."""
+    with segment.path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return segment.path.stem.endswith(f"-{digest[:DIGITS_OF_HASH]}")
 
 
 def turn_of(events: Path, taken: int, *, skip_missing: bool = False) -> Turn:
@@ -82,7 +110,7 @@ def turn_of(events: Path, taken: int, *, skip_missing: bool = False) -> Turn:
     new = [segment for segment in sealed_segments(events) if segment.number > taken]
     chain = read_chain(events).entries
     sealed = {entry.n: entry.bytes for entry in chain}
-    short = [segment.number for segment in new if segment.size < sealed.get(segment.number, 0)]
+    short = [segment.number for segment in new if _is_short(segment, sealed.get(segment.number))]
     whole = [segment for segment in new if segment.number not in short]
     # Nothing needs to be behind one that is cut short to show that it lacks something.
     there = {segment.number for segment in whole} | {number + 1 for number in short[-1:]}
@@ -93,6 +121,10 @@ def turn_of(events: Path, taken: int, *, skip_missing: bool = False) -> Turn:
         return Turn(new, [], gaps, tuple(short), is_given_up=True)
     ready = [segment for segment in whole if not gaps or segment.number < gaps[0].first]
     return Turn(ready, whole[len(ready) :], gaps, tuple(short))
+
+
+def _is_short(segment: Segment, sealed: int | None) -> bool:
+    return not is_as_sealed(segment) if sealed is None else segment.size < sealed
 
 
 def _gaps(numbers: Iterable[int], wanted: int | None) -> Iterator[Gap]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from postroom.pipeline.jobs import SOURCES
-from postroom.pipeline.segments import Turn, ingest_id, sealed_segments, turn_of
+from postroom.pipeline.segments import Turn, last_taken, sealed_segments, turn_of
 from postroom.pipeline.tables import Tables, rows_of
 
 
@@ -30,7 +30,7 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
 
 def new_segments(folder: Path, events: Path) -> Turn:
     """What the next run finds."""
-    return turn_of(events, Tables(folder).last_txn("bronze_events", ingest_id(events)))
+    return turn_of(events, last_taken(Tables(folder), events))
 
 
 def _segments(folder: Path, events: Path) -> dict[str, Any]:

@@ -406,7 +406,8 @@ def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> Non
     if known != list(wanted):
         raise InvalidMessage(
             f"table {name} of an earlier version is partitioned by {', '.join(known) or 'nothing'}, not by"
-            f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and run again"
+            f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and make the tables anew with"
+            " `postroom pipeline backfill`"
         )
 
 

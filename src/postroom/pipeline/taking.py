@@ -1,15 +1,17 @@
 """Segments into files of `bronze_events`.
 
-Rule 1: segments are taken for what they nearly always are: events, line by line. The first line that is none
-        ends that, and they are read again by a reader that keeps such lines apart, which takes longer.
+Rule 1: segments are taken for what they nearly always are: as they were sealed, events, line by line. Other
+        bytes, or the first line that is none, end that, and they are read in a way that keeps such lines
+        apart, which takes longer.
 Rule 2: a segment lies in the folder of its date, so the rows of a date are written by themselves.
 Rule 3: what every row of a file has in common is told by a path, and not computed for each of them.
 """
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.ordering import in_turn
 from postroom.pipeline.schema import REQUIRED
-from postroom.pipeline.segments import Segment
+from postroom.pipeline.segments import Segment, is_as_sealed
 from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.transforms import bronze
 
@@ -35,40 +37,54 @@ class Taken(NamedTuple):
     staged: Staged
     lines: int
     marks: int | None
-    """Of the segments in which a line is bad; see `bronze.bad_marks`."""
+    """Of the segments in which a line is bad; see `bronze.marks_where`."""
 
 
 def take(spark: SparkSession, tables: Tables, folder: str, segments: Iterable[Segment]) -> Taken:
     """Write the files of segments below a folder. They count with a commit to come."""
+    segments = list(segments)
     paths = [segment.path for segment in segments]
-    try:
-        adds = _take_events(spark, tables, paths)
-    except (PySparkException, Py4JJavaError) as error:
-        if not bronze.cannot_be_read(error):
-            raise
-        return take_lines(spark, tables, folder, paths)
-    if not all(map(_is_whole, adds)):
-        for add in adds:
-            (tables.folder / TABLE / add.path).unlink()
+    adds = _take_events(spark, tables, paths) if _are_as_sealed(segments) else None
+    if adds is None:
         return take_lines(spark, tables, folder, paths)
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds)
     return Taken(staged, staged.rows, None)
 
 
-def _take_events(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction]:
+def _are_as_sealed(segments: Iterable[Segment]) -> bool:
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hash") as pool:
+        return all(pool.map(is_as_sealed, segments))
+
+
+def _take_events(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction] | None:
+    """None when a line is no event, and nothing is left of it then."""
     dates: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         dates[path.parts[-3].partition("=")[2]].append(path)
-    adds = {}
+    adds: list[AddAction] = []
 
     def take_date(date: str) -> None:
         with tables.aside(TABLE) as links:
             _link(dates[date], links)
             rows = bronze.plain(spark, str(links))
-            adds[date] = tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date})
+            adds.extend(tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}))
 
-    in_turn(dict.fromkeys(sorted(dates), ()), take_date, DATES_AT_ONCE)
-    return list(chain.from_iterable(adds.values()))
+    try:
+        in_turn(dict.fromkeys(sorted(dates), ()), take_date, DATES_AT_ONCE)
+    except (PySparkException, Py4JJavaError) as error:
+        _forget(tables, adds)
+        if not bronze.cannot_be_read(error):
+            raise
+        return None
+    if all(map(_is_whole, adds)):
+        return adds
+    _forget(tables, adds)
+    return None
+
+
+def _forget(tables: Tables, adds: Iterable[AddAction]) -> None:
+    for add in adds:
+        (tables.folder / TABLE / add.path).unlink()
 
 
 def _link(paths: Iterable[Path], links: Path) -> None:
@@ -87,8 +103,14 @@ def _is_whole(add: AddAction) -> bool:
 
 def take_lines(spark: SparkSession, tables: Tables, folder: str, paths: Iterable[Path]) -> Taken:
     """The careful way: what is no event is left out, and its segment marked."""
-    seen = Observation()
-    parsed = bronze.lines(spark, folder, [str(path) for path in paths])
-    lines = parsed.observe(seen, bronze.bad_marks().alias("bad"), F.count("*").alias("lines"))
-    staged = tables.stage(TABLE, bronze.events(lines), partition_by=bronze.PARTITIONS)
-    return Taken(staged, seen.get["lines"], seen.get["bad"])
+    said_bad, read_bad = Observation(), Observation()
+    said = bronze.said(bronze.texts(spark, folder, [str(path) for path in paths]))
+    more = bronze.marks_where(~F.col("is_alone")).alias("marks")
+    said = said.observe(said_bad, more, F.count("*").alias("lines"))
+    with tables.aside(TABLE) as copies:
+        bronze.set_apart(said, str(copies))
+        bad = bronze.marks_where(bronze.is_bad()).alias("marks")
+        read = bronze.lines(spark, str(copies)).observe(read_bad, bad)
+        staged = tables.stage(TABLE, bronze.events(read), partition_by=bronze.PARTITIONS)
+    marks = [told.get["marks"] or 0 for told in (said_bad, read_bad)]
+    return Taken(staged, said_bad.get["lines"], marks[0] | marks[1] or None)

@@ -1,8 +1,10 @@
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +27,9 @@ from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
 from tests.spark.quick import QUICK
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
+
+FEWEST_TASKS = "spark.sql.files.minPartitionNum"
+HANG_GUARD_S = 120.0
 
 
 def test_a_second_writer_is_refused(spark: SparkSession, tmp_path: Path) -> None:
@@ -105,7 +110,17 @@ def test_a_killed_run_is_finished_by_the_next_one(
         assert rows == rows_of(undisturbed, name), (name, step)
 
 
-def test_a_stream_takes_what_it_noticed_before_it_was_whole(spark: SparkSession, tmp_path: Path) -> None:
+class Killed(Exception):
+    pass
+
+
+def killed(*_: object, **__: object) -> None:
+    raise Killed
+
+
+def test_a_stream_takes_what_it_noticed_before_it_was_whole(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a folder that is still being copied. The file source of Spark notices a file once."""
     events, tables = tmp_path / "events", Tables(tmp_path / "tables")
     generate(events, 50, 3)
@@ -117,9 +132,50 @@ def test_a_stream_takes_what_it_noticed_before_it_was_whole(spark: SparkSession,
     job.stream(events)
     assert sum(file.rows for file in tables.files("bronze_events")) == lines - len(whole.splitlines())
     last.path.write_bytes(whole)
-    job.stream(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_bring_up", killed)
+        with pytest.raises(Killed):
+            job.stream(events)
+    job.stream(events)  # nothing arrives, and still it ends what was begun
     assert sum(file.rows for file in tables.files("bronze_events")) == lines
     assert rows_of(tables, "bronze_rejects").total() == 0
+    assert tables.last_txn("silver_events", "bronze_events") == tables.version("bronze_events")
+
+
+def test_a_stream_waits_for_who_else_writes_the_tables(spark: SparkSession, tmp_path: Path) -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    tables = Tables(tmp_path / "tables")
+    write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
+    job = Pipeline(spark, tables, gold={}, progress=told.put)
+    with ThreadPoolExecutor(1) as pool:
+        with tables.lock():
+            ended = pool.submit(job.stream, tmp_path / "events", every_s=0.5)
+            assert told.get(timeout=HANG_GUARD_S).endswith(
+                "wait until it is done; the next batch tries again"
+            )
+        while not told.get(timeout=HANG_GUARD_S).startswith("silver_spans"):
+            pass
+        for query in spark.streams.active:
+            query.stop()
+        ended.result(HANG_GUARD_S)
+    assert rows_of(tables, "silver_messages").total() == 1
+
+
+def test_an_event_that_comes_again_on_another_date_is_one_though_a_task_wrote_both(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A bad line has them written together, in files of the same name and at the same place."""
+    for number, date in enumerate(("2025-01-05", "2025-01-06"), 1):
+        write_segment(tmp_path / "events", number, [happened("s", 1, "m1"), b"{"], date)
+    tables = Tables(tmp_path / "tables")
+    spark.conf.set(FEWEST_TASKS, "1")
+    try:
+        Pipeline(spark, tables, gold={}).run(tmp_path / "events")
+    finally:
+        spark.conf.unset(FEWEST_TASKS)
+    names = {Path(file.path).name for file in tables.files("bronze_events")}
+    assert (len(tables.files("bronze_events")), len(names)) == (2, 1)
+    assert [rows_of(tables, name).total() for name in ("bronze_events", "silver_events")] == [2, 1]
 
 
 def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from pyspark.sql import SparkSession
 from postroom import Tasks
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.pipeline.replay import Wanted, replay
-from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import bronze, silver
+from postroom.pipeline.transforms import silver
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.cipher import add_key
 from tests.spark.commands import Commands
+from tests.spark.stories import events_in
 
 MESSAGES = 30
 
@@ -42,8 +42,7 @@ class Past:
             shipping.once()
         with Tasks.open(self.store) as tasks:
             tasks.store.set_outbox(None)  # one store has one stream, and this one is given up
-        segments = [str(segment.path) for segment in sealed_segments(folder / "audit")]
-        lines = bronze.events(bronze.lines(spark, str(folder / "audit"), segments))
+        lines = events_in(spark, folder / "audit")
         tables = Tables(folder / "tables")
         tables.replace("silver_events", silver.events(lines, {}), partition_by=("day",))
         tables.replace("silver_messages", silver.messages(lines), partition_by=("day",))

@@ -12,12 +12,11 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom import Bus, Queue, Tasks
 from postroom.pipeline.filters import bounds_of, condition_of
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.source import register
 from postroom.pipeline.submitting import Message, Submitter
-from postroom.pipeline.transforms import bronze
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
+from tests.spark.stories import events_in
 
 
 @pytest.fixture
@@ -74,8 +73,7 @@ def test_rows_are_those_that_the_shipper_ships(
     found = rows_of(read(session, places, kind))  # before the shipper may have the store forget something
     with opened(tmp_path / "audit", sources, AuditSettings()) as shipping:
         shipped = shipping.once()
-    segments = [str(segment.path) for segment in sealed_segments(tmp_path / "audit")]
-    expected = rows_of(bronze.lines(session, str(tmp_path / "audit"), segments))
+    expected = rows_of(events_in(session, tmp_path / "audit"))
     assert len(found) == shipped > 0
     assert found == expected
 

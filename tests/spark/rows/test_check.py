@@ -16,11 +16,10 @@ from postroom.pipeline import check as checking
 from postroom.pipeline.check import RULES, Sample, Verdict, check
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.segments import sealed_segments
-from postroom.pipeline.transforms import bronze
 from postroom.sinks.reading import Place, Segments
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
+from tests.spark.stories import events_in
 
 HORIZON_US = 86_400 * 10**6
 
@@ -61,8 +60,7 @@ def test_of_a_hundred_thousand_events_it_finds_what_was_planted_and_nothing_else
 ) -> None:
     """`make crash` does it with five million, by the commands."""
     generate(tmp_path / "events", MESSAGES, 3, faults=True)
-    segments = [str(segment.path) for segment in sealed_segments(tmp_path / "events")]
-    lines = bronze.events(bronze.lines(spark, str(tmp_path / "events"), segments)).persist()
+    lines = events_in(spark, tmp_path / "events").persist()
     found = check(lines, lines.dropDuplicates(["event_id"]))
     lines.unpersist()
     assert found.events > EVENTS_MIN

@@ -8,8 +8,9 @@ import pytest
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
 from postroom.pipeline import segments
-from postroom.pipeline.segments import Gap, Segment, Turn, batches, turn_of
-from postroom.sinks.layout import CHAIN
+from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.runtime.shipping import stream_name
+from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain
 from postroom.sinks.segments import SegmentSink
 from tests.spark.stories import happened, write_segment
@@ -139,3 +140,28 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_a_gap_reads_as_a_person_says_it() -> None:
     assert [str(Gap(3, 3)), str(Gap(3, 5))] == ["3", "3 to 5"]
+
+
+def test_one_that_the_chain_does_not_know_is_waited_for_until_it_is_what_its_name_promises(
+    chained: Path,
+) -> None:
+    """A folder is copied, and its chain comes last."""
+    (chained / CHAIN).unlink()
+    whole = cut(chained, 3)
+    assert told(turn_of(chained, 2)) == ([], [4, 5], [(3, 3)])
+    assert told(turn_of(chained, 2, skip_missing=True)) == ([3, 4, 5], [], [(3, 3)])
+    file_of(chained, 3).write_bytes(whole)
+    assert told(turn_of(chained, 2)) == ([3, 4, 5], [], [])
+
+
+def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+    assert ingest_id(one) != ingest_id(other)  # they have no names, and are known by their places
+    name = stream_name(one)
+    (other / STREAM).write_text(f"{name}\n")
+    assert ingest_id(one) == ingest_id(other)
+    (one / STREAM).unlink()
+    stream_name(one)  # it was deleted, and is begun anew at the same place
+    assert ingest_id(one) != ingest_id(other)

@@ -8,14 +8,13 @@ from pyspark.sql import SparkSession
 from postroom.pipeline import taking
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.transforms import bronze
 from tests.spark.plainrows import rows_of
 from tests.spark.stories import TOO_SHORT, happened, line, write_segment
 
 GOOD = [happened("s", 1, "m1"), happened("s", 2, "m2", payload="p")]
 ODD_LINES = [
     b"null",
-    b"[]",
-    GOOD[0] + GOOD[1],
     GOOD[0] + b"\r",
     line(event_id=None),
     line(priority="high"),
@@ -23,6 +22,26 @@ ODD_LINES = [
     line(detail=[1]),
     line(seq=1.5),
 ]
+
+
+FORGOTTEN = {
+    b"[]": "it is not a JSON object",
+    b"[" + GOOD[0] + b"]": "it is not a JSON object",
+    GOOD[0] + GOOD[1]: "it is more than one JSON object",
+    GOOD[0] + b" and more": "it is more than one JSON object",
+    GOOD[0] + b"," + GOOD[1]: "it is more than one JSON object",
+    GOOD[0] + b"]": "it is more than one JSON object",
+    GOOD[0] + b"}": "it is more than one JSON object",
+    GOOD[0] + b',"line":{}': "it is more than one JSON object",
+}
+"""Lines of which Spark's reader says nothing, or takes a part and nothing of the rest; and the reason."""
+
+
+def break_seal(events: Path) -> None:
+    """As after somebody has changed a segment: its name promises other bytes."""
+    for segment in sealed_segments(events):
+        number, _, _ = segment.path.name.partition("-")
+        segment.path.rename(segment.path.with_name(f"{number}-{'0' * 12}.jsonl"))
 
 
 def taken(spark: SparkSession, folder: Path, how: str) -> tuple[object, ...]:
@@ -49,6 +68,26 @@ def test_whatever_a_line_says_the_quick_way_and_the_careful_one_agree(
     write_segment(tmp_path / "events", 1, GOOD)
     write_segment(tmp_path / "events", 2, [GOOD[0], odd, GOOD[1]])
     assert taken(spark, tmp_path, "quick") == taken(spark, tmp_path, "careful")
+
+
+def test_what_is_not_as_it_was_sealed_is_read_to_the_end_of_every_line(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    events = tmp_path / "events"
+    write_segment(events, 1, [GOOD[0], b"", *FORGOTTEN, b"  ", GOOD[1] + b"  "])
+    break_seal(events)
+    _, lines, marks, rows = taken(spark, tmp_path, "quick")
+    assert (lines, rows, marks is not None) == (len(FORGOTTEN) + 2, 2, True)
+    texts = bronze.texts(spark, str(events), [str(segment.path) for segment in sealed_segments(events)])
+    kept = {row["line"].encode(): row["reason"] for row in bronze.rejects(texts).collect()}
+    assert kept == FORGOTTEN
+
+
+def test_a_bad_line_of_one_date_leaves_no_files_of_the_others(spark: SparkSession, tmp_path: Path) -> None:
+    write_segment(tmp_path / "events", 1, GOOD, "2025-01-04")
+    write_segment(tmp_path / "events", 2, [*GOOD, b"{"], "2025-01-05")
+    _, lines, _, rows = taken(spark, tmp_path, "quick")
+    assert (lines, rows) == (5, 4)
 
 
 def test_events_alone_are_read_once_and_an_empty_segment_is_none(

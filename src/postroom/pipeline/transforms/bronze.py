@@ -1,7 +1,8 @@
 """Segments as tables: every line is a row of `bronze_events`, or of `bronze_rejects` with the reason.
 
 Rule 1: nothing is dropped and nothing is judged: repeats and contradictions stay, each with its segment.
-Rule 2: the JVM's JSON reader does all the work; a line is looked at once more only where one was bad.
+Rule 2: the JVM's JSON reader does all the work; lines are looked at more closely only where one was bad, or
+        where a segment is not what was sealed: the reader forgets what stands behind a line's first value.
 """
 
 from collections.abc import Sequence
@@ -31,13 +32,32 @@ FILES: Final = "path STRING, modificationTime TIMESTAMP, length BIGINT, content 
 MARKS: Final = 63  # the bits of a long that is not negative
 
 
-def lines(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
-    """Every line of the segments as the reader takes it, with its `segment` and the `date` of that."""
-    reader = spark.read.schema(StructType([*LINES.fields, _SEALED])).options(**_READING)
-    found = reader.option("basePath", folder).json(list(segments))
-    # The name by function: `_metadata` would have every row written once more on its way.
-    segment = F.substring_index(F.input_file_name(), "/", -1)
-    return found.select(*LINES.names, segment.alias("segment"), "date")
+def lines(spark: "SparkSession", folder: str) -> "DataFrame":
+    """Every line of a folder that has been `set_apart`, as the reader takes it."""
+    rows = StructType([*LINES.fields, StructField("segment", StringType()), _SEALED])
+    return spark.read.schema(rows).options(**_READING).json(folder)
+
+
+def said(texts: "DataFrame") -> "DataFrame":
+    """The lines that say something, of texts (`value`, `segment`, `date`), and whether each `is_alone`."""
+    return texts.where(~F.col("value").rlike(BLANK)).withColumn("is_alone", _is_alone())
+
+
+def _is_alone() -> "Column":
+    """Whether a line is one object and nothing else. The reader takes its first value, and forgets the rest.
+
+    No rest can be right behind an object both in a list and in another object, and leave each at its end.
+    """
+    listed = F.from_json(F.concat(F.lit("["), "value", F.lit("]")), "array<string>")
+    named = F.from_json(F.concat(F.lit('{"line":'), "value", F.lit("}")), "line string")
+    is_object = named["line"].startswith("{")
+    return F.coalesce((F.size(listed) == 1) & is_object, F.lit(False))  # noqa: FBT003 - a literal of SQL
+
+
+def set_apart(said: "DataFrame", folder: str) -> None:
+    """Write a copy of the lines that the reader can be trusted with, for `lines`."""
+    alone = said.where("is_alone").select("value", "date", "segment")
+    alone.write.partitionBy("date", "segment").text(folder)
 
 
 def plain(spark: "SparkSession", folder: str) -> "DataFrame":
@@ -76,14 +96,14 @@ def events(parsed: "DataFrame") -> "DataFrame":
     return parsed.where(~is_bad()).select(*EVENTS.names, "segment", "date")
 
 
-def bad_marks() -> "Column":
-    """An aggregate: the marks of the segments in which a line is bad, as bits. NULL when none is.
+def marks_where(is_so: "Column") -> "Column":
+    """An aggregate: the marks of the segments of rows, as bits. NULL when there are none.
 
     One long is all that a row can change, so it costs next to nothing. Segments may share a mark.
     """
     bit = (F.crc32("segment") % MARKS).cast("int")
     mark = F.call_function("shiftleft", F.lit(1).cast("long"), bit)
-    return F.bit_or(F.when(is_bad(), mark))
+    return F.bit_or(F.when(is_so, mark))
 
 
 def may_be_bad(segment: str, marks: int | None) -> bool:
@@ -102,19 +122,18 @@ def widened(rows: "DataFrame") -> "DataFrame":
 
 def rejects(texts: "DataFrame") -> "DataFrame":
     """Grain: one line that is no event, of texts (`value`, `segment`, `date`). The text as it is, and why."""
-    read = texts.where(~F.col("value").rlike(BLANK)).withColumn(
-        "event", F.from_json("value", LINES, dict(_READING))
-    )
+    read = said(texts).withColumn("event", F.from_json("value", LINES, dict(_READING)))
     # Bytes that are no UTF-8 would keep every other program from reading the table. The reader refuses them,
     # `from_json` does not.
     is_text = F.is_valid_utf8("value").alias("is_text")
-    flat = read.select("segment", "date", F.make_valid_utf8("value").alias("line"), is_text, "event.*")
-    bad = flat.where(is_bad() | ~F.col("is_text"))
+    line = F.make_valid_utf8("value").alias("line")
+    flat = read.select("segment", "date", line, is_text, "is_alone", "event.*")
+    bad = flat.where(is_bad() | ~F.col("is_text") | ~F.col("is_alone"))
     return bad.select("segment", "line", _reason().alias("reason"), "date")
 
 
 def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
-    """The same lines as plain text."""
+    """The lines of segments below a folder as plain text."""
     found = spark.read.option("basePath", folder).text(list(segments))
     sealed = F.col("date").cast(_SEALED.dataType)
     return found.select("value", F.col("_metadata.file_name").alias("segment"), sealed.alias("date"))
@@ -127,6 +146,7 @@ def _reason() -> "Column":
     return (
         F.when(~F.col("is_text"), F.lit("it is not UTF-8"))
         .when(F.col(CORRUPT).isNotNull() & nothing_read, F.lit("it is not a JSON object"))
+        .when(~F.col("is_alone"), F.lit("it is more than one JSON object"))
         .when(F.col(CORRUPT).isNotNull(), F.lit("a field has a value of another type"))
         .otherwise(F.concat(F.lit("it has no "), names))
     )
