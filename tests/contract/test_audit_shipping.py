@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from postroom import Bus, Queue, Tasks
 from postroom.contracts.audit import Audit
-from postroom.contracts.feeds import MOVED_QUIET_S, FileFeeds, StoreFeed
+from postroom.contracts.feeds import MOVED_QUIET_S, REDACTED, FileFeeds, StoreFeed, redacted
 from postroom.core.events import AuditEvent
+from postroom.core.redaction import Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
@@ -225,6 +227,32 @@ def test_events_that_were_forgotten_too_early_are_told(
         assert [event.error_type for event in told(tmp_path / "audit") if event.kind == "alert"] == [
             "EventsMissing"
         ]
+
+
+def test_who_only_reads_tells_nothing_of_forgotten_events(caplog: pytest.LogCaptureFixture) -> None:
+    with Tasks.open("memory://") as tasks:
+        work(tasks)
+        tasks.forget_events(tasks.store.newest_event())
+        tasks.enqueue(agent="ada", payload="after the gap")
+        before = tasks.store.events()
+        reader = StoreFeed(tasks.store, "tasks", outbox=None)
+        found = reader.read(1, 10)
+        assert [event.seq for event in found] == [event.seq for event in before]
+        assert found[0].seq > 2
+        assert tasks.store.events() == before
+        assert caplog.text == ""
+
+
+def test_redaction_changes_no_other_fields_than_it_says() -> None:
+    secret = "ada@example.com"  # noqa: S105 - an address
+    facts: dict[str, Any] = {
+        field.name: secret for field in msgspec.structs.fields(AuditEvent) if field.type is str
+    }
+    facts |= {"seq": 1, "ts_us": 1, "kind": "alert", "contract": "tasks", "schema": 1}
+    event = AuditEvent(**facts, detail={"fact": secret})
+    told = redacted(Redactor("full"), event)
+    changed = {name for name in event.__struct_fields__ if getattr(told, name) != getattr(event, name)}
+    assert changed == REDACTED
 
 
 def test_few_events_wait_a_second_and_many_do_not(tasks: Tasks, tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def _everything(_event: AuditEvent) -> bool:
 class StoreFeed:
     """The events of a store, and with `payloads` what the messages said.
 
-    While it has an outbox, the store keeps every event until it is shipped. Without one the feed only reads,
-    and does not care who ships.
+    While it has an outbox, the store keeps every event until it is shipped. Without one the feed only reads:
+    it does not care who ships, and writes nothing into the store.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class StoreFeed:
         found = self._store.events(after, limit)
         if not found:
             return []
-        if after and found[0].seq != after + 1:
+        # For a reader an event that was forgotten is no loss: it may have been shipped long ago.
+        if self._outbox is not None and after and found[0].seq != after + 1:
             self._tell_gap(after + 1, found[0].seq - 1)
         # A message that was forgotten meanwhile is told without what it said.
         said = self._store.payloads(found[0].seq - 1, found[-1].seq) if self._payloads else {}
@@ -309,6 +310,9 @@ def _hash(content: bytes) -> str:
 
 
 # ---- what is taken out -------------------------------------------------------------------------------
+
+REDACTED = frozenset({"payload", "error", "detail"})
+"""The fields that `redacted` may change."""
 
 
 def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool = False) -> AuditEvent:

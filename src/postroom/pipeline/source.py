@@ -6,7 +6,9 @@ Rule 2: what Spark does not ask for is not made. A filter is answered before a r
         `source` before an event is read; a column that `.schema(...)` leaves out costs nothing, and without
         `payload` no message of a store is opened. Spark tells a Python source of filters, and not of columns.
 Rule 3: reading moves nothing: no cursor, no outbox, no file.
-Rule 4: what the shipper takes out before it writes is taken out here, unless `redaction` says otherwise.
+Rule 4: what the shipper takes out before it writes is taken out here, unless `redaction` says otherwise. A
+        filter sees what a row shows: Spark answers those on fields that redaction may change, because an
+        answer from the event itself would tell what was taken out.
 
     events = spark.read.format("postroom").option("kind", "store").option("url", "sqlite:///queue.db").load()
     rows.write.format("postroom").options(url="sqlite:///again.db", replay_id="r1").mode("append").save()
@@ -38,7 +40,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from postroom.contracts.feeds import FileFeeds, StoreFeed, redacted
+from postroom.contracts.feeds import REDACTED, FileFeeds, StoreFeed, redacted
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import Redactor
 from postroom.errors import InvalidSetting, Unavailable
@@ -193,11 +195,12 @@ class EventsReader(DataSourceReader):
         self._first, self._last = 0, ALL
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's word
-        """Take every filter that can be answered exactly."""
+        """Take every filter that can be answered exactly before anything is taken out."""
+        hidden = frozenset() if self._place.level == "none" else REDACTED
         left = []
         for found in filters:
             condition = condition_of(found)
-            if condition is None:
+            if condition is None or condition.column in hidden:
                 left.append(found)
             else:
                 self._conditions.append(condition)

@@ -83,11 +83,17 @@ def test_redaction_can_be_left_to_the_reader(session: SparkSession, places: dict
     assert {row.payload for row in raw} == {f"mail ada@example.com {number}" for number in range(5)}
 
 
+def is_left_to_spark(found: DataFrame) -> bool:
+    """Whether Spark filters what the source gives it."""
+    plan = found._jdf.queryExecution().executedPlan().toString()
+    return re.search(r"^\W*(\d+\))? *Filter ", plan, re.MULTILINE) is not None
+
+
 WHERE = (
     "kind IN ('created', 'dequeued') AND seq > 3 AND seq <= 9",
     "kind <> 'created' AND worker_id IS NULL",
     "worker_id IS NOT NULL AND NOT (worker_id = 'w2')",
-    "error LIKE 'no route%' AND priority = 2 AND attempt >= 1",
+    "error_type LIKE 'IO%' AND priority = 2 AND attempt >= 1",
     "seq = 4",
     "source = 'nobody'",
 )
@@ -101,8 +107,48 @@ def test_filters_are_answered_by_the_source_and_mean_what_they_mean_in_spark(
     for where in WHERE:
         found = everything.where(where)
         assert rows_of(found) == rows_of(kept.where(where)), where
-        plan = found._jdf.queryExecution().executedPlan().toString()
-        assert not re.search(r"^\W*(\d+\))? *Filter ", plan, re.MULTILINE), plan
+        assert not is_left_to_spark(found), where
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A store with an address in a payload and in an error, and a bus with one in a detail."""
+    folder = tmp_path_factory.mktemp("secrets")
+    with Tasks.open(f"sqlite:///{folder}/queue.db") as tasks:
+        tasks.enqueue(agent="ada", payload="ask ada@example.com")
+        [task] = tasks.claim(agent="ada")
+        tasks.fail(task.task_id, task.lease, "no mail for ada@example.com")
+    bus = Bus(folder / "bus.yaml")
+    bus.append(type="FACT", project_id="ada@example.com", body="nothing secret")
+    return {"bus": bus.path, "store": folder / "queue.db"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "level", "left"),
+    [
+        ("store", "payload", "medium", "<email>"),
+        ("store", "payload", "full", "<text:"),
+        ("store", "error", "full", "<email>"),
+        ("bus", "detail", "full", "<email>"),
+    ],
+)
+def test_a_filter_sees_what_redaction_leaves(
+    session: SparkSession, secrets: dict[str, Path], kind: str, column: str, level: str, left: str
+) -> None:
+    found = read(session, secrets, kind, redaction=level)
+    assert found.where(F.col(column).contains("ada@example.com")).collect() == []
+    shown = found.where(F.col(column).contains(left)).collect()
+    assert [left in row[column] for row in shown] == [True]
+
+
+@pytest.mark.parametrize(("kind", "column"), [("store", "payload"), ("store", "error"), ("bus", "detail")])
+def test_the_source_answers_every_filter_where_nothing_is_taken_out(
+    session: SparkSession, secrets: dict[str, Path], kind: str, column: str
+) -> None:
+    whole = read(session, secrets, kind, redaction="none")
+    found = whole.where(F.col(column).contains("ada@example.com"))
+    assert found.count() == 1
+    assert not is_left_to_spark(found)
 
 
 def test_a_filter_that_is_not_understood_stays_with_spark(
@@ -129,6 +175,26 @@ def test_only_the_columns_that_are_asked_for_are_made(session: SparkSession, pla
     assert found.count() == 5
     with pytest.raises(PySparkException, match="an event has no column seq of type string"):
         reader.schema("seq string").load().count()
+
+
+def test_reading_leaves_a_store_as_it_was(
+    session: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has forgotten events, which may have been shipped before."""
+    path = tmp_path / "queue.db"
+    monkeypatch.setattr("postroom.stores.sqliteverbs.FOLD_EVENTS", 10)  # so that it forgets so few
+    with Tasks.open(f"sqlite:///{path}") as tasks:
+        for number in range(20):
+            tasks.enqueue(agent="ada", payload=number)
+        tasks.forget_events(20)
+        told = tasks.store.events()
+    before = path.read_bytes()
+    found = read(session, {"store": path}, "store").where("seq > 5").collect()
+    assert sorted(row.seq for row in found) == [event.seq for event in told]
+    assert told[0].seq > 6  # there is a gap, or nothing was tried
+    assert path.read_bytes() == before
+    with Tasks.open(f"sqlite:///{path}") as tasks:
+        assert tasks.store.events() == told
 
 
 @pytest.mark.parametrize(
