@@ -212,9 +212,7 @@ class _Reading:
         peaks = (
             total.groupBy(self._at("minute_us").alias("at_us")).agg(F.max("depth").alias("depth")).collect()
         )
-        queues = moves.groupBy("queue").agg(
-            F.sum("arrived").alias("arrived"), F.max("depth").alias("peak"), change.alias("waiting")
-        )
+        queues = _fullness(moves.groupBy("queue", "minute_us").agg(F.sum("arrived").alias("arrived"), change))
         ranked = queues.orderBy(F.desc("arrived"), "queue").limit(RANKED_MAX).collect()
         return (
             {row["at_us"]: row["depth"] for row in peaks},
@@ -314,6 +312,23 @@ def _n() -> Column:
 
 def _named(column: str) -> Column:
     return F.coalesce(F.col(column), F.lit("unnamed"))
+
+
+def _fullness(moves: DataFrame) -> DataFrame:
+    """Grain: queue, all organizations together.
+
+    Changes are added up, and not depths: an organization has no row for a minute in which its depth rests.
+    """
+    so_far = Window.partitionBy("queue").orderBy("minute_us")
+    return (
+        moves.withColumn("depth", F.sum("change").over(so_far))
+        .groupBy("queue")
+        .agg(
+            F.sum("arrived").alias("arrived"),
+            F.max("depth").alias("peak"),
+            F.sum("change").alias("waiting"),
+        )
+    )
 
 
 def _percentiles(counts: DataFrame, *keys: str) -> DataFrame:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import Row
+from pyspark.sql import Row, SparkSession
 
 from postroom.pipeline import report
 from postroom.pipeline.html.facts import (
@@ -29,7 +29,9 @@ from postroom.pipeline.html.facts import (
 from postroom.pipeline.html.flames import Profile, speedscope, tree
 from postroom.pipeline.html.page import POLICY, page
 from postroom.pipeline.html.words import HOUR_US, count, duration, esc, money, share
-from postroom.pipeline.report import _goal, write_report
+from postroom.pipeline.report import _goal, _Reading, write_report
+from postroom.pipeline.tables import Tables
+from postroom.pipeline.transforms import gold
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
@@ -235,6 +237,25 @@ def test_the_report_says_what_the_oracle_says(drawn: tuple[Path, Path, Path, Fac
         sum(pattern.n for pattern in facts.patterns)
         == ask("SELECT count(*) FROM events WHERE kind = 'dead_letter'")[0][0]
     )
+
+
+def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Each is full at another time: the highest sum is neither the highest of one nor the sum of both."""
+    minutes = [
+        (0, "a", "shared", 5, 0), (1, "b", "shared", 3, 0), (2, "a", "shared", 0, 2),
+        (3, "b", "shared", 1, 0), (2, "b", "other", 1, 1),
+    ]  # fmt: skip
+    flows = spark.createDataFrame(
+        [("2025-01-01", START_US + n * gold.MINUTE_US, *rest) for n, *rest in minutes],
+        "day STRING, minute_us BIGINT, org_id STRING, queue STRING, arrived BIGINT, left BIGINT",
+    )
+    tables = Tables(tmp_path / "tables")
+    tables.replace("gold_depth", gold.depth(flows))
+    depth, queues = _Reading(spark, tables)._depth()
+    assert queues == [Queue("shared", 9, 8, 7), Queue("other", 1, 0, 0)]
+    assert depth == {START_US: 8}
 
 
 def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Facts]) -> None:
