@@ -579,8 +579,9 @@ def replay(
 ) -> None:
     """Submit messages of the past again, in the order in which they were created.
 
-    A message whose payload is only known redacted is refused and counted; then the command ends with 1. The
-    same command given again submits what is missing and nothing twice.
+    A message whose payload is only known redacted is refused and counted, and so is one with a queue or
+    an id that no task can have; then the command ends with 1. The same command given again submits what is
+    missing, and nothing twice within the 30 days for which a store remembers it.
 
     \b
     Example:
@@ -609,7 +610,8 @@ def replay(
     shell.output.facts(
         msgspec.to_builtins(found),
         f"{found.replay_id}: {found.submitted:,} of {found.selected:,} messages {word}, "
-        f"{found.known:,} were there, {found.refused:,} refused because only a redacted payload is left",
+        f"{found.known:,} were there, {found.refused - found.unfit:,} refused because only a redacted "
+        f"payload is left, {found.unfit:,} because no task can have their queue or id",
     )
     if found.refused and not dry_run:
         raise click.exceptions.Exit(EXIT_RUNTIME)

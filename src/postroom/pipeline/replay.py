@@ -1,7 +1,8 @@
 """Messages of the past submitted again: to the store they came from, or into a sandbox.
 
 Rule 1: the table says which and in which order; what they said comes from the store, or from the encrypted
-        field of the stream. A payload that may have been redacted is never submitted: it is counted.
+        field of the stream. A payload that may have been redacted is never submitted: it is counted. So is
+        a message that no task can be made of; the others go on.
 Rule 2: a message goes in under (replay id, message id). The replay id is made of what was asked for, so the
         same command, killed and given again, submits the rest and nothing twice.
 """
@@ -22,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.core.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.pipeline.session import first_sentence
-from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks
+from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
 from postroom.stores.opening import SQLITE, open_store
 
@@ -76,7 +77,9 @@ class Replayed(msgspec.Struct):
     known: int = 0
     """Submitted by an earlier run of this replay."""
     refused: int = 0
-    """Nothing is left of what they said but a redacted text, or not even that."""
+    """Nothing is left of what they said but a redacted text, or not even that; or they are unfit."""
+    unfit: int = 0
+    """Of those refused: they have no queue, or no task can have such a queue or id."""
     refused_samples: list[str] = []
 
 
@@ -176,15 +179,16 @@ def _revealed(cipher: Cipher, row: "Row") -> str | None:
 
 def _messages(rows: Iterator[Any], payload: Payload, found: Replayed) -> Iterator[Message]:
     for row in rows:
-        said = payload(row)
+        message_id, queue = row["message_id"], row["queue"] or ""
+        fit = is_fit(found.replay_id, message_id, queue)
+        said = payload(row) if fit else None
         if said is not None:
-            yield Message(
-                row["message_id"], row["queue"] or "", said, row["type"] or "", row["parent_message_id"] or ""
-            )
+            yield Message(message_id, queue, said, row["type"] or "", row["parent_message_id"] or "")
             continue
         found.refused += 1
+        found.unfit += not fit
         if len(found.refused_samples) < SAMPLES_MAX:
-            found.refused_samples.append(row["message_id"])
+            found.refused_samples.append(message_id)
 
 
 # ---- submitting ----------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 Rule 1: a message is submitted under the key (replay id, message id), which the store remembers. Whoever is
         killed, repeats himself or runs twice adds nothing.
 Rule 2: the payload goes as it was. What is not JSON becomes a JSON text.
+Rule 3: the priority stays behind. Tasks have none: a claim of theirs never looks at another than the default,
+        and what was put in under another would wait for ever.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +15,7 @@ import msgspec
 
 from postroom.contracts.backlog import Backlog
 from postroom.contracts.tasks import KEY_CHARS_MAX, Tasks
-from postroom.core.names import checked_name
+from postroom.core.names import checked_name, is_name
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage
 from postroom.message import Envelope
@@ -58,8 +60,8 @@ class Submitter(Closing):
         self.new += len(accepted) - known
 
     def _envelope(self, message: Message) -> Envelope:
-        key = f"{self._replay_id}:{message.message_id}"
-        if not message.message_id or len(key) > KEY_CHARS_MAX:
+        key = _key(self._replay_id, message.message_id)
+        if key is None:
             raise InvalidMessage(
                 f"{message.message_id!r} is no message id: nothing can be remembered under it"
             )
@@ -76,6 +78,16 @@ class Submitter(Closing):
 
     def close(self) -> None:
         self._tasks.close()
+
+
+def is_fit(replay_id: str, message_id: str, queue: str) -> bool:
+    """Whether these name a task: a store can remember it, and there can be such a queue."""
+    return _key(replay_id, message_id) is not None and is_name(queue)
+
+
+def _key(replay_id: str, message_id: str) -> str | None:
+    key = f"{replay_id}:{message_id}"
+    return key if message_id and len(key) <= KEY_CHARS_MAX else None
 
 
 def _as_json(payload: str) -> bytes:

@@ -1,5 +1,6 @@
 """Messages of the past, submitted again: in order, once, and only with what they really said."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -7,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Tasks
-from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.contracts.tasks import KEY_CHARS_MAX
+from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.replay import Wanted, replay
+from postroom.pipeline.submitting import Message, Submitter, is_fit
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import silver
 from postroom.runtime.shipping import Sources, opened
@@ -93,6 +97,57 @@ def test_a_redacted_payload_is_refused_and_counted(spark: SparkSession, past: Pa
     add_key(other, "one")
     wrong_key = replay(spark, past.sealed, Wanted(where="true", to=url, key_file=other))
     assert (wrong_key.submitted, wrong_key.refused) == (0, MESSAGES)
+
+
+def with_column(spark: SparkSession, past: Past, folder: Path, name: str, value: Column) -> Tables:
+    """The messages of the past, of which one thing is told differently."""
+    tables = Tables(folder / "tables")
+    tables.replace("silver_messages", past.redacted.read(spark, "silver_messages").withColumn(name, value))
+    return tables
+
+
+def test_a_message_that_no_queue_can_take_is_refused_and_the_others_go_on(
+    spark: SparkSession, past: Past, commands: Commands, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    rows = past.redacted.read(spark, "silver_messages").orderBy("created_us", "message_id").collect()
+    nowhere, nameless = rows[3].message_id, rows[5].message_id
+    this = F.col("message_id")
+    queue = F.when(this == nameless, "no name").when(this != nowhere, F.col("queue"))
+    tables = with_column(spark, past, tmp_path, "queue", queue)
+    wanted = Wanted(where="true", to=url, store=past.store)
+    found = replay(spark, tables, wanted)
+    assert (found.selected, found.submitted) == (MESSAGES, MESSAGES - 2)
+    assert (found.refused, found.unfit) == (2, 2)
+    assert found.refused_samples == [nowhere, nameless]
+    words = ("--tables", tables.folder, "--where", "true", "--store", past.store, "--to", url)
+    again = commands("replay", *words, "--master", "local[1]", "--json")
+    assert again.code == 1
+    told = json.loads(again.stdout)
+    assert (told["submitted"], told["known"], told["unfit"]) == (0, MESSAGES - 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("message_id", "queue", "fit"),
+    [("m1", "ada", True), ("", "ada", False), ("m" * KEY_CHARS_MAX, "ada", False), ("m1", "a/b", False)],
+)
+def test_what_is_fit_is_what_the_submitter_takes(message_id: str, queue: str, fit: bool) -> None:
+    assert is_fit("r1", message_id, queue) == fit
+    with Submitter("memory://", "r1") as submitter:
+        refused = contextlib.nullcontext() if fit else pytest.raises(Rejected)
+        with refused:
+            submitter.submit([Message(message_id, queue, "1")])
+        assert submitter.new == fit
+
+
+def test_messages_of_every_priority_can_be_claimed_again(
+    spark: SparkSession, past: Past, tmp_path: Path
+) -> None:
+    """Tasks have no priorities: a message that kept another one would never be claimed."""
+    url = f"sqlite:///{tmp_path}/sandbox.db"
+    tables = with_column(spark, past, tmp_path, "priority", F.pmod(F.hash("message_id"), F.lit(4)))
+    replay(spark, tables, Wanted(where="queue = 'agent-1'", to=url, store=past.store))
+    assert said_in(url) == list(range(1, MESSAGES, 3))
 
 
 def test_a_dry_run_of_the_command_submits_nothing(past: Past, commands: Commands, tmp_path: Path) -> None:
