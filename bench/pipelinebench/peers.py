@@ -138,13 +138,20 @@ def outcomes(messages: Sequence[Path]) -> dict[str, tuple[int, int]]:
     return {outcome: (count, waited_us) for outcome, count, waited_us in found}
 
 
-def need_distinct(table: Path, key: str) -> None:
-    """End the bench when two rows of a table have one key. Its files are those of its first version."""
+def need_exact(table: Path, events: Path) -> None:
+    """End the bench when a table lacks an event of some segments, or has one twice.
+
+    Its files are those of its first version.
+    """
+    lines = f"read_json('{events}/date=*/hour=*/*.jsonl', columns = {{event_id: 'VARCHAR'}})"
+    rows = f"read_parquet('{table}/*/*.parquet')"
     with duckdb.connect() as con:
-        told = con.execute(f"SELECT count(*), count(DISTINCT {key}) FROM read_parquet('{table}/*/*.parquet')")
-        rows, keys = told.fetchall()[0]
-    if rows != keys:
-        raise SystemExit(f"{table.name} is not exact: {rows:,} rows, {keys:,} of {key}")
+        told = con.execute(f"SELECT count(*), count(DISTINCT event_id) FROM {rows}").fetchall()[0]
+        lost = con.execute(
+            f"SELECT count(*) FROM (SELECT event_id FROM {lines} EXCEPT SELECT event_id FROM {rows})"
+        ).fetchall()[0]
+    if told[0] != told[1] or lost[0]:
+        raise SystemExit(f"{table.name} is not exact: {told[0]:,} rows, {told[1]:,} events, {lost[0]:,} lost")
 
 
 # ---- what is summed up from them --------------------------------------------------------------------------

@@ -45,7 +45,7 @@ KILLS_A_ROUND = 4
 ROUND_MESSAGES = 400
 DELAY_S_MAX = 1.0  # from the beginning of a step to the kill; many steps take less
 WITH_JVM = 0.2  # of the kills; a JVM takes half a minute to come to where it is of use
-TRIES_A_KILL = 3
+TRIES_A_KILL = 10
 STEPS = {
     "run": [
         "bronze", "silver_events", "silver_messages", "silver_attempts", "silver_spans", "gold_latency",
@@ -166,6 +166,8 @@ def kill_round(
             chosen = OWN_JVM if rng.random() < WITH_JVM else gateway
             if kill_in(f"{job} {rng.choice(STEPS[job])}", killed, rng, tally, chosen):
                 break
+        else:
+            raise RuntimeError(f"{TRIES_A_KILL} times a job had ended before it was killed")
         look(Tables(Path(plan.tables)), tally)
     deliver(plan, segments)
     finished(plan, Path(plan.tables).parent, gateway)

@@ -1,7 +1,11 @@
+from typing import get_args
+
 from postroom.core.events import AuditEvent
+from postroom.message import EventKind
 from postroom.pipeline.schema import EVENTS
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import FIELDS, expected, oracle, stored
+from tests.spark.plainrows import records
 from tests.spark.stories import AHEAD, LAST, NO_UTF8, NOW_US, THIRD, WORDS_FOR_NUMBERS, Story
 
 
@@ -10,6 +14,12 @@ def test_every_line_is_a_row_with_its_segment(tables_of: TablesOf) -> None:
     columns, rows = expected(oracle(folder), "lines")
     assert tables.schema("bronze_events").names == columns
     assert stored(tables, "bronze_events") == rows
+
+
+def test_the_history_with_faults_tells_of_every_kind_of_event(tables_of: TablesOf) -> None:
+    """So every oracle of a table that is made of it has seen them all."""
+    _, tables = tables_of(faults=True)
+    assert {row["kind"] for row in records(tables, "bronze_events")} == set(get_args(EventKind))
 
 
 def test_the_schema_is_that_of_the_events() -> None:
