@@ -52,8 +52,8 @@ STEPS = {
         "gold_flow", "gold_depth", "gold_cost", "gold_traffic", "gold_flames", "gold_dlq_patterns",
     ],
     "retain": [
-        "bronze_rejects", "bronze_events", "silver_events", "silver_attempts", "silver_spans",
-        "silver_messages",
+        "silver_departed", "bronze_rejects", "bronze_events", "silver_events", "silver_attempts",
+        "silver_spans", "silver_messages",
     ],
 }  # fmt: skip
 EVENTS_A_MESSAGE = 4.4

@@ -320,8 +320,9 @@ def stream(
 def status(shell: Shell, events: Path | None, tables: Path) -> None:
     """How far each table has come. It needs no Spark.
 
-    `behind` counts the commits of its source that a table has not seen; with --events, the first line counts
-    the segments that nobody took so far, and a sentence on stderr names those that the others wait for.
+    `behind` counts the commits of its source that a silver table has not seen; where nobody counts them, as
+    for bronze and gold, it is empty. With --events, the first line counts the segments that nobody took so
+    far, and a sentence on stderr names those that the others wait for.
 
     \b
     Example:
@@ -441,8 +442,8 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
 
     Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
     a life ends once, and no number of a source is missing or stands for two events. One line for each
-    violation, at most a thousand of each rule, with the events that prove it. The exit code is 0 when there
-    is none, and 1 otherwise.
+    violation, at most a thousand of each rule, with the events that prove it. What `retain` let leave is not
+    missing. The exit code is 0 when there is none, and 1 otherwise.
 
     \b
     Example:
@@ -450,9 +451,12 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     """
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.check import check as judge
+        from postroom.pipeline.departed import TABLE
 
-        events = (job.tables.read(job.spark, name) for name in ("bronze_events", "silver_events"))
-        verdict = judge(*events, horizon_s=horizon_s)
+        bronze, silver = (job.tables.read(job.spark, name) for name in ("bronze_events", "silver_events"))
+        # Read last: what leaves meanwhile was noted before.
+        departed = job.tables.read(job.spark, TABLE) if job.tables.exists(TABLE) else None
+        verdict = judge(bronze, silver, departed, horizon_s=horizon_s)
     rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
     history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
     shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
@@ -506,7 +510,8 @@ def retain(
     """Let messages leave the tables that ended or last moved longer ago than they are kept.
 
     A message leaves as a whole, with its events. Rows are counted before any is deleted, and with --archive
-    read back from there. Gold tables follow with the next run. Files leave the disk a week later.
+    read back from there. Gold tables follow with the next run. Files stay on the disk for a week, and then
+    until the next `retain`, or `tables --vacuum`; those of gold until `tables --vacuum`.
 
     \b
     Example:

@@ -7,6 +7,8 @@ Rule 2: the lives of messages are judged where a store tells of them (`LEASED`):
         life. Numbers are checked of every source.
 Rule 3: one shuffle by message. Window functions see the events before one; only violations are collected.
 Rule 4: behind a hole everything may have happened: what was true before it proves nothing.
+Rule 5: what `retain` let leave is no hole. It took whole messages, so the others are judged as before; one
+        that is told of again afterwards is judged as behind a hole.
 """
 
 from functools import reduce
@@ -18,10 +20,10 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import WindowSpec
 
 from postroom.core.lives import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
+from postroom.pipeline.departed import holes_between, numbers_of, returned
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
 HORIZON_S: Final = 86_400.0
-BLOCK: Final = 1 << 20  # numbers of a source that are looked at in one place
 RULES: Final[tuple[Rule, ...]] = ("lost", "unknown", "overlap", "terminal", "gap")
 
 _END_KINDS: Final = tuple(ENDS)
@@ -60,9 +62,14 @@ class Verdict(NamedTuple):
         return sum(self.counts.values())
 
 
-def check(bronze: DataFrame, silver: DataFrame, *, horizon_s: float = HORIZON_S) -> Verdict:
-    """Judge the events of silver, and in bronze whether a number stands for two of them."""
-    violations = find_violations(bronze, silver, round(horizon_s * MICROS_PER_S)).persist()
+def check(
+    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None = None, *, horizon_s: float = HORIZON_S
+) -> Verdict:
+    """Judge the events of silver, and in bronze whether a number stands for two of them.
+
+    `departed` has the numbers that `retain` let leave, where it did.
+    """
+    violations = find_violations(bronze, silver, departed, round(horizon_s * MICROS_PER_S)).persist()
     try:
         counts = {
             row["rule"]: row["n"] for row in violations.groupBy("rule").agg(F.count("*").alias("n")).collect()
@@ -81,35 +88,19 @@ def check(bronze: DataFrame, silver: DataFrame, *, horizon_s: float = HORIZON_S)
     return Verdict({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
 
 
-def find_violations(bronze: DataFrame, silver: DataFrame, horizon_us: int) -> DataFrame:
+def find_violations(
+    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None, horizon_us: int
+) -> DataFrame:
     """One row for each violation: rule, message_id, event_ids, sentence."""
-    holes = find_holes(silver)
-    lives = _judged(_told(silver, holes), horizon_us)
+    numbers = numbers_of(silver) if departed is None else numbers_of(silver).unionByName(departed)
+    holes = holes_between(numbers)
+    events = _of_stores(silver, _sources(numbers, holes))
+    whole = events if departed is None else _without_returned(events, departed)
+    lives = _judged(_told(whole), horizon_us)
     return lives.unionByName(_missing(holes)).unionByName(_doubled(bronze))
 
 
 # ---- numbers -------------------------------------------------------------------------------------------
-
-
-def find_holes(events: DataFrame) -> DataFrame:
-    """One row for each hole of a source: the last number before it, and the first behind.
-
-    Numbers are sorted within blocks, so that no source has to fit into one task; between blocks only their
-    ends are compared.
-    """
-    block = F.floor(F.col("seq") / F.lit(BLOCK))
-    numbers = events.select("source", "seq", block.alias("block"))
-    by_number = Window.partitionBy("source", "block").orderBy("seq")
-    inside = numbers.withColumn("before", F.lag("seq").over(by_number))
-    ends = numbers.groupBy("source", "block").agg(F.min("seq").alias("seq"), F.max("seq").alias("last"))
-    by_block = Window.partitionBy("source").orderBy("block")
-    between = ends.withColumn("before", F.lag("last").over(by_block))
-    return (
-        inside.select("source", "before", "seq")
-        .unionByName(between.select("source", "before", "seq"))
-        .where(F.col("seq") - F.col("before") > 1)
-        .select("source", "before", F.col("seq").alias("behind"))
-    )
 
 
 def _missing(holes: DataFrame) -> DataFrame:
@@ -151,18 +142,15 @@ def _event_id(seq: Column) -> Column:
 # ---- what was true before each event ------------------------------------------------------------------
 
 
-def _told(events: DataFrame, holes: DataFrame) -> DataFrame:
-    """The events that are judged, each with what was true just before it.
-
-    `epoch` counts the holes before an event; `whole` says that there is none, back to number 1.
-    """
+def _told(events: DataFrame) -> DataFrame:
+    """The events that are judged, each with what was true just before it."""
     life = Window.partitionBy("source", "message_id").orderBy("seq")
     earlier = life.rowsBetween(Window.unboundedPreceding, -1)
     kind, seq, mark = F.col("kind"), F.col("seq"), F.struct("kind", "seq", "epoch")
     begins_or_ends = kind.isin(*_STATES) & (kind != "deleted")
     delivers = kind.isin("dequeued", "delivered")
     # All at once, so that they share one pass over the sorted rows.
-    seen = _of_stores(events, holes).withColumns(
+    seen = events.withColumns(
         {
             "state_before": F.last(F.when(begins_or_ends, mark), ignorenulls=True).over(earlier),
             "forgotten": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
@@ -207,11 +195,20 @@ def _lives(earlier: WindowSpec) -> dict[str, Column]:
     }
 
 
-def _of_stores(events: DataFrame, holes: DataFrame) -> DataFrame:
-    """The events of lives, with what is known of their source."""
-    ends = events.groupBy("source").agg(F.min("seq").alias("first_seq"), F.max("ts_us").alias("newest_us"))
+def _sources(numbers: DataFrame, holes: DataFrame) -> DataFrame:
+    """What is known of each source, also by what has left."""
+    ends = numbers.groupBy("source").agg(
+        F.min("first_seq").alias("first_seq"), F.max("newest_us").alias("newest_us")
+    )
     behind = holes.groupBy("source").agg(F.sort_array(F.collect_list("behind")).alias("holes"))
-    sources = F.broadcast(ends.join(behind, "source", "left"))
+    return ends.join(behind, "source", "left")
+
+
+def _of_stores(events: DataFrame, sources: DataFrame) -> DataFrame:
+    """The events of lives, with what is known of their source.
+
+    `epoch` counts the holes before an event; `whole` says that there is none, back to number 1.
+    """
     passed = F.size(F.filter("holes", lambda at: at <= F.col("seq")))
     return (
         events.where(F.col("contract").isin(*LEASED) & F.col("message_id").isNotNull())
@@ -219,10 +216,17 @@ def _of_stores(events: DataFrame, holes: DataFrame) -> DataFrame:
         .select(
             "source", "message_id", "seq", "ts_us", "kind", "state", "lease", _delay_us().alias("delay_us")
         )
-        .join(sources, "source")
+        .join(F.broadcast(sources), "source")
         .withColumn("epoch", F.when(F.col("holes").isNull(), 0).otherwise(passed))
         .withColumn("whole", (F.col("epoch") == 0) & (F.col("first_seq") == 1))
     )
+
+
+def _without_returned(events: DataFrame, departed: DataFrame) -> DataFrame:
+    """The same, where nothing is `whole` of a message that left and is told of again."""
+    gone = returned(departed).withColumn("has_left", F.lit(True))  # noqa: FBT003 - SQL's
+    found = events.withColumn("message", F.xxhash64("message_id")).join(gone, ["source", "message"], "left")
+    return found.withColumn("whole", F.col("whole") & F.col("has_left").isNull())
 
 
 def _delay_us() -> Column:

@@ -8,6 +8,7 @@ Rule 3: nothing leaves before it was counted: the rows that stay and the rows th
         archive, where there is one) are together the rows that there were. Else the table stays as it is.
 Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. Whoever is killed
         is run again: what is gone is not missed, and an archive of the same commit is written anew.
+Rule 5: the numbers of the events that leave are noted before the first of them does. `check` would miss them.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline import departed
 from postroom.pipeline.tables import DataFile, Tables, Txn, path_below, rows_of
 
 if TYPE_CHECKING:
@@ -202,6 +204,8 @@ class Retention:
                 self._tables.read(self._spark, DECIDES), self._policy, self._now_us
             ).persist()
             try:
+                if not dry_run:
+                    self._note(over)
                 return [self._retain(name, over, dry_run=dry_run) for name in there]
             finally:
                 over.unpersist()
@@ -219,6 +223,26 @@ class Retention:
         # The last commits of the source may be those of a pass that was killed.
         ended = self._tables.last_txn(source, ENDED)
         return not (ended == version and known >= self._tables.last_txn(source, BEGAN))
+
+    def _note(self, over: DataFrame) -> None:
+        """Add the numbers of what leaves to those that left. Bronze is still whole: silver is made of it."""
+        change = self._change("silver_events", over)
+        if not change.going:
+            return
+        self._tell(f"{departed.TABLE}: the numbers of {change.going:,} events")
+        events, _ = self._split("silver_events", over, change.files)
+        runs = departed.departing(events)
+        if self._tables.exists(departed.TABLE):
+            runs = runs.unionByName(self._tables.read(self._spark, departed.TABLE))
+        all_runs = departed.merged(runs).persist()
+        try:
+            staged = self._tables.stage(departed.TABLE, all_runs)
+            if staged.rows != all_runs.count():
+                raise Unavailable(f"not all of {departed.TABLE} was written: nothing was deleted")
+        finally:
+            all_runs.unpersist()
+        self._tables.commit(departed.TABLE, staged, self._tables.files(departed.TABLE))
+        self._tables.vacuum(departed.TABLE)
 
     def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
         before = rows_of(self._tables.files(name))

@@ -11,6 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline import departed
+from postroom.pipeline.check import Sample, check
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retain import (
     DAY_US,
@@ -24,7 +26,7 @@ from postroom.pipeline.retain import (
 from postroom.pipeline.tables import Staged, Tables, Txn
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
-from tests.spark.plainrows import Rows, column, rows_of
+from tests.spark.plainrows import Rows, column, records, rows_of
 
 
 def kept_rows(tables: Tables) -> dict[str, Rows]:
@@ -148,18 +150,23 @@ def test_a_later_run_sees_nothing_new_and_brings_nothing_back(
 
 
 class Losing(Tables):
-    """One whose stage loses what it was given, as a disk might."""
+    """One whose stage loses what it was given for a table, as a disk might."""
+
+    loses = ""
 
     def stage(self, name: str, df: Any, **how: Any) -> Staged:
         staged = super().stage(name, df, **how)
-        return staged._replace(adds=staged.adds[1:])
+        return staged._replace(adds=staged.adds[name == self.loses :])
 
 
+@pytest.mark.parametrize("name", [departed.TABLE, "bronze_events"])
 def test_nothing_is_deleted_when_the_counts_do_not_match(
-    spark: SparkSession, tables: Tables, whole: Pass
+    spark: SparkSession, tables: Tables, whole: Pass, name: str
 ) -> None:
-    with pytest.raises(Unavailable, match="nothing was deleted"):
-        Retention(spark, Losing(tables.folder), whole.policy, now_us=whole.now_us).run()
+    losing = Losing(tables.folder)
+    losing.loses = name
+    with pytest.raises(Unavailable, match=rf"{name} .*nothing was deleted"):
+        Retention(spark, losing, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == whole.before
 
 
@@ -170,24 +177,69 @@ def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, w
 
 
 class Stopping(Tables):
-    """One whose process ends before a commit."""
-
-    commits_left = 2
+    """One whose process ends before a commit, when bronze has lost something and silver has not."""
 
     def commit(self, name: str, staged: Staged, removed: Any = (), *, txns: Any = ()) -> None:
-        if self.commits_left == 0:
+        if name == "silver_events":
             raise KeyboardInterrupt
-        self.commits_left -= 1
         super().commit(name, staged, removed, txns=txns)
 
 
 def test_a_pass_that_ended_early_is_simply_run_again(
-    spark: SparkSession, tables: Tables, whole: Pass
+    spark: SparkSession, tables: Tables, whole: Pass, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         Retention(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
+    assert rows_of(tables, "bronze_events") != whole.before["bronze_events"]
+    early = copy_of(tables, tmp_path / "early")
     Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == kept_rows(whole.tables)
+    assert rows_of(tables, departed.TABLE) == rows_of(whole.tables, departed.TABLE)
+    # Or silver is made anew instead, of what bronze has left.
+    Pipeline(spark, early, gold={}).backfill()
+    assert checked(spark, early) == set()
+
+
+# ---- what leaves is not missed ---------------------------------------------------------------------------
+
+
+def checked(spark: SparkSession, tables: Tables) -> set[Sample]:
+    there = tables.exists(departed.TABLE)
+    names = ["bronze_events", "silver_events"] + [departed.TABLE] * there
+    return set(check(*(tables.read(spark, name) for name in names)).samples)
+
+
+def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
+    spark: SparkSession, tables_of: TablesOf, tmp_path: Path
+) -> None:
+    """Also where numbers never came in: that is still told, and told once."""
+    tables = copy_of(tables_of(faults=True)[1], tmp_path / "tables")
+    before, messages = checked(spark, tables), messages_of(tables)
+    policy, now_us = policy_for(messages), middle_us(messages) + 7 * DAY_US
+    gone: set[str] = set()
+    for pass_us in (now_us - DAY_US, now_us):
+        gone |= leaving(messages, policy, pass_us)
+        Retention(spark, tables, policy, now_us=pass_us).run()
+        assert checked(spark, tables) == {one for one in before if one.message_id not in gone}
+    assert gone & {one.message_id for one in before}
+    assert {one.rule for one in before if one.message_id == ""} == {"gap"}
+
+
+def test_a_later_pass_notes_only_what_is_new(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
+    tables = copy_of(whole.tables, tmp_path / "tables")
+    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+    assert tables.version(departed.TABLE) == 0
+    Retention(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
+    assert messages_of(tables) == []
+    runs = [row for row in records(tables, departed.TABLE) if row["message"] is None]
+    sources = {row["source"] for row in runs}
+    assert len(runs) == len(sources)  # each is one run by now
+    assert checked(spark, tables) == set()
+
+
+def test_the_command_finds_nothing_missing(commands: Commands, whole: Pass) -> None:
+    done = commands("check", "--tables", whole.tables.folder, "--master", "local[2]")
+    assert (done.code, done.stdout) == (0, ""), done.stderr
 
 
 def test_the_command_counts_what_would_leave(tables_of: TablesOf, commands: Commands, tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from postroom.core import lives
 from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history import History, Violation
 from postroom.pipeline import check as checking
+from postroom.pipeline import departed
 from postroom.pipeline.check import RULES, Sample, Verdict, check
+from postroom.pipeline.departed import departing, holes_between, merged
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.schema import EVENTS
 from postroom.sinks.reading import Place, Segments
@@ -174,3 +176,88 @@ def test_two_events_of_one_number_are_found_beside_honest_repeats(
 
 def test_what_is_judged_is_what_the_core_judges() -> None:
     assert set(checking._JUDGED) == set(lives.Lives._judges)
+
+
+# ---- what `retain` let leave -----------------------------------------------------------------------------
+
+
+def rows_of_events(spark: SparkSession, events: list[AuditEvent], file: Path) -> DataFrame:
+    file.write_bytes(b"".join(map(to_line, events)))
+    return spark.read.schema(EVENTS).json(str(file))
+
+
+def life(name: str, numbers: list[int], *kinds: str) -> list[AuditEvent]:
+    """Events of one message of a store, under these numbers."""
+    first = next((seq for seq, kind in zip(numbers, kinds, strict=True) if kind == "dequeued"), 1)
+    return [
+        AuditEvent(
+            event_id=event_id("s", seq),
+            seq=seq,
+            ts_us=seq,
+            kind=kind,  # type: ignore[arg-type]
+            contract="engine",
+            source="s",
+            schema=1,
+            queue="q",
+            message_id=name,
+            state="QUEUED",
+            lease=0 if kind in ("created", "replayed") else first,
+        )
+        for seq, kind in zip(numbers, kinds, strict=True)
+    ]
+
+
+DONE = ("created", "dequeued", "execution_completed", "delivered")
+
+
+def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession, tmp_path: Path) -> None:
+    """7 lies among numbers that left, 11 between those and others, and 16 behind the last of them."""
+    gone = life("a", [1, 2, 5, 6], *DONE) + life("b", [8, 9, 10, 14], *DONE)
+    there = life("c", [3, 4, 12, 13], *DONE) + life("d", [15, 17, 18, 19], *DONE)
+    whole = rows_of_events(spark, gone + there, tmp_path / "whole")
+    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    rows = rows_of_events(spark, there, tmp_path / "there")
+    found = check(rows, rows, left)
+    sentences = [f"of source s, {seq} is missing" for seq in (11, 16, 7)]
+    assert [one.sentence for one in found.samples] == sentences
+    assert (found.samples, found.counts) == (check(whole, whole).samples, {"gap": 3})
+    # What was noted and stayed after all, as after a kill, changes nothing.
+    assert check(whole, whole, left).samples == found.samples
+
+
+def test_a_message_that_left_and_comes_back_is_not_taken_for_one_that_nobody_accepted(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """It waited for longer than it was kept, or somebody sent it again, or its lease lapsed late."""
+    gone = life("waits", [1], "created") + life("dead", [2, 3, 4], "created", "dequeued", "dead_letter")
+    gone += life("held", [5, 6], "created", "dequeued") + life("done", [7, 8, 9, 10], *DONE)
+    back = life("waits", [11, 12], "dequeued", "execution_completed")
+    back += life("dead", [13, 14, 15], "replayed", "dequeued", "execution_completed")
+    back += [msgspec.structs.replace(event, lease=6) for event in life("held", [16], "lease_lapsed")]
+    real = life("nobody", [17, 18], "dequeued", "execution_completed")
+    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    rows = rows_of_events(spark, back + real, tmp_path / "back")
+    assert [(one.rule, one.message_id) for one in check(rows, rows, left).samples] == [("unknown", "nobody")]
+
+
+def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, tmp_path: Path) -> None:
+    """A message that a hold keeps is no less lost when all that came later has left."""
+    held = life("held", [1], "created")
+    later = [msgspec.structs.replace(one, ts_us=2 * HORIZON_US) for one in life("a", [2, 3, 4, 5], *DONE)]
+    left = merged(departing(rows_of_events(spark, later, tmp_path / "later")))
+    rows = rows_of_events(spark, held, tmp_path / "held")
+    assert check(rows, rows, left).counts == {"lost": 1}
+
+
+def test_runs_of_numbers_become_one_and_end_with_their_block(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departed, "BLOCK", 8)
+    events = [event for n in range(1, 21, 4) if n != 13 for event in life(f"m{n}", [*range(n, n + 4)], *DONE)]
+    rows = rows_of_events(spark, events, tmp_path / "events")
+    runs = merged(departing(rows))
+    again = merged(runs.unionByName(departing(rows)).unionByName(runs))
+    for found in (runs, again):
+        told_runs = sorted((row["first_seq"], row["last_seq"], row["newest_us"]) for row in found.collect())
+        assert told_runs == [(1, 7, 7), (8, 12, 12), (17, 20, 20)]
+    assert [tuple(row) for row in holes_between(runs).collect()] == [("s", 12, 17)]
