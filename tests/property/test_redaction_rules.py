@@ -115,6 +115,7 @@ def structure(obj: Any) -> Any:
 @example(text="password=<email>x")
 @example(text='"\\ud83d\\ude00 a@b.example"')
 @example(text="[" * 5_000)
+@example(text="0@0.AA4111111111111111")
 def test_twice_is_once(name: str, text: str) -> None:
     redactor = REDACTORS[name]
     once = redactor.text(text)

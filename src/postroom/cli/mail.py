@@ -337,18 +337,18 @@ def follow(
     with _mail(shell, where) as client, client.subscribe(box, priority=priority, group=group) as messages:
         shell.note("following; Ctrl-C ends it")
         printed = 0
-        while not (count and printed >= count):
-            try:
+        try:
+            while not (count and printed >= count):
                 message = _next(messages)
-            except Stopped:
-                return
-            if message is None:
-                return
-            _print(shell, message)
-            shell.output.flush()
-            printed += 1
-            if take:
-                client.delete(box, message.msg_id)
+                if message is None:
+                    return
+                _print(shell, message)
+                shell.output.flush()
+                printed += 1
+                if take:
+                    client.delete(box, message.msg_id)
+        except Stopped:
+            return  # whatever it does: a follower has no other end
 
 
 def _next(messages: "Subscription") -> "MailMessage | None":

@@ -145,9 +145,10 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
         match = _grouped(shape, match.start() + 1)
     at = shape.find(_CARD_RUN)
     while at >= 0:
-        # As cards begin; a time in microseconds does not, nor does a hash. An escape may end in a digit.
+        # As cards begin; a time in microseconds does not, nor does a hash. An escape may end in a digit, and
+        # an address that is taken out just before one.
         begins = raw[at] in _CARD_STARTS and (not at or shape[at - 1] not in _WORD)
-        if begins or "\\" in raw or "%" in raw:
+        if begins or "\\" in raw or "%" in raw or "@" in raw:
             woken |= CARDS
             places.append(at)
         at = shape.find(_CARD_RUN, at + len(_CARD_RUN))
