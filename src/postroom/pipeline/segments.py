@@ -9,7 +9,6 @@ Rule 2: whoever goes on without it is told the numbers, and has given them up: w
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -83,9 +82,16 @@ def ingest_id(events: Path) -> str:
 
     A stream keeps its name wherever its folder is moved, and another one at its place has another.
     """
-    with suppress(FileNotFoundError):
-        return f"stream {(events / STREAM).read_text('utf-8').strip()}"
-    return _place_id(events)
+    path = events / STREAM
+    try:
+        name = path.read_text("utf-8").strip()
+    except FileNotFoundError:
+        return _place_id(events)
+    except UnicodeDecodeError:
+        name = ""
+    if not name:
+        raise InvalidMessage(f"{path} names no stream: put back what it said")
+    return f"stream {name}"
 
 
 def _place_id(events: Path) -> str:

@@ -165,3 +165,10 @@ def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
     (one / STREAM).unlink()
     stream_name(one)  # it was deleted, and is begun anew at the same place
     assert ingest_id(one) != ingest_id(other)
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"\xff\xfe"])
+def test_a_name_that_is_none_is_no_other_stream(tmp_path: Path, said: bytes) -> None:
+    (tmp_path / STREAM).write_bytes(said)
+    with pytest.raises(InvalidMessage, match="names no stream"):
+        ingest_id(tmp_path)
