@@ -1,12 +1,11 @@
-"""Patterns of dead letters: masks by example, grouping against a plain loop, and all rows against DuckDB."""
+"""Patterns of dead letters: masks and trends by example, and all rows against DuckDB."""
 
-import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator
 from datetime import date
 from typing import Any
 
+from duckdb import DuckDBPyConnection, connect
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -53,32 +52,6 @@ def patterns(spark: SparkSession, rows: list[tuple[int, str, str]]) -> list[Any]
     return (
         dlq.dlq_patterns(dlq.dlq_templates(letters(spark, rows))).orderBy("error_type", "pattern").collect()
     )
-
-
-def grouped(texts: Counter[str]) -> dict[str, set[str]]:
-    """Leaders and who follows them: a loop, the most frequent first."""
-    groups: dict[str, set[str]] = {}
-    for text in sorted(texts, key=lambda one: (-texts[one], one)):
-        words = text.split(" ")
-        for leader, members in groups.items():
-            others = leader.split(" ")
-            if len(words) == len(others) and sum(map(str.__eq__, words, others)) * 100 >= 60 * len(words):
-                members.add(text)
-                break
-        else:
-            groups[text] = {text}
-    return groups
-
-
-def test_templates_are_grouped_as_a_plain_loop_groups_them(spark: SparkSession) -> None:
-    rng = random.Random(8)
-    texts = [" ".join(rng.choice("abc") * 3 for _ in range(rng.randint(1, 7))) for _ in range(600)]
-    found = patterns(spark, [(n, "E", text) for n, text in enumerate(texts)])
-    groups = grouped(Counter(texts))
-    counted = Counter(texts)
-    said = sorted((sum(counted[text] for text in group), len(group)) for group in groups.values())
-    assert sorted((row["n"], row["templates"]) for row in found) == said
-    assert len(said) > 20
 
 
 def test_where_members_differ_anything_may_stand_and_other_classes_and_lengths_are_other_patterns(
@@ -153,71 +126,114 @@ def test_templates_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) ->
     assert stored(tables, "gold_dlq_templates", columns) == rows
 
 
-def test_patterns_of_a_history_are_what_plain_loops_say(tables_of: TablesOf) -> None:
-    """Every row and column, from the dead letters themselves, without the templates in between."""
+ALIKE = """
+CREATE TEMP MACRO words(text) AS string_split(text, ' ');
+CREATE TEMP MACRO alike(one, other) AS
+    len(list_filter(list_zip(words(one), words(other)), lambda pair: pair[1] = pair[2])) * 100
+    >= len(words(one)) * 60;
+"""
+
+FOLLOWERS = """
+CREATE TEMP TABLE followers AS
+WITH RECURSIVE ranked AS (
+    SELECT error_type, template, len(words(template)) AS n_words,
+           row_number() OVER (PARTITION BY error_type, n_words ORDER BY count(*) DESC, template) AS turn
+    FROM letters GROUP BY error_type, template
+),
+choosing AS (
+    SELECT error_type, n_words, 0::BIGINT AS turn, NULL::VARCHAR AS template, []::VARCHAR[] AS leaders,
+           NULL::VARCHAR AS leader
+    FROM ranked WHERE turn = 1
+    UNION ALL
+    SELECT error_type, n_words, ranked.turn, ranked.template,
+           CASE WHEN first_alike IS NULL THEN list_append(leaders, ranked.template) ELSE leaders END,
+           coalesce(first_alike, ranked.template)
+    FROM choosing JOIN ranked USING (error_type, n_words),
+         LATERAL (SELECT list_filter(leaders, lambda one: alike(one, ranked.template))[1] AS first_alike)
+    WHERE ranked.turn = choosing.turn + 1
+)
+SELECT error_type, template, leader FROM choosing WHERE turn > 0
+"""
+"""The most frequent first, each joins the first leader it is like, or leads."""
+
+PLACES = """
+CREATE TEMP TABLE places AS
+WITH spelled AS (
+    SELECT error_type, leader, unnest(words(template)) AS word,
+           generate_subscripts(words(template), 1) AS place
+    FROM followers
+),
+kept AS (
+    SELECT error_type, leader, place,
+           CASE WHEN count(DISTINCT word) = 1 THEN min(word) ELSE '<*>' END AS word
+    FROM spelled GROUP BY error_type, leader, place
+)
+SELECT error_type, leader, string_agg(word, ' ' ORDER BY place) AS pattern FROM kept GROUP BY ALL
+"""
+
+ENDS = """
+CREATE TEMP TABLE ends AS
+WITH told AS (
+    SELECT error_type, leader,
+           min((ts_us, message_id, error)) AS early, max((ts_us, message_id, error)) AS late
+    FROM letters JOIN followers USING (error_type, template) GROUP BY error_type, leader, hour_us, template
+),
+each AS (
+    SELECT error_type, leader, early AS told FROM told UNION SELECT error_type, leader, late FROM told
+)
+SELECT error_type, leader, list(told ORDER BY told)[:3] AS samples FROM each GROUP BY ALL
+"""
+
+PATTERNS = f"""
+WITH mine AS (
+    SELECT *, (SELECT max(ts_us) FROM letters) AS newest_us
+    FROM letters JOIN followers USING (error_type, template)
+),
+hourly AS (
+    SELECT error_type, leader, list((hour_us, n) ORDER BY hour_us) AS hours
+    FROM (SELECT error_type, leader, hour_us, count(*) AS n FROM mine GROUP BY ALL) GROUP BY ALL
+),
+summed AS (
+    SELECT error_type, leader, count(*) AS n, count(DISTINCT template) AS templates,
+           min(ts_us) AS first_us, max(ts_us) AS last_us, max(newest_us) AS newest_us,
+           count(*) FILTER (newest_us - hour_us < {24 * HOUR_US}) AS lately,
+           count(*) FILTER (newest_us - hour_us BETWEEN {24 * HOUR_US} AND {48 * HOUR_US - 1}) AS earlier,
+           list_sort(list(DISTINCT org_id)) AS orgs, list_sort(list(DISTINCT type)) AS types
+    FROM mine GROUP BY error_type, leader
+)
+SELECT sha256(error_type || ' ' || leader)[:12], error_type, pattern, n, templates, first_us, last_us,
+       lately, earlier,
+       CASE WHEN first_us > newest_us - {24 * HOUR_US} THEN 'new'
+            WHEN lately >= 2 * greatest(earlier, 1) THEN 'rising'
+            WHEN earlier >= 2 * greatest(lately, 1) THEN 'falling' ELSE 'steady' END,
+       n >= 5 AND len(hours) >= 3, orgs, types, hours, samples
+FROM summed JOIN hourly USING (error_type, leader) JOIN places USING (error_type, leader)
+     JOIN ends USING (error_type, leader)
+"""  # noqa: S608 - of constants
+
+
+def patterns_by_duckdb(duckdb: DuckDBPyConnection, letters: str) -> list[Any]:
+    """The patterns of what a query says of dead letters, without the templates of an hour in between."""
+    for statement in (ALIKE, f"CREATE TEMP TABLE letters AS {letters}", FOLLOWERS, PLACES, ENDS):
+        duckdb.execute(statement)
+    return in_order(plain(row) for row in duckdb.execute(PATTERNS).fetchall())
+
+
+def test_patterns_of_a_history_are_what_the_oracle_says(tables_of: TablesOf) -> None:
     folder, tables = tables_of(faults=True)
-    found = oracle(folder).execute(LETTERS)
-    names = [column[0] for column in found.description or ()]
-    letters = [dict(zip(names, row, strict=True)) for row in found.fetchall()]
-    rows = in_order(pattern_of(*group) for group in families(letters))
+    rows = patterns_by_duckdb(oracle(folder).cursor(), LETTERS)
     assert len(rows) == len({row[1] for row in rows}) > 3  # one pattern for each family of errors
     assert stored(tables, "gold_dlq_patterns") == rows
 
 
-def families(letters: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]], int]]:
-    """The leader and the letters of each pattern, and when the newest letter of all came."""
-    newest_us = max(letter["ts_us"] for letter in letters)
-    for error_type in {letter["error_type"] for letter in letters}:
-        mine = [letter for letter in letters if letter["error_type"] == error_type]
-        for leader, members in grouped(Counter(letter["template"] for letter in mine)).items():
-            yield leader, [letter for letter in mine if letter["template"] in members], newest_us
-
-
-def pattern_of(leader: str, letters: list[dict[str, Any]], newest_us: int) -> tuple[Any, ...]:
-    error_type = letters[0]["error_type"]
-    templates = sorted({letter["template"] for letter in letters})
-    times = sorted(letter["ts_us"] for letter in letters)
-    hours = Counter(letter["hour_us"] for letter in letters)
-    ages = [newest_us - letter["hour_us"] for letter in letters]
-    lately, earlier = (sum(n <= age // dlq.DAY_US < n + 1 for age in ages) for n in (0, 1))
-    return (
-        hashlib.sha256(f"{error_type} {leader}".encode()).hexdigest()[:12],
-        error_type,
-        " ".join(
-            words[0] if len(set(words)) == 1 else "<*>"
-            for words in zip(*(template.split(" ") for template in templates), strict=True)
-        ),
-        len(letters),
-        len(templates),
-        times[0],
-        times[-1],
-        lately,
-        earlier,
-        trend_of(times[0] > newest_us - dlq.DAY_US, lately, earlier),
-        len(letters) >= 5 and len(hours) >= 3,
-        tuple(sorted({letter["org_id"] for letter in letters})),
-        tuple(sorted({letter["type"] for letter in letters})),
-        tuple(sorted(hours.items())),
-        samples_of(letters),
-    )
-
-
-def trend_of(is_new: bool, lately: int, earlier: int) -> str:
-    if is_new:
-        return "new"
-    if lately >= 2 * max(earlier, 1):
-        return "rising"
-    return "falling" if earlier >= 2 * max(lately, 1) else "steady"
-
-
-def samples_of(letters: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """The first three of the first and last letters of each hour and template."""
-    ends: set[tuple[Any, ...]] = set()
-    for place in {(letter["hour_us"], letter["template"]) for letter in letters}:
-        told = [
-            (letter["ts_us"], letter["message_id"], letter["error"])
-            for letter in letters
-            if (letter["hour_us"], letter["template"]) == place
-        ]
-        ends |= {min(told), max(told)}
-    return tuple(sorted(ends)[:3])
+def test_patterns_of_texts_that_are_much_alike_are_what_the_oracle_says(spark: SparkSession) -> None:
+    rng = random.Random(8)
+    texts = [" ".join(rng.choice("abc") * 3 for _ in range(rng.randint(1, 7))) for _ in range(600)]
+    rows = [(rng.randrange(72 * HOUR_US), rng.choice("EF"), text) for text in texts]
+    events = letters(spark, rows)
+    found = in_order(plain(tuple(row)) for row in dlq.dlq_patterns(dlq.dlq_templates(events)).collect())
+    con = connect()
+    con.register("events", events.toArrow())
+    assert found == patterns_by_duckdb(con, LETTERS)
+    assert len(found) > 20
+    assert any(row[4] > 2 for row in found)  # templates of one pattern
