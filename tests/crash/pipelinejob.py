@@ -16,13 +16,14 @@ from pyspark import SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
+from postroom.pipeline import finding, placing
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retain import Policy, Retention
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
+from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.quick import QUICK
 
-KEEP_DAYS = 2
 NANOS_PER_S = 1e9
 GATEWAY_PORT, GATEWAY_SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
 CONF = {
@@ -41,11 +42,15 @@ class Plan(msgspec.Struct):
     now_us: int = 0
     """What `retain` takes for the present."""
     conf: dict[str, str] = {}
+    is_large: bool = False
+    """Whether it takes itself for one of too many ids to send to everybody."""
 
 
 def main(plan: Plan) -> None:
     is_guest = GATEWAY_PORT in os.environ
     spark = guest() if is_guest else spark_session("local[2]", conf={**CONF, **plan.conf})
+    if plan.is_large:
+        finding.BROADCAST_IDS_MAX = placing.BROADCAST_NODES_MAX = 0  # type: ignore[misc]
     tables = Tables(Path(plan.tables))
     for job in plan.jobs:
 

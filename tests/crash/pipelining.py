@@ -4,8 +4,9 @@
 One of five is killed with its JVM; the others leave a JVM that goes on with what they had begun, beside the
 next driver, as a cluster would. At the end every row of every table is that of a run that nobody disturbed.
 `history-pipeline`: of millions of events with planted faults, `check` finds all of them and nothing else.
-`cluster-pipeline`: two workers whose Python has no postroom make the same rows as one process here.
-`connect-pipeline`: so does a Spark Connect server, in two runs of which the second follows the first.
+`cluster-pipeline`: `run`, `stream`, `check`, `retain` and `backfill`, done by two workers whose Python has no
+postroom, make the same rows and say the same as those of one process here.
+`connect-pipeline`: so do they, but for the stream, behind a Spark Connect server.
 `skew-pipeline`: a history in which one organization has nine of ten events costs at most twice what one costs
 in which all have the same, also on a cluster: of each stage, the CPU time of its longest task counts.
 `declarative-pipeline`: `spark-pipelines run`, twice over a history that grows, makes the same rows.
@@ -32,10 +33,12 @@ from postroom.pipeline.check import RULES, SAMPLES_MAX
 from postroom.pipeline.declarative import CONF_FOLDER, write_project
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.tables import Tables
+from postroom.sinks.layout import STREAM
 from tests.crash.ledger import Tally
-from tests.crash.pipelinejob import KEEP_DAYS, Plan
+from tests.crash.pipelinejob import Plan
 from tests.crash.tasks import Tick, portions
-from tests.spark.cluster import connect_server, run_on_cluster
+from tests.spark.cluster import Done, connect_server, do_at, do_on_cluster
+from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.plainrows import all_rows, rows_in
 
 COMMANDS = Path(sys.executable).parent
@@ -180,9 +183,13 @@ def generated(folder: Path, messages: int, seed: int, *, faults: bool = True) ->
 
 
 def deliver(plan: Plan, segments: list[Path]) -> None:
+    put(Path(plan.events), segments)
+
+
+def put(events: Path, segments: list[Path]) -> None:
     """Put segments into the folder that is read, as the sink does: whole, and in their order."""
     for path in segments:
-        place = Path(plan.events, *path.parts[-3:])
+        place = events.joinpath(*path.parts[-3:])
         place.parent.mkdir(parents=True, exist_ok=True)
         if not place.exists():
             place.hardlink_to(path)
@@ -246,9 +253,13 @@ def check_history(events: int, seed: int, tick: Tick = lambda _: None) -> Tally:
     return tally
 
 
-def command(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def command(*words: object, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [POSTROOM, "pipeline", *map(str, words)], capture_output=True, text=True, check=False
+        [POSTROOM, "pipeline", *map(str, words)],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != code:
         raise RuntimeError(f"{words[0]} ended with {done.returncode}: {done.stderr[-4000:]}")
@@ -277,13 +288,13 @@ def judge(planted: list[dict[str, Any]], judged: subprocess.CompletedProcess[str
 def run_cluster(
     times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CLUSTER
 ) -> Tally:
-    """Every table of a history, made there and made here."""
+    """Every job over a history that grows, done there and done here."""
     tally = Tally()
     with scratch() as folder:
-        generate(folder / "events", messages, seed)
-        made = run_on_cluster(folder, folder / "events", "gold")
-        finished(Plan(str(folder / "here"), str(folder / "events"), ["run"]), folder)
-        compare(all_rows(Tables(folder / "here")), all_rows(made), tally)
+        half, whole, now_us = two_deliveries(folder, messages, seed)
+        steps = [f"run:{half}", f"stream:{whole}", "check", f"retain:{now_us}", "check", "backfill"]
+        there = do_on_cluster(folder, *steps)
+        compare_done(do_at("local[2]", folder / "here", *steps), there, tally)
     tick(times)
     return tally
 
@@ -291,27 +302,36 @@ def run_cluster(
 def run_connected(
     times: int, seed: int, tick: Tick = lambda _: None, messages: int = MESSAGES_CONNECT
 ) -> Tally:
-    """Half of a history and then all of it, by commands that find no Java, at a server without postroom."""
+    """The same but for the stream, by a process that finds no Java, at a server without postroom."""
     tally = Tally()
     with scratch() as folder, connect_server(folder) as url:
-        segments = generated(folder / "whole", messages, seed)
-        plan = Plan(str(folder / "here"), str(folder / "events"), ["run"])
-        command = [POSTROOM, "pipeline", "run", "--events", plan.events, "--tables", str(folder / "there")]
-        for count in (len(segments) // 2, len(segments)):
-            deliver(plan, segments[:count])
-            subprocess.run(
-                [*command, "--remote", url],
-                env={**os.environ, "JAVA_HOME": "/nowhere"},
-                stdout=subprocess.DEVNULL,  # ours is where the answer of a scenario is awaited
-                stderr=subprocess.DEVNULL,
-                check=True,
-            )
-        finished(plan, folder)
-        compare(all_rows(Tables(folder / "here")), all_rows(Tables(folder / "there")), tally)
+        half, whole, now_us = two_deliveries(folder, messages, seed)
+        first, *more = (f"run:{half}", f"run:{whole}", "check", f"retain:{now_us}", "check", "backfill")
+        command("run", "--events", half, "--tables", folder / "there", "--remote", url, JAVA_HOME="/nowhere")
+        there = do_at(url, folder / "there", *more, JAVA_HOME="/nowhere")
+        compare_done(do_at("local[2]", folder / "here", first, *more), there, tally)
         if "pyspark.daemon" not in (folder / "calls").read_text():
             tally.breaks("the server's own Python was not asked")
     tick(times)
     return tally
+
+
+def two_deliveries(folder: Path, messages: int, seed: int) -> tuple[Path, Path, int]:
+    """A history when half of its segments had come, all of it, and a time at which half of it may leave."""
+    whole, half = folder / "whole", folder / "half"
+    segments = generated(whole, messages, seed)
+    put(half, segments[: len(segments) // 2])
+    for events in (half, whole):
+        (events / STREAM).write_text("the same\n")
+    return half, whole, middle_us(segments) + KEEP_DAYS * DAY_US
+
+
+def compare_done(here: Done, there: Done, tally: Tally) -> None:
+    """The rows of every table, and what the checks said."""
+    compare(all_rows(here.tables), all_rows(there.tables), tally)
+    tally.count("lines_of_checks", len(here.said))
+    if here.said != there.said or len(here.said) < 2:
+        tally.breaks("the checks do not say the same")
 
 
 # ---- one giant ---------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ CYCLES = 1_000_000
 HISTORIES = 2_000
 MIX_S = 60
 PIPELINE_KILLS = 100
+PIPELINE_DELIVERIES = 10
 HISTORY_EVENTS = 5_000_000
 JOB_S_MAX = 3600.0  # a job that takes longer hangs
 PROGRESS_TERMINAL_S = 1.0
@@ -68,7 +69,7 @@ Run = Callable[[int, int, Callable[[int], None]], Tally]
 
 
 def _on_spark(name: str, module: str = "pipelining") -> Run:
-    """A run of `pipelining` or `pipelinedisk`. Spark is loaded by those jobs alone."""
+    """A run of the pipeline. Spark is loaded by those jobs alone."""
 
     def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
         runs = importlib.import_module(f"tests.crash.{module}")
@@ -80,6 +81,7 @@ def _on_spark(name: str, module: str = "pipelining") -> Run:
 
 PIPELINE_RUNS: dict[str, Run] = {
     "kills-pipeline": _on_spark("run_kills"),
+    "deliveries-pipeline": _on_spark("run_delivered", "pipelinedelivery"),
     "history-pipeline": _on_spark("check_history"),
     "cluster-pipeline": _on_spark("run_cluster"),
     "connect-pipeline": _on_spark("run_connected"),
@@ -189,6 +191,8 @@ def _pipeline_jobs(name: str, options: argparse.Namespace) -> list[Job]:
     match name.split("-", maxsplit=1)[0]:
         case "kills":
             return _split(name, options.pipeline_kills, 4, options.seed, above=PIPELINE_KILLS // 4)
+        case "deliveries":
+            return [Job(name, 0, PIPELINE_DELIVERIES, options.seed)]
         case "history":
             return [Job(name, 0, options.history_events, options.seed)]
     return [Job(name, 0, 1, options.seed)]

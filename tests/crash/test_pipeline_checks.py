@@ -4,9 +4,10 @@ import json
 import subprocess
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 from postroom.pipeline.generate import generate
-from tests.crash import pipelinedisk, pipelining
+from tests.crash import pipelinedelivery, pipelinedisk, pipelining
 from tests.crash.ledger import Tally
 from tests.spark.commands import Done
 
@@ -32,6 +33,20 @@ def test_a_fault_that_is_not_found_and_one_that_nobody_planted_are_counted() -> 
     assert judged("2 violations in a history: 2 lost", "m1", "m3").lost == 1
     assert judged("2 violations in a history: 2 lost", "m1", "m3").doubled == 1
     assert judged("1 violations in a history: 1 lost", "m1").broken
+
+
+def test_a_delivery_at_random_leaves_nothing_out() -> None:
+    lines = [b"%d" % number for number in range(200)]
+    ways = []
+    for seed in range(30):
+        rng = Random(seed)
+        runs = pipelinedelivery.runs(lines, rng)
+        segments = [part for arrived in runs for part in pipelinedelivery.dealt(arrived, 3, rng)]
+        comes = [line for part in segments for line in part]
+        assert set(comes) == set(lines)
+        ways.append((len(runs), len(comes) > len(lines), comes != sorted(comes, key=int)))
+    assert {runs for runs, *_ in ways} == set(range(1, pipelinedelivery.RUNS_MAX + 1))
+    assert all(map(any, zip(*ways, strict=True)))  # some lines came again, and out of their order
 
 
 def test_a_giant_gets_its_share(tmp_path: Path) -> None:

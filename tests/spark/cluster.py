@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pyspark
 
@@ -111,14 +112,31 @@ def bare_python(folder: Path) -> Path:
     return script
 
 
-def run_on_cluster(folder: Path, events: Path, *words: str) -> Tables:
-    """The tables of a history, made by two workers whose Python has no postroom."""
-    python = bare_python(folder)
-    environment = {**os.environ, "PYSPARK_PYTHON": str(python), "SPARK_LOCAL_IP": "127.0.0.1"}
+class Done(NamedTuple):
+    """What steps of `clusterjob` have made, and what they said."""
+
+    tables: Tables
+    said: list[str]
+
+
+def do_at(url: str, tables: Path, *steps: str, **environ: str) -> Done:
+    """Let a driver of its own do steps on tables somewhere."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.clusterjob", url, str(tables), *steps],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return Done(Tables(tables), done.stdout.splitlines())
+
+
+def do_on_cluster(folder: Path, *steps: str) -> Done:
+    """Steps done by two workers whose Python has no postroom."""
+    python = str(bare_python(folder))
     with standalone(folder) as master:
-        job = [sys.executable, "-m", "tests.spark.clusterjob", master, str(events), str(folder / "tables")]
-        found = subprocess.run([*job, *words], env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == [str(WORKERS)]
+        done = do_at(master, folder / "there", *steps, PYSPARK_PYTHON=python, SPARK_LOCAL_IP="127.0.0.1")
+    assert done.said.pop() == str(WORKERS)
     assert "pyspark.daemon" in (folder / "calls").read_text()
-    return Tables(folder / "tables")
+    return done

@@ -1,16 +1,24 @@
-"""A driver of its own: brings tables up to a history on a cluster, or behind a Spark Connect server.
+"""A driver of its own: works on tables on a cluster, behind a Spark Connect server, or in one process.
 
-Arguments: its URL, events, tables, and `silver` or `gold`: how far. Prints how many executors a cluster had.
+Arguments: where, the tables, and the steps in their order: `run:EVENTS`, `silver:EVENTS` (a run without
+gold), `stream:EVENTS`, `retain:NOW_US`, `backfill` and `check`. What a check proves is printed, a line for
+each; the last line is the number of executors of a cluster.
 """
 
 import sys
 from pathlib import Path
 
+from pyspark.sql import SparkSession
+
+from postroom.pipeline.check import check
+from postroom.pipeline.departed import TABLE as DEPARTED
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.retain import Policy, Retention
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark.quick import QUICK, QUICK_JVM
 
+KEEP_DAYS = 2
 CONF = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
@@ -21,22 +29,46 @@ CONF = {
 }
 
 
-def main(url: str, events: str, tables: str, layer: str) -> None:
-    is_cluster = url.startswith("spark://")
-    spark = spark_session(url, conf=CONF) if is_cluster else spark_session(remote=url)
+def main(url: str, tables: str, *steps: str) -> None:
+    spark = spark_session(remote=url) if url.startswith("sc://") else spark_session(url, conf=CONF)
     try:
-        told = Pipeline(
-            spark,
-            Tables(Path(tables)),
-            gold={} if layer == "silver" else None,
-            progress=lambda text: print(text, file=sys.stderr),
-        )
-        told.run(Path(events))
-        if is_cluster:
+        for step in steps:
+            do(step, spark, Tables(Path(tables)))
+        if url.startswith("spark://"):
             hosts = spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size()
             print(hosts - 1)  # the driver is one of them
     finally:
         spark.stop()
+
+
+def do(step: str, spark: SparkSession, tables: Tables) -> None:
+    job, _, with_what = step.partition(":")
+    pipeline = Pipeline(spark, tables, gold={} if job == "silver" else None, progress=tell)
+    if job in ("run", "silver"):
+        pipeline.run(Path(with_what))
+    elif job == "stream":
+        pipeline.stream(Path(with_what))
+    elif job == "backfill":
+        pipeline.backfill()
+    elif job == "retain":
+        Retention(spark, tables, Policy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell).run()
+    elif job == "check":
+        proven(spark, tables)
+    else:
+        raise ValueError(step)
+
+
+def proven(spark: SparkSession, tables: Tables) -> None:
+    bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
+    departed = tables.read(spark, DEPARTED) if tables.exists(DEPARTED) else None
+    verdict = check(bronze, silver, departed)
+    print(verdict.events, verdict.messages, *sorted(verdict.counts.items()))
+    for sample in verdict.samples:
+        print(*sample)
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """The same jobs behind a Spark Connect server, from a process that has no JVM."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from postroom.pipeline import jobs
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
+from tests.spark.cluster import do_at
 from tests.spark.commands import Done, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
@@ -27,14 +25,13 @@ def call(*words: object) -> Done:
 def test_a_server_makes_the_same_tables(tables_of: TablesOf, connect: str, tmp_path: Path) -> None:
     """Bronze and silver. Lines that are no events are kept.
 
-    `make crash` does it by commands, with every table and a server that has no postroom, in two runs.
+    `make crash` has every job, and compares every table, at a server that has no postroom.
     """
     history, here = tables_of()
     events, tables = tmp_path / "events", Tables(tmp_path / "tables")
     shutil.copytree(history, events)
     write_segment(events, len(sealed_segments(history)) + 1, BAD_LINES)
-    job = [sys.executable, "-m", "tests.spark.clusterjob", connect, str(events), str(tables.folder), "silver"]
-    subprocess.run(job, env={**os.environ, **NO_JAVA}, check=True)
+    do_at(connect, tables.folder, f"silver:{events}", **NO_JAVA)
     rows = all_rows(tables)
     assert rows.pop("bronze_rejects").total() == sum(bad != b"" for bad in BAD_LINES)
     assert set(rows) == {"bronze_events", *jobs.SOURCES}
