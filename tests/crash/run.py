@@ -123,10 +123,16 @@ class Job(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct):
     """A line from a job to us: progress, or how it ended."""
 
-    done: int = 0
+    done: int | None = None
+    """How much more: it goes on. It may be nothing."""
     tally: Tally | None = None
     missing: str = ""
     error: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Why there are no figures; empty when there are, or when it is known why it could not run."""
+        return self.error or ("" if self.tally or self.missing else "the job ended without figures")
 
 
 class Result(msgspec.Struct):
@@ -324,7 +330,7 @@ class Board:
     def _hear(self, running: Running, selector: selectors.BaseSelector) -> None:
         line = running.output.readline()
         answer = msgspec.json.decode(line, type=Answer) if line else running.ended()
-        if answer.done:
+        if answer.done is not None:
             self._done[running.job.scenario] += answer.done
             return
         self._settle(running, answer, selector)
@@ -337,7 +343,7 @@ class Board:
         result.ended += 1
         result.work_s += time.monotonic() - running.started
         result.missing = result.missing or answer.missing
-        result.error = result.error or answer.error
+        result.error = result.error or answer.failure
         if answer.tally is not None:
             result.tally.add(answer.tally)
         if result.ended == result.jobs:
