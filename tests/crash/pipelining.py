@@ -40,6 +40,7 @@ from tests.crash.tasks import Tick
 from tests.spark.cluster import Done, connect_server, do_at, do_on_cluster
 from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.plainrows import all_rows, rows_in
+from tests.spark.stories import write_segment
 
 COMMANDS = Path(sys.executable).parent
 POSTROOM = str(COMMANDS / "postroom")
@@ -367,14 +368,13 @@ def share_out(source: Path, target: Path, giant_percent: int) -> int:
     """Copy a history, and give its messages to organizations; so many percent of them to the first one."""
     lines = 0
     for path in source.glob("date=*/hour=*/*.jsonl"):
-        place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
         events = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
         for event in events:
             drawn = crc32(event.get("message_id", "").encode())
             is_giants = drawn // ORGANIZATIONS % 100 < giant_percent
             event["org_id"] = f"org-{0 if is_giants else drawn % ORGANIZATIONS}"
-        place.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+        date, number = path.parts[-3].partition("=")[2], int(path.name.partition("-")[0])
+        write_segment(target, number, [msgspec.json.encode(event) for event in events], date)
         lines += len(events)
     return lines
 
