@@ -37,13 +37,13 @@ from postroom.sinks.layout import STREAM
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
 from tests.crash.tasks import Tick
-from tests.spark.cluster import Done, connect_server, do_at, do_on_cluster
+from tests.spark.cluster import Made, connect_server, do_at, do_on_cluster
 from tests.spark.clusterjob import KEEP_DAYS
+from tests.spark.commands import Done, in_its_own_process
 from tests.spark.plainrows import all_rows, rows_in
 from tests.spark.stories import write_segment
 
 COMMANDS = Path(sys.executable).parent
-POSTROOM = str(COMMANDS / "postroom")
 DAY_US = 86_400_000_000
 KILLS_A_ROUND = 4
 ROUND_MESSAGES = 400
@@ -261,20 +261,14 @@ def check_history(events: int, seed: int, tick: Tick = lambda _: None) -> Tally:
     return tally
 
 
-def command(*words: object, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [POSTROOM, "pipeline", *map(str, words)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != code:
-        raise RuntimeError(f"{words[0]} ended with {done.returncode}: {done.stderr[-4000:]}")
+def command(*words: object, code: int = 0, **environ: str) -> Done:
+    done = in_its_own_process(*words, **environ)
+    if done.code != code:
+        raise RuntimeError(f"{words[0]} ended with {done.code}: {done.stderr[-4000:]}")
     return done
 
 
-def judge(planted: list[dict[str, Any]], judged: subprocess.CompletedProcess[str], tally: Tally) -> None:
+def judge(planted: list[dict[str, Any]], judged: Done, tally: Tally) -> None:
     """The counts are those of what was planted, and each violation that is shown was planted."""
     counts = Counter(fault["rule"] for fault in planted)
     for rule, n in counts.items():
@@ -334,7 +328,7 @@ def two_deliveries(folder: Path, messages: int, seed: int) -> tuple[Path, Path, 
     return half, whole, middle_us(segments) + KEEP_DAYS * DAY_US
 
 
-def compare_done(here: Done, there: Done, tally: Tally) -> None:
+def compare_done(here: Made, there: Made, tally: Tally) -> None:
     """The rows of every table, and what the checks said."""
     compare(all_rows(here.tables), all_rows(there.tables), tally)
     tally.count("lines_of_checks", len(here.said))

@@ -1,7 +1,6 @@
 """What judges the long runs of the pipeline notices what it is for. One kill is in tests/spark."""
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -27,7 +26,7 @@ def test_a_fault_that_is_not_found_and_one_that_nobody_planted_are_counted() -> 
     def judged(said: str, *messages: str) -> Tally:
         rows = "".join(json.dumps({"rule": "lost", "message_id": name}) + "\n" for name in messages)
         tally = Tally()
-        pipelining.judge(planted, subprocess.CompletedProcess([], 1, rows, said), tally)
+        pipelining.judge(planted, Done(1, rows, said), tally)
         return tally
 
     assert judged("2 violations in a history: 2 lost", "m1", "m2").ok

@@ -112,14 +112,14 @@ def bare_python(folder: Path) -> Path:
     return script
 
 
-class Done(NamedTuple):
+class Made(NamedTuple):
     """What steps of `clusterjob` have made, and what they said."""
 
     tables: Tables
     said: list[str]
 
 
-def do_at(url: str, tables: Path, *steps: str, **environ: str) -> Done:
+def do_at(url: str, tables: Path, *steps: str, **environ: str) -> Made:
     """Let a driver of its own do steps on tables somewhere."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.spark.clusterjob", url, str(tables), *steps],
@@ -129,10 +129,10 @@ def do_at(url: str, tables: Path, *steps: str, **environ: str) -> Done:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return Done(Tables(tables), done.stdout.splitlines())
+    return Made(Tables(tables), done.stdout.splitlines())
 
 
-def do_on_cluster(folder: Path, *steps: str) -> Done:
+def do_on_cluster(folder: Path, *steps: str) -> Made:
     """Steps done by two workers whose Python has no postroom."""
     python = str(bare_python(folder))
     with standalone(folder) as master:

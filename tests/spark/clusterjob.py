@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.check import check
-from postroom.pipeline.departed import TABLE as DEPARTED
+from postroom.pipeline.check import check_tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retain import Policy, Retention
 from postroom.pipeline.session import spark_session
@@ -59,9 +58,7 @@ def do(step: str, spark: SparkSession, tables: Tables) -> None:
 
 
 def proven(spark: SparkSession, tables: Tables) -> None:
-    bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
-    departed = tables.read(spark, DEPARTED) if tables.exists(DEPARTED) else None
-    verdict = check(bronze, silver, departed)
+    verdict = check_tables(spark, tables)
     print(verdict.events, verdict.messages, *sorted(verdict.counts.items()))
     for sample in verdict.samples:
         print(*sample)

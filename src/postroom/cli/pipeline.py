@@ -450,13 +450,9 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
       postroom pipeline check --tables tables
     """
     with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.check import check as judge
-        from postroom.pipeline.departed import TABLE
+        from postroom.pipeline.check import check_tables
 
-        bronze, silver = (job.tables.read(job.spark, name) for name in ("bronze_events", "silver_events"))
-        # Read last: what leaves meanwhile was noted before.
-        departed = job.tables.read(job.spark, TABLE) if job.tables.exists(TABLE) else None
-        verdict = judge(bronze, silver, departed, horizon_s=horizon_s)
+        verdict = check_tables(job.spark, job.tables, horizon_s=horizon_s)
     rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
     history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
     shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")

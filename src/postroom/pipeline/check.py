@@ -15,12 +15,14 @@ from functools import reduce
 from operator import or_
 from typing import Final, NamedTuple
 
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import WindowSpec
 
 from postroom.core.lives import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
+from postroom.pipeline.departed import TABLE as DEPARTED
 from postroom.pipeline.departed import holes_between, numbers_of, returned
+from postroom.pipeline.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
 HORIZON_S: Final = 86_400.0
@@ -60,6 +62,14 @@ class Verdict(NamedTuple):
     @property
     def violations(self) -> int:
         return sum(self.counts.values())
+
+
+def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> Verdict:
+    """Judge the history in a folder of tables."""
+    bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
+    # Read last: what leaves meanwhile was noted before.
+    departed = tables.read(spark, DEPARTED) if tables.exists(DEPARTED) else None
+    return check(bronze, silver, departed, horizon_s=horizon_s)
 
 
 def check(

@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import Unavailable
 from postroom.pipeline.archive import cache, found, making_archive, name_of
-from postroom.pipeline.check import check
+from postroom.pipeline.check import check_tables
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.report import write_report
@@ -51,7 +51,7 @@ def as_commands_do(spark: SparkSession, folder: Path) -> None:
     job = Pipeline(spark, Tables(folder / "tables"))
     job.run(folder / "events")
     list(job.answers(QUERY))
-    check(*(job.tables.read(spark, name) for name in ("bronze_events", "silver_events")))
+    check_tables(spark, job.tables)
     write_report(spark, job.tables, folder / "report.html", None)
 
 

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline import departed
-from postroom.pipeline.check import Sample, check
+from postroom.pipeline.check import Sample, check_tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retain import (
     DAY_US,
@@ -204,9 +204,7 @@ def test_a_pass_that_ended_early_is_simply_run_again(
 
 
 def checked(spark: SparkSession, tables: Tables) -> set[Sample]:
-    there = tables.exists(departed.TABLE)
-    names = ["bronze_events", "silver_events"] + [departed.TABLE] * there
-    return set(check(*(tables.read(spark, name) for name in names)).samples)
+    return set(check_tables(spark, tables).samples)
 
 
 def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
