@@ -68,8 +68,8 @@ TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
 Run = Callable[[int, int, Callable[[int], None]], Tally]
 
 
-def _on_spark(name: str, module: str = "pipelining") -> Run:
-    """A run of the pipeline. Spark is loaded by those jobs alone."""
+def _from_module(name: str, module: str = "pipelining") -> Run:
+    """A scenario whose module is imported only by its own job."""
 
     def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
         runs = importlib.import_module(f"tests.crash.{module}")
@@ -80,21 +80,29 @@ def _on_spark(name: str, module: str = "pipelining") -> Run:
 
 
 PIPELINE_RUNS: dict[str, Run] = {
-    "kills-pipeline": _on_spark("run_kills"),
-    "deliveries-pipeline": _on_spark("run_delivered", "pipelinedelivery"),
-    "history-pipeline": _on_spark("check_history"),
-    "cluster-pipeline": _on_spark("run_cluster"),
-    "connect-pipeline": _on_spark("run_connected"),
-    "skew-pipeline": _on_spark("run_skewed"),
-    "declarative-pipeline": _on_spark("run_declared"),
-    "disk-pipeline": _on_spark("run_full", "pipelinedisk"),
-    "archive-pipeline": _on_spark("make_archive", "pipelinedisk"),
+    "kills-pipeline": _from_module("run_kills"),
+    "deliveries-pipeline": _from_module("run_delivered", "pipelinedelivery"),
+    "history-pipeline": _from_module("check_history"),
+    "cluster-pipeline": _from_module("run_cluster"),
+    "connect-pipeline": _from_module("run_connected"),
+    "skew-pipeline": _from_module("run_skewed"),
+    "declarative-pipeline": _from_module("run_declared"),
+    "disk-pipeline": _from_module("run_full", "pipelinedisk"),
+    "archive-pipeline": _from_module("make_archive", "pipelinedisk"),
 }
+ATTACK_RUNS: dict[str, Run] = {
+    "attack-http": _from_module("run", "attack_http"),
+    "attack-mail": _from_module("run", "attack_mail"),
+    "attack-audit": _from_module("run", "attack_audit"),
+    "attack-pipeline": _from_module("run", "attack_pipeline"),
+}
+"""Hostile clients and hostile input against real servers and commands. Facts: memory_mb, refused."""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
     **PIPELINE_RUNS,
+    **ATTACK_RUNS,
 }
 CALL_POINTS = {
     "syscalls-bus": 380,
@@ -162,8 +170,8 @@ def planned(options: argparse.Namespace) -> list[Job]:
     jobs = []
     for name in chosen:
         match name.split("-")[0]:
-            case _ if name in PIPELINE_RUNS:
-                jobs += _pipeline_jobs(name, options)
+            case _ if name in PIPELINE_RUNS or name in ATTACK_RUNS:
+                jobs += _imported_jobs(name, options)
             case "kills":
                 jobs += _split(name, round(options.kills * KILL_SHARES[name] / total), 2, options.seed)
             case "flips":
@@ -186,14 +194,14 @@ def planned(options: argparse.Namespace) -> list[Job]:
 def beginning_with(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
     names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
-    names += PIPELINE_RUNS
+    names += [*PIPELINE_RUNS, *ATTACK_RUNS]
     names += [
         f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
     ]
     return [only] if only in names else [name for name in names if name.startswith(only)]
 
 
-def _pipeline_jobs(name: str, options: argparse.Namespace) -> list[Job]:
+def _imported_jobs(name: str, options: argparse.Namespace) -> list[Job]:
     match name.split("-", maxsplit=1)[0]:
         case "kills":
             return _split(name, options.pipeline_kills, 4, options.seed, above=PIPELINE_KILLS // 4)
