@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-pipeline crash fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-pipeline crash fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -25,16 +25,17 @@ $(STAMP): requirements.lock pyproject.toml tools/setup.py
 setup: $(STAMP) ## make .venv with the locked tools and postroom in it (implied by the others)
 	@:
 
-# Spark needs a Java, and the report is looked at in a real browser.
+# Spark needs a Java, the report is looked at in a real browser, and a bench runs Celery on two brokers.
 JAVA    := java=default-jre-headless
 BROWSER := chromium
+BROKERS := redis-server rabbitmq-server epmd=erlang-base
 
 demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) examples/demo.py
 
 test: $(STAMP) ## the tests, with the time each part took
-	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER)
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS)
 	@$(PYTHON) tools/run_tests.py
 
 check: $(STAMP) ## lint, formatting, types, and which layer may import which
@@ -48,6 +49,7 @@ format: $(STAMP) ## rewrite the sources the way `check` wants them
 	@$(PYTHON) -m ruff format
 
 bench: $(STAMP) ## every benchmark
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS)
 	@failed=0; for script in bench/bench_*.py; do $(PYTHON) "$$script" || failed=1; done; exit $$failed
 
 bench-files: $(STAMP) ## the benchmark of Bus and Queue
@@ -61,6 +63,10 @@ bench-audit: $(STAMP) ## the benchmark of the audit stream, with a history of 5 
 
 bench-mail: $(STAMP) ## the benchmark of Mail beside nats-server
 	@$(PYTHON) bench/bench_mail.py
+
+bench-peers: $(STAMP) ## the benchmark of Tasks beside Celery on Redis and RabbitMQ
+	@$(PYTHON) tools/setup.py --system $(BROKERS)
+	@$(PYTHON) bench/bench_peers.py
 
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA)

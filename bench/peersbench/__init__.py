@@ -1,0 +1,1 @@
+"""The brokers and the Celery application that `bench_peers.py` measures."""
