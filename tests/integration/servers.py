@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -50,8 +51,11 @@ class Answer(NamedTuple):
 class Server:
     """A server of a data folder with an operator and two agents."""
 
-    def __init__(self, data: Path, *nudge_hosts: str, execute: bool = False) -> None:
+    def __init__(
+        self, data: Path, *nudge_hosts: str, execute: bool = False, descriptors: tuple[int, int] | None = None
+    ) -> None:
         self.data = data
+        self._descriptors = descriptors
         data.mkdir(exist_ok=True)
         self.agents = Agents(data)
         self.tokens = {name: self.agents.add(name) for name in ("triage", "review")}
@@ -66,9 +70,14 @@ class Server:
                 [sys.executable, "-c", PROGRAM, str(self.data), *self._words],
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                preexec_fn=self._limit_descriptors,  # noqa: PLW1509 - it only calls the system
             )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
+
+    def _limit_descriptors(self) -> None:
+        if self._descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -180,8 +189,8 @@ class Stream:
 
 
 @contextmanager
-def serving(data: Path, *nudge_hosts: str, execute: bool = False) -> Iterator[Server]:
-    server = Server(data, *nudge_hosts, execute=execute)
+def serving(data: Path, *nudge_hosts: str, **options: Any) -> Iterator[Server]:
+    server = Server(data, *nudge_hosts, **options)
     try:
         yield server
     finally:

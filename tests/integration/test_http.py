@@ -18,8 +18,7 @@ from postroom.runtime.bodies import (
     ENQUEUE_MANY_MAX,
     WORD_BYTES_MAX,
 )
-from postroom.runtime.http import DISCARDED_BYTES_MAX
-from postroom.runtime.listener import HEAD_BYTES_MAX
+from postroom.runtime.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 

@@ -30,7 +30,7 @@ from postroom.contracts.tasks import (
     Tasks,
     TasksStatus,
 )
-from postroom.errors import InvalidMessage, PostroomError, Unavailable, UnknownTask
+from postroom.errors import InvalidMessage, PostroomError, UnknownTask
 from postroom.message import Record
 from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.bodies import (
@@ -60,7 +60,8 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.journal import Journal
 from postroom.runtime.openapi import EVENT_STREAM, JSON
-from postroom.runtime.waiting import Waiting
+from postroom.runtime.shares import Shares
+from postroom.runtime.waiting import WAITERS_MAX, Waiting
 from postroom.runtime.writer import Writer
 from postroom.stores.base import ByIds, Claim
 
@@ -69,6 +70,13 @@ T = TypeVar("T")
 BUS_THREADS = 4  # a bus that another process holds stops no look at the store
 READERS = 2  # threads that look at the store; it has one connection for that
 STREAMS_MAX = 256
+STREAMS_A_TOKEN_MAX = 32
+OPERATOR_STREAMS_RESERVE = 32
+POLLS_A_TOKEN_MAX = 1_000
+OPERATOR_POLLS_RESERVE = 100
+BODY_BYTES_MAX = 512 * 1024 * 1024  # of all bodies that are arriving or being worked on
+BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
+BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
 STREAM_GATHER_S = 0.02
@@ -108,7 +116,7 @@ FORBIDDEN = "this token does not allow that"
 class Call:
     """One request, decoded."""
 
-    __slots__ = ("body", "identity", "query", "receive", "scope", "send", "token")
+    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "token")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -117,6 +125,8 @@ class Call:
         self.token = ""
         self.identity: Identity = _NOBODY
         self.body: Any = None
+        self.body_bytes_held = 0
+        """Of the bytes that bodies may have in memory; only a body that came in several pieces is counted."""
         self.query: Any = None
 
     def header(self, name: bytes) -> str:
@@ -155,7 +165,11 @@ class Desk:
         self.writer = Writer(tasks, self._loop)
         self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
         self._stirred = self._loop.create_future()
-        self._streams = 0
+        self._streams = Shares("event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE)
+        self._polls = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
+        self.body_bytes = Shares(
+            "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE
+        )
         self._terms = lru_cache(TERMS_KEPT_MAX)(tasks.terms)  # an agent asks on the same terms all day
 
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
@@ -168,7 +182,7 @@ class Desk:
 
     def stir(self) -> None:
         """Something happened: those who follow look now."""
-        if self._streams and not self._stirred.done():
+        if self._streams.used and not self._stirred.done():
             self._stirred.set_result(None)
             self._stirred = self._loop.create_future()
 
@@ -206,6 +220,7 @@ class Desk:
 
     async def _wait(self, call: Call, terms: Claim, wait_s: float) -> list[Task]:
         """A long poll. What was claimed for somebody who is gone by then is given back at once."""
+        self._polls.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
             claimed = await self.waiting.claim(terms, wait_s, gone)
@@ -214,6 +229,7 @@ class Desk:
                 raise Gone
             return claimed
         finally:
+            self._polls.give_back(call.identity)
             gone.cancel()
 
     async def _release(self, claimed: list[Task]) -> None:
@@ -415,9 +431,7 @@ class Desk:
 
     async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T) -> None:
         """Send page after page as long as somebody listens whose token is worth something."""
-        if self._streams >= STREAMS_MAX:
-            raise Unavailable(f"{STREAMS_MAX} streams are open already: try again later")
-        self._streams += 1
+        self._streams.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
             stirred = self._stirred
@@ -427,7 +441,7 @@ class Desk:
             await self._follow(call, page, behind, gone, stirred)
             await call.send({"type": "http.response.body", "body": b""})
         finally:
-            self._streams -= 1
+            self._streams.give_back(call.identity)
             gone.cancel()
 
     async def _follow(

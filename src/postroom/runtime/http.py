@@ -2,6 +2,7 @@
 
 Rule 1: every route but `/health` wants a bearer token.
 Rule 2: every body, head, line and stream has a limit, and what is over it is refused before it is kept.
+        One token cannot use up a limit that others share.
 Rule 3: every request gets an answer, and an error is one sentence without a path or a payload of ours.
 """
 
@@ -26,12 +27,14 @@ from starlette.types import Receive, Scope, Send
 
 from postroom.contracts.tasks import TaskInfo, Tasks
 from postroom.errors import (
+    BusFull,
     InvalidMessage,
     PostroomError,
     QueueFull,
     Rejected,
     SinceIdNotFound,
     StaleLease,
+    TooMany,
     Unavailable,
     UnknownTask,
     UnsafePath,
@@ -71,13 +74,12 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.runtime.journal import Journal, JournalHandler, where
-from postroom.runtime.listener import Listener, listener_config
+from postroom.runtime.listener import CONNECTION, Listener, listener_config
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
 PORT = 8800
-DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a body that is too long, so that its sender hears why
 RETRY_AFTER_S = 1
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
 
@@ -88,6 +90,8 @@ STATUS_OF: dict[type[BaseException], int] = {
     SinceIdNotFound: 404,
     Rejected: 400,
     QueueFull: 429,
+    TooMany: 429,
+    BusFull: 507,
     Unavailable: 503,
     PostroomError: 500,
 }
@@ -108,8 +112,8 @@ class Endpoint:
         route: Route,
         handler: str,
         *,
-        operators_only: bool = False,
-        body_bytes_max: int = 0,
+        operators_only: bool,
+        body_bytes_max: int,
     ) -> None:
         self.route = route
         self._app = app
@@ -131,6 +135,9 @@ class Endpoint:
             raise
         except BaseException as error:  # noqa: BLE001 - every request gets an answer
             reply = self._refuse(desk, call, error)
+        finally:
+            if call.body_bytes_held:
+                desk.body_bytes.give_back(call.identity, call.body_bytes_held)
         if reply is None:
             desk.requests[self.route.path, 200] += 1
             return
@@ -140,8 +147,8 @@ class Endpoint:
     async def _answer(self, desk: Desk, call: Call) -> Reply | None:
         if not self.route.is_open:
             self._identify(desk, call)
+        body = await _read_body(desk, call, self._body_bytes_max)
         if self._decoders:
-            body = await _read_body(call, self._body_bytes_max)
             call.body = self._decode(body)
         else:
             call.query = _decode_query(call.scope["query_string"], self.route.query)
@@ -155,6 +162,9 @@ class Endpoint:
         if identity is None:
             raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
         call.identity = identity
+        connection = call.scope.get(CONNECTION)
+        if connection is not None:  # another server of ASGI applications has none
+            connection.identify(identity)
         if self._operators_only and not identity.is_operator:
             raise Refusal(403, "Forbidden", FORBIDDEN)
 
@@ -196,7 +206,9 @@ def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise InvalidMessage("the body is nested too deeply") from None
+    except (msgspec.DecodeError, ValueError) as error:
         raise InvalidMessage(f"the body is not JSON: {error}") from None
 
 
@@ -216,24 +228,23 @@ def _decode_query(query: bytes, kind: type) -> Any:
         raise InvalidMessage(f"the query does not fit: {error}") from None
 
 
-async def _read_body(call: Call, bytes_max: int) -> bytes:
-    """The whole body. Of one that is too long nothing is kept, and some of it is not even read."""
+async def _read_body(desk: Desk, call: Call, bytes_max: int) -> bytes:
+    """The whole body. Also where none is wanted: a request is acted on when it has arrived in full."""
     pieces: list[bytes] = []
     size = 0
-    more = True
-    while more and size <= bytes_max + DISCARDED_BYTES_MAX:
+    while True:
         message = await call.receive()
         if message["type"] == "http.disconnect":
             raise Gone
         piece: bytes = message.get("body", b"")
-        more = message.get("more_body", False)
         size += len(piece)
-        pieces.append(piece)
         if size > bytes_max:
-            pieces.clear()
-    if size > bytes_max:
-        raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
+        if not message.get("more_body", False):
+            return b"".join([*pieces, piece]) if pieces else piece  # most bodies come in one piece
+        desk.body_bytes.take(call.identity, len(piece))
+        call.body_bytes_held = size
+        pieces.append(piece)
 
 
 def _refusal(error: BaseException) -> Reply:
@@ -255,14 +266,14 @@ def _public(error: BaseException) -> str:
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
             return "the attachment has to lie in the folder of the bus"
-        case Unavailable() if type(error) not in (Unavailable, QueueFull):
+        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, BusFull):
             return "the store cannot be used now: try again soon"
         case _:
             return str(error)
 
 
 _EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
-    401: ((b"www-authenticate", b"Bearer"),),
+    401: ((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
     413: ((b"connection", b"close"),),
 }
 
@@ -270,7 +281,7 @@ _EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
 def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> Reply:
     body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
     headers = (JSON_TYPE, *_EXTRA.get(status, ()))
-    if status in (429, 503):
+    if status in (429, 503, 507):
         headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)
     return Reply(status, body, headers)
 
@@ -295,7 +306,7 @@ class _Served(NamedTuple):
 
     route: Route
     handler: str
-    body_bytes_max: int = 0
+    body_bytes_max: int = WORD_BYTES_MAX
     operators_only: bool = False
 
 
@@ -445,6 +456,7 @@ class TasksApp(Starlette):
             lifespan=opened,
             exception_handlers={HTTPException: _not_served},
         )
+        self.router.redirect_slashes = False  # a path with a slash too many is unknown
         self.openapi_json = msgspec.json.encode(openapi())
 
     def _endpoint(self, served: _Served) -> Endpoint:
