@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from postroom import Tasks
 from postroom.runtime.agents import Agents
+from postroom.runtime.buses import BUS_BYTES_MAX
 
 HANG_GUARD_S = 60.0
 
@@ -33,7 +34,8 @@ def execute(decision):
 
 serve(
     data, port=0, durability="os", execute=execute if sys.argv[2] == "execute" else None,
-    allowed_nudge_hosts=sys.argv[3:], ready=lambda port: print(port, flush=True),
+    bus_max_bytes=int(sys.argv[3]), allowed_nudge_hosts=sys.argv[4:],
+    ready=lambda port: print(port, flush=True),
 )
 """
 
@@ -52,7 +54,12 @@ class Server:
     """A server of a data folder with an operator and two agents."""
 
     def __init__(
-        self, data: Path, *nudge_hosts: str, execute: bool = False, descriptors: tuple[int, int] | None = None
+        self,
+        data: Path,
+        *nudge_hosts: str,
+        execute: bool = False,
+        bus_max_bytes: int = BUS_BYTES_MAX,
+        descriptors: tuple[int, int] | None = None,
     ) -> None:
         self.data = data
         self._descriptors = descriptors
@@ -60,7 +67,7 @@ class Server:
         self.agents = Agents(data)
         self.tokens = {name: self.agents.add(name) for name in ("triage", "review")}
         self.tokens["boss"] = self.agents.add("boss", role="operator")
-        self._words = ("execute" if execute else "", *nudge_hosts)
+        self._words = ("execute" if execute else "", str(bus_max_bytes), *nudge_hosts)
         self.start()
 
     def start(self) -> None:

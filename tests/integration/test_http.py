@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,35 @@ def test_a_word_may_be_repeated(server: Server) -> None:
     task = server.claim()
     word = {"task_id": task["task_id"], "lease": task["lease"], "decision": 1}
     assert [server.post("triage", "/queue/complete", **word).status for _ in range(3)] == [202] * 3
+
+
+def test_the_first_decision_stands_and_a_second_one_is_refused(server: Server) -> None:
+    task_id = server.enqueue()
+    task = server.claim()
+    word = {"task_id": task_id, "lease": task["lease"]}
+    first = {"decision": "close", "labels": [1]}
+    same = {"labels": [1], "decision": "close"}
+    assert server.post("triage", "/queue/complete", **word, decision=first).status == 202
+    assert server.post("triage", "/queue/complete", **word, decision=same).status == 202
+    for other in ({"decision": "open"}, None, {"decision": "close", "labels": [1.0]}, "close"):
+        refused = server.post("triage", "/queue/complete", **word, decision=other)
+        assert (refused.status, refused.json["error"]) == (409, "WrongState")
+        assert "another decision, which stands" in refused.json["message"]
+    until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
+    assert server.post("triage", "/queue/complete", **word, decision="late").status == 409
+    assert server.post("triage", "/queue/complete", **word, decision=first).status == 202
+    assert server.get("triage", f"/tasks/{task_id}").json["result"] == first
+
+
+def test_two_decisions_at_the_same_moment_are_told_apart(server: Server) -> None:
+    for _ in range(5):
+        server.enqueue()
+        task = server.claim()
+        words = [{"task_id": task["task_id"], "lease": task["lease"], "decision": n} for n in (1, 1, 2, 2)]
+        said = [in_thread(partial(server.post, "triage", "/queue/complete", **word)) for word in words]
+        for thread, _ in said:
+            thread.join(HANG_GUARD_S)
+        assert sorted(answers[0].status for _, answers in said) == [202, 202, 409, 409]
 
 
 def test_a_full_queue_says_when_to_come_back(server: Server) -> None:

@@ -30,11 +30,12 @@ from postroom.contracts.tasks import (
     Tasks,
     TasksStatus,
 )
-from postroom.errors import InvalidMessage, PostroomError, UnknownTask
-from postroom.message import Record
+from postroom.errors import InvalidMessage, PostroomError, SinceIdNotFound, UnknownTask
+from postroom.message import Record, State
 from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.bodies import (
     PAGE_DEFAULT,
+    STREAM_PAGE_BYTES_MAX,
     BusAnswer,
     BusIdAnswer,
     BusQuery,
@@ -51,6 +52,7 @@ from postroom.runtime.bodies import (
     NewTask,
     NewTasks,
     NextBody,
+    ResetNotice,
     ResultBody,
     StatusAnswer,
     TaskAnswer,
@@ -142,6 +144,8 @@ class Call:
 
 
 _NOBODY = Identity("", "agent")
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a look at the store or at a bus where it may block."""
 Handler = Callable[[Call], Awaitable[Reply | None]]
 """Answers a call; None when it has sent everything itself."""
 
@@ -241,15 +245,20 @@ class Desk:
         body: CompleteBody = call.body
         owner = _owner(call)
 
-        def work(tasks: Tasks) -> None:
-            if _mine(tasks, body.task_id, owner).queue == DECISIONS:
+        def work(tasks: Tasks) -> bool:
+            """Whether the word had been said before."""
+            record = _mine(tasks, body.task_id, owner)
+            if record.queue == DECISIONS:
                 tasks.settle(_decision(tasks.get(body.task_id), body.lease))
-            else:
-                tasks.complete(body.task_id, body.lease, body.decision)
+                return False
+            tasks.complete(body.task_id, body.lease, body.decision)
+            return record.lease == body.lease and record.state in _DECIDED
 
-        reply = await self._say(call, "completed", body.task_id, work, makes_room=True)
+        repeated: bool = await self.writer.submit(work, makes_room=True)
+        if repeated:  # the first may stand in the same commit, so it is read after that
+            await self.read(lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
-        return reply
+        return self._said(call, "completed", body.task_id)
 
     async def heartbeat(self, call: Call) -> Reply:
         body: HolderBody = call.body
@@ -279,6 +288,10 @@ class Desk:
         self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
     ) -> Reply:
         await self.writer.submit(work, makes_room=makes_room)
+        return self._said(call, event, task_id)
+
+    def _said(self, call: Call, event: str, task_id: str) -> Reply:
+        """The answer to a word that is committed."""
         self.stir()
         self.journal.write(event, task_id=task_id, agent=call.identity.name)
         return Reply(202, _encode(TaskAnswer(task_id)))
@@ -348,8 +361,19 @@ class Desk:
                 503, _encode(ErrorAnswer("Unavailable", "the store cannot be written to at present"))
             )
         if self.writer.alive and self.harness.alive:
-            return Reply(200, _encode(HealthAnswer("ok")))
+            parts = await self.read(self._degraded)
+            return Reply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
         return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
+
+    def _degraded(self) -> dict[str, str]:
+        """What does not work, by name. Anybody may ask, so no bus is named."""
+        parts: dict[str, str] = {}
+        if self.buses.disk_is_nearly_full():
+            parts["disk"] = "the disk is nearly full: posts to buses are refused"
+        full = len(self.buses.full())
+        if full:
+            parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
+        return parts
 
     async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
         return Reply(200, self.openapi_json)
@@ -395,7 +419,7 @@ class Desk:
             data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
             return data, events[-1].seq if events else position
 
-        await self._stream(call, page, int(last) if last else call.query.after)
+        await self._stream(call, page, int(last) if last else call.query.after, self.read)
 
     async def read_bus(self, call: Call) -> Reply | None:
         query: BusQuery = call.query
@@ -411,14 +435,17 @@ class Desk:
             before = _size(path)
             if before == looks:
                 return b"", position
-            messages = self.buses.read(name, position, PAGE_DEFAULT)
+            try:
+                messages = self.buses.read(name, position, PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
+            except SinceIdNotFound:  # in an archive that is gone, or nowhere ever
+                return _sse("", "reset", _encode(ResetNotice(position))), ""
             if not messages:
                 looks = before
                 return b"", position
             data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
             return data, messages[-1].msg_id
 
-        await self._stream(call, page, call.header(b"last-event-id") or query.since)
+        await self._stream(call, page, call.header(b"last-event-id") or query.since, self.on_bus)
         return None
 
     async def append_bus(self, call: Call) -> Reply:
@@ -429,16 +456,16 @@ class Desk:
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))
 
-    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T) -> None:
+    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T, run: Run) -> None:
         """Send page after page as long as somebody listens whose token is worth something."""
         self._streams.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
             stirred = self._stirred
-            data, behind = await self.read(lambda: page(position))
+            data, behind = await run(lambda: page(position))
             await call.send(_STREAM_STARTS)
             await call.send(_piece(data or b": ready\n\n"))
-            await self._follow(call, page, behind, gone, stirred)
+            await self._follow(call, page, behind, run, gone, stirred)
             await call.send({"type": "http.response.body", "body": b""})
         finally:
             self._streams.give_back(call.identity)
@@ -449,6 +476,7 @@ class Desk:
         call: Call,
         page: Callable[[T], tuple[bytes, T]],
         position: T,
+        run: Run,
         gone: "asyncio.Future[None]",
         stirred: "asyncio.Future[None]",
     ) -> None:
@@ -456,7 +484,7 @@ class Desk:
         ends = (gone, self.waiting.ending)
         while not any(end.done() for end in ends) and self.agents.identify(call.token) is not None:
             at = position
-            data, position = await self.read(lambda at=at: page(at))  # type: ignore[misc]
+            data, position = await run(lambda at=at: page(at))  # type: ignore[misc]
             if data:
                 await call.send(_piece(data))
             if position != at:
@@ -537,6 +565,18 @@ def _seen(tasks: Tasks, task_id: str, owner: str | None) -> None:
     [record] = tasks.store.find(ByIds((task_id,)))
     if owner is not None and record.queue != owner:
         raise UnknownTask(task_id)
+
+
+_DECIDED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+
+
+def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
+    """The word was said before under this lease: repeating it is fine, changing it is not."""
+    if _encode_sorted(tasks.get(body.task_id).result) != _encode_sorted(body.decision):
+        raise Refusal(
+            409, "WrongState", f"task {body.task_id!r} was completed with another decision, which stands"
+        )
 
 
 def _releasing(task: Task) -> Callable[[Tasks], None]:

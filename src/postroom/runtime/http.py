@@ -7,10 +7,11 @@ Rule 3: every request gets an answer, and an error is one sentence without a pat
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
@@ -70,7 +71,7 @@ from postroom.runtime.bodies import (
     TaskAnswer,
     TasksAnswer,
 )
-from postroom.runtime.buses import Buses
+from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.runtime.journal import Journal, JournalHandler, where
@@ -296,9 +297,9 @@ async def _send(send: Send, reply: Reply) -> None:
 
 # ---- all routes ------------------------------------------------------------------------------------
 
-_WORD = (400, 401, 403, 404, 409, 413, 503)
-_OPERATOR = (400, 401, 403, 404, 409, 503)
-_LOOK = (400, 401, 403, 404, 503)
+_WORD = (400, 401, 403, 404, 409, 413, 429, 503)
+_OPERATOR = (400, 401, 403, 404, 409, 413, 429, 503)
+_LOOK = (400, 401, 403, 404, 413, 429, 503)
 
 
 class _Served(NamedTuple):
@@ -317,7 +318,7 @@ ROUTES: Sequence[_Served] = (
             "/queue/next",
             "Lease the next task, or wait for one",
             {200: (ClaimedTask, ClaimedTasks), 204: None},
-            (400, 401, 403, 413, 503),
+            (400, 401, 403, 413, 429, 503),
             (NextBody,),
         ),
         "next",
@@ -382,7 +383,9 @@ ROUTES: Sequence[_Served] = (
     ),
     _Served(Route("GET", "/metrics", "Prometheus text", {200: TEXT}, _LOOK), "metrics", operators_only=True),
     _Served(
-        Route("GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 503), is_open=True),
+        Route(
+            "GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
+        ),
         "health",
     ),
     _Served(
@@ -403,7 +406,7 @@ ROUTES: Sequence[_Served] = (
             "/bus/{name}/messages",
             "Append to a bus",
             {201: (BusIdAnswer,)},
-            (400, 401, 413, 503),
+            (400, 401, 413, 429, 503, 507),
             (NewBusMessage,),
         ),
         "append_bus",
@@ -412,7 +415,7 @@ ROUTES: Sequence[_Served] = (
 )
 
 
-OPENAPI = Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 503))
+OPENAPI = Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 413, 429, 503))
 
 
 def openapi() -> dict[str, Any]:
@@ -511,6 +514,7 @@ def create_app(
     journal: Journal | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
+    bus_max_bytes: int = BUS_BYTES_MAX,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application; its loops run from its start to its end.
 
@@ -529,7 +533,7 @@ def create_app(
 
     @asynccontextmanager
     async def opened(app: TasksApp) -> AsyncIterator[None]:
-        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability), journal)
+        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal)
         desk.openapi_json = app.openapi_json
         harness.start()
         try:
@@ -552,17 +556,27 @@ def serve(
     execute: Execute | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     durability: Durability = "group",
+    bus_max_bytes: int = BUS_BYTES_MAX,
     drain_every_s: float = DRAIN_EVERY_S,
     sweep_every_s: float = SWEEP_EVERY_S,
     journal: Journal | None = None,
     ready: Callable[[int], None] | None = None,
+    beside: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to."""
-    make_folder(data, "os")
+    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to.
+
+    `beside` is entered once the server has its port and its folder. When the server cannot start, no folder
+    is left that was not there before.
+    """
     journal = Journal() if journal is None else journal
-    agents = Agents(data)
-    listening = _listen(host, port)
-    with Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks, _as_lines(journal):
+    with (
+        _listen(host, port) as listening,
+        _folder(data),
+        beside or nullcontext(),
+        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
+        _as_lines(journal),
+    ):
+        agents = Agents(data)
         harness = Harness(
             tasks,
             agents=agents,
@@ -573,7 +587,13 @@ def serve(
             journal=journal,
         )
         app = create_app(
-            data, tasks, agents=agents, harness=harness, journal=journal, bus_durability=durability
+            data,
+            tasks,
+            agents=agents,
+            harness=harness,
+            journal=journal,
+            bus_durability=durability,
+            bus_max_bytes=bus_max_bytes,
         )
 
         def started() -> None:
@@ -585,6 +605,20 @@ def serve(
         Listener(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
         journal.write("stopped")
     journal.close()
+
+
+@contextmanager
+def _folder(data: Path) -> Iterator[None]:
+    """The data folder. If the server fails before anything is in it, the folders made for it are removed."""
+    made = list(itertools.takewhile(lambda folder: not folder.exists(), (data, *data.parents)))
+    try:
+        make_folder(data, "os")
+        yield
+    except BaseException:
+        with suppress(OSError):  # something is in it by now
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def _listen(host: str, port: int) -> socket.socket:
