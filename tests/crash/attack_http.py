@@ -21,6 +21,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from postroom.runtime.agents import Agents
+from postroom.runtime.desk import POLLS_A_TOKEN_MAX
 from tests.crash.kills import Tick
 from tests.crash.ledger import Tally
 from tests.waiting import until
@@ -31,6 +32,8 @@ PIECE = 0x10000
 HANG_GUARD_S = 60.0
 REFUSALS = frozenset({400, 401, 408, 413, 429, 431, 503, 507})
 KIB_A_MIB = 1024
+SOFT_DESCRIPTORS = 1024
+HOLD_S = 2.0  # that an attack goes on once it is complete
 
 
 class Scale(NamedTuple):
@@ -65,6 +68,12 @@ def run(count: int, seed: int, tick: Tick, scale: Scale | None = None) -> Tally:
 def _raise_own_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _lower_limit() -> None:
+    """As a server is usually started."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(SOFT_DESCRIPTORS, hard), hard))
 
 
 def _round(folder: Path, rng: Random, scale: Scale, tally: Tally) -> None:
@@ -145,6 +154,7 @@ def _serving(data: Path) -> Iterator[_Target]:
         [sys.executable, "-m", "postroom.cli.main", *words, "--bus-max-bytes", str(BUS_MAX_BYTES)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        preexec_fn=_lower_limit,  # noqa: PLW1509 - it only calls the system
     )
     try:
         assert process.stdout is not None
@@ -194,6 +204,16 @@ class _Good:
             self._enqueued.append(answer["task_id"])
             status, answer = self._target.ask("boss", "GET", "/queue/status")
             self._expect(status, (200,), "status", answer)
+            self._follow_events()
+
+    def _follow_events(self) -> None:
+        """Open an event stream, as a page of an operator does."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=HANG_GUARD_S)
+        with contextlib.closing(connection):
+            token = self._target.tokens["boss"]
+            connection.request("GET", "/events", headers={"Authorization": f"Bearer {token}"})
+            with contextlib.closing(connection.getresponse()) as answer:
+                self._expect(answer.status, (200,), "events", answer.reason)
 
     def _agent(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._target.port, timeout=HANG_GUARD_S)
@@ -271,11 +291,13 @@ class _Mallory:
                 opened.append(connection)
             yield opened
 
-    def count_refusals(self, opened: list[socket.socket]) -> int:
-        """How many of them have got an answer that refuses."""
-        refused = sum(_status(connection) in REFUSALS for connection in opened)
-        self.tally.count("refused", refused)
-        return refused
+    def await_refusals(self, opened: list[socket.socket]) -> None:
+        """Wait until some of them have got an answer that refuses, and count those."""
+        until(lambda: any(_status(connection) in REFUSALS for connection in opened))
+        self.count_refusals(opened)
+
+    def count_refusals(self, opened: list[socket.socket]) -> None:
+        self.tally.count("refused", sum(_status(connection) in REFUSALS for connection in opened))
 
 
 def _status(connection: socket.socket) -> int:
@@ -321,21 +343,20 @@ def _sent(connection: socket.socket, piece: bytes, size: int) -> bool:
 def idle_connections(mallory: _Mallory) -> None:
     """Connections that never send anything, and some that send half a head."""
     with mallory.many(mallory.scale.idle, b"") as idle, mallory.many(50, b"GET / HTTP/1.1\r\nX: ") as slow:
-        time.sleep(1.0)
+        time.sleep(HOLD_S)
         mallory.count_refusals(idle + slow)
 
 
 def long_polls(mallory: _Mallory) -> None:
     poll = mallory.post("/queue/next", b'{"wait_s": 30}')
     with mallory.many(mallory.scale.polls, poll) as opened:
-        time.sleep(0.5)
-        mallory.count_refusals(opened)
+        if mallory.scale.polls > POLLS_A_TOKEN_MAX:
+            mallory.await_refusals(opened)
 
 
 def unread_streams(mallory: _Mallory) -> None:
     with mallory.many(mallory.scale.streams, mallory.head("GET", "/events") + b"\r\n") as opened:
-        until(lambda: mallory.count_refusals(opened) > 0)
-        time.sleep(0.5)
+        mallory.await_refusals(opened)
 
 
 def full_bus(mallory: _Mallory) -> None:
@@ -354,7 +375,7 @@ def full_bus(mallory: _Mallory) -> None:
     if told.get("status") != "degraded" or "buses" not in told.get("parts", {}):
         mallory.tally.breaks(f"a bus is full, and /health says {told}")
     with mallory.many(mallory.scale.unread, mallory.head("GET", "/bus/flood/messages") + b"\r\n"):
-        time.sleep(2.0)
+        time.sleep(HOLD_S)
 
 
 def slow_bodies(mallory: _Mallory) -> None:
@@ -362,8 +383,7 @@ def slow_bodies(mallory: _Mallory) -> None:
     body = b" " * 3_900_000
     raw = mallory.head("POST", "/bus/flood/messages") + b"Content-Length: 4000000\r\n\r\n" + body
     with mallory.many(mallory.scale.slow_bodies, raw) as opened:
-        time.sleep(0.5)
-        mallory.count_refusals(opened)
+        mallory.await_refusals(opened)
 
 
 def nested_json(mallory: _Mallory) -> None:
