@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,7 +69,8 @@ from postroom.stores.base import ByIds, Claim
 
 T = TypeVar("T")
 
-BUS_THREADS = 4  # a bus that another process holds stops no look at the store
+BUS_THREADS = 8  # a bus that another process holds stops no look at the store
+BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # threads that look at the store; it has one connection for that
 STREAMS_MAX = 256
 STREAMS_A_TOKEN_MAX = 32
@@ -80,6 +81,7 @@ BODY_BYTES_MAX = 512 * 1024 * 1024  # of all bodies that are arriving or being w
 BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
+HEALTH_LOOK_S = 0.5
 STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
 STREAM_GATHER_S = 0.02
 STREAM_ALIVE_S = 15.0  # a comment, so that a connection that is gone is noticed
@@ -166,8 +168,11 @@ class Desk:
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
         self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
+        self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
         self.writer = Writer(tasks, self._loop)
         self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
+        self._health_looked = -HEALTH_LOOK_S
+        self._health_parts: dict[str, str] = {}
         self._stirred = self._loop.create_future()
         self._streams = Shares("event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE)
         self._polls = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
@@ -180,9 +185,10 @@ class Desk:
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
 
-    def on_bus(self, look: Callable[[], T]) -> "asyncio.Future[T]":
-        """Do something with a bus, whose lock may take its time."""
-        return self._loop.run_in_executor(self._bus_threads, look)
+    async def on_bus(self, call: Call, look: Callable[[], T]) -> T:
+        """Do something with a bus. That may take long, so one token never has all the threads."""
+        async with self._bus_turns(call.identity.name):
+            return await self._loop.run_in_executor(self._bus_threads, look)
 
     def stir(self) -> None:
         """Something happened: those who follow look now."""
@@ -361,9 +367,16 @@ class Desk:
                 503, _encode(ErrorAnswer("Unavailable", "the store cannot be written to at present"))
             )
         if self.writer.alive and self.harness.alive:
-            parts = await self.read(self._degraded)
+            parts = await self._parts()
             return Reply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
         return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
+
+    async def _parts(self) -> dict[str, str]:
+        """What `_degraded` found lately: anybody may ask for the health, as often as they like."""
+        if self._loop.time() >= self._health_looked + HEALTH_LOOK_S:
+            self._health_looked = self._loop.time()
+            self._health_parts = await self.read(self._degraded)
+        return self._health_parts
 
     def _degraded(self) -> dict[str, str]:
         """What does not work, by name. Anybody may ask, so no bus is named."""
@@ -426,7 +439,7 @@ class Desk:
         name = call.in_path("name")
         path = self.buses.path(name)
         if EVENT_STREAM not in call.header(b"accept"):
-            messages = await self.on_bus(lambda: self.buses.read(name, query.since, query.limit))
+            messages = await self.on_bus(call, lambda: self.buses.read(name, query.since, query.limit))
             return Reply(200, _encode(BusAnswer(messages)))
         looks: tuple[int, int] | None = None
 
@@ -445,13 +458,15 @@ class Desk:
             data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
             return data, messages[-1].msg_id
 
-        await self._stream(call, page, call.header(b"last-event-id") or query.since, self.on_bus)
+        await self._stream(
+            call, page, call.header(b"last-event-id") or query.since, partial(self.on_bus, call)
+        )
         return None
 
     async def append_bus(self, call: Call) -> Reply:
         body: NewBusMessage = call.body
         name = call.in_path("name")
-        msg_id = await self.on_bus(lambda: self.buses.append(name, body))
+        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body))
         self.stir()
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))
