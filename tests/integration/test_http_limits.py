@@ -11,7 +11,13 @@ import pytest
 from postroom.runtime.bodies import WORD_BYTES_MAX
 from postroom.runtime.connections import FILES_RESERVED, Connections
 from postroom.runtime.desk import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
-from postroom.runtime.listener import DISCARDED_BYTES_MAX, FRAMING_BYTES_MAX, HEAD_BYTES_MAX, PIPELINED_MAX
+from postroom.runtime.listener import (
+    DISCARDED_BYTES_MAX,
+    FRAMING_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    PIPELINED_MAX,
+)
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 
@@ -182,6 +188,14 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) 
         connection.sendall(request * (100 * PIPELINED_MAX))
         assert everything(connection).count(b'{"status":"ok"}') <= PIPELINED_MAX + 1
     assert health(server) == 200
+
+
+def test_the_headers_of_a_request_are_counted(server: Server) -> None:
+    short = b"a:b\r\n" * HEADERS_MAX
+    assert answered(server, head("GET", "/health") + short + b"\r\n").status == 431
+    with connected(server) as connection:
+        connection.sendall(head("GET", "/health") + short[:-5] + b"\r\n")
+        assert received(connection).status == 200
 
 
 def test_the_head_of_a_pipelined_request_is_counted(server: Server) -> None:

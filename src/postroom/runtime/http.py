@@ -133,7 +133,7 @@ class Endpoint:
         except Gone:
             return
         except asyncio.CancelledError:
-            raise
+            reply = _error_reply(503, "Unavailable", "the server ends now: try again soon")
         except BaseException as error:  # noqa: BLE001 - every request gets an answer
             reply = self._refuse(desk, call, error)
         finally:
@@ -198,7 +198,10 @@ class Endpoint:
         if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             facts["error"] = where(error)
         task_id = getattr(call.body, "task_id", None) or ""
-        desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
+        if reply.status == HTTPStatus.UNAUTHORIZED:
+            desk.journal.write_rarely("refused", **facts)  # anybody can cause it, as often as they like
+        else:
+            desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
         return reply
 
 

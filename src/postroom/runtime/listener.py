@@ -25,6 +25,7 @@ from postroom.runtime.bodies import ErrorAnswer
 from postroom.runtime.connections import Connections, allowed_connections
 
 HEAD_BYTES_MAX = 32 * 1024
+HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire
 FRAMING_BYTES_MAX = 64 * 1024  # besides as many as the body has: sizes and extensions of chunks
 DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a refused request, so that its sender sees the answer
 PIPELINED_MAX = 64
@@ -166,6 +167,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._head_open:
             self._refuse(400, "BadRequest", "trailers behind a body are not taken here")
+            raise _Refused
+        if len(self.headers) >= HEADERS_MAX:
+            self._refuse(431, "TooLong", f"a head of at most {HEADERS_MAX} headers is taken here")
             raise _Refused
         self._head_bytes += len(name) + len(value) + LINE_EXTRA_BYTES
         name = name.lower()
