@@ -16,7 +16,7 @@ from tests.waiting import until
 
 __all__ = ["small_disk"]
 
-BUS_MAX_BYTES = 40_000
+BUS_MAX_BYTES = 60_000
 BODY = "x" * 2_000
 PATH = "/bus/news/messages"
 
@@ -153,3 +153,16 @@ def test_a_bus_that_is_held_up_stops_only_who_posts_to_it(server: Server) -> Non
         fcntl.flock(file, fcntl.LOCK_UN)
         for thread in held_up:
             thread.join()
+
+
+def test_a_stream_misses_nothing_while_it_is_written_to(server: Server) -> None:
+    """Several pages long when the stream begins, and growing while it is read."""
+    count = 150
+    msg_ids = [post(server, "").json["msg_id"] for _ in range(count // 3)]
+    with server.stream("review", PATH) as stream:
+        for _ in range(count - len(msg_ids)):
+            msg_ids.append(post(server, "").json["msg_id"])
+            if len(msg_ids) % 10 == 0:
+                assert stream.next() is not None
+        seen = [message.id for message in stream.take(count - (count - count // 3) // 10)]
+    assert seen == msg_ids[-len(seen) :]

@@ -7,7 +7,7 @@ Rule 2: no post takes the last of the disk: the store needs it.
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,23 +122,20 @@ class Buses:
             return [*self._refused]
 
     def disk_is_nearly_full(self) -> bool:
-        """Whether posts are refused because the store needs what is left of the disk."""
-        return free_bytes(self._data) < 0
+        """Whether posts are refused because the store needs what is left of the disk, or it is gone."""
+        try:
+            return free_bytes(self._data) < 0
+        except OSError:
+            return True
 
-    def read(
-        self, name: str, since: str, limit: int, bytes_max: int = BUS_ANSWER_BYTES_MAX
-    ) -> list[BusMessage]:
+    def read(self, name: str, since: str, limit: int) -> list[BusMessage]:
         """The messages after `since`, archives included: at most `limit`, and fewer when they are long."""
-        messages: list[BusMessage] = []
-        left = bytes_max
-        for message in self._bus(name).scan(since, archives=True):
-            left -= len(message.body)
-            if messages and left < 0:
-                break
-            messages.append(message)
-            if len(messages) == limit:
-                break
-        return messages
+        messages = self._bus(name).scan(since, archives=True)
+        return _page(messages, limit, BUS_ANSWER_BYTES_MAX)[0]
+
+    def follow(self, name: str, since: str) -> "Follower":
+        """A reader that goes on where it stopped."""
+        return Follower(lambda position: self._bus(name).scan(position, archives=True), since)
 
     def _bus(self, name: str) -> Bus:
         path = self.path(name)
@@ -157,6 +154,38 @@ class Buses:
             for bus in self._open.values():
                 bus.close()
             self._open.clear()
+
+
+class Follower:
+    """Reads a bus page by page. Its place is only searched for when it had read everything before."""
+
+    def __init__(self, scan: Callable[[str], Iterator[BusMessage]], since: str) -> None:
+        self._scan = scan
+        self._messages: Iterator[BusMessage] | None = None
+        self.since = since
+
+    def page(self, limit: int, bytes_max: int) -> list[BusMessage]:
+        """The next messages; empty when there are none yet. Raises `SinceIdNotFound`."""
+        if self._messages is None:
+            self._messages = self._scan(self.since)
+        page, ended = _page(self._messages, limit, bytes_max)
+        if page:
+            self.since = page[-1].msg_id
+        if ended:
+            self._messages = None
+        return page
+
+
+def _page(messages: Iterator[BusMessage], limit: int, bytes_max: int) -> tuple[list[BusMessage], bool]:
+    """At most `limit` messages, and no more once they have `bytes_max` bytes; and whether these were all."""
+    page: list[BusMessage] = []
+    size = 0
+    for message in messages:
+        page.append(message)
+        size += len(message.body)
+        if len(page) == limit or size >= bytes_max:
+            return page, False
+    return page, True
 
 
 def _size(path: Path) -> int:

@@ -442,6 +442,8 @@ class Desk:
             messages = await self.on_bus(call, lambda: self.buses.read(name, query.since, query.limit))
             return Reply(200, _encode(BusAnswer(messages)))
         looks: tuple[int, int] | None = None
+        since = call.header(b"last-event-id") or query.since
+        follower = self.buses.follow(name, since)
 
         def page(position: str) -> tuple[bytes, str]:
             nonlocal looks
@@ -449,8 +451,9 @@ class Desk:
             if before == looks:
                 return b"", position
             try:
-                messages = self.buses.read(name, position, PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
+                messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
             except SinceIdNotFound:  # in an archive that is gone, or nowhere ever
+                follower.since = ""
                 return _sse("", "reset", _encode(ResetNotice(position))), ""
             if not messages:
                 looks = before
@@ -458,9 +461,7 @@ class Desk:
             data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
             return data, messages[-1].msg_id
 
-        await self._stream(
-            call, page, call.header(b"last-event-id") or query.since, partial(self.on_bus, call)
-        )
+        await self._stream(call, page, since, partial(self.on_bus, call))
         return None
 
     async def append_bus(self, call: Call) -> Reply:
