@@ -614,8 +614,11 @@ def test_events_are_a_stream(server: Server) -> None:
     last = server.get("triage", f"/tasks/{task_id}").json["history"][-1]["seq"]
     with server.stream("boss", f"/events?after={last}") as stream:
         server.claim()
-        [message] = stream.take(1)
-    assert (message.event, message.data["message_id"]) == ("dequeued", task_id)
+        message = stream.next()
+        while message is not None and message.data["message_id"] != task_id:  # a decision that is retried
+            message = stream.next()
+    assert message is not None
+    assert message.event == "dequeued"
 
 
 def test_a_stream_goes_on_where_it_broke(server: Server) -> None:
