@@ -72,13 +72,12 @@ def test_a_connection_with_a_token_is_not_closed_for_others() -> None:
     room = Connections(64)
     mine = Connection()
     room.open(mine, "here")
-    room.identify(mine, "here", None, ONE)
+    room.identify(mine, "here", TWO)
     for _ in range(20):
         room.open(Connection(), "here")
     assert not mine.closed
-    room.identify(mine, "here", ONE, TWO)
     for _ in range(room.each_max):
-        room.identify(Connection(), "here", None, ONE)
+        room.identify(Connection(), "here", ONE)
     with pytest.raises(TooMany):
-        room.identify(Connection(), "here", None, ONE)
+        room.identify(Connection(), "here", ONE)
     room.close(mine, "here", TWO)

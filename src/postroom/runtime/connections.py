@@ -1,7 +1,7 @@
 """Who may have how many connections to a server.
 
 Rule 1: a connection is anonymous until a request on it showed a token of this server. From then on it is in
-        the share of that token.
+        the share of that token, also when later requests show another one.
 Rule 2: when there is no room for another anonymous connection, the oldest one of the same address is closed.
         So whoever connects and sends a token at once is served, however many idle connections there are.
 Rule 3: operators have room that no agent can use.
@@ -76,15 +76,10 @@ class Connections:
         self.anonymous -= 1
         return True
 
-    def identify(
-        self, connection: Closable, address: str, before: Identity | None, identity: Identity
-    ) -> None:
+    def identify(self, connection: Closable, address: str, identity: Identity) -> None:
         """Put a connection into the share of a token; raises when that is used up."""
         self._shares.take(identity)
-        if before is None:
-            self._forget(connection, address)
-        else:
-            self._shares.give_back(before)
+        self._forget(connection, address)
 
     def close(self, connection: Closable, address: str, identity: Identity | None) -> None:
         """A connection has ended."""

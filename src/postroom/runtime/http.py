@@ -164,7 +164,7 @@ class Endpoint:
             raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
         call.identity = identity
         connection = call.scope.get(CONNECTION)
-        if connection is not None:  # another server of ASGI applications has none
+        if connection is not None:  # the first request with a token on it
             connection.identify(identity)
         if self._operators_only and not identity.is_operator:
             raise Refusal(403, "Forbidden", FORBIDDEN)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from postroom.errors import TooMany, Unavailable
@@ -39,7 +40,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 RETRY_AFTER_S = 1
 
 CONNECTION = "postroom.connection"
-"""Where a request's scope has the connection that it came by."""
+"""Where a request's scope has the connection that it came by, until that has shown a token."""
 
 
 class _Refused(Exception):
@@ -66,7 +67,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: TimerHandle | None = None
     _timer_is_of_request = False
     _write_timer: TimerHandle | None = None
-    _unsent: tuple[Identity, int] | None = None
+    _unsent = 0
 
     # ---- the connection ------------------------------------------------------------------------
 
@@ -85,11 +86,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def identify(self, identity: Identity) -> None:
-        """A request showed a token. Raises when the token has too many connections."""
-        if identity is self._identity or self._ending or self.transport.is_closing():
+        """The first request showed a token. Raises when the token has too many connections."""
+        if self._identity is not None or self._ending or self.transport.is_closing():
             return
         try:
-            self.config.connections.identify(self, self._address, self._identity, identity)
+            self.config.connections.identify(self, self._address, identity)
         except (TooMany, Unavailable):
             self.cycle.keep_alive = False
             raise
@@ -139,9 +140,7 @@ class LimitedProtocol(HttpToolsProtocol):
         framing = self._request_bytes - self._head_bytes - self._body_bytes
         if framing > FRAMING_BYTES_MAX + self._body_bytes:
             self._refuse(413, "TooLong", "the chunks of the body have too many bytes that are not body")
-        elif isinstance(self.cycle.transport, _UntilComplete):
-            return
-        else:
+        elif self.cycle.transport is self.transport:
             self._keeps_alive = self.cycle.keep_alive
             self.cycle.keep_alive = False
             self.cycle.transport = _UntilComplete(self)  # type: ignore[assignment]
@@ -157,12 +156,6 @@ class LimitedProtocol(HttpToolsProtocol):
         """The request is answered as if it had not asked for another protocol."""
 
     # ---- what the parser finds -----------------------------------------------------------------
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_open = True
-        self._head_bytes = self._body_bytes = 0
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._head_open:
@@ -182,26 +175,39 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
             raise _Refused
+        if self._identity is None:
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
         self._head_open = False
         if len(self.pipeline) > PIPELINED_MAX:
             self._refuse(429, "TooMany", f"at most {PIPELINED_MAX} requests may wait on a connection")
             raise _Refused
 
+    # The next two are as uvicorn's, without what they do for WebSockets: every request comes by here.
+
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        super().on_body(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
         self._head_open, self._request_open = True, False
-        self._request_bytes = 0
-        self._stop_timer()
+        self._request_bytes = self._head_bytes = self._body_bytes = 0
+        if self._timer is not None:
+            self._stop_timer()
         cycle = self.cycle
-        if isinstance(cycle.transport, _UntilComplete):
+        if cycle.response_complete:
+            return
+        if cycle.transport is not self.transport:  # it came in several pieces
+            cycle.transport = self.transport
             if not cycle.response_started:
                 cycle.keep_alive = self._keeps_alive
-            cycle.transport = self.transport
+        cycle.more_body = False
+        cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - as uvicorn calls it
         """What came is not HTTP."""
@@ -278,7 +284,7 @@ class LimitedProtocol(HttpToolsProtocol):
             except (TooMany, Unavailable):
                 self.transport.abort()
             else:
-                self._unsent = self._identity, unsent
+                self._unsent = unsent
 
     def resume_writing(self) -> None:
         """The client has read most of it, or the connection is lost."""
@@ -286,9 +292,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-        if self._unsent is not None:
-            self.config.connections.unsent.give_back(*self._unsent)
-            self._unsent = None
+        if self._unsent and self._identity is not None:
+            self.config.connections.unsent.give_back(self._identity, self._unsent)
+            self._unsent = 0
 
 
 class _UntilComplete:
