@@ -21,6 +21,8 @@
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue holds as much as it may; says when to try again
+    │   ├── TooMany               one caller has used up its share; others still have room
+    │   ├── BusFull               a bus and its archives hold as much as they may, or the disk is nearly full
     │   ├── AuditBehind           too many events wait to be shipped; says when to try again
     │   ├── MailUnavailable       no mail server, no answer from it, or none that it can give now
     │   └── StoreDamaged          the database is not what we wrote
@@ -189,6 +191,22 @@ class QueueFull(Unavailable):
             f"queue {queue!r} holds {depth} of at most {max_depth} waiting tasks: "
             f"try again in {retry_after_s:g} s"
         )
+
+
+class TooMany(Unavailable):
+    """One caller has used up its share of something. Nothing was done."""
+
+    def __init__(self, name: str, what: str, each_max: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{name!r} may have at most {each_max} {what} at a time: try again later")
+
+
+class BusFull(Unavailable):
+    """A bus may not grow any further. Nothing was stored."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
 
 
 class ShippedElsewhere(Rejected):

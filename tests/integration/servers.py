@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from postroom import Tasks
 from postroom.runtime.agents import Agents
+from postroom.runtime.buses import BUS_BYTES_MAX
 
 HANG_GUARD_S = 60.0
 
@@ -32,7 +34,8 @@ def execute(decision):
 
 serve(
     data, port=0, durability="os", execute=execute if sys.argv[2] == "execute" else None,
-    allowed_nudge_hosts=sys.argv[3:], ready=lambda port: print(port, flush=True),
+    bus_max_bytes=int(sys.argv[3]), allowed_nudge_hosts=sys.argv[4:],
+    ready=lambda port: print(port, flush=True),
 )
 """
 
@@ -50,13 +53,21 @@ class Answer(NamedTuple):
 class Server:
     """A server of a data folder with an operator and two agents."""
 
-    def __init__(self, data: Path, *nudge_hosts: str, execute: bool = False) -> None:
+    def __init__(
+        self,
+        data: Path,
+        *nudge_hosts: str,
+        execute: bool = False,
+        bus_max_bytes: int = BUS_BYTES_MAX,
+        descriptors: tuple[int, int] | None = None,
+    ) -> None:
         self.data = data
+        self._descriptors = descriptors
         data.mkdir(exist_ok=True)
         self.agents = Agents(data)
         self.tokens = {name: self.agents.add(name) for name in ("triage", "review")}
         self.tokens["boss"] = self.agents.add("boss", role="operator")
-        self._words = ("execute" if execute else "", *nudge_hosts)
+        self._words = ("execute" if execute else "", str(bus_max_bytes), *nudge_hosts)
         self.start()
 
     def start(self) -> None:
@@ -66,9 +77,14 @@ class Server:
                 [sys.executable, "-c", PROGRAM, str(self.data), *self._words],
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                preexec_fn=self._limit_descriptors,  # noqa: PLW1509 - it only calls the system
             )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
+
+    def _limit_descriptors(self) -> None:
+        if self._descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -180,8 +196,8 @@ class Stream:
 
 
 @contextmanager
-def serving(data: Path, *nudge_hosts: str, execute: bool = False) -> Iterator[Server]:
-    server = Server(data, *nudge_hosts, execute=execute)
+def serving(data: Path, *nudge_hosts: str, **options: Any) -> Iterator[Server]:
+    server = Server(data, *nudge_hosts, **options)
     try:
         yield server
     finally:

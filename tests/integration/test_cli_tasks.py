@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -446,3 +447,20 @@ def test_removing_an_agent_makes_no_folder(tmp_path: Path) -> None:
     done = postroom("tasks", "agent", "remove", "ada", "--data", "nowhere")
     assert (done.code, "there is no data folder nowhere" in done.error) == (1, True)
     assert not (tmp_path / "nowhere").exists()
+
+
+# ---- a server that cannot start ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [("--bus-max-bytes", 0), ("--port", "x"), ("--host", "256.1.1.1"), ("taken",)]
+)
+def test_a_refused_serve_leaves_nothing_behind(tmp_path: Path, options: tuple[object, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if options == ("taken",):
+            options = ("--port", taken.getsockname()[1])
+        data, audit = tmp_path / "new" / "data", tmp_path / "audit"
+        process = start("postroom", "tasks", "serve", "--data", data, "--audit", audit, *options)
+        done = finish(process)
+    assert done.code in (1, 2)
+    assert list(tmp_path.iterdir()) == []

@@ -102,7 +102,7 @@ def test_a_url_is_checked_before_it_is_kept(tmp_path: Path, url: str) -> None:
     assert agents.list() == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"agents": [{"name": 1}]}', "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"agents": [{"name": 1}]}', "\0", '{"x":' + "[" * 5_000])
 def test_a_damaged_file_lets_nobody_in(tmp_path: Path, text: str) -> None:
     agents = Agents(tmp_path)
     token = agents.add("triage")

@@ -45,6 +45,30 @@ def test_whatever_a_field_holds_it_is_one_line(text: str) -> None:
     assert line["agent"] == text
 
 
+def test_what_strangers_cause_is_written_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RARELY_S", 3_600.0)
+    stream = io.StringIO()
+    journal = Journal(stream)
+    for _ in range(1_000):
+        journal.write_rarely("refused", status=401)
+    monkeypatch.setattr(module, "RARELY_S", 0.0)
+    journal.write_rarely("refused", status=401)
+    journal.close()
+    assert [line["times"] for line in lines_of(stream)] == [1, 1_000]
+
+
+def test_warnings_about_what_is_not_http_are_written_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RARELY_S", 3_600.0)
+    stream = io.StringIO()
+    journal = Journal(stream)
+    handler = JournalHandler(journal)
+    for level, name in ((logging.WARNING, "uvicorn.error"), (logging.ERROR, "uvicorn.error")) * 3:
+        handler.emit(logging.LogRecord(name, level, "", 0, "something", None, None))
+    journal.close()
+    levels = [line["level"] for line in lines_of(stream)]
+    assert sorted(levels) == ["ERROR"] * 3 + ["WARNING"]
+
+
 def test_a_field_has_a_limit() -> None:
     stream = io.StringIO()
     journal = Journal(stream)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DATABASE = "queue.db"
 HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 8800
+BUS_MAX_BYTES_DEFAULT = 1 << 30
 LEASE_S_DEFAULT = 300.0  # as the contract has it, without importing it
 LIST_DEFAULT = 100
 PORT = click.IntRange(0, 65535)
@@ -303,6 +304,14 @@ def tasks() -> None:
     metavar="HOST",
     help="A private host at which agents may be nudged. May be repeated.",
 )
+@click.option(
+    "--bus-max-bytes",
+    type=click.IntRange(1),
+    default=BUS_MAX_BYTES_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="Bytes of one bus with its archives; a post beyond that is refused.",
+)
 @path_option(
     "--audit",
     metavar="FOLDER",
@@ -317,6 +326,7 @@ def serve(
     port: int,
     execute: str | None,
     nudge_hosts: tuple[str, ...],
+    bus_max_bytes: int,
     audit: Path | None,
     durability: Any,
 ) -> None:
@@ -341,12 +351,15 @@ def serve(
         shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
         shell.output.flush()
 
-    with open_folder(data, create=True) as store, shipping(shell, data, audit):
+    from postroom.contracts.tasks import Tasks
+
+    with Tasks.open(f"sqlite:///{data / DATABASE}") as store:  # opens nothing yet
         acting = None if execute is None else executor(store, execute)
         try:
             run_server(
                 data, host=host, port=port, execute=acting, allowed_nudge_hosts=nudge_hosts, ready=say_where,
-                durability=durability or "group",
+                durability=durability or "group", bus_max_bytes=bus_max_bytes,
+                beside=shipping(shell, data, audit),
             )  # fmt: skip
         finally:
             end_programs()

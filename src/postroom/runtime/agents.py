@@ -160,7 +160,7 @@ class Agents:
     def _load(self, looks: tuple[int, int, int]) -> _Known:
         try:
             agents = _decode(read_file(self._path)).agents
-        except (msgspec.MsgspecError, ValueError, OSError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
             raise StoreDamaged(f"{self._path} is not a list of agents: {error}") from error
         by_digest = {
             agent.token_sha256: (agent.token_sha256, Identity(agent.name, agent.role, agent.url))

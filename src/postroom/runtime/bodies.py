@@ -4,7 +4,7 @@ Rule 1: the server decodes with these structs, and the OpenAPI document is gener
 Rule 2: a field that is not known is refused: whoever sends it expects something of it.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -33,6 +33,7 @@ ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
 ENQUEUE_MANY_MAX = 1_000
 BUS_POST_BYTES_MAX = 4 * 1024 * 1024
 BUS_ANSWER_BYTES_MAX = 8 * 1024 * 1024  # of bodies; at least one message is given
+STREAM_PAGE_BYTES_MAX = 1024 * 1024  # as above, for one write to an event stream
 PAGE_DEFAULT = 100
 PAGE_MAX = 1_000
 NUMBER_MAX = 2**63 - 1
@@ -199,16 +200,23 @@ class StatusAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     harness: HarnessStatus | None = None
 
 
-class HealthAnswer(msgspec.Struct, frozen=True):
-    """`ok`, or what does not run."""
+class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`ok`, or `degraded`: the server works, and `parts` says by name what does not."""
 
-    status: str
+    status: Literal["ok", "degraded"]
+    parts: dict[str, str] = {}
 
 
 class BusAnswer(msgspec.Struct, frozen=True):
     """A page of a bus; the next one begins after the last `msg_id`."""
 
     messages: list[BusMessage]
+
+
+class ResetNotice(msgspec.Struct, frozen=True):
+    """The event `reset` of a bus stream: `since` is no longer there, and the oldest message comes next."""
+
+    since: str
 
 
 class BusIdAnswer(msgspec.Struct, frozen=True):

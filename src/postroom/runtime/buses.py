@@ -1,27 +1,53 @@
-"""The buses of a server: one file each, below the data folder."""
+"""The buses of a server, below the data folder.
+
+Rule 1: a bus and its archives together hold at most `bytes_max` bytes. A post that would exceed it is
+        refused. The server removes nothing: an operator moves archives away.
+Rule 2: no post takes the last of the disk: the store needs it.
+"""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from postroom.contracts.bus import Bus
 from postroom.core.names import checked_name
-from postroom.errors import InvalidMessage
+from postroom.errors import BusFull, InvalidMessage
+from postroom.logs import busfile
 from postroom.message import BusMessage, Durability
 from postroom.runtime.bodies import BUS_ANSWER_BYTES_MAX, NewBusMessage
+from postroom.system.diskspace import free_bytes
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
 OPEN_BUSES_MAX = 64  # those that were used last
 BUSES_MAX = 1_000
+BUS_BYTES_MAX = 1024 * 1024 * 1024  # of a bus with its archives, unless the server is told otherwise
+ROTATE_BYTES = 64 * 1024 * 1024
+FILES_A_BUS = 4  # at least: so an archive that is moved away makes room without emptying the bus
+RECORD_EXTRA_BYTES = 512  # of a record, besides what was posted
+RETRY_AFTER_S = 60.0
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Buses:
     """Buses by name. Safe to share between threads."""
 
-    def __init__(self, data: Path, durability: Durability) -> None:
+    def __init__(self, data: Path, durability: Durability, bytes_max: int = BUS_BYTES_MAX) -> None:
+        self._data = data
         self._folder = data / FOLDER
         self._durability: Durability = durability
+        self._bytes_max = bytes_max
+        self._rotate_bytes = max(1, min(ROTATE_BYTES, bytes_max // FILES_A_BUS))
+        self._archived: dict[str, tuple[int, int]] = {}
+        """By name: which file was the bus, and how many bytes its archives had."""
+        self._arriving: Counter[str] = Counter()
+        self._refused: dict[str, int] = {}
+        """By name: the size of the last post, if there was no room for it."""
         self._open: OrderedDict[str, Bus] = OrderedDict()
         self._mutex = threading.Lock()
 
@@ -36,34 +62,87 @@ class Buses:
             buses = sum(1 for file in self._folder.iterdir() if file.suffix == SUFFIX)
             if buses >= BUSES_MAX:
                 raise InvalidMessage(f"there are {BUSES_MAX} buses already, and no more are made")
-        return self._bus(name).append(
-            type=new.type,
-            project_id=new.project_id,
-            task_id=new.task_id,
-            run_id=new.run_id,
-            parents=new.parents,
-            attachment=new.attachment,
-            body=new.body,
-            ts=new.ts,
-        )
+        with self._room_for(name, len(_encode(new)) + RECORD_EXTRA_BYTES):
+            return self._bus(name).append(
+                type=new.type,
+                project_id=new.project_id,
+                task_id=new.task_id,
+                run_id=new.run_id,
+                parents=new.parents,
+                attachment=new.attachment,
+                body=new.body,
+                ts=new.ts,
+            )
+
+    @contextmanager
+    def _room_for(self, name: str, size: int) -> Iterator[None]:
+        """Room for one record, which nobody else can take meanwhile."""
+        if free_bytes(self._data) < size:
+            raise BusFull("the disk of the server is nearly full: nothing is posted to a bus", RETRY_AFTER_S)
+        with self._mutex:
+            if not self._fits(name, size):
+                self._refused[name] = size
+                raise BusFull(
+                    f"bus {name!r} and its archives may have at most {self._bytes_max} bytes: "
+                    "an operator has to move archives away",
+                    RETRY_AFTER_S,
+                )
+            self._refused.pop(name, None)
+            self._arriving[name] += size
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._arriving[name] -= size
+                if not self._arriving[name]:
+                    del self._arriving[name]
+
+    def _fits(self, name: str, size: int) -> bool:
+        """Whether a record fits. Archives are looked at when it does not, and after a rotation."""
+        path = self.path(name)
+        left = self._bytes_max - self._arriving[name] - size
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return self._archive_bytes(path) <= left
+        identity, archived = self._archived.get(name, (0, 0))
+        if identity != found.st_ino or found.st_size + archived > left:
+            archived = self._archive_bytes(path)
+            self._archived[name] = found.st_ino, archived
+        return found.st_size + archived <= left
+
+    def _archive_bytes(self, path: Path) -> int:
+        return sum(_size(archive) for archive in busfile.archives(path))
+
+    def full(self) -> list[str]:
+        """The buses that had no room for their last post, and have none now."""
+        with self._mutex:
+            for name in [name for name, size in self._refused.items() if self._fits(name, size)]:
+                del self._refused[name]
+            return [*self._refused]
+
+    def disk_is_nearly_full(self) -> bool:
+        """Whether posts are refused because the store needs what is left of the disk, or it is gone."""
+        try:
+            return free_bytes(self._data) < 0
+        except OSError:
+            return True
 
     def read(self, name: str, since: str, limit: int) -> list[BusMessage]:
-        """The messages after `since`: at most `limit`, and fewer when they are long."""
-        messages: list[BusMessage] = []
-        left = BUS_ANSWER_BYTES_MAX
-        for message in self._bus(name).scan(since, archives=bool(since)):
-            left -= len(message.body)
-            if messages and left < 0:
-                break
-            messages.append(message)
-            if len(messages) == limit:
-                break
-        return messages
+        """The messages after `since`, archives included: at most `limit`, and fewer when they are long."""
+        messages = self._bus(name).scan(since, archives=True)
+        return _page(messages, limit, BUS_ANSWER_BYTES_MAX)[0]
+
+    def follow(self, name: str, since: str) -> "Follower":
+        """A reader that goes on where it stopped."""
+        return Follower(lambda position: self._bus(name).scan(position, archives=True), since)
 
     def _bus(self, name: str) -> Bus:
         path = self.path(name)
         with self._mutex:
-            bus = self._open.pop(name, None) or Bus(path, durability=self._durability)
+            bus = self._open.pop(name, None) or Bus(
+                path, durability=self._durability, rotate_bytes=self._rotate_bytes
+            )
             self._open[name] = bus
             if len(self._open) > OPEN_BUSES_MAX:
                 self._open.popitem(last=False)[1].close()
@@ -75,3 +154,42 @@ class Buses:
             for bus in self._open.values():
                 bus.close()
             self._open.clear()
+
+
+class Follower:
+    """Reads a bus page by page. Its place is only searched for when it had read everything before."""
+
+    def __init__(self, scan: Callable[[str], Iterator[BusMessage]], since: str) -> None:
+        self._scan = scan
+        self._messages: Iterator[BusMessage] | None = None
+        self.since = since
+
+    def page(self, limit: int, bytes_max: int) -> list[BusMessage]:
+        """The next messages; empty when there are none yet. Raises `SinceIdNotFound`."""
+        if self._messages is None:
+            self._messages = self._scan(self.since)
+        page, ended = _page(self._messages, limit, bytes_max)
+        if page:
+            self.since = page[-1].msg_id
+        if ended:
+            self._messages = None
+        return page
+
+
+def _page(messages: Iterator[BusMessage], limit: int, bytes_max: int) -> tuple[list[BusMessage], bool]:
+    """At most `limit` messages, and no more once they have `bytes_max` bytes; and whether these were all."""
+    page: list[BusMessage] = []
+    size = 0
+    for message in messages:
+        page.append(message)
+        size += len(message.body)
+        if len(page) == limit or size >= bytes_max:
+            return page, False
+    return page, True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:  # moved away just now
+        return 0

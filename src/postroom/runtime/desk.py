@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,11 +30,12 @@ from postroom.contracts.tasks import (
     Tasks,
     TasksStatus,
 )
-from postroom.errors import InvalidMessage, PostroomError, Unavailable, UnknownTask
-from postroom.message import Record
+from postroom.errors import InvalidMessage, PostroomError, SinceIdNotFound, UnknownTask
+from postroom.message import Record, State
 from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.bodies import (
     PAGE_DEFAULT,
+    STREAM_PAGE_BYTES_MAX,
     BusAnswer,
     BusIdAnswer,
     BusQuery,
@@ -51,6 +52,7 @@ from postroom.runtime.bodies import (
     NewTask,
     NewTasks,
     NextBody,
+    ResetNotice,
     ResultBody,
     StatusAnswer,
     TaskAnswer,
@@ -60,16 +62,26 @@ from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.journal import Journal
 from postroom.runtime.openapi import EVENT_STREAM, JSON
-from postroom.runtime.waiting import Waiting
+from postroom.runtime.shares import Shares
+from postroom.runtime.waiting import WAITERS_MAX, Waiting
 from postroom.runtime.writer import Writer
 from postroom.stores.base import ByIds, Claim
 
 T = TypeVar("T")
 
-BUS_THREADS = 4  # a bus that another process holds stops no look at the store
+BUS_THREADS = 8  # a bus that another process holds stops no look at the store
+BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # threads that look at the store; it has one connection for that
 STREAMS_MAX = 256
+STREAMS_A_TOKEN_MAX = 32
+OPERATOR_STREAMS_RESERVE = 32
+POLLS_A_TOKEN_MAX = 1_000
+OPERATOR_POLLS_RESERVE = 100
+BODY_BYTES_MAX = 512 * 1024 * 1024  # of all bodies that are arriving or being worked on
+BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
+BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
+HEALTH_LOOK_S = 0.5
 STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
 STREAM_GATHER_S = 0.02
 STREAM_ALIVE_S = 15.0  # a comment, so that a connection that is gone is noticed
@@ -108,7 +120,7 @@ FORBIDDEN = "this token does not allow that"
 class Call:
     """One request, decoded."""
 
-    __slots__ = ("body", "identity", "query", "receive", "scope", "send", "token")
+    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "token")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -117,6 +129,8 @@ class Call:
         self.token = ""
         self.identity: Identity = _NOBODY
         self.body: Any = None
+        self.body_bytes_held = 0
+        """Of the bytes that bodies may have in memory; only a body that came in several pieces is counted."""
         self.query: Any = None
 
     def header(self, name: bytes) -> str:
@@ -132,6 +146,8 @@ class Call:
 
 
 _NOBODY = Identity("", "agent")
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a look at the store or at a bus where it may block."""
 Handler = Callable[[Call], Awaitable[Reply | None]]
 """Answers a call; None when it has sent everything itself."""
 
@@ -152,23 +168,31 @@ class Desk:
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
         self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
+        self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
         self.writer = Writer(tasks, self._loop)
         self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
+        self._health_looked = -HEALTH_LOOK_S
+        self._health_parts: dict[str, str] = {}
         self._stirred = self._loop.create_future()
-        self._streams = 0
+        self._streams = Shares("event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE)
+        self._polls = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
+        self.body_bytes = Shares(
+            "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE
+        )
         self._terms = lru_cache(TERMS_KEPT_MAX)(tasks.terms)  # an agent asks on the same terms all day
 
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
 
-    def on_bus(self, look: Callable[[], T]) -> "asyncio.Future[T]":
-        """Do something with a bus, whose lock may take its time."""
-        return self._loop.run_in_executor(self._bus_threads, look)
+    async def on_bus(self, call: Call, look: Callable[[], T]) -> T:
+        """Do something with a bus. That may take long, so one token never has all the threads."""
+        async with self._bus_turns(call.identity.name):
+            return await self._loop.run_in_executor(self._bus_threads, look)
 
     def stir(self) -> None:
         """Something happened: those who follow look now."""
-        if self._streams and not self._stirred.done():
+        if self._streams.used and not self._stirred.done():
             self._stirred.set_result(None)
             self._stirred = self._loop.create_future()
 
@@ -206,6 +230,7 @@ class Desk:
 
     async def _wait(self, call: Call, terms: Claim, wait_s: float) -> list[Task]:
         """A long poll. What was claimed for somebody who is gone by then is given back at once."""
+        self._polls.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
             claimed = await self.waiting.claim(terms, wait_s, gone)
@@ -214,6 +239,7 @@ class Desk:
                 raise Gone
             return claimed
         finally:
+            self._polls.give_back(call.identity)
             gone.cancel()
 
     async def _release(self, claimed: list[Task]) -> None:
@@ -225,15 +251,20 @@ class Desk:
         body: CompleteBody = call.body
         owner = _owner(call)
 
-        def work(tasks: Tasks) -> None:
-            if _mine(tasks, body.task_id, owner).queue == DECISIONS:
+        def work(tasks: Tasks) -> bool:
+            """Whether the word had been said before."""
+            record = _mine(tasks, body.task_id, owner)
+            if record.queue == DECISIONS:
                 tasks.settle(_decision(tasks.get(body.task_id), body.lease))
-            else:
-                tasks.complete(body.task_id, body.lease, body.decision)
+                return False
+            tasks.complete(body.task_id, body.lease, body.decision)
+            return record.lease == body.lease and record.state in _DECIDED
 
-        reply = await self._say(call, "completed", body.task_id, work, makes_room=True)
+        repeated: bool = await self.writer.submit(work, makes_room=True)
+        if repeated:  # the first may stand in the same commit, so it is read after that
+            await self.read(lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
-        return reply
+        return self._said(call, "completed", body.task_id)
 
     async def heartbeat(self, call: Call) -> Reply:
         body: HolderBody = call.body
@@ -263,6 +294,10 @@ class Desk:
         self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
     ) -> Reply:
         await self.writer.submit(work, makes_room=makes_room)
+        return self._said(call, event, task_id)
+
+    def _said(self, call: Call, event: str, task_id: str) -> Reply:
+        """The answer to a word that is committed."""
         self.stir()
         self.journal.write(event, task_id=task_id, agent=call.identity.name)
         return Reply(202, _encode(TaskAnswer(task_id)))
@@ -332,8 +367,26 @@ class Desk:
                 503, _encode(ErrorAnswer("Unavailable", "the store cannot be written to at present"))
             )
         if self.writer.alive and self.harness.alive:
-            return Reply(200, _encode(HealthAnswer("ok")))
+            parts = await self._parts()
+            return Reply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
         return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
+
+    async def _parts(self) -> dict[str, str]:
+        """What `_degraded` found lately: anybody may ask for the health, as often as they like."""
+        if self._loop.time() >= self._health_looked + HEALTH_LOOK_S:
+            self._health_looked = self._loop.time()
+            self._health_parts = await self.read(self._degraded)
+        return self._health_parts
+
+    def _degraded(self) -> dict[str, str]:
+        """What does not work, by name. Anybody may ask, so no bus is named."""
+        parts: dict[str, str] = {}
+        if self.buses.disk_is_nearly_full():
+            parts["disk"] = "the disk is nearly full: posts to buses are refused"
+        full = len(self.buses.full())
+        if full:
+            parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
+        return parts
 
     async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
         return Reply(200, self.openapi_json)
@@ -379,55 +432,59 @@ class Desk:
             data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
             return data, events[-1].seq if events else position
 
-        await self._stream(call, page, int(last) if last else call.query.after)
+        await self._stream(call, page, int(last) if last else call.query.after, self.read)
 
     async def read_bus(self, call: Call) -> Reply | None:
         query: BusQuery = call.query
         name = call.in_path("name")
         path = self.buses.path(name)
         if EVENT_STREAM not in call.header(b"accept"):
-            messages = await self.on_bus(lambda: self.buses.read(name, query.since, query.limit))
+            messages = await self.on_bus(call, lambda: self.buses.read(name, query.since, query.limit))
             return Reply(200, _encode(BusAnswer(messages)))
         looks: tuple[int, int] | None = None
+        since = call.header(b"last-event-id") or query.since
+        follower = self.buses.follow(name, since)
 
         def page(position: str) -> tuple[bytes, str]:
             nonlocal looks
             before = _size(path)
             if before == looks:
                 return b"", position
-            messages = self.buses.read(name, position, PAGE_DEFAULT)
+            try:
+                messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
+            except SinceIdNotFound:  # in an archive that is gone, or nowhere ever
+                follower.since = ""
+                return _sse("", "reset", _encode(ResetNotice(position))), ""
             if not messages:
                 looks = before
                 return b"", position
             data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
             return data, messages[-1].msg_id
 
-        await self._stream(call, page, call.header(b"last-event-id") or query.since)
+        await self._stream(call, page, since, partial(self.on_bus, call))
         return None
 
     async def append_bus(self, call: Call) -> Reply:
         body: NewBusMessage = call.body
         name = call.in_path("name")
-        msg_id = await self.on_bus(lambda: self.buses.append(name, body))
+        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body))
         self.stir()
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))
 
-    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T) -> None:
+    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T, run: Run) -> None:
         """Send page after page as long as somebody listens whose token is worth something."""
-        if self._streams >= STREAMS_MAX:
-            raise Unavailable(f"{STREAMS_MAX} streams are open already: try again later")
-        self._streams += 1
+        self._streams.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
             stirred = self._stirred
-            data, behind = await self.read(lambda: page(position))
+            data, behind = await run(lambda: page(position))
             await call.send(_STREAM_STARTS)
             await call.send(_piece(data or b": ready\n\n"))
-            await self._follow(call, page, behind, gone, stirred)
+            await self._follow(call, page, behind, run, gone, stirred)
             await call.send({"type": "http.response.body", "body": b""})
         finally:
-            self._streams -= 1
+            self._streams.give_back(call.identity)
             gone.cancel()
 
     async def _follow(
@@ -435,6 +492,7 @@ class Desk:
         call: Call,
         page: Callable[[T], tuple[bytes, T]],
         position: T,
+        run: Run,
         gone: "asyncio.Future[None]",
         stirred: "asyncio.Future[None]",
     ) -> None:
@@ -442,7 +500,7 @@ class Desk:
         ends = (gone, self.waiting.ending)
         while not any(end.done() for end in ends) and self.agents.identify(call.token) is not None:
             at = position
-            data, position = await self.read(lambda at=at: page(at))  # type: ignore[misc]
+            data, position = await run(lambda at=at: page(at))  # type: ignore[misc]
             if data:
                 await call.send(_piece(data))
             if position != at:
@@ -523,6 +581,18 @@ def _seen(tasks: Tasks, task_id: str, owner: str | None) -> None:
     [record] = tasks.store.find(ByIds((task_id,)))
     if owner is not None and record.queue != owner:
         raise UnknownTask(task_id)
+
+
+_DECIDED: frozenset[State] = frozenset({"COMPLETED", "EXECUTING", "DONE"})
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+
+
+def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
+    """The word was said before under this lease: repeating it is fine, changing it is not."""
+    if _encode_sorted(tasks.get(body.task_id).result) != _encode_sorted(body.decision):
+        raise Refusal(
+            409, "WrongState", f"task {body.task_id!r} was completed with another decision, which stands"
+        )
 
 
 def _releasing(task: Task) -> Callable[[Tasks], None]:

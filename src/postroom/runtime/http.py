@@ -2,14 +2,16 @@
 
 Rule 1: every route but `/health` wants a bearer token.
 Rule 2: every body, head, line and stream has a limit, and what is over it is refused before it is kept.
+        One token cannot use up a limit that others share.
 Rule 3: every request gets an answer, and an error is one sentence without a path or a payload of ours.
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +28,14 @@ from starlette.types import Receive, Scope, Send
 
 from postroom.contracts.tasks import TaskInfo, Tasks
 from postroom.errors import (
+    BusFull,
     InvalidMessage,
     PostroomError,
     QueueFull,
     Rejected,
     SinceIdNotFound,
     StaleLease,
+    TooMany,
     Unavailable,
     UnknownTask,
     UnsafePath,
@@ -67,17 +71,16 @@ from postroom.runtime.bodies import (
     TaskAnswer,
     TasksAnswer,
 )
-from postroom.runtime.buses import Buses
+from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.runtime.journal import Journal, JournalHandler, where
-from postroom.runtime.listener import Listener, listener_config
+from postroom.runtime.listener import CONNECTION, Listener, listener_config
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
 PORT = 8800
-DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a body that is too long, so that its sender hears why
 RETRY_AFTER_S = 1
 LIBRARY_LOGS = ("uvicorn.error", "asyncio", "postroom")
 
@@ -88,6 +91,8 @@ STATUS_OF: dict[type[BaseException], int] = {
     SinceIdNotFound: 404,
     Rejected: 400,
     QueueFull: 429,
+    TooMany: 429,
+    BusFull: 507,
     Unavailable: 503,
     PostroomError: 500,
 }
@@ -108,8 +113,8 @@ class Endpoint:
         route: Route,
         handler: str,
         *,
-        operators_only: bool = False,
-        body_bytes_max: int = 0,
+        operators_only: bool,
+        body_bytes_max: int,
     ) -> None:
         self.route = route
         self._app = app
@@ -128,9 +133,12 @@ class Endpoint:
         except Gone:
             return
         except asyncio.CancelledError:
-            raise
+            reply = _error_reply(503, "Unavailable", "the server ends now: try again soon")
         except BaseException as error:  # noqa: BLE001 - every request gets an answer
             reply = self._refuse(desk, call, error)
+        finally:
+            if call.body_bytes_held:
+                desk.body_bytes.give_back(call.identity, call.body_bytes_held)
         if reply is None:
             desk.requests[self.route.path, 200] += 1
             return
@@ -140,8 +148,8 @@ class Endpoint:
     async def _answer(self, desk: Desk, call: Call) -> Reply | None:
         if not self.route.is_open:
             self._identify(desk, call)
+        body = await _read_body(desk, call, self._body_bytes_max)
         if self._decoders:
-            body = await _read_body(call, self._body_bytes_max)
             call.body = self._decode(body)
         else:
             call.query = _decode_query(call.scope["query_string"], self.route.query)
@@ -155,6 +163,9 @@ class Endpoint:
         if identity is None:
             raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
         call.identity = identity
+        connection = call.scope.get(CONNECTION)
+        if connection is not None:  # the first request with a token on it
+            connection.identify(identity)
         if self._operators_only and not identity.is_operator:
             raise Refusal(403, "Forbidden", FORBIDDEN)
 
@@ -187,7 +198,10 @@ class Endpoint:
         if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             facts["error"] = where(error)
         task_id = getattr(call.body, "task_id", None) or ""
-        desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
+        if reply.status == HTTPStatus.UNAUTHORIZED:
+            desk.journal.write_rarely("refused", **facts)  # anybody can cause it, as often as they like
+        else:
+            desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
         return reply
 
 
@@ -196,7 +210,9 @@ def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise InvalidMessage("the body is nested too deeply") from None
+    except (msgspec.DecodeError, ValueError) as error:
         raise InvalidMessage(f"the body is not JSON: {error}") from None
 
 
@@ -216,24 +232,23 @@ def _decode_query(query: bytes, kind: type) -> Any:
         raise InvalidMessage(f"the query does not fit: {error}") from None
 
 
-async def _read_body(call: Call, bytes_max: int) -> bytes:
-    """The whole body. Of one that is too long nothing is kept, and some of it is not even read."""
+async def _read_body(desk: Desk, call: Call, bytes_max: int) -> bytes:
+    """The whole body. Also where none is wanted: a request is acted on when it has arrived in full."""
     pieces: list[bytes] = []
     size = 0
-    more = True
-    while more and size <= bytes_max + DISCARDED_BYTES_MAX:
+    while True:
         message = await call.receive()
         if message["type"] == "http.disconnect":
             raise Gone
         piece: bytes = message.get("body", b"")
-        more = message.get("more_body", False)
         size += len(piece)
-        pieces.append(piece)
         if size > bytes_max:
-            pieces.clear()
-    if size > bytes_max:
-        raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
+        if not message.get("more_body", False):
+            return b"".join([*pieces, piece]) if pieces else piece  # most bodies come in one piece
+        desk.body_bytes.take(call.identity, len(piece))
+        call.body_bytes_held = size
+        pieces.append(piece)
 
 
 def _refusal(error: BaseException) -> Reply:
@@ -255,14 +270,14 @@ def _public(error: BaseException) -> str:
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
             return "the attachment has to lie in the folder of the bus"
-        case Unavailable() if type(error) not in (Unavailable, QueueFull):
+        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, BusFull):
             return "the store cannot be used now: try again soon"
         case _:
             return str(error)
 
 
 _EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
-    401: ((b"www-authenticate", b"Bearer"),),
+    401: ((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
     413: ((b"connection", b"close"),),
 }
 
@@ -270,7 +285,7 @@ _EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
 def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> Reply:
     body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
     headers = (JSON_TYPE, *_EXTRA.get(status, ()))
-    if status in (429, 503):
+    if status in (429, 503, 507):
         headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)
     return Reply(status, body, headers)
 
@@ -285,9 +300,9 @@ async def _send(send: Send, reply: Reply) -> None:
 
 # ---- all routes ------------------------------------------------------------------------------------
 
-_WORD = (400, 401, 403, 404, 409, 413, 503)
-_OPERATOR = (400, 401, 403, 404, 409, 503)
-_LOOK = (400, 401, 403, 404, 503)
+_WORD = (400, 401, 403, 404, 409, 413, 429, 503)
+_OPERATOR = (400, 401, 403, 404, 409, 413, 429, 503)
+_LOOK = (400, 401, 403, 404, 413, 429, 503)
 
 
 class _Served(NamedTuple):
@@ -295,7 +310,7 @@ class _Served(NamedTuple):
 
     route: Route
     handler: str
-    body_bytes_max: int = 0
+    body_bytes_max: int = WORD_BYTES_MAX
     operators_only: bool = False
 
 
@@ -306,7 +321,7 @@ ROUTES: Sequence[_Served] = (
             "/queue/next",
             "Lease the next task, or wait for one",
             {200: (ClaimedTask, ClaimedTasks), 204: None},
-            (400, 401, 403, 413, 503),
+            (400, 401, 403, 413, 429, 503),
             (NextBody,),
         ),
         "next",
@@ -371,7 +386,9 @@ ROUTES: Sequence[_Served] = (
     ),
     _Served(Route("GET", "/metrics", "Prometheus text", {200: TEXT}, _LOOK), "metrics", operators_only=True),
     _Served(
-        Route("GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 503), is_open=True),
+        Route(
+            "GET", "/health", "Whether the server runs", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
+        ),
         "health",
     ),
     _Served(
@@ -392,7 +409,7 @@ ROUTES: Sequence[_Served] = (
             "/bus/{name}/messages",
             "Append to a bus",
             {201: (BusIdAnswer,)},
-            (400, 401, 413, 503),
+            (400, 401, 413, 429, 503, 507),
             (NewBusMessage,),
         ),
         "append_bus",
@@ -401,7 +418,7 @@ ROUTES: Sequence[_Served] = (
 )
 
 
-OPENAPI = Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 503))
+OPENAPI = Route("GET", "/openapi.json", "This document", {200: (dict[str, Any],)}, (400, 401, 413, 429, 503))
 
 
 def openapi() -> dict[str, Any]:
@@ -445,6 +462,7 @@ class TasksApp(Starlette):
             lifespan=opened,
             exception_handlers={HTTPException: _not_served},
         )
+        self.router.redirect_slashes = False  # a path with a slash too many is unknown
         self.openapi_json = msgspec.json.encode(openapi())
 
     def _endpoint(self, served: _Served) -> Endpoint:
@@ -499,6 +517,7 @@ def create_app(
     journal: Journal | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
+    bus_max_bytes: int = BUS_BYTES_MAX,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application; its loops run from its start to its end.
 
@@ -517,7 +536,7 @@ def create_app(
 
     @asynccontextmanager
     async def opened(app: TasksApp) -> AsyncIterator[None]:
-        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability), journal)
+        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal)
         desk.openapi_json = app.openapi_json
         harness.start()
         try:
@@ -540,17 +559,27 @@ def serve(
     execute: Execute | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     durability: Durability = "group",
+    bus_max_bytes: int = BUS_BYTES_MAX,
     drain_every_s: float = DRAIN_EVERY_S,
     sweep_every_s: float = SWEEP_EVERY_S,
     journal: Journal | None = None,
     ready: Callable[[int], None] | None = None,
+    beside: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to."""
-    make_folder(data, "os")
+    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to.
+
+    `beside` is entered once the server has its port and its folder. When the server cannot start, no folder
+    is left that was not there before.
+    """
     journal = Journal() if journal is None else journal
-    agents = Agents(data)
-    listening = _listen(host, port)
-    with Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks, _as_lines(journal):
+    with (
+        _listen(host, port) as listening,
+        _folder(data),
+        beside or nullcontext(),
+        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
+        _as_lines(journal),
+    ):
+        agents = Agents(data)
         harness = Harness(
             tasks,
             agents=agents,
@@ -561,7 +590,13 @@ def serve(
             journal=journal,
         )
         app = create_app(
-            data, tasks, agents=agents, harness=harness, journal=journal, bus_durability=durability
+            data,
+            tasks,
+            agents=agents,
+            harness=harness,
+            journal=journal,
+            bus_durability=durability,
+            bus_max_bytes=bus_max_bytes,
         )
 
         def started() -> None:
@@ -573,6 +608,20 @@ def serve(
         Listener(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
         journal.write("stopped")
     journal.close()
+
+
+@contextmanager
+def _folder(data: Path) -> Iterator[None]:
+    """The data folder. If the server fails before anything is in it, the folders made for it are removed."""
+    made = list(itertools.takewhile(lambda folder: not folder.exists(), (data, *data.parents)))
+    try:
+        make_folder(data, "os")
+        yield
+    except BaseException:
+        with suppress(OSError):  # something is in it by now
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def _listen(host: str, port: int) -> socket.socket:

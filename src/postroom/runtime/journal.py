@@ -2,6 +2,7 @@
 
 Rule 1: no token and no payload is ever written.
 Rule 2: nobody waits for whoever reads it. When that one is too slow, lines are dropped and counted.
+Rule 3: what a stranger can cause is written at most once a second, with how often it happened.
 """
 
 import logging
@@ -19,6 +20,7 @@ LINES_WAITING_MAX = 10_000
 GATHER_S = 0.02  # one write for what happens within this
 FIELD_CHARS_MAX = 1_000
 CLOSE_TIMEOUT_S = 2.0
+RARELY_S = 1.0
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
@@ -34,6 +36,7 @@ class Journal:
         self._dropped = 0
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._rare: dict[str, tuple[float, int]] = {}
 
     def write(self, event: str, *, task_id: str = "", agent: str = "", **facts: Any) -> None:
         """Say that something happened."""
@@ -46,6 +49,16 @@ class Journal:
             self._news.set()
             if self._thread is None:
                 self._start()
+
+    def write_rarely(self, event: str, **facts: Any) -> None:
+        """As `write`, at most once in `RARELY_S` for an event; `times` says how often it happened."""
+        written, times = self._rare.get(event, (-RARELY_S, 0))
+        now = time.monotonic()
+        if now < written + RARELY_S:
+            self._rare[event] = written, times + 1
+            return
+        self._rare[event] = now, 0
+        self.write(event, times=times + 1, **facts)
 
     def _start(self) -> None:
         with self._starting:
@@ -116,4 +129,7 @@ class JournalHandler(logging.Handler):
             facts["error"] = where(record.exc_info[1])
         else:
             facts["message"] = record.getMessage()
-        self._journal.write("log", **facts)
+        if record.name == "uvicorn.error" and record.levelno == logging.WARNING:  # of what is not HTTP
+            self._journal.write_rarely("log", **facts)
+        else:
+            self._journal.write("log", **facts)

@@ -1,4 +1,10 @@
-"""uvicorn as this server uses it: a limit on heads, an end that lets nobody wait, and no log of its own."""
+"""uvicorn as this server uses it: limits on requests and connections, JSON refusals, and a clean end.
+
+Rule 1: every byte of a request is counted: its head, its body, and what frames the body.
+Rule 2: a connection whose request was refused before it had arrived is closed. Some of the rest is read and
+        thrown away first, because a client that is still sending would not see the answer otherwise.
+Rule 3: every answer is JSON, also to what is not HTTP.
+"""
 
 import signal
 import socket
@@ -6,87 +12,322 @@ import threading
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from postroom.errors import TooMany, Unavailable
+from postroom.runtime.agents import Identity
+from postroom.runtime.bodies import ErrorAnswer
+from postroom.runtime.connections import Connections, allowed_connections
 
 HEAD_BYTES_MAX = 32 * 1024
-LINE_EXTRA_BYTES = 4
+HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire
+FRAMING_BYTES_MAX = 64 * 1024  # besides as many as the body has: sizes and extensions of chunks
+DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a refused request, so that its sender sees the answer
+PIPELINED_MAX = 64
+LINE_EXTRA_BYTES = 4  # a colon, a blank and the end of the line
+FIRST_REQUEST_S = 10.0  # from the connection to the first byte, and between requests without a token
 REQUEST_TIMEOUT_S = 30.0  # from the first byte to the last
+WRITE_TIMEOUT_S = 30.0  # that a client may leave an answer unread
+LINGER_S = 2.0
 KEEP_ALIVE_S = 75.0
-CONNECTIONS_MAX = 12_000
 SHUTDOWN_TIMEOUT_S = 10.0
+RETRY_AFTER_S = 1
 
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\nconnection: close\r\n\r\n%b"
-)
-_TOO_LONG_BODY = b'{"error":"TooLong","message":"a head of at most %d bytes is taken here"}' % HEAD_BYTES_MAX
+CONNECTION = "postroom.connection"
+"""Where a request's scope has the connection that it came by, until that has shown a token."""
+
+
+class _Refused(Exception):
+    """Stops the parser. The refusal has been sent already."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP with an end to how long a head may be, and how long a request may take to arrive."""
+    """One connection: HTTP with limits on the size and duration of requests and answers."""
 
+    config: "ListenerConfig"
+
+    _identity: Identity | None = None
+    _address = ""
+    _request_bytes = 0
     _head_bytes = 0
+    _body_bytes = 0
     _head_open = True
     _request_open = False
+    _starting: tuple[RequestResponseCycle, Any] | None = None
+    _parsing = False
+    _keeps_alive = True
+    _ending = False
+    _discardable = DISCARDED_BYTES_MAX
     _timer: TimerHandle | None = None
+    _timer_is_of_request = False
+    _write_timer: TimerHandle | None = None
+    _unsent = 0
+
+    # ---- the connection ------------------------------------------------------------------------
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
-
-    def data_received(self, data: bytes) -> None:
-        if self._head_open:
-            self._head_bytes += len(data)
-            self._request_open = True
-        super().data_received(data)
-        if self._request_open:  # most requests come in one piece, and need no timer
-            self._start_timer()
-            if self._head_open and self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse_head()
-
-    def on_headers_complete(self) -> None:
-        self._head_open = False
-        # What came in one piece with a body is counted exactly; a head that came alone was counted already.
-        if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
-            self._refuse_head()
-            return
-        self._head_bytes = 0
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._head_open, self._request_open = True, False
-        self._stop_timer()
+        self._address = self.client[0] if self.client else ""
+        self.timeout_keep_alive = FIRST_REQUEST_S  # type: ignore[assignment]
+        self.config.connections.open(self, self._address)
+        self._start_timer(FIRST_REQUEST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
+        self.config.connections.close(self, self._address, self._identity)
+        self._identity = None
         super().connection_lost(exc)
 
-    def _head_size(self) -> int:
-        """As it came: each line has a colon, a blank and its end besides."""
-        return len(self.url) + sum(len(name) + len(value) + LINE_EXTRA_BYTES for name, value in self.headers)
+    def identify(self, identity: Identity) -> None:
+        """The first request showed a token. Raises when the token has too many connections."""
+        if self._identity is not None or self._ending or self.transport.is_closing():
+            return
+        try:
+            self.config.connections.identify(self, self._address, identity)
+        except (TooMany, Unavailable):
+            self.cycle.keep_alive = False
+            raise
+        self._identity = identity
+        self.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
 
-    def _start_timer(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
+    def make_room(self) -> None:
+        """Close this connection in favour of another one."""
+        self._refuse(503, "Unavailable", "too many connections have not shown a token: try again soon")
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server ends: the answer under way is the last."""
+        self._keeps_alive = False
+        super().shutdown()
+
+    # ---- a request comes in --------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._ending:
+            self._discard(len(data))
+            return
+        self._request_bytes += len(data)
+        self._request_open = True
+        self._parsing = True
+        super().data_received(data)
+        self._parsing = False
+        if self._ending:
+            return
+        if self._starting is not None:  # nothing in this piece was refused
+            cycle, app = self._starting
+            self._starting = None
+            super()._start_asgi_task(cycle, app)
+        if self._request_open:  # most requests come in one piece
+            self._await_rest()
+
+    def _await_rest(self) -> None:
+        """Part of a request is missing: check what came so far, and how long the rest takes."""
+        if not self._timer_is_of_request:
+            self._stop_timer()
+            self._start_timer(REQUEST_TIMEOUT_S)
+            self._timer_is_of_request = True
+        if self._head_open:
+            if self._request_bytes > HEAD_BYTES_MAX:
+                self._refuse_head()
+            return
+        framing = self._request_bytes - self._head_bytes - self._body_bytes
+        if framing > FRAMING_BYTES_MAX + self._body_bytes:
+            self._refuse(413, "TooLong", "the chunks of the body have too many bytes that are not body")
+        elif self.cycle.transport is self.transport:
+            self._keeps_alive = self.cycle.keep_alive
+            self.cycle.keep_alive = False
+            self.cycle.transport = _UntilComplete(self)  # type: ignore[assignment]
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start a request when the whole piece that it came in is parsed: what follows may be refused."""
+        if self._parsing:
+            self._starting = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered as if it had not asked for another protocol."""
+
+    # ---- what the parser finds -----------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_open:
+            self._refuse(400, "BadRequest", "trailers behind a body are not taken here")
+            raise _Refused
+        if len(self.headers) >= HEADERS_MAX:
+            self._refuse(431, "TooLong", f"a head of at most {HEADERS_MAX} headers is taken here")
+            raise _Refused
+        self._head_bytes += len(name) + len(value) + LINE_EXTRA_BYTES
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes += len(self.url)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse_head()
+            raise _Refused
+        if self._identity is None:
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        super().on_headers_complete()
+        self._head_open = False
+        if len(self.pipeline) > PIPELINED_MAX:
+            self._refuse(429, "TooMany", f"at most {PIPELINED_MAX} requests may wait on a connection")
+            raise _Refused
+
+    # The next two are as uvicorn's, without what they do for WebSockets: every request comes by here.
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._head_open, self._request_open = True, False
+        self._request_bytes = self._head_bytes = self._body_bytes = 0
+        if self._timer is not None:
+            self._stop_timer()
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        if cycle.transport is not self.transport:  # it came in several pieces
+            cycle.transport = self.transport
+            if not cycle.response_started:
+                cycle.keep_alive = self._keeps_alive
+        cycle.more_body = False
+        cycle.message_event.set()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - as uvicorn calls it
+        """What came is not HTTP."""
+        self._refuse(400, "BadRequest", "this is not a request that can be read")
+
+    # ---- refusals ------------------------------------------------------------------------------
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, "TooLong", f"a head of at most {HEAD_BYTES_MAX} bytes is taken here")
+
+    def _refuse(self, status: int, error: str, message: str) -> None:
+        """Answer the request that is being read, unless an earlier one still waits, and end."""
+        if self._ending or self.transport.is_closing():
+            return
+        cycle = self.cycle
+        unanswered = cycle is not None and not cycle.response_complete
+        if not unanswered or (not self._head_open and not cycle.response_started and not self.pipeline):
+            self.transport.write(_answer(status, error, message))
+        if unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline.clear()
+        self._starting = None
+        self.end()
+
+    def end(self) -> None:
+        """Close the connection, so that the client can still read the answer."""
+        if self._ending or self.transport.is_closing():
+            return
+        self._ending = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._start_timer(LINGER_S)
+
+    def _discard(self, size: int) -> None:
+        self._discardable -= size
+        if self._discardable < 0:
+            self.transport.abort()
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def _start_timer(self, timeout_s: float) -> None:
+        self._timer = self.loop.call_later(timeout_s, self._time_out)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._timer_is_of_request = False
 
-    def _refuse_head(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(_TOO_LONG % (len(_TOO_LONG_BODY), _TOO_LONG_BODY))
-            self.transport.close()
+    def _time_out(self) -> None:
+        if self._request_open and not self._ending:
+            self._refuse(408, "TooSlow", f"a request has to arrive within {REQUEST_TIMEOUT_S:g} s")
+        self.transport.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came for a while. An answer that was not read till now is given up."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    # ---- answers that are not read -------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        if self._identity is not None:
+            unsent = self.transport.get_write_buffer_size()
+            try:
+                self.config.connections.unsent.take(self._identity, unsent)
+            except (TooMany, Unavailable):
+                self.transport.abort()
+            else:
+                self._unsent = unsent
+
+    def resume_writing(self) -> None:
+        """The client has read most of it, or the connection is lost."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        if self._unsent and self._identity is not None:
+            self.config.connections.unsent.give_back(self._identity, self._unsent)
+            self._unsent = 0
 
 
-def listener_config(app: Any) -> uvicorn.Config:
+class _UntilComplete:
+    """The transport of a request that has not arrived in full: closing it lets the client read the answer."""
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.end()
+
+
+def _answer(status: int, error: str, message: str) -> bytes:
+    """A refusal with which the connection ends."""
+    body = msgspec.json.encode(ErrorAnswer(error, message))
+    retry_after = b"retry-after: %d\r\n" % RETRY_AFTER_S if status in (429, 503) else b""
+    return (
+        b"HTTP/1.1 %d %b\r\nconnection: close\r\n%b"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+    ) % (status, HTTPStatus(status).phrase.encode(), retry_after, len(body), body)
+
+
+class ListenerConfig(uvicorn.Config):
+    """uvicorn's configuration, and the connections of the server."""
+
+    connections: Connections
+
+
+def listener_config(app: Any) -> ListenerConfig:
     """How the server listens."""
-    return uvicorn.Config(
+    config = ListenerConfig(
         app,
         http=LimitedProtocol,
         ws="none",
@@ -96,10 +337,11 @@ def listener_config(app: Any) -> uvicorn.Config:
         log_config=None,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
         timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,  # type: ignore[arg-type]
     )
+    config.connections = Connections(allowed_connections())
+    return config
 
 
 class Listener(uvicorn.Server):

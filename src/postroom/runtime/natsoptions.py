@@ -1,13 +1,12 @@
 """How a NATS server listens, whom it lets in, and where it stops."""
 
-import contextlib
 import hmac
-import resource
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from postroom.core import natswire as wire
+from postroom.system.descriptors import raise_descriptor_limit
 
 DEFAULT_PORT = 4222
 CONNECTIONS_MAX = 65_536
@@ -65,8 +64,4 @@ def allowed_connections() -> int:
 
     The rest is for everything else: who only opens connections must not keep a room from its next file.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return CONNECTIONS_MAX if soft == resource.RLIM_INFINITY else max(1, soft - FILES_RESERVED)
+    return max(1, raise_descriptor_limit(CONNECTIONS_MAX + FILES_RESERVED) - FILES_RESERVED)

@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, suppress
 from typing import cast
 
 from postroom.contracts.tasks import Task, Tasks
-from postroom.errors import Unavailable
 from postroom.runtime.writer import Writer
 from postroom.stores.base import Claim
 
-WAITERS_MAX = 10_000
+WAITERS_MAX = 10_000  # whoever calls `claim` sees to it
 SERVED_AT_ONCE_MAX = 32
 EMPTY_HANDED_PAUSE_S = 0.005  # somebody else was quicker: do not look again in the same moment
 
@@ -55,8 +54,6 @@ class Waiting:
 
     async def claim(self, terms: Claim, wait_s: float, gone: "asyncio.Future[None]") -> list[Task]:
         """Lease tasks as soon as there are any, unless `wait_s` passes or whoever asked is `gone`."""
-        if self.count >= WAITERS_MAX:
-            raise Unavailable(f"{WAITERS_MAX} requests wait for tasks already: try again soon")
         waiter = _Waiter(terms, self._loop)
         line = self._lines.get(terms.queue)
         if line is None:

@@ -1,0 +1,44 @@
+"""Shares: one caller cannot use up what all callers of a server share."""
+
+from collections import Counter
+
+from postroom.errors import TooMany, Unavailable
+from postroom.runtime.agents import Identity
+
+RETRY_AFTER_S = 5.0
+
+
+class Shares:
+    """Room for `total_max` of something: at most `each_max` for one agent, and a reserve for operators.
+
+    Agents together may use `total_max - reserve`. An operator may use whatever is left.
+    """
+
+    def __init__(self, what: str, total_max: int, each_max: int, reserve: int) -> None:
+        self._what = what
+        self._total_max = total_max
+        self._each_max = each_max
+        self._reserve = reserve
+        self._by_name: Counter[str] = Counter()
+        self.used = 0
+
+    def take(self, identity: Identity, amount: int = 1) -> None:
+        """Take a share, or raise: `TooMany` when the caller's own is used up, `Unavailable` when all is."""
+        room = self._total_max
+        if not identity.is_operator:
+            room -= self._reserve
+            if self._by_name[identity.name] + amount > self._each_max:
+                raise TooMany(identity.name, self._what, self._each_max, RETRY_AFTER_S)
+        if self.used + amount > room:
+            raise Unavailable(f"the server takes at most {room} {self._what} at a time: try again later")
+        self._by_name[identity.name] += amount
+        self.used += amount
+
+    def give_back(self, identity: Identity, amount: int = 1) -> None:
+        """End the use of a share that was taken."""
+        self.used -= amount
+        left = self._by_name[identity.name] - amount
+        if left:
+            self._by_name[identity.name] = left
+        else:
+            del self._by_name[identity.name]

@@ -1,0 +1,168 @@
+"""The buses of a task server: how much they may hold, and what a reader sees when archives are gone."""
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Bus
+from postroom.runtime.desk import BUS_THREADS
+from tests.integration.servers import Answer, Server, serving
+from tests.smalldisk import filled, small_disk
+from tests.waiting import until
+
+__all__ = ["small_disk"]
+
+BUS_MAX_BYTES = 60_000
+BODY = "x" * 2_000
+PATH = "/bus/news/messages"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "data", bus_max_bytes=BUS_MAX_BYTES) as running:
+        yield running
+
+
+def post(server: Server, body: str = BODY, path: str = PATH) -> Answer:
+    return server.send("triage", "POST", path, {"type": "INFO", "project_id": "demo", "body": body})
+
+
+def fill(server: Server) -> list[str]:
+    """Post until the bus is full; the ids that were given."""
+    msg_ids = []
+    while (answer := post(server)).status == 201:
+        msg_ids.append(answer.json["msg_id"])
+    assert answer.status == 507, answer
+    return msg_ids
+
+
+def health(server: Server) -> Any:
+    """What `/health` says; it looks again after a moment."""
+    answer = server.get(None, "/health")
+    assert answer.status == 200
+    return answer.json
+
+
+def files(server: Server) -> list[Path]:
+    return sorted((server.data / "buses").glob("news.yaml*"))
+
+
+def archives(server: Server) -> list[Path]:
+    """Oldest first."""
+    return Bus(server.data / "buses" / "news.yaml").archives()
+
+
+def read_all(server: Server) -> list[str]:
+    msg_ids: list[str] = []
+    page: list[dict[str, Any]] = [{}]
+    while page:
+        since = f"&since={msg_ids[-1]}" if msg_ids else ""
+        page = server.get("review", f"{PATH}?limit=3{since}").json["messages"]
+        msg_ids += [message["msg_id"] for message in page]
+    return msg_ids
+
+
+def test_a_bus_with_its_archives_is_bounded_and_stays_readable(server: Server) -> None:
+    msg_ids = fill(server)
+    assert len(archives(server)) >= 2
+    assert BUS_MAX_BYTES * 0.8 < sum(file.stat().st_size for file in files(server)) <= BUS_MAX_BYTES
+    assert read_all(server) == msg_ids
+    with server.stream("review", PATH) as stream:
+        assert [message.id for message in stream.take(len(msg_ids))] == msg_ids
+
+
+def test_a_full_bus_is_refused_in_one_sentence_and_told_by_health(server: Server) -> None:
+    assert server.get(None, "/health").json == {"status": "ok"}
+    fill(server)
+    refused = post(server)
+    assert (refused.status, refused.json["error"]) == (507, "BusFull")
+    assert refused.json["message"] == (
+        f"bus 'news' and its archives may have at most {BUS_MAX_BYTES} bytes: "
+        "an operator has to move archives away"
+    )
+    assert int(refused.headers["retry-after"]) >= 1
+    until(lambda: health(server)["status"] == "degraded")
+    assert set(health(server)["parts"]) == {"buses"}
+    assert "news" not in str(health(server))
+    assert post(server, path="/bus/other/messages").status == 201
+
+
+def test_an_archive_that_is_moved_away_makes_room(server: Server) -> None:
+    fill(server)
+    until(lambda: health(server)["status"] == "degraded")
+    archives(server)[0].rename(server.data / "elsewhere")
+    until(lambda: health(server) == {"status": "ok"})
+    assert post(server).status == 201
+
+
+def test_a_stream_is_reset_when_its_place_is_gone(server: Server) -> None:
+    msg_ids = fill(server)
+    first, *_ = archives(server)
+    gone = first.read_text().count("msg_id: ")
+    assert 0 < gone < len(msg_ids)
+    with server.stream("triage", PATH, Last_Event_ID=msg_ids[0]) as stream:
+        assert stream.take(1)[0].id == msg_ids[1]
+    first.unlink()
+    assert server.get("triage", f"{PATH}?since={msg_ids[0]}").status == 404
+    with server.stream("triage", PATH, Last_Event_ID=msg_ids[0]) as stream:
+        [reset, following] = stream.take(2)
+        assert (reset.event, reset.id, reset.data) == ("reset", "", {"since": msg_ids[0]})
+        assert (following.event, following.id) == ("message", msg_ids[gone])
+
+
+def test_a_stream_goes_on_after_its_place_is_gone_under_it(server: Server) -> None:
+    first = post(server).json["msg_id"]
+    with server.stream("triage", PATH) as stream:
+        assert stream.take(1)[0].id == first
+        for file in files(server):
+            file.unlink()
+        second = post(server).json["msg_id"]
+        seen = stream.take(1)
+        if seen[0].event == "reset":
+            assert seen[0].data == {"since": first}
+            seen = stream.take(1)
+        assert seen[0].id == second
+
+
+def test_no_post_takes_the_last_of_the_disk(small_disk: Path) -> None:
+    with serving(small_disk / "data") as server:
+        assert post(server).status == 201
+        with filled(small_disk, 500_000):
+            refused = post(server)
+            assert (refused.status, refused.json["error"]) == (507, "BusFull")
+            until(lambda: health(server)["status"] == "degraded")
+            assert set(health(server)["parts"]) == {"disk"}
+        until(lambda: health(server) == {"status": "ok"})
+        assert post(server).status == 201
+
+
+def test_a_bus_that_is_held_up_stops_only_who_posts_to_it(server: Server) -> None:
+    assert post(server).status == 201
+    with (server.data / "buses" / "news.yaml").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held_up = [threading.Thread(target=post, args=(server,)) for _ in range(2 * BUS_THREADS)]
+        for thread in held_up:
+            thread.start()
+        message = {"type": "INFO", "project_id": "demo"}
+        assert server.send("review", "POST", "/bus/other/messages", message).status == 201
+        assert all(thread.is_alive() for thread in held_up)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        for thread in held_up:
+            thread.join()
+
+
+def test_a_stream_misses_nothing_while_it_is_written_to(server: Server) -> None:
+    """Several pages long when the stream begins, and growing while it is read."""
+    count = 150
+    msg_ids = [post(server, "").json["msg_id"] for _ in range(count // 3)]
+    with server.stream("review", PATH) as stream:
+        for _ in range(count - len(msg_ids)):
+            msg_ids.append(post(server, "").json["msg_id"])
+            if len(msg_ids) % 10 == 0:
+                assert stream.next() is not None
+        seen = [message.id for message in stream.take(count - (count - count // 3) // 10)]
+    assert seen == msg_ids[-len(seen) :]

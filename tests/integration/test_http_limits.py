@@ -1,0 +1,348 @@
+"""Hostile clients of the task server, as a real process: each one is refused and nobody else notices."""
+
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postroom.runtime.bodies import WORD_BYTES_MAX
+from postroom.runtime.connections import FILES_RESERVED, Connections
+from postroom.runtime.desk import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
+from postroom.runtime.listener import (
+    DISCARDED_BYTES_MAX,
+    FRAMING_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    PIPELINED_MAX,
+)
+from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
+from tests.waiting import until
+
+PIECE = 0x10000
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("limits") / "data") as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_GUARD_S) as connection:
+        yield connection
+
+
+def head(method: str, path: str, token: str = "") -> bytes:
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{shown}".encode()
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(PIECE):
+            received += data
+    return received
+
+
+def parsed(raw: bytes) -> Answer:
+    """The first answer in what a server sent."""
+    first, _, rest = raw.partition(b"\r\n\r\n")
+    status, *lines = first.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    answer = Answer(int(status.split()[1]), headers, rest)
+    return answer._replace(body=rest[: _length(answer)])
+
+
+def received(connection: socket.socket) -> Answer:
+    """The next answer on a connection that stays open."""
+    raw = b""
+    while b"\r\n\r\n" not in raw or len(parsed(raw).body) < _length(parsed(raw)):
+        raw += connection.recv(PIECE)
+    return parsed(raw)
+
+
+def _length(answer: Answer) -> int:
+    return int(answer.headers.get("content-length", "0"))
+
+
+def answered(server: Server, *pieces: bytes) -> Answer:
+    """The answer to raw bytes, after which the server has closed the connection."""
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                connection.sendall(piece)
+        return parsed(everything(connection))
+
+
+def sent_until_closed(connection: socket.socket, piece: bytes, bytes_max: int) -> int:
+    """How many bytes the server takes before it closes the connection; `bytes_max` at most."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < bytes_max:
+            connection.sendall(piece)
+            sent += len(piece)
+    return sent
+
+
+def health(server: Server) -> int:
+    return server.get(None, "/health").status
+
+
+# ---- the bytes of a request ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/queue/next", "/tasks/x/cancel"])
+def test_a_trailer_is_refused_and_authenticates_nobody(server: Server, path: str) -> None:
+    trailer = f"Authorization: Bearer {server.tokens['boss']}\r\n\r\n".encode()
+    for token in ("", server.tokens["boss"]):
+        request = head("POST", path, token) + CHUNKED + b"2\r\n{}\r\n0\r\n"
+        answer = answered(server, request + trailer)
+        assert (answer.status, answer.json["error"]) == (400, "BadRequest")
+        assert answer.headers["connection"] == "close"
+
+
+def test_a_request_with_a_trailer_changes_nothing(server: Server) -> None:
+    task_id = server.enqueue("review")
+    request = head("POST", f"/tasks/{task_id}/cancel", server.tokens["boss"]) + CHUNKED
+    assert answered(server, request + b"0\r\nX: y\r\n\r\n").status == 400
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "pending"
+    with connected(server) as connection:  # in two pieces: the request is acted on when it is complete
+        connection.sendall(request)
+        assert health(server) == 200
+        connection.sendall(b"0\r\nX: y\r\n\r\n")
+        assert parsed(everything(connection)).status == 400
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "pending"
+
+
+@pytest.mark.parametrize("who", ["", "triage"])
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"0\r\n", b"X-Trailer: " + b"x" * 4_000 + b"\r\n"),
+        (b"0\r\nX-Trailer: ", b"x" * PIECE),
+        (b"1;x=", b"x" * PIECE),
+        (b"", b"1\r\n \r\n" * 10_000),
+        (b"", b"10000\r\n" + b" " * PIECE + b"\r\n"),
+    ],
+    ids=["trailers", "one trailer", "extension", "tiny chunks", "body"],
+)
+def test_no_part_of_a_request_is_endless(server: Server, who: str, begin: bytes, piece: bytes) -> None:
+    most = DISCARDED_BYTES_MAX + FRAMING_BYTES_MAX + WORD_BYTES_MAX
+    socket_buffers = 16 * 1024 * 1024
+    with connected(server) as connection:
+        connection.sendall(head("POST", "/queue/next", server.tokens.get(who, "")) + CHUNKED + begin)
+        assert sent_until_closed(connection, piece, 2 * (most + socket_buffers)) < most + socket_buffers
+    assert health(server) == 200
+
+
+def test_the_sender_of_a_refused_body_sees_why(server: Server) -> None:
+    body = b"Content-Length: 2000000\r\n\r\n" + b" " * 2_000_000
+    for token, status in (("", 401), (server.tokens["triage"], 413)):
+        answer = answered(server, head("POST", "/queue/next", token) + body)
+        assert answer.status == status
+        assert answer.headers["connection"] == "close"
+
+
+def test_a_request_that_was_refused_while_it_arrives_ends_its_connection(server: Server) -> None:
+    with connected(server) as connection:
+        connection.sendall(head("POST", "/queue/next") + b"Content-Length: 1000000\r\n\r\n")
+        assert parsed(everything(connection)).status == 401
+
+
+def test_a_long_body_in_pieces_leaves_the_connection_open(server: Server) -> None:
+    body = b'{"limit": 1' + b" " * 50_000 + b"}"
+    begin = head("POST", "/queue/next", server.tokens["triage"])
+    with connected(server) as connection:
+        for _ in range(2):
+            connection.sendall(begin + b"Content-Length: %d\r\n\r\n" % len(body) + body[:100])
+            assert health(server) == 200
+            connection.sendall(body[100:])
+            answer = received(connection)
+            assert answer.status == 204
+            assert "connection" not in answer.headers
+
+
+def test_continue_is_said_to_who_may_send_a_body(server: Server) -> None:
+    expecting = b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head("POST", "/queue/next", server.tokens["triage"]) + expecting)
+        assert connection.recv(PIECE).startswith(b"HTTP/1.1 100")
+        connection.sendall(b"{}")
+        assert received(connection).status == 204
+    assert answered(server, head("POST", "/queue/next") + expecting).status == 401
+
+
+def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) -> None:
+    request = head("GET", "/health") + b"\r\n"
+    with connected(server) as connection:
+        connection.sendall(request * 10 + head("GET", "/health") + b"Connection: close\r\n\r\n")
+        assert everything(connection).count(b'{"status":"ok"}') == 11
+    with connected(server) as connection:
+        connection.sendall(request * (100 * PIPELINED_MAX))
+        assert everything(connection).count(b'{"status":"ok"}') <= PIPELINED_MAX + 1
+    assert health(server) == 200
+
+
+def test_the_headers_of_a_request_are_counted(server: Server) -> None:
+    short = b"a:b\r\n" * HEADERS_MAX
+    assert answered(server, head("GET", "/health") + short + b"\r\n").status == 431
+    with connected(server) as connection:
+        connection.sendall(head("GET", "/health") + short[:-5] + b"\r\n")
+        assert received(connection).status == 200
+
+
+def test_the_head_of_a_pipelined_request_is_counted(server: Server) -> None:
+    long = head("GET", "/health") + b"X: %b\r\n\r\n" % (b"x" * HEAD_BYTES_MAX)
+    with connected(server) as connection:
+        connection.sendall(head("GET", "/health") + b"\r\n" + long)
+        assert b"x" * 100 not in everything(connection)
+
+
+# ---- every answer is JSON --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET ?x HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /queue/next HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /queue/next HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /queue/next HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_in_json(server: Server, raw: bytes) -> None:
+    answer = answered(server, raw)
+    assert (answer.status, answer.json["error"]) == (400, "BadRequest")
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", ["/queue/status/", "/health/", "//health", "*", "/tasks/a/b/c"])
+def test_an_unknown_path_is_refused_in_json(server: Server, path: str) -> None:
+    answer = answered(server, head("GET", path) + b"Connection: close\r\n\r\n")
+    assert (answer.status, answer.json["error"]) == (404, "NotFound")
+
+
+def test_an_offer_of_another_protocol_is_ignored(server: Server) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head("GET", "/health") + upgrade)
+        assert received(connection).json == {"status": "ok"}
+
+
+# ---- JSON that is nested too deeply ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [5_000, 1_000_000])
+def test_deeply_nested_json_is_one_refused_request(server: Server, depth: int) -> None:
+    task_id = server.enqueue("triage")
+    task = server.claim("triage")
+    nested = b"[" * (depth // 2) + b"]" * (depth // 2)
+    objects = b'{"a":' * (depth // 10) + b"1" + b"}" * (depth // 10)
+    word = b'{"task_id": "%b", "lease": %d, "decision": ' % (task_id.encode(), task["lease"])
+    for value in (nested, b"[" * depth, objects):
+        for who, path, raw in (
+            ("triage", "/queue/complete", word + value + b"}"),
+            ("boss", "/queue/enqueue", b'{"agent": "triage", "payload": ' + value + b"}"),
+            ("boss", "/queue/enqueue", b'{"tasks": [{"agent": "triage", "payload": ' + value + b"}]}"),
+        ):
+            answer = server.send(who, "POST", path, raw=raw)
+            assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
+            assert "nested" in answer.json["message"]
+        assert server.send("triage", "POST", "/bus/deep/messages", raw=value).status == 400
+    server.post("triage", "/queue/release", task_id=task_id, lease=task["lease"])
+
+
+# ---- shares ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def many(server: Server, count: int, raw: bytes = b"") -> Iterator[list[socket.socket]]:
+    """So many connections that have all sent the same."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            opened.append(stack.enter_context(connected(server)))
+            opened[-1].sendall(raw)
+        yield opened
+
+
+def test_streams_of_one_agent_leave_room_for_others(server: Server) -> None:
+    stream = head("GET", "/events", server.tokens["triage"]) + b"\r\n"
+    with many(server, STREAMS_A_TOKEN_MAX, stream) as opened:
+        for connection in opened:
+            assert received(connection).status == 200
+        refused = server.get("triage", "/events")
+        assert (refused.status, refused.json["error"]) == (429, "TooMany")
+        assert int(refused.headers["retry-after"]) >= 1
+        for who in ("review", "boss"):
+            with server.stream(who, "/events"):
+                pass
+
+    def opens_again() -> bool:
+        with many(server, 1, stream) as [connection]:
+            return received(connection).status == 200
+
+    until(opens_again)
+
+
+def test_long_polls_of_one_agent_leave_room_for_others(server: Server) -> None:
+    body = b'{"wait_s": 30}'
+    server.tokens["poller"] = server.agents.add("poller")
+    poll = head("POST", "/queue/next", server.tokens["poller"]) + b"Content-Length: %d\r\n\r\n" % len(body)
+    with many(server, POLLS_A_TOKEN_MAX, poll + body):
+        refused = server.post("poller", "/queue/next", wait_s=30)
+        assert (refused.status, refused.json["error"]) == (429, "TooMany")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert server.post("poller", "/queue/next").status == 204
+        server.enqueue("triage")
+        assert server.claim("triage", wait_s=30)
+
+
+@pytest.fixture
+def plenty_of_descriptors() -> Iterator[int]:
+    """As many as the system gives this process; the soft limit is usually 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_low_soft_limit_of_descriptors_shuts_nobody_out(tmp_path: Path, plenty_of_descriptors: int) -> None:
+    soft = 600
+    with serving(tmp_path / "data", descriptors=(soft, plenty_of_descriptors)) as server:
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == plenty_of_descriptors
+        with many(server, soft):
+            assert server.get("boss", "/queue/status").status == 200
+            assert server.post("triage", "/queue/next").status == 204
+
+
+def test_connections_have_shares_where_there_are_few_descriptors(tmp_path: Path) -> None:
+    room = Connections(64)
+    limit = FILES_RESERVED + 64
+    with serving(tmp_path / "data", descriptors=(limit, limit)) as server:
+        with many(server, limit) as idle:
+            refused = parsed(everything(idle[0]))
+            assert (refused.status, refused.json["error"]) == (503, "Unavailable")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert server.get("boss", "/queue/status").status == 200
+            asking = head("GET", "/queue/status", server.tokens["triage"]) + b"\r\n"
+            with many(server, room.each_max, asking) as opened:
+                assert {received(connection).status for connection in opened} == {200}
+                refused = server.get("triage", "/queue/status")
+                assert (refused.status, refused.json["error"]) == (429, "TooMany")
+                assert refused.headers["connection"] == "close"
+                assert server.get("review", "/queue/status").status == 200
+                assert server.get("boss", "/queue/status").status == 200
+        assert server.get("triage", "/queue/status").status == 200
