@@ -464,11 +464,19 @@ def _plain(struct: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(struct))
 
 
-def _row(event: "AuditEvent") -> dict[str, Any]:
+def _time_text(ts_us: int) -> str:
+    """A time for people; the number itself where no calendar has it."""
     from postroom.core.times import utc_text
 
+    try:
+        return utc_text(ts_us * 1000)
+    except OverflowError:
+        return str(ts_us)
+
+
+def _row(event: "AuditEvent") -> dict[str, Any]:
     return {
-        "time": utc_text(event.ts_us * 1000),
+        "time": _time_text(event.ts_us),
         "kind": event.kind,
         "queue": event.queue,
         "message_id": event.message_id,

@@ -398,9 +398,9 @@ class FileFeeds:
 
 
 def _first_line(fd: int) -> bytes | None:
-    """What a file of lines is named after; None before it is whole."""
+    """What a file of lines is named after; None before it is whole. A line that is too long is cut."""
     line, newline, _ = os.pread(fd, WINDOW_BYTES, 0).partition(b"\n")
-    return line if newline else None
+    return line if newline or len(line) == WINDOW_BYTES else None
 
 
 def _queue_feed(fd: int) -> QueueFeed | None:

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from postroom.core.events import AuditEvent, encode_lines
+from postroom.core.jsoninput import guarded
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
 from postroom.message import Durability
 from postroom.sinks.chain import Entry, append_line, chain_line
@@ -68,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     trace_id: str = ""
 
 
-_facts = msgspec.json.Decoder(Facts)
+_facts = guarded(msgspec.json.Decoder(Facts).decode)
 
 
 class _Growing:
@@ -124,8 +125,8 @@ class _Growing:
         starts, marks = [], []
         at = 0
         for line in data.split(b"\n")[:-1]:
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                marks.append(_facts.decode(line))
+            with suppress(msgspec.DecodeError):
+                marks.append(_facts(line))
                 starts.append(at)
             at += len(line) + 1
         self._count(data, data.count(b"\n"), starts, marks)
