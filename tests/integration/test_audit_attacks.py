@@ -1,5 +1,8 @@
 """Hostile input for the commands of the audit stream: it is reported and passed over, and ends nothing."""
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import apsw
@@ -8,8 +11,11 @@ import pytest
 from postroom import Tasks
 from postroom.contracts.audit import Audit
 from postroom.core.events import to_line
+from postroom.errors import WriteFailed
+from postroom.runtime import shipping
+from postroom.sinks.heads import Head
 from postroom.sinks.segments import SegmentSink
-from tests.integration.commandline import isolate, postroom, run_on_terminal
+from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.unit.test_jsoninput import deep_line, event, nested
 
 
@@ -98,3 +104,162 @@ def test_a_deep_row_of_a_store_is_one_sentence(tmp_path: Path) -> None:
     done = postroom("audit", "ship", "--data", "run", "--to", "audit", "--once")
     assert done.code == 1
     assert "queue.db is damaged" in done.error
+
+
+# ---- what was removed from outside --------------------------------------------------------------------
+
+
+def stream_of_tasks(count: int = 2) -> None:
+    """A stream with so many sealed segments."""
+    Path("run").mkdir(exist_ok=True)
+    for _ in range(count):
+        with Tasks.open("sqlite:///run/queue.db") as tasks:
+            tasks.enqueue(agent="ada", payload=1)
+        assert ship().code == 0
+
+
+def ship() -> Result:
+    return postroom("audit", "ship", "--data", "run", "--to", "audit", "--once")
+
+
+def remove(folder: str, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in sorted(Path(folder).rglob(pattern), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def cut_last_segment() -> None:
+    chain = Path("audit/_chain.jsonl")
+    first, _, _ = chain.read_bytes().split(b"\n")
+    chain.write_bytes(first + b"\n")
+    remove("audit", "*/*/00000002-*", "00000002.idx")
+
+
+def begin_anew() -> None:
+    with SegmentSink("audit") as sink:
+        sink.write([event({})])
+        sink.seal()
+
+
+ATTACKS: dict[str, tuple[Callable[[], None], str]] = {
+    "wiped but for its folders": (
+        lambda: remove("audit", "*.jsonl", "*.idx", "date=*/*", "date=*"),
+        "no segment",
+    ),
+    "wiped": (lambda: remove("audit", "*"), "it was wiped"),
+    "cut": (cut_last_segment, "segment 2 was noted as sealed, and the chain ends with segment 1"),
+    "begun anew": (lambda: (remove("audit", "*"), begin_anew())[-1], "it was begun anew"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_verify_names_a_folder_that_lost_its_end(attack: str) -> None:
+    stream_of_tasks()
+    assert postroom("audit", "verify", "audit").line["head_known"] is True
+    do, says = ATTACKS[attack]
+    do()
+    done = postroom("audit", "verify", "audit")
+    assert done.code == 1
+    assert says in done.out + done.errors
+    assert len((done.out + done.errors).splitlines()) == 1
+    again = ship()  # going on would hide it
+    assert again.code != 0
+    assert len(again.errors.splitlines()) == 1
+    assert postroom("audit", "verify", "audit").code == 1
+
+
+def test_a_store_knows_the_head_as_well() -> None:
+    stream_of_tasks()
+    Path("audit.head").unlink()
+    assert (
+        postroom("audit", "verify", "audit", "--store", "sqlite:///run/queue.db").line["head_known"] is True
+    )
+    cut_last_segment()
+    assert postroom("audit", "verify", "audit").line["head_known"] is False  # as of any copy
+    done = postroom("audit", "verify", "audit", "--store", "sqlite:///run/queue.db")
+    assert (done.code, done.line["reason"].partition(",")[0]) == (1, "segment 2 was noted as sealed")
+    assert "segment 2 was noted" in ship().error
+
+
+def test_retention_keeps_the_noted_head_valid() -> None:
+    stream_of_tasks()
+    assert len(postroom("audit", "retain", "audit", "--keep-days", "0").line["removed"]) == 2
+    assert postroom("audit", "verify", "audit").code == 0
+    stream_of_tasks(1)
+    assert postroom("audit", "verify", "audit").line["head_known"] is True
+
+
+def test_a_damaged_head_is_one_sentence() -> None:
+    stream_of_tasks(1)
+    Path("audit.head").write_bytes(b"\xff")
+    assert "audit.head cannot be read as the head of a stream" in postroom("audit", "verify", "audit").error
+
+
+def test_a_head_that_cannot_be_noted_stops_no_shipper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, head: Head) -> None:
+        raise WriteFailed(folder, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+
+    monkeypatch.setattr(shipping, "note_head", refuse)
+    Path("run").mkdir()
+    with Tasks.open("sqlite:///run/queue.db") as tasks:
+        tasks.enqueue(agent="ada", payload=1)
+    done = ship()
+    assert (done.code, done.line["shipped"]) == (0, 2)
+    assert "is not noted beside the folder" in done.error
+    assert not (tmp_path / "audit.head").exists()
+
+
+def test_verify_of_a_folder_without_a_stream_fails(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = postroom("verify", "empty")
+    assert (done.code, done.out) == (1, "")
+    assert done.error == f"postroom: {tmp_path}/empty holds no audit stream"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--bus", "missing.yaml"),
+        ("--mail", "missing"),
+        ("--queue", "missing"),
+        ("--store", "sqlite:///missing.db"),
+        ("--store", "postgres://nowhere"),
+        ("--data", "missing"),
+        ("--mail", "linked"),
+        (),
+    ],
+)
+def test_a_refused_shipper_leaves_nothing(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+    done = postroom("audit", "ship", *arguments, "--to", "audit", "--once")
+    assert done.code in (1, 2)
+    assert len(done.errors.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "linked"] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        'redaction = "medium"\n[audit.patterns]\nx = "("',
+        'token_key_file = "missing"',
+        'key_file = "missing"',
+        'publish = "nothing://x"',
+    ],
+)
+def test_a_refused_setting_leaves_nothing(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "postroom.toml").write_text(f"[audit]\n{settings}\n")
+    done = postroom("audit", "ship", "--mail", "data", "--to", "audit", "--once")
+    assert done.code in (1, 2)
+    assert len(done.errors.splitlines()) == 1
+    assert not (tmp_path / "audit").exists()
+
+
+def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
+    stream_of_tasks(1)
+    done = postroom("audit", "ship", "--data", "run", "--to", "second", "--once")
+    assert "go to another stream already" in done.error
+    assert not (tmp_path / "second").exists()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.tracing import Span
     from postroom.settings import AuditSettings
+    from postroom.sinks.heads import Head
 
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
@@ -113,6 +114,7 @@ def ship(
 
     _check_there("bus", buses)
     _check_there("queue", roots)
+    _check_there("mail server's data folder", mail)
     stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
     if not (stores or roots or buses or mail):
         raise click.UsageError(
@@ -367,16 +369,27 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
 @click.option(
     "--head", metavar="HASH", help="A head that was noted earlier: tells whether the end was cut off."
 )
+@click.option(
+    "--store",
+    "stores",
+    multiple=True,
+    metavar="URL",
+    help="A store that is shipped to this stream: it knows the head, too.",
+)
 @click.pass_obj
-def verify(shell: Shell, folder: Path | None, head: str | None) -> None:
+def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[str, ...]) -> None:
     """Whether every segment is as it was sealed. Exits with 1 and names each file that is not.
+
+    The shipper notes the last sealed segment in FOLDER.head, beside the folder. Where that file is, a folder
+    that was wiped, cut at its end or begun anew is named as well.
 
     \b
     Example:
       postroom audit verify audit
     """
     audit = _audit(shell, folder)
-    findings = audit.verify(head)
+    noted = [found for url in stores if (found := _head_in(url)) is not None]
+    findings = audit.verify(head, noted=noted)
     for finding in findings:
         shell.output.facts(
             {"file": finding.file, "reason": finding.reason}, f"{finding.file}: {finding.reason}"
@@ -384,9 +397,23 @@ def verify(shell: Shell, folder: Path | None, head: str | None) -> None:
     if findings:
         raise click.exceptions.Exit(EXIT_RUNTIME)
     facts = audit.summary()
+    is_known = bool(head or noted) or audit.head_is_noted()
+    unknown = "" if is_known else "; the head is unknown, so a missing end would not show"
     shell.output.facts(
-        facts, f"{facts['segments']} segments, {facts['events']} events: all as they were sealed"
+        {**facts, "head_known": is_known},
+        f"{facts['segments']} segments, {facts['events']} events: all as they were sealed{unknown}",
     )
+
+
+def _head_in(url: str) -> "Head | None":
+    from postroom.contracts.feeds import head_in
+    from postroom.stores.opening import open_store
+
+    store = open_store(_known(url))
+    try:
+        return head_in(store)
+    finally:
+        store.close()
 
 
 # ---- pieces ------------------------------------------------------------------------------------------

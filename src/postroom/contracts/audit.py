@@ -20,7 +20,8 @@ from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.sinks import retention, verifying
 from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, Unreadable
-from postroom.sinks.layout import CHAIN, OPEN
+from postroom.sinks.heads import Head, head_path, noted_head
+from postroom.sinks.layout import holds_stream
 from postroom.sinks.reading import Place, Segments
 
 TRACE_IDS_MAX = 100_000  # of messages and traces in one request
@@ -119,14 +120,26 @@ class Audit:
             raise UnknownMessage(message_id, self.folder)
         return tracing.spans(self._revealed(events))
 
-    def verify(self, head: str | None = None) -> list[verifying.Finding]:
+    def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verifying.Finding]:
         """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
-        A folder that no writer has ever opened raises `Unavailable`: it may be the wrong one.
+        `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
+        file beside the folder is always compared. A folder that no writer has ever opened raises
+        `Unavailable`: it may be the wrong one, or it was wiped.
         """
-        if not any((self.folder / name).exists() for name in (CHAIN, OPEN)):
+        noted_here = noted_head(self.folder)
+        if not holds_stream(self.folder) and noted_here is not None:
+            raise Unavailable(
+                f"{self.folder} holds no audit stream, and {head_path(self.folder)} notes that segment "
+                f"{noted_here.segment} was sealed there: it was wiped"
+            )
+        if not holds_stream(self.folder):
             raise Unavailable(f"{self.folder} holds no audit stream")
-        return verifying.verify(self.folder, head)
+        return verifying.verify(self.folder, head, noted=noted)
+
+    def head_is_noted(self) -> bool:
+        """Whether a file beside the folder says which segment was sealed last."""
+        return noted_head(self.folder) is not None
 
     def retain(self, before: datetime) -> list[str]:
         """Remove segments that were sealed before a time; gives their names."""

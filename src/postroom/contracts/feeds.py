@@ -23,6 +23,7 @@ from postroom.core.redaction import Redactor
 from postroom.errors import ShippedElsewhere, SinkAhead
 from postroom.logs import busfile
 from postroom.message import Event
+from postroom.sinks.heads import Head
 from postroom.stores.base import Outbox, Store
 from postroom.system.atomic import open_safely
 
@@ -121,10 +122,30 @@ class StoreFeed:
 
     def kept(self, up_to: int) -> None:
         if self._outbox is not None:
-            self._store.set_outbox(msgspec.structs.replace(self._outbox, shipped=up_to))
+            self._outbox = msgspec.structs.replace(self._outbox, shipped=up_to)
+            self._store.set_outbox(self._outbox)
+
+    def noted_head(self) -> Head | None:
+        """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
+        return _head_of(self._outbox)
+
+    def sealed(self, segment: int, head: str) -> None:
+        """Tell the store which segment of the stream was sealed last."""
+        if self._outbox is not None and (segment, head) != (self._outbox.segment, self._outbox.head):
+            self._outbox = msgspec.structs.replace(self._outbox, segment=segment, head=head)
+            self._store.set_outbox(self._outbox)
 
     def close(self) -> None:
         self._store.close()
+
+
+def head_in(store: Store) -> Head | None:
+    """The last sealed segment of the stream that a store's events go to; None before there is one."""
+    return _head_of(store.outbox())
+
+
+def _head_of(outbox: Outbox | None) -> Head | None:
+    return Head(outbox.stream, outbox.segment, outbox.head) if outbox is not None and outbox.head else None
 
 
 def _put_back(source: str) -> ShippedElsewhere:
