@@ -135,7 +135,8 @@ def cut_last_segment() -> None:
     remove("audit", "*/*/00000002-*", "00000002.idx")
 
 
-def begin_anew() -> None:
+def wipe_and_begin() -> None:
+    remove("audit", "*")
     with SegmentSink("audit") as sink:
         sink.write([event({})])
         sink.seal()
@@ -148,7 +149,7 @@ ATTACKS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "wiped": (lambda: remove("audit", "*"), "it was wiped"),
     "cut": (cut_last_segment, "segment 2 was noted as sealed, and the chain ends with segment 1"),
-    "begun anew": (lambda: (remove("audit", "*"), begin_anew())[-1], "it was begun anew"),
+    "begun anew": (wipe_and_begin, "it was begun anew"),
 }
 
 

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,18 @@ STEPS_MAX = 10  # that a message of a trace is moved to the right; behind them a
 PATH = click.Path(path_type=Path)
 COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
 CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
-SPAN_COLUMNS = ("at_ms", "message", "type", "queue", "waited_ms", "took_ms", "attempts", "outcome")
+SPAN_COLUMNS = (
+    "at_ms",
+    "message",
+    "type",
+    "queue",
+    "waited_ms",
+    "took_ms",
+    "attempts",
+    "outcome",
+    "next_try",
+    "error",
+)
 
 folder_argument = click.argument(
     "folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]"
@@ -349,7 +361,8 @@ def query(
 def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | None) -> None:
     """One request through all its messages, with times: audit trace [FOLDER] MESSAGE.
 
-    MESSAGE is the id of any of them.
+    MESSAGE is the id of any of them. Each attempt that failed is shown with its error, and a message that
+    waits for its next try with the time at which it is due.
 
     \b
     Example:
@@ -358,7 +371,7 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
     folder, message = _folder_and_message(shell, first, second)
     spans = _audit(shell, folder, key_file).trace(message)
     if shell.output.readable:
-        shell.output.rows(SPAN_COLUMNS, map(_span_row, spans), "")
+        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(_span_rows, spans)), "")
         return
     for span in spans:
         shell.output.json_line(_plain(span))
@@ -518,8 +531,9 @@ def _indented(span: "Span") -> str:
     return "  " * STEPS_MAX + f"[{span.depth}] {span.message_id}"
 
 
-def _span_row(span: "Span") -> dict[str, Any]:
-    return {
+def _span_rows(span: "Span") -> Iterator[dict[str, Any]]:
+    """A row for the message, and one for each attempt that failed."""
+    yield {
         "at_ms": f"{span.offset_us / 1000:.1f}",
         "message": _indented(span),
         "type": span.type,
@@ -528,7 +542,16 @@ def _span_row(span: "Span") -> dict[str, Any]:
         "took_ms": f"{span.total_us / 1000:.1f}",
         "attempts": span.attempts,
         "outcome": span.outcome,
+        "next_try": None if span.due_us is None else _time_text(span.due_us),
     }
+    for failure in span.failures:
+        yield {
+            "at_ms": f"{failure.offset_us / 1000:.1f}",
+            "message": _indented(span),
+            "attempts": failure.attempt,
+            "outcome": "failed",
+            "error": ": ".join(filter(None, (failure.error_type, failure.error))),
+        }
 
 
 add_json_option(audit)

@@ -6,7 +6,6 @@ Rule 2: what it cannot read is reported and kept. A payload that cannot be decry
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import partial
@@ -16,6 +15,7 @@ import msgspec
 
 from postroom.core import tracing
 from postroom.core.events import AuditEvent
+from postroom.core.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.sinks import retention, verifying
@@ -71,18 +71,22 @@ class Audit:
         return self._segments.events(since_us=since_us, until_us=until_us)
 
     def tail(self, n: int = 20) -> list[AuditEvent]:
-        """The last n events, at the cost of the last segments."""
+        """The last n events in the order of time, at the cost of the last segments."""
         return next(self.follow(n))
 
     def follow(self, n: int = 0) -> Iterator[list[AuditEvent]]:
-        """First the last n events, and then at each turn what has come since, which may be nothing."""
-        last: deque[AuditEvent] = deque(maxlen=n)
-        place = self._go_on(self._segments.before_last(max(1, n)), last.extend)
-        yield list(self._revealed(last))
+        """First the last n events, and then at each turn what has come since, which may be nothing.
+
+        Each list is in the order of time, across sources.
+        """
+        timeline = Timeline()
+        latest = Latest(n, timeline)
+        place = self._go_on(self._segments.before_last(max(1, n)), latest.add)
+        yield list(self._revealed(latest.events()))
         while True:
             new: list[AuditEvent] = []
             place = self._go_on(place, new.extend)
-            yield list(self._revealed(new))
+            yield list(self._revealed(event for _, _, event in sorted(timeline.timed(new))))
 
     def _go_on(self, place: Place, take: Callable[[list[AuditEvent]], None]) -> Place:
         """Hand over what was written behind a place; gives where that ends."""
