@@ -9,6 +9,7 @@ import apsw
 import pytest
 
 from postroom import Tasks
+from postroom.cli.shell import plain
 from postroom.contracts.audit import Audit
 from postroom.core.events import to_line
 from postroom.errors import WriteFailed
@@ -264,3 +265,23 @@ def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
     done = postroom("audit", "ship", "--data", "run", "--to", "second", "--once")
     assert "go to another stream already" in done.error
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("audit", "tail", "-n", "x"), "'x' is not a whole number"),
+        (("audit", "tail", "-n", "-1"), "-1 is not a number from 0 to 1000000000"),
+        (("audit", "retain", ".", "--keep-days", "x"), "'x' is not a number"),
+    ],
+)
+def test_a_wrong_number_is_told_in_plain_words(arguments: tuple[str, ...], says: str) -> None:
+    done = postroom(*arguments)
+    assert done.code == 2
+    assert says in done.error
+
+
+def test_a_usage_error_of_several_lines_becomes_one() -> None:
+    assert (
+        plain("Missing option '--to'. Choose from:\n\ta,\n\tb") == "Missing option '--to'. Choose from: a, b"
+    )

@@ -15,7 +15,7 @@ from postroom.sinks.reading import Segments
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import Shipper
 
-KILLS = 6
+KILLS = 3
 
 
 @pytest.fixture(autouse=True)

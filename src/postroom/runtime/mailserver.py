@@ -233,8 +233,10 @@ def read_users(path: Path) -> dict[str, str]:
     """Passwords by user, from a file with lines such as `ada:secret`."""
     try:
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"cannot read the users in {path}: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"cannot read the users in {path}: it is not UTF-8") from None
+    except OSError as error:
+        raise InvalidSetting(f"cannot read the users in {path}: {error.strerror}") from None
     users: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         user, colon, password = line.strip().partition(":")
