@@ -66,13 +66,6 @@ _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 # As it is.
 _PREFIXED: Final = re.compile(rf"_{OPAQUE}{{20}}")
 _CLOUD: Final = re.compile(rf"A(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza){OPAQUE}{{16}}")
-# Asked for with one letter first, which is quicker and rare.
-_CAPITALS: Final = (
-    ("J", "eyJ", JWTS),
-    ("B", "--BEGIN ", BLOCKS),
-    ("G", "SG.", VENDORS),
-    ("A", ":AA", VENDORS),
-)
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
 # In `shape`.
@@ -134,7 +127,7 @@ class Triggers:
         return Look(woken, raw, signs, places) if woken else NOTHING
 
 
-def _keys(raw: str, low: str, places: list[int]) -> int:
+def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901 - a loop over the same takes longer
     woken = 0
     match = _worded(low)
     while match:
@@ -147,16 +140,25 @@ def _keys(raw: str, low: str, places: list[int]) -> int:
     if "earer " in low:
         woken |= BEARERS
         places += _every("earer ", low)
-    if "A" in raw and (match := _CLOUD.search(raw)):
-        woken |= CLOUDS
-        places += _starts(_CLOUD, raw, match)
-    for letter, sought, group in _CAPITALS:
-        if letter in raw and sought in raw:
-            woken |= group
-            places += _every(sought, raw)
+    if "A" in raw:
+        if match := _CLOUD.search(raw):
+            woken |= CLOUDS
+            places += _starts(_CLOUD, raw, match)
+        if ":AA" in raw:
+            woken |= VENDORS
+            places += _every(":AA", raw)
+    if "J" in raw and "eyJ" in raw:
+        woken |= JWTS
+        places += _every("eyJ", raw)
+    if "G" in raw and "SG." in raw:
+        woken |= VENDORS
+        places += _every("SG.", raw)
     if "B" in raw and "asic " in low:
         woken |= BEARERS
         places += _every("asic ", low)
+    if "B" in raw and "--BEGIN " in raw:
+        woken |= BLOCKS
+        places += _every("--BEGIN ", raw)
     return woken
 
 
