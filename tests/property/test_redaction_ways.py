@@ -10,6 +10,7 @@ from postroom.core.redaction import EVERYTHING, Level, Redactor
 from postroom.core.redaction.triggers import Look
 from tests.redactioncorpus import ASSIGNMENTS, FRAMES, NEAR_MISSES, PLANTED, assigned, secret
 from tests.redactionholdout import holdout
+from tests.redactionoutside import HARMLESS, SECRETS
 
 PAYLOADS = 1_500
 SEED = 11
@@ -17,7 +18,8 @@ NESTED = 0.3  # of the strings of one kind are JSON themselves
 NAMES = (
     "note", "id", "created_at", "max_tokens", "user", "password", "dbPassword", "X-Api-Key", "auth", "pin",
     "userPin", "tax_id", "Authorization", "cookie", "phone", "a b", "größe", "кey", "password_", "token ",
-    "api.key", "access_tokens", "keyboard", "x\tpassword", 'q"uote',
+    "api.key", "access_tokens", "keyboard", "x\tpassword", 'q"uote', "userPass", "first_pass", "db_pw",
+    "name", "value", "Key", "ParameterValue",
 )  # fmt: skip
 WORDS = (
     "plain words", "", "line one\nline two", 'he said "no"', "C:\\dir\\x", "tab\there", "<email>", "ünïcode",
@@ -26,7 +28,18 @@ WORDS = (
     "q=%204111111111111111",
     "x\\nAKIAIOSFODNN7EXAMPLE", "b'my words'", '{"password": ["a b"]}',
 )  # fmt: skip
-HELD_OUT = [sample.text for sample in holdout()]
+HELD_OUT = [*(sample.text for sample in holdout()), *(text for _, text in SECRETS), *HARMLESS]
+LABELS = (
+    "password",
+    "DB_PASSWORD ",
+    "smtp_pass",
+    "first_pass",
+    "max_tokens",
+    "Authorization",
+    "x",
+    "api\tkey",
+)
+OPTIONS = ("--password", "--db-pass", "-token", "--api_key", "--verbose", "--pw", "-u", "password", "")
 
 
 def slow_redactor(level: Level, key: bytes | None) -> Redactor:
@@ -72,9 +85,12 @@ def value(rng: random.Random, depth: int) -> Any:
                 "",
             )
         )
+    if kind == 7 and rng.random() < NESTED:
+        return {rng.choice(("name", "Key", "header")): rng.choice(LABELS), "value": value(rng, depth - 1)}
     if kind < 9:
         return {name(rng): value(rng, depth - 1) for _ in range(rng.randrange(4))}
-    return [value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    items = [value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return [rng.choice(OPTIONS), *items] if rng.random() < NESTED else items
 
 
 def name(rng: random.Random) -> str:

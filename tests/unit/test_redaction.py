@@ -14,12 +14,13 @@ import pytest
 
 from postroom.core import redaction
 from postroom.core.redaction import DEFAULT_FIELDS, PASSES_MAX, Redactor, level_for, luhn, mod97, shape_of
-from tests import redactioncorpus
+from tests import redactioncorpus, redactionoutside
 from tests.redactioncorpus import corpus, measure, misses
 from tests.redactionholdout import Either, holdout, overall
 
 RECALL_MIN, PRECISION_MIN = 0.99, 0.98
 BY_HAND_RECALL_MIN, BY_HAND_PRECISION_MIN = 0.95, 0.98
+OUTSIDE_RECALL_MIN, OUTSIDE_PRECISION_MIN = 0.94, 0.98
 HOSTILE_CHARS = 100_000
 medium = Redactor("medium")
 full = Redactor("full")
@@ -413,6 +414,38 @@ def test_precision_and_recall_on_texts_written_by_hand() -> None:
     print(redactioncorpus.report(found))
     assert overall(found).recall >= BY_HAND_RECALL_MIN
     assert overall(found).precision >= BY_HAND_PRECISION_MIN
+
+
+def test_precision_and_recall_on_the_list_of_an_outsider() -> None:
+    found = redactionoutside.measured()
+    assert len(redactionoutside.SECRETS) >= 50
+    assert len(redactionoutside.HARMLESS) >= 50
+    assert found.recall >= OUTSIDE_RECALL_MIN, found.missed
+    assert found.precision >= OUTSIDE_PRECISION_MIN, found.false
+
+
+@pytest.mark.parametrize(
+    ("payload", "redacted"),
+    [
+        (
+            '{"name": "password", "value": ["a", 1]}',
+            '{"name":"password","value":["<redacted>","<redacted>"]}',
+        ),
+        ('{"name": "password", "value": null}', '{"name":"password","value":null}'),
+        ('["--password", "--verbose"]', '["--password", "--verbose"]'),
+        ('["--password", "x", "y"]', '["--password","<redacted>","y"]'),
+        ('{"first_pass": "ok", "userPass": "ok"}', '{"first_pass": "ok", "userPass": "<redacted>"}'),
+        ('{"pass": 12}', '{"pass": 12}'),
+    ],
+)
+def test_a_name_beside_its_value_is_a_name(payload: str, redacted: str) -> None:
+    assert medium.payload(payload) == redacted
+    assert medium.payload(redacted) == redacted
+
+
+def test_a_field_that_is_called_value_keeps_its_meaning() -> None:
+    own = Redactor("medium", fields={"value"})
+    assert own.payload('{"value": "x", "name": "password"}') == '{"value": "<redacted>", "name": "password"}'
 
 
 @pytest.mark.parametrize(

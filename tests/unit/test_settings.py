@@ -194,6 +194,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(tmp_path / "binary.toml", HOME)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"\xff", "is not TOML: it is not UTF-8"), (b"a = " + b"[" * 50_000, "it is nested too deeply")],
+)
+def test_a_file_of_the_wrong_kind_is_one_plain_sentence(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "postroom.toml").write_bytes(content)
+    with pytest.raises(InvalidSetting, match=says) as refused:
+        load(tmp_path / "postroom.toml", {})
+    assert "codec" not in str(refused.value)
+
+
 def test_every_setting_is_described() -> None:
     for table in (BusSettings, QueueSettings):
         for setting in described(table):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom.core.times import epoch_ns_of, normal_utc, parse_utc, second_texts, utc_text
+from postroom.core.times import checked_seconds, epoch_ns_of, normal_utc, parse_utc, second_texts, utc_text
 from postroom.errors import InvalidMessage
 
 NAIVE = datetime  # under a name that says that no time zone is meant
@@ -50,6 +50,15 @@ def test_a_preset_text_moves_to_utc_and_keeps_its_digits(given_text: str, stored
 def test_what_is_no_rfc_3339_time_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage):
         normal_utc(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(-1, "-1"), (10**13, "10000000000000"), (10**400, "a larger number"), (True, "True"), ("5", "str")],
+)
+def test_seconds_that_are_refused_are_shown(seconds: object, shown: str) -> None:
+    with pytest.raises(InvalidMessage, match=f"must be a number of seconds from 0 to 1e\\+12, not {shown}$"):
+        checked_seconds("delay_s", seconds)
 
 
 def test_digits_below_a_microsecond_are_cut_when_read() -> None:

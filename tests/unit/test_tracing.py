@@ -58,3 +58,31 @@ def test_a_replay_opens_a_message_again() -> None:
 def test_what_is_related_goes_in_both_directions() -> None:
     found = [event(1, "created", "a", "root", trace_id="t"), event(2, "created", "b", "a")]
     assert related(found, {"a"}) == {"root", "b", "t"}
+
+
+def test_every_failed_attempt_is_told_with_its_error() -> None:
+    [span] = spans(
+        [
+            event(1, "created", "a"),
+            event(2, "dequeued", "a", attempt=1),
+            event(3, "execution_failed", "a", attempt=1, error_type="OSError", error="no route"),
+            event(4, "retry_scheduled", "a", attempt=1, detail={"delay_s": 1.5}),
+            event(5, "enqueued", "a", attempt=1),
+            event(6, "lease_lapsed", "a", attempt=2),
+            event(7, "retry_scheduled", "a", attempt=2, detail={"delay_s": 2}),
+        ]
+    )
+    assert [(one.attempt, one.offset_us, one.error_type, one.error) for one in span.failures] == [
+        (1, 2_000, "OSError", "no route"),
+        (2, 5_000, "LeaseLapsed", ""),
+    ]
+    assert span.due_us == 7_000 + 2_000_000
+
+
+def test_a_try_that_began_is_no_longer_due() -> None:
+    delayed = event(1, "created", "a", detail={"delay_s": 30})
+    assert [span.due_us for span in spans([delayed])] == [30_001_000]
+    assert [span.due_us for span in spans([delayed, event(2, "enqueued", "a")])] == [None]
+    for odd in ("soon", 1e308, -1, True):
+        event_with = event(1, "retry_scheduled", "a", detail={"delay_s": odd})
+        assert [span.due_us for span in spans([event_with])] == [None]

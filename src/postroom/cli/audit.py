@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.tracing import Span
     from postroom.settings import AuditSettings
+    from postroom.sinks.heads import Head
 
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
@@ -37,7 +39,18 @@ STEPS_MAX = 10  # that a message of a trace is moved to the right; behind them a
 PATH = click.Path(path_type=Path)
 COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
 CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
-SPAN_COLUMNS = ("at_ms", "message", "type", "queue", "waited_ms", "took_ms", "attempts", "outcome")
+SPAN_COLUMNS = (
+    "at_ms",
+    "message",
+    "type",
+    "queue",
+    "waited_ms",
+    "took_ms",
+    "attempts",
+    "outcome",
+    "next_try",
+    "error",
+)
 
 folder_argument = click.argument(
     "folder", type=click.Path(), callback=as_path, required=False, metavar="[FOLDER]"
@@ -113,6 +126,7 @@ def ship(
 
     _check_there("bus", buses)
     _check_there("queue", roots)
+    _check_there("mail server's data folder", mail)
     stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
     if not (stores or roots or buses or mail):
         raise click.UsageError(
@@ -347,7 +361,8 @@ def query(
 def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | None) -> None:
     """One request through all its messages, with times: audit trace [FOLDER] MESSAGE.
 
-    MESSAGE is the id of any of them.
+    MESSAGE is the id of any of them. Each attempt that failed is shown with its error, and a message that
+    waits for its next try with the time at which it is due.
 
     \b
     Example:
@@ -356,7 +371,7 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
     folder, message = _folder_and_message(shell, first, second)
     spans = _audit(shell, folder, key_file).trace(message)
     if shell.output.readable:
-        shell.output.rows(SPAN_COLUMNS, map(_span_row, spans), "")
+        shell.output.rows(SPAN_COLUMNS, chain.from_iterable(map(_span_rows, spans)), "")
         return
     for span in spans:
         shell.output.json_line(_plain(span))
@@ -367,16 +382,27 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
 @click.option(
     "--head", metavar="HASH", help="A head that was noted earlier: tells whether the end was cut off."
 )
+@click.option(
+    "--store",
+    "stores",
+    multiple=True,
+    metavar="URL",
+    help="A store that is shipped to this stream: it knows the head, too.",
+)
 @click.pass_obj
-def verify(shell: Shell, folder: Path | None, head: str | None) -> None:
+def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[str, ...]) -> None:
     """Whether every segment is as it was sealed. Exits with 1 and names each file that is not.
+
+    The shipper notes the last sealed segment in FOLDER.head, beside the folder. Where that file is, a folder
+    that was wiped, cut at its end or begun anew is named as well.
 
     \b
     Example:
       postroom audit verify audit
     """
     audit = _audit(shell, folder)
-    findings = audit.verify(head)
+    noted = [found for url in stores if (found := _head_in(url)) is not None]
+    findings = audit.verify(head, noted=noted)
     for finding in findings:
         shell.output.facts(
             {"file": finding.file, "reason": finding.reason}, f"{finding.file}: {finding.reason}"
@@ -384,9 +410,23 @@ def verify(shell: Shell, folder: Path | None, head: str | None) -> None:
     if findings:
         raise click.exceptions.Exit(EXIT_RUNTIME)
     facts = audit.summary()
+    is_known = bool(head or noted) or audit.head_is_noted()
+    unknown = "" if is_known else "; the head is unknown, so a missing end would not show"
     shell.output.facts(
-        facts, f"{facts['segments']} segments, {facts['events']} events: all as they were sealed"
+        {**facts, "head_known": is_known},
+        f"{facts['segments']} segments, {facts['events']} events: all as they were sealed{unknown}",
     )
+
+
+def _head_in(url: str) -> "Head | None":
+    from postroom.contracts.feeds import head_in
+    from postroom.stores.opening import open_store
+
+    store = open_store(_known(url))
+    try:
+        return head_in(store)
+    finally:
+        store.close()
 
 
 # ---- pieces ------------------------------------------------------------------------------------------
@@ -464,11 +504,19 @@ def _plain(struct: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(struct))
 
 
-def _row(event: "AuditEvent") -> dict[str, Any]:
+def _time_text(ts_us: int) -> str:
+    """A time for people; the number itself where no calendar has it."""
     from postroom.core.times import utc_text
 
+    try:
+        return utc_text(ts_us * 1000)
+    except OverflowError:
+        return str(ts_us)
+
+
+def _row(event: "AuditEvent") -> dict[str, Any]:
     return {
-        "time": utc_text(event.ts_us * 1000),
+        "time": _time_text(event.ts_us),
         "kind": event.kind,
         "queue": event.queue,
         "message_id": event.message_id,
@@ -483,8 +531,9 @@ def _indented(span: "Span") -> str:
     return "  " * STEPS_MAX + f"[{span.depth}] {span.message_id}"
 
 
-def _span_row(span: "Span") -> dict[str, Any]:
-    return {
+def _span_rows(span: "Span") -> Iterator[dict[str, Any]]:
+    """A row for the message, and one for each attempt that failed."""
+    yield {
         "at_ms": f"{span.offset_us / 1000:.1f}",
         "message": _indented(span),
         "type": span.type,
@@ -493,7 +542,16 @@ def _span_row(span: "Span") -> dict[str, Any]:
         "took_ms": f"{span.total_us / 1000:.1f}",
         "attempts": span.attempts,
         "outcome": span.outcome,
+        "next_try": None if span.due_us is None else _time_text(span.due_us),
     }
+    for failure in span.failures:
+        yield {
+            "at_ms": f"{failure.offset_us / 1000:.1f}",
+            "message": _indented(span),
+            "attempts": failure.attempt,
+            "outcome": "failed",
+            "error": ": ".join(filter(None, (failure.error_type, failure.error))),
+        }
 
 
 add_json_option(audit)

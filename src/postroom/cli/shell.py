@@ -6,6 +6,7 @@ Rule 3: a reader that goes away is no error: nobody is left to tell.
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -31,6 +32,13 @@ CONFIG_VARIABLE = "POSTROOM_CONFIG"
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
 COUNT_MAX = 1_000_000_000  # of messages in one answer
 COUNT = click.IntRange(0, COUNT_MAX)
+_PLAIN_WORDS = (
+    (re.compile(r"\s*\n\s*"), " "),
+    (re.compile(r"is not a valid integer(?: range)?"), "is not a whole number"),
+    (re.compile(r"is not a valid float(?: range)?"), "is not a number"),
+    (re.compile(r"is not in the range (\S+)<=x<=(\S+?)(\.?)$"), r"is not a number from \1 to \2\3"),
+    (re.compile(r"is not in the range x>=(\S+?)(\.?)$"), r"is not a number from \1 on\2"),
+)
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -268,7 +276,14 @@ def _misused(program: str, error: click.ClickException) -> int:
             click.echo(error.format_message(), err=True)
         return EXIT_USAGE
     hint = f"; try '{context.command_path} --help'" if context is not None else ""
-    return _failed(program, error.format_message().rstrip(".") + hint, error.exit_code)
+    return _failed(program, plain(error.format_message()).rstrip(".") + hint, error.exit_code)
+
+
+def plain(message: str) -> str:
+    """What click says of a wrong call, on one line and without the names of its types."""
+    for pattern, words in _PLAIN_WORDS:
+        message = pattern.sub(words, message)
+    return message
 
 
 # ---- options that several commands have -------------------------------------------------------

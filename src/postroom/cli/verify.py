@@ -9,7 +9,7 @@ import click
 
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, as_path, json_option, parse_wait
-from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
@@ -94,9 +94,12 @@ def _time_us(option: str, text: str | None) -> int | None:
 
 
 def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, until_us: int | None) -> None:
+    from postroom.sinks.layout import holds_stream
     from postroom.sinks.reading import Segments
 
     segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
+    if not holds_stream(segments.folder):
+        raise Unavailable(f"{segments.folder} holds no audit stream")
     add = history.add
     n = 0
     told_at = time.monotonic()

@@ -6,7 +6,6 @@ Rule 2: what it cannot read is reported and kept. A payload that cannot be decry
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import partial
@@ -16,11 +15,13 @@ import msgspec
 
 from postroom.core import tracing
 from postroom.core.events import AuditEvent
+from postroom.core.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.sinks import retention, verifying
 from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, Unreadable
-from postroom.sinks.layout import CHAIN, OPEN
+from postroom.sinks.heads import Head, head_path, noted_head
+from postroom.sinks.layout import holds_stream
 from postroom.sinks.reading import Place, Segments
 
 TRACE_IDS_MAX = 100_000  # of messages and traces in one request
@@ -70,18 +71,22 @@ class Audit:
         return self._segments.events(since_us=since_us, until_us=until_us)
 
     def tail(self, n: int = 20) -> list[AuditEvent]:
-        """The last n events, at the cost of the last segments."""
+        """The last n events in the order of time, at the cost of the last segments."""
         return next(self.follow(n))
 
     def follow(self, n: int = 0) -> Iterator[list[AuditEvent]]:
-        """First the last n events, and then at each turn what has come since, which may be nothing."""
-        last: deque[AuditEvent] = deque(maxlen=n)
-        place = self._go_on(self._segments.before_last(max(1, n)), last.extend)
-        yield list(self._revealed(last))
+        """First the last n events, and then at each turn what has come since, which may be nothing.
+
+        Each list is in the order of time, across sources.
+        """
+        timeline = Timeline()
+        latest = Latest(n, timeline)
+        place = self._go_on(self._segments.before_last(max(1, n)), latest.add)
+        yield list(self._revealed(latest.events()))
         while True:
             new: list[AuditEvent] = []
             place = self._go_on(place, new.extend)
-            yield list(self._revealed(new))
+            yield list(self._revealed(event for _, _, event in sorted(timeline.timed(new))))
 
     def _go_on(self, place: Place, take: Callable[[list[AuditEvent]], None]) -> Place:
         """Hand over what was written behind a place; gives where that ends."""
@@ -119,14 +124,26 @@ class Audit:
             raise UnknownMessage(message_id, self.folder)
         return tracing.spans(self._revealed(events))
 
-    def verify(self, head: str | None = None) -> list[verifying.Finding]:
+    def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verifying.Finding]:
         """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
-        A folder that no writer has ever opened raises `Unavailable`: it may be the wrong one.
+        `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
+        file beside the folder is always compared. A folder that no writer has ever opened raises
+        `Unavailable`: it may be the wrong one, or it was wiped.
         """
-        if not any((self.folder / name).exists() for name in (CHAIN, OPEN)):
+        noted_here = noted_head(self.folder)
+        if not holds_stream(self.folder) and noted_here is not None:
+            raise Unavailable(
+                f"{self.folder} holds no audit stream, and {head_path(self.folder)} notes that segment "
+                f"{noted_here.segment} was sealed there: it was wiped"
+            )
+        if not holds_stream(self.folder):
             raise Unavailable(f"{self.folder} holds no audit stream")
-        return verifying.verify(self.folder, head)
+        return verifying.verify(self.folder, head, noted=noted)
+
+    def head_is_noted(self) -> bool:
+        """Whether a file beside the folder says which segment was sealed last."""
+        return noted_head(self.folder) is not None
 
     def retain(self, before: datetime) -> list[str]:
         """Remove segments that were sealed before a time; gives their names."""

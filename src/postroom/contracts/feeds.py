@@ -21,15 +21,15 @@ from postroom.core import auditlines, events
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import Redactor
 from postroom.errors import ShippedElsewhere, SinkAhead
-from postroom.logs import busfile
+from postroom.logs import busfile, eventfiles
 from postroom.message import Event
+from postroom.sinks.heads import Head
 from postroom.stores.base import Outbox, Store
 from postroom.system.atomic import open_safely
 
 _log = logging.getLogger("postroom.audit")
 
 SOURCE_HASH_CHARS = 16
-MAIL_EVENTS = "events.jsonl"  # in the data folder of a mail server
 WINDOW_BYTES = 1024 * 1024
 USUAL_LINE_BYTES = 250  # only for a guess of how much waits
 TAIL_BYTES = 256  # in front of the next read, which have to be as they were at the last
@@ -121,10 +121,30 @@ class StoreFeed:
 
     def kept(self, up_to: int) -> None:
         if self._outbox is not None:
-            self._store.set_outbox(msgspec.structs.replace(self._outbox, shipped=up_to))
+            self._outbox = msgspec.structs.replace(self._outbox, shipped=up_to)
+            self._store.set_outbox(self._outbox)
+
+    def noted_head(self) -> Head | None:
+        """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
+        return _head_of(self._outbox)
+
+    def sealed(self, segment: int, head: str) -> None:
+        """Tell the store which segment of the stream was sealed last."""
+        if self._outbox is not None and (segment, head) != (self._outbox.segment, self._outbox.head):
+            self._outbox = msgspec.structs.replace(self._outbox, segment=segment, head=head)
+            self._store.set_outbox(self._outbox)
 
     def close(self) -> None:
         self._store.close()
+
+
+def head_in(store: Store) -> Head | None:
+    """The last sealed segment of the stream that a store's events go to; None before there is one."""
+    return _head_of(store.outbox())
+
+
+def _head_of(outbox: Outbox | None) -> Head | None:
+    return Head(outbox.stream, outbox.segment, outbox.head) if outbox is not None and outbox.head else None
 
 
 def _put_back(source: str) -> ShippedElsewhere:
@@ -219,6 +239,10 @@ class _FileFeed(ABC):
         if os.pread(self._fd, len(self._tail), self._offset - len(self._tail)) != self._tail:
             raise _put_back(self.source)
 
+    def found_at(self, path: Path) -> None:  # noqa: ARG002 - for those that care
+        """It has this name now."""
+        self.is_moved = False
+
     def kept(self, up_to: int) -> None:  # noqa: B027 - there is nothing to be done, and that is all
         """A file keeps its lines."""
 
@@ -278,6 +302,34 @@ class MailFeed(_LineFeed):
     def __init__(self, fd: int, first: bytes) -> None:
         super().__init__(fd)
         self.source = f"mail:{_hash(first)}"
+        self._path: Path | None = None
+        self.is_taken = False
+        """Whether a stream holds all that is in it so far."""
+
+    def found_at(self, path: Path) -> None:
+        super().found_at(path)
+        self._path = path
+
+    def waiting(self, after: int) -> int:
+        found = super().waiting(after)
+        self._take(after)
+        return found
+
+    def kept(self, up_to: int) -> None:
+        self._take(up_to)
+
+    def _take(self, up_to: int) -> None:
+        """Mark a full file of which a stream holds everything: the server may remove it then."""
+        at_end = not self._pending and self._offset == os.fstat(self._fd).st_size
+        self.is_taken = at_end and self._seq == up_to
+        if self.is_taken and self._path is not None and eventfiles.is_full(self._path):
+            try:
+                self._path = eventfiles.mark_shipped(self._path)
+            except OSError as error:
+                _log.warning("%s cannot be marked as shipped: %s", self._path, error.strerror)
+
+    def _is_left_behind(self) -> bool:
+        return super()._is_left_behind() or (self._path is not None and self._path.name != eventfiles.GROWING)
 
     def _event(self, line: bytes, seq: int) -> AuditEvent:
         return auditlines.of_mail_line(line, self.source, seq)
@@ -371,15 +423,24 @@ class FileFeeds:
             for path in [*busfile.archives(bus), bus]:
                 self._look(path, partial(_bus_feed, bus.stem))
         for folder in self._mail_folders:
-            self._look(folder / MAIL_EVENTS, _mail_feed)
+            for path in [*(file.path for file in eventfiles.full_files(folder)), folder / eventfiles.GROWING]:
+                self._look(path, _mail_feed)
+        self._close_done()
         return list(self._open.values())
+
+    def _close_done(self) -> None:
+        """Let go of files that the mail server removed and that were read to their end."""
+        for identity, feed in list(self._open.items()):
+            if isinstance(feed, MailFeed) and feed.is_moved and feed.is_taken:
+                feed.close()
+                del self._open[identity]
 
     def _look(self, path: Path, feed_of: Callable[[int], _FileFeed | None]) -> None:
         try:
             info = path.lstat()
             identity = info.st_dev, info.st_ino
             if identity in self._open:
-                self._open[identity].is_moved = False
+                self._open[identity].found_at(path)
                 return
             fd = open_safely(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -389,6 +450,7 @@ class FileFeeds:
             os.close(fd)
         else:
             feed.holds = self._holds
+            feed.found_at(path)
             self._open[identity] = feed
 
     def close(self) -> None:
@@ -398,9 +460,9 @@ class FileFeeds:
 
 
 def _first_line(fd: int) -> bytes | None:
-    """What a file of lines is named after; None before it is whole."""
+    """What a file of lines is named after; None before it is whole. A line that is too long is cut."""
     line, newline, _ = os.pread(fd, WINDOW_BYTES, 0).partition(b"\n")
-    return line if newline else None
+    return line if newline or len(line) == WINDOW_BYTES else None
 
 
 def _queue_feed(fd: int) -> QueueFeed | None:

@@ -3,14 +3,19 @@
 A line that cannot be read becomes an `alert` that says so: a hole in the numbers would look like a loss.
 """
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
+from postroom.core.jsoninput import guarded
 from postroom.core.times import epoch_ns_of, parse_utc
 from postroom.errors import InvalidMessage
 from postroom.message import BusMessage, EventKind
+
+TS_US_MAX = 253_402_300_799_999_999  # the last microsecond of the year 9999, which a datetime can hold
+Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""A number that every reader of the stream can hold."""
 
 
 class AuditLine(msgspec.Struct, rename={"sender": "from"}):
@@ -23,33 +28,33 @@ class AuditLine(msgspec.Struct, rename={"sender": "from"}):
     topic: str = ""
     to: str | None = None
     sender: str = ""
-    body_bytes: int = 0
+    body_bytes: Whole = 0
     externalized: bool = False
     ttl_s: float | None = None
     unknown_recipient: bool = False
     agent_id: str = ""
     topics: list[str] | None = None
-    matched: int = 0
-    cursor_from: int = 0
-    cursor_to: int = 0
-    dropped: int = 0
-    epoch: int = 0
+    matched: Whole = 0
+    cursor_from: Whole = 0
+    cursor_to: Whole = 0
+    dropped: Whole = 0
+    epoch: Whole = 0
 
 
 class MailLine(msgspec.Struct):
     """A line of a mail server's events. A private mailbox stands in it as a hash."""
 
     kind: EventKind
-    ts_us: int
+    ts_us: Annotated[int, msgspec.Meta(ge=0, le=TS_US_MAX)]
     queue: str = ""
     message_id: str = ""
     type: str = ""
-    priority: int | None = None
-    attempt: int = 0
+    priority: Whole | None = None
+    attempt: Whole = 0
     worker_id: str = ""
     error_type: str = ""
     error: str = ""
-    body_bytes: int = 0
+    body_bytes: Whole = 0
     sender: str = ""
     recipient: str = ""
     detail: dict[str, Any] = {}
@@ -61,18 +66,18 @@ _FACTS = {
     "expire": ("dropped", "epoch"),
 }
 _KINDS: dict[str, EventKind] = {"send": "created", "poll": "delivered", "expire": "expired"}
-_decode_line = msgspec.json.Decoder(AuditLine).decode
-_decode_mail_line = msgspec.json.Decoder(MailLine).decode
+_decode_line = guarded(msgspec.json.Decoder(AuditLine).decode)
+_decode_mail_line = guarded(msgspec.json.Decoder(MailLine).decode, lambda line: line.detail)
 
 
 def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
     """A line of a queue's audit, in the stream."""
     try:
         entry = _decode_line(line)
-        ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _KINDS[entry.op]
+        ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _kind_of(entry.op)
         if kind != "created" and not (entry.matched or entry.dropped):
             kind = "heartbeat"  # it looked, and there was nothing
-    except (msgspec.MsgspecError, InvalidMessage, KeyError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, InvalidMessage) as error:
         return _unreadable(line, source, seq, str(error))
     facts = {name: getattr(entry, name) for name in _FACTS[entry.op]}
     return AuditEvent(
@@ -94,11 +99,18 @@ def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
     )
 
 
+def _kind_of(operation: str) -> EventKind:
+    kind = _KINDS.get(operation)
+    if kind is None:
+        raise InvalidMessage(f"a queue has no operation {operation!r}")
+    return kind
+
+
 def of_mail_line(line: bytes, source: str, seq: int) -> AuditEvent:
     """A line of a mail server's events, in the stream."""
     try:
         entry = _decode_mail_line(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         return _unreadable(line, source, seq, str(error), "mail")
     told = msgspec.structs.asdict(entry)
     return AuditEvent(

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from postroom.core.jsoninput import TOO_DEEP, guarded, is_deep
 from postroom.message import Event, EventKind, State
 
 SCHEMA = 1
@@ -139,7 +140,26 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 _decoder = msgspec.json.Decoder(AuditEvent)
 encode_lines = _encoder.encode_lines
 """Many lines of a segment at once, in half the time."""
-decode_lines = _decoder.decode_lines
+
+
+def _detail(event: AuditEvent) -> dict[str, Any]:
+    return event.detail
+
+
+from_line = guarded(_decoder.decode, _detail)
+"""The event in a line; a `msgspec.DecodeError` when it is none."""
+_FLAT = frozenset((str, int, float, bool, type(None)))
+_decode_lines = guarded(_decoder.decode_lines)
+
+
+def decode_lines(block: bytes) -> list[AuditEvent]:
+    """The events of whole lines; a `msgspec.DecodeError` when one of them cannot be decoded."""
+    events = _decode_lines(block)
+    for event in events:
+        detail = event.detail
+        if detail and not _FLAT.issuperset(map(type, detail.values())) and is_deep(detail):
+            raise msgspec.DecodeError(TOO_DEEP)
+    return events
 
 
 def event_id(source: str, seq: int) -> str:
@@ -150,11 +170,6 @@ def event_id(source: str, seq: int) -> str:
 def to_line(event: AuditEvent) -> bytes:
     """One line of a segment, with its newline."""
     return _encoder.encode(event) + b"\n"
-
-
-def from_line(line: bytes) -> AuditEvent:
-    """The event in a line; a `msgspec.MsgspecError` when it is none."""
-    return _decoder.decode(line)
 
 
 def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:

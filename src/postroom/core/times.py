@@ -12,6 +12,7 @@ from postroom.errors import InvalidMessage
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NANOS_PER_S = 1_000_000_000
 SECONDS_MAX = 10**12  # for ever: 30,000 years, and still a number that JSON and every clock can hold
+SHOWN_BELOW = 10**20  # a number in an error
 MICROSECOND = timedelta(microseconds=1)
 
 _RFC3339 = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
@@ -61,10 +62,15 @@ def _instant_text(moment: datetime) -> str:
         raise InvalidMessage(msg) from error
 
 
+def _shown_number(number: float) -> str:
+    """A number in an error; one with more digits than anybody reads is left out."""
+    return str(number) if isinstance(number, float) or abs(number) < SHOWN_BELOW else "a larger number"
+
+
 def checked_seconds(name: str, seconds: object) -> float:
     """A length of time that ends."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= SECONDS_MAX:
-        shown = seconds if isinstance(seconds, float) else type(seconds).__name__
+        shown = _shown_number(seconds) if isinstance(seconds, int | float) else type(seconds).__name__
         msg = f"{name} must be a number of seconds from 0 to {SECONDS_MAX:g}, not {shown}"
         raise InvalidMessage(msg)
     return float(seconds) if isinstance(seconds, float) else int(seconds)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from postroom.core.events import AuditEvent
+from postroom.core.times import SECONDS_MAX
 from postroom.message import EventKind
 
 OUTCOMES: dict[EventKind, str] = {
@@ -17,6 +18,22 @@ OUTCOMES: dict[EventKind, str] = {
     "deleted": "deleted",
 }
 OPEN = "open"
+FAILED: frozenset[EventKind] = frozenset(("execution_failed", "lease_lapsed", "rejected"))
+"""What ends an attempt without success."""
+DELAYED: frozenset[EventKind] = frozenset(("retry_scheduled", "created"))
+"""What may say, as `delay_s`, when the message is due."""
+MICROS_PER_S = 1_000_000
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An attempt that failed."""
+
+    attempt: int
+    ts_us: int
+    offset_us: int
+    """The same, from the start of the request."""
+    error_type: str
+    error: str
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -39,6 +56,10 @@ class Span(msgspec.Struct, frozen=True):
     attempts: int
     outcome: str
     error: str
+    """The last one."""
+    failures: list[Failure]
+    due_us: int | None
+    """When the next try is due, while the message waits for it; UTC."""
     events: list[AuditEvent]
 
 
@@ -108,8 +129,24 @@ def _span(events: list[AuditEvent], parent: str, depth: int, start_us: int) -> S
         attempts=max(event.attempt for event in events),
         outcome=_outcome(events),
         error=next((event.error for event in reversed(events) if event.error), ""),
+        failures=[_failure(event, start_us) for event in events if event.kind in FAILED],
+        due_us=_due_us(events),
         events=events,
     )
+
+
+def _failure(event: AuditEvent, start_us: int) -> Failure:
+    error_type = event.error_type or ("LeaseLapsed" if event.kind == "lease_lapsed" else "")
+    return Failure(event.attempt, event.ts_us, event.ts_us - start_us, error_type, event.error)
+
+
+def _due_us(events: list[AuditEvent]) -> int | None:
+    """When a delay ends that is still running: nothing has happened to the message since it began."""
+    last = events[-1]
+    delay_s = last.detail.get("delay_s") if last.kind in DELAYED else None
+    if isinstance(delay_s, bool) or not isinstance(delay_s, (int, float)) or not 0 <= delay_s <= SECONDS_MAX:
+        return None
+    return last.ts_us + round(delay_s * MICROS_PER_S)
 
 
 def _outcome(events: list[AuditEvent]) -> str:

@@ -4,6 +4,8 @@ Rule 1: a data folder belongs to one server.
 Rule 2: events are lines that are finished when they are written, one write for each turn of the loop. They
         are with the operating system then: a kill loses at most those of the turn that it ended.
 Rule 3: what cannot be written waits, up to a limit; what was lost beyond it is counted and told.
+Rule 4: the files of events are bounded. What the shipper has taken goes first; events that are removed before
+        they were shipped are counted and told.
 """
 
 import gc
@@ -16,11 +18,11 @@ from time import time_ns
 
 import msgspec
 
-from postroom.contracts.feeds import MAIL_EVENTS
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.room import Mailroom
 from postroom.core.mailbox import Letter
-from postroom.errors import InvalidSetting, LockTimeout, Unavailable
+from postroom.errors import InvalidSetting, LockTimeout, Unavailable, UnsafePath
+from postroom.logs import eventfiles
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
@@ -40,7 +42,7 @@ class FolderTaken(Unavailable):
 
 
 class EventLog:
-    """The file of a room's events, which only grows. What is told before `open` is written after it."""
+    """The files of a room's events (`eventfiles`). What is told before `open` is written after it."""
 
     def __init__(self, path: Path, run_soon: RunSoon) -> None:
         self._path = path
@@ -51,12 +53,31 @@ class EventLog:
         self._unwritten = b""
         self._lost = 0
         self._failing = False
+        self._size = 0
+        self._full_at = eventfiles.FILE_BYTES_MAX
+        self._removed = 0
+        self._removing = False
 
     def open(self) -> None:
-        self._fd = open_safely(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        size = os.fstat(self._fd).st_size
-        if size > 0 and os.pread(self._fd, 1, size - 1) != b"\n":
+        self._open_growing()
+        if self._size > 0 and os.pread(self._fd, 1, self._size - 1) != b"\n":
             self._unwritten = b"\n"  # a line that a crash cut short
+        self._remove_superfluous()
+
+    def _open_growing(self) -> None:
+        self._fd = open_safely(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._size = os.fstat(self._fd).st_size
+        self._full_at = eventfiles.FILE_BYTES_MAX
+
+    def stats(self) -> dict[str, int]:
+        """Counts of this server since it began, and what its files hold."""
+        full = eventfiles.full_files(self._path.parent)
+        return {
+            "event_files": len(full) + 1,
+            "event_bytes": sum(file.size for file in full) + self._size,
+            "events_removed": self._removed,
+            "events_lost": self._lost,
+        }
 
     def __call__(self, kind: str, /, **fields: object) -> None:
         """One event of the room."""
@@ -94,12 +115,53 @@ class EventLog:
         data, told = b"".join([self._unwritten, *self._lines]), self._told
         self._lines, self._told = [], 0
         try:
-            self._unwritten = data[os.write(self._fd, data) :]
+            written = os.write(self._fd, data)
         except OSError as error:
             self._keep(data, told, error)
-        else:
-            self._failing = False
-            self._tell_lost()
+            return
+        self._unwritten = data[written:]
+        self._size += written
+        self._failing = False
+        self._tell_lost()
+        if self._size >= self._full_at and not (self._unwritten or self._removing):
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """Begin a new file. What cannot be renamed is gone on with."""
+        full = self._fd
+        try:
+            eventfiles.end_growing(self._path.parent)
+            self._open_growing()
+        except (OSError, UnsafePath) as error:
+            self._full_at = self._size + eventfiles.FILE_BYTES_MAX
+            _log.warning("%s: no new file of events: %s", self._path, error)
+            return
+        os.close(full)
+        self._remove_superfluous()
+
+    def _remove_superfluous(self) -> None:
+        """Keep the full files within their limits. What was not shipped is told before it is removed."""
+        full = eventfiles.full_files(self._path.parent)
+        self._removing = True  # an alert about it begins no further file
+        for file in eventfiles.superfluous(full, eventfiles.SHIPPED_BYTES_MAX, eventfiles.TOTAL_BYTES_MAX):
+            try:
+                if not file.is_shipped:
+                    self._tell_removed(file)
+                file.path.unlink(missing_ok=True)
+            except (OSError, UnsafePath) as error:
+                _log.warning("%s: it cannot be removed: %s", file.path, error)
+        self._removing = False
+
+    def _tell_removed(self, file: eventfiles.FullFile) -> None:
+        events = eventfiles.lines_in(file.path)
+        self._removed += events
+        said = (
+            f"{file.path.name} is removed with {events} events that were not all shipped: more than "
+            f"{eventfiles.TOTAL_BYTES_MAX} bytes of events waited for a shipper"
+        )
+        _log.warning("%s", said)
+        self("alert", type="mail-events", error_type="EventsRemoved", error=said, detail={"events": events})
+        self.write()
 
     def _keep(self, data: bytes, count: int, error: OSError) -> None:
         if not self._failing:
@@ -130,7 +192,7 @@ def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callab
     opened: list[EventLog] = []
 
     def open_room(run_soon: RunSoon) -> Mailroom:
-        events = EventLog(data / MAIL_EVENTS, run_soon)
+        events = EventLog(data / eventfiles.GROWING, run_soon)
         try:
             room = Mailroom(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
         except LockTimeout:
@@ -171,8 +233,10 @@ def read_users(path: Path) -> dict[str, str]:
     """Passwords by user, from a file with lines such as `ada:secret`."""
     try:
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"cannot read the users in {path}: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"cannot read the users in {path}: it is not UTF-8") from None
+    except OSError as error:
+        raise InvalidSetting(f"cannot read the users in {path}: {error.strerror}") from None
     users: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         user, colon, password = line.strip().partition(":")

@@ -4,6 +4,7 @@ Rule 1: nothing reaches the disk or another machine before it was redacted; encr
 Rule 2: it is a process of its own: shipping shares the disk of those who work, and not their interpreter.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,18 +16,21 @@ import msgspec
 from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, redacted
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import DEFAULT_FIELDS, Level, Redactor, level_for
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, ShippedElsewhere, WriteFailed
 from postroom.settings import AuditSettings
-from postroom.sinks.chain import read_chain
+from postroom.sinks.chain import NO_HASH, read_chain
 from postroom.sinks.cipher import Cipher
+from postroom.sinks.heads import Head, fault_of, head_path, note_head, noted_head, stream_of
 from postroom.sinks.layout import STREAM
 from postroom.sinks.reading import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.shipper import Feed, Shipper
+from postroom.sinks.shipper import Shipper
 from postroom.stores.base import Outbox
 from postroom.stores.opening import open_store
-from postroom.system.atomic import read_file, replace_file
+from postroom.system.atomic import absolute_path, replace_file
+
+_log = logging.getLogger("postroom.audit")
 
 TOKEN_KEY_BYTES_MIN = 16
 CHECKED_EVENTS = 100  # of a store that are compared with the stream before a shipper goes on
@@ -49,11 +53,15 @@ class Shipping(msgspec.Struct):
     shipper: Shipper
     sink: SegmentSink
     publisher: Publisher | None
+    stores: list[StoreFeed] = []
+    noted: tuple[int, str] = (0, NO_HASH)
+    """The head that was noted last."""
 
     def once(self) -> int:
         """Ship everything that waits, seal it, and send it on; gives how many events that was."""
         shipped = self.shipper.ship()
         self.sink.seal()
+        self._note_head()
         self._publish()
         return shipped
 
@@ -61,12 +69,28 @@ class Shipping(msgspec.Struct):
         """Ship until `stopped`; what waits then still goes, and is sealed."""
         self.shipper.run(stopped)
         self.sink.seal()
+        self._note_head()
         self._publish()
 
     def tend(self) -> None:
-        """Seal what is due, and send it on."""
-        if self.sink.seal_if_due():
+        """Seal what is due, note the head of the chain, and send it on."""
+        sealed = self.sink.seal_if_due()
+        self._note_head()
+        if sealed:
             self._publish()
+
+    def _note_head(self) -> None:
+        """Note the last sealed segment beside the folder and in the stores, if it is a new one."""
+        sealed = self.sink.sealed
+        if sealed == self.noted:
+            return
+        for feed in self.stores:
+            feed.sealed(*sealed)
+        try:
+            note_head(self.sink.folder, Head(stream_of(self.sink.folder), *sealed))
+        except WriteFailed as error:
+            _log.warning("the head of the chain is not noted beside the folder: %s", error)
+        self.noted = sealed
 
     def _publish(self) -> None:
         if self.publisher is not None:
@@ -75,44 +99,73 @@ class Shipping(msgspec.Struct):
 
 @contextmanager
 def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[Shipping]:
-    """A shipper of these sources to a folder, closed at the end."""
+    """A shipper of these sources to a folder, closed at the end.
+
+    Everything that can be refused is looked at before the folder is made.
+    """
+    folder = absolute_path("the folder of segments", folder)
     with ExitStack() as stack:
         cipher = None if settings.key_file is None else Cipher.from_file(settings.key_file)
+        prepare = preparing(settings, whole_payloads=cipher is not None)
+        publisher = None if settings.publish is None else Publisher(folder, settings.publish)
+        stream = stream_of(folder) or _new_name(folder)
+        stores = [_store_feed(url, settings, stream, stack) for url in sources.stores]
+        files = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=partial(_holds, folder))
+        stack.callback(files.close)
+        files()
+        _check_heads(folder, stores)
         sink = SegmentSink(
             folder,
             seal_bytes=settings.seal_bytes,
             seal_after_s=settings.seal_after_s,
-            prepare=preparing(settings, whole_payloads=cipher is not None),
+            prepare=prepare,
             cipher=cipher,
         )
         stack.callback(sink.close)
-        publisher = None if settings.publish is None else Publisher(folder, settings.publish)
-        shipping = Shipping(Shipper(sink, _feeds(sources, settings, sink, stack)), sink, publisher)
+        stream_name(folder, stream)
+        for feed in stores:
+            _go_on(feed, sink)
+        shipping = Shipping(Shipper(sink, lambda: [*stores, *files()]), sink, publisher, stores)
         shipping.shipper.tend = shipping.tend
         yield shipping
 
 
-def _feeds(
-    sources: Sources, settings: AuditSettings, sink: SegmentSink, stack: ExitStack
-) -> Callable[[], Iterable[Feed]]:
-    stores = [_store_feed(url, settings, sink) for url in sources.stores]
-    for feed in stores:
-        stack.callback(feed.close)
-    holds = partial(_holds, sink.folder)
-    files = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=holds)
-    stack.callback(files.close)
-    return lambda: [*stores, *files()]
-
-
-def _store_feed(url: str, settings: AuditSettings, sink: SegmentSink) -> StoreFeed:
+def _store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
+    store = open_store(url)
+    stack.callback(store.close)
+    there = store.outbox() or Outbox()
     outbox = Outbox(
-        backlog_max=settings.backlog_max, when_behind=settings.when_behind, stream=stream_name(sink.folder)
+        backlog_max=settings.backlog_max,
+        when_behind=settings.when_behind,
+        stream=stream,
+        segment=there.segment,
+        head=there.head,
     )
-    feed = StoreFeed(open_store(url), "tasks", outbox=outbox, payloads=settings.payloads)
+    return StoreFeed(store, "tasks", outbox=outbox, payloads=settings.payloads)
+
+
+def _check_heads(folder: Path, stores: Iterable[StoreFeed]) -> None:
+    """Refuse a folder that was cut, wiped or begun anew: going on would hide it."""
+    stream, chain = stream_of(folder), read_chain(folder)
+    noted = noted_head(folder)
+    fault = "" if noted is None else fault_of(noted, stream, chain)
+    if fault:
+        raise ShippedElsewhere(
+            f"{folder} is not gone on with: {fault}; remove {head_path(folder)} if a new stream is wanted"
+        )
+    for feed in stores:
+        head = feed.noted_head()
+        if head is not None and (fault := fault_of(head, stream, chain)):
+            raise ShippedElsewhere(
+                f"{folder} is not gone on with: {fault}; "
+                "say `postroom audit detach` if a new stream is wanted"
+            )
+
+
+def _go_on(feed: StoreFeed, sink: SegmentSink) -> None:
     feed.check(Segments(sink.folder).last_of(feed.source, CHECKED_EVENTS))
     # From now on the store keeps what is not shipped, also while no shipper runs.
     feed.kept(sink.position(feed.source))
-    return feed
 
 
 def _holds(folder: Path, event: AuditEvent) -> bool:
@@ -124,15 +177,17 @@ def _holds(folder: Path, event: AuditEvent) -> bool:
     return any(one.event_id == event.event_id and facts_of(one) == facts_of(event) for one in found)
 
 
-def stream_name(folder: Path) -> str:
+def _new_name(folder: Path) -> str:
+    return f"{folder.name}-{secrets.token_hex(4)}"
+
+
+def stream_name(folder: Path, new: str = "") -> str:
     """A name that the folder keeps wherever it is moved, made with the first shipper."""
-    path = folder / STREAM
-    try:
-        return read_file(path).decode().strip()
-    except FileNotFoundError:
-        name = f"{folder.name}-{secrets.token_hex(4)}"
-        replace_file(path, f"{name}\n".encode(), "group")
-        return name
+    name = stream_of(folder)
+    if not name:
+        name = new or _new_name(folder)
+        replace_file(folder / STREAM, f"{name}\n".encode(), "group")
+    return name
 
 
 # ---- what is taken out -------------------------------------------------------------------------------

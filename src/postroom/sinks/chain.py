@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from postroom.core.jsoninput import guarded
 from postroom.errors import WriteFailed
 from postroom.sinks.layout import CHAIN
 from postroom.system.atomic import open_safely, read_file, sync_folder, write_all
@@ -104,8 +105,8 @@ class Chain(msgspec.Struct):
 
 
 _encoder = msgspec.json.Encoder()
-_entry = msgspec.json.Decoder(Entry)
-_checkpoint = msgspec.json.Decoder(Checkpoint)
+_entry = guarded(msgspec.json.Decoder(Entry).decode)
+_checkpoint = guarded(msgspec.json.Decoder(Checkpoint).decode)
 
 
 def chain_line(link: Entry | Checkpoint) -> tuple[bytes, str]:
@@ -149,13 +150,13 @@ def _take_line(chain: Chain, number: int, line: bytes) -> str:
         if line.startswith(_CHECKPOINT):
             if number != 1:
                 return "a checkpoint stands only at the beginning"
-            chain.checkpoint = _checkpoint.decode(line)
+            chain.checkpoint = _checkpoint(line)
         else:
-            entry = _entry.decode(line)
+            entry = _entry(line)
             chain.entries.append(entry)
             chain.lines.append(number)
             chain.raw[entry.hash] = line + b"\n"
-    except msgspec.MsgspecError:
+    except msgspec.DecodeError:
         return "it is no entry of a chain"
     return ""
 

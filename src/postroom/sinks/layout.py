@@ -31,6 +31,11 @@ _UNFINISHED = re.compile(rf"\.(?:{re.escape(CHAIN)}|{STREAM})\.\d+{re.escape(TEM
 """What a crash kept from taking its place."""
 
 
+def holds_stream(folder: Path) -> bool:
+    """Whether a writer has ever opened this folder, or it is a copy of a stream."""
+    return any((folder / name).exists() for name in (CHAIN, OPEN))
+
+
 def segment_name(n: int, sha256: str, sealed_us: int) -> str:
     """The name of a sealed segment, below the folder."""
     sealed = datetime.fromtimestamp(sealed_us // MICROS_PER_S, UTC)

@@ -234,7 +234,7 @@ class Segments:
         for at, block in _blocks(opened):
             try:
                 yield at, block, decode_lines(block)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except msgspec.DecodeError:
                 yield at, block, self._one_by_one(opened, at, block)
 
     def _one_by_one(self, opened: _Open, at: int, block: bytes) -> list[AuditEvent]:
@@ -249,7 +249,7 @@ class Segments:
     def _event(self, opened: _Open, at: int, line: bytes) -> AuditEvent | None:
         try:
             return from_line(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             self.bad_lines += 1
             self._tell(f"the line at byte {at} of {opened.name} is left out: {error}")
             return None
@@ -367,7 +367,7 @@ def _ids_in(line: bytes) -> set[str]:
     """None in a line that cannot be read: the scan before has told of it."""
     try:
         event = from_line(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return set()
     return {event.message_id, event.parent_message_id, event.trace_id} - {""}
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from postroom.core.times import utc_text
-from postroom.errors import LockTimeout, WriteFailed
+from postroom.errors import LockTimeout, StoreDamaged, WriteFailed
 from postroom.sinks.chain import Chain, Checkpoint, Entry, chain_lines, read_chain
+from postroom.sinks.heads import Head, fault_of, note_head, noted_head, stream_of
 from postroom.sinks.layout import CHAIN, chain_locked, index_path
 from postroom.system.atomic import absolute_path, replace_file, sync_folder
 from postroom.system.clock import SystemClock
@@ -51,11 +52,22 @@ def _remove_oldest(folder: Path, before_us: int) -> list[str]:
     old = _oldest(chain, before_us)
     if not old:
         return []
+    _note_newest(folder, chain)
     chain.checkpoint = _checkpoint(chain.checkpoint, old)
     chain.entries = chain.entries[len(old) :]
     replace_file(folder / CHAIN, chain_lines(chain), "group")  # now they are gone, whoever removes them
     finish_removal(folder, chain)
     return [entry.name for entry in old]
+
+
+def _note_newest(folder: Path, chain: Chain) -> None:
+    """Replace the noted head by the newest segment: the noted one may be about to go."""
+    noted = noted_head(folder)
+    if noted is None:
+        return
+    if fault := fault_of(noted, stream_of(folder), chain):
+        raise StoreDamaged(f"nothing of {folder} is removed: {fault}")
+    note_head(folder, Head(noted.stream, chain.last, chain.head))
 
 
 def finish_removal(folder: Path, chain: Chain) -> None:

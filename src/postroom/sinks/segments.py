@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from postroom.core.events import AuditEvent, encode_lines
+from postroom.core.jsoninput import guarded
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
 from postroom.message import Durability
 from postroom.sinks.chain import Entry, append_line, chain_line
@@ -68,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     trace_id: str = ""
 
 
-_facts = msgspec.json.Decoder(Facts)
+_facts = guarded(msgspec.json.Decoder(Facts).decode)
 
 
 class _Growing:
@@ -124,8 +125,8 @@ class _Growing:
         starts, marks = [], []
         at = 0
         for line in data.split(b"\n")[:-1]:
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                marks.append(_facts.decode(line))
+            with suppress(msgspec.DecodeError):
+                marks.append(_facts(line))
                 starts.append(at)
             at += len(line) + 1
         self._count(data, data.count(b"\n"), starts, marks)
@@ -180,6 +181,7 @@ class SegmentSink(Closing):
         self._growing: _Growing | None = None
         self._dead = False
         self._last = 0
+        self._sealed = 0
         self._head = ""
         self._positions: dict[str, int] = {}
         reset_after_fork(self)
@@ -196,6 +198,13 @@ class SegmentSink(Closing):
         with self._mutex:
             self._open()
             return self._head
+
+    @property
+    def sealed(self) -> tuple[int, str]:
+        """The number and the hash of the last sealed segment; 0 before there is one."""
+        with self._mutex:
+            self._open()
+            return self._sealed, self._head
 
     def position(self, source: str) -> int:
         """The last `seq` of a source that is held; 0 for none."""
@@ -356,7 +365,7 @@ class SegmentSink(Closing):
             replace_file(index_path(self.folder, growing.n), index, "group")
             with chain_locked(self.folder):
                 append_line(self.folder, line)
-                self._head, self._growing = digest, None
+                self._head, self._sealed, self._growing = digest, growing.n, None
                 os.close(growing.fd)
                 put_in_place(self.folder, entry)
         except WriteFailed as error:
@@ -403,7 +412,7 @@ class SegmentSink(Closing):
     def _recover(self) -> None:
         chain, growing = recover(self.folder)
         self._last = max([chain.last, *growing])
-        self._head = chain.head
+        self._head, self._sealed = chain.head, chain.last
         self._positions = chain.positions()
         for n, path in growing.items():
             self._take_up(n, path)

@@ -2,8 +2,8 @@
 
 Rule 1: files and chain are looked at under the chain's lock, so that a writer at work is no finding.
 Rule 2: what a crash leaves, and recovery puts in order, is no finding either.
-Rule 3: the growing segment is not covered yet. Who can write the folder can also write a new chain: note a
-        `head` elsewhere.
+Rule 3: the growing segment is not covered yet. Who can write the folder can also write a new chain: the
+        shipper notes heads outside of it, and so can anybody.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from postroom.errors import InvalidMessage, UnsafePath
 from postroom.sinks.chain import NO_HASH, Chain, Entry, read_chain
+from postroom.sinks.heads import Head, fault_of, noted_head, stream_of
 from postroom.sinks.layout import (
     CHAIN,
     INDEX,
@@ -46,16 +47,21 @@ class _Seen(NamedTuple):
     indexes: set[int]
 
 
-def verify(folder: str | os.PathLike[str], head: str | None = None) -> list[Finding]:
+def verify(
+    folder: str | os.PathLike[str], head: str | None = None, *, noted: Iterable[Head] = ()
+) -> list[Finding]:
     """Every segment, index and line of the chain that is not as it was written; empty when all is well.
 
-    `head` is the hash of a segment that somebody noted elsewhere: it must still be in the chain.
+    `head` is the hash of a segment that somebody noted elsewhere: it must still be in the chain. So must the
+    head that the shipper noted beside the folder, and those that stores noted.
     """
     place = absolute_path("the folder of segments", folder)
     if not place.is_dir():
         raise InvalidMessage(f"{place} is not a folder")
+    # Read first: a segment that is sealed meanwhile is in the chain before it is noted.
+    heads = [one for one in (noted_head(place), *noted) if one is not None]
     seen = _look(place)
-    findings = [*_check_links(seen), *_check_head(seen.chain, head)]
+    findings = [*_check_links(seen), *_check_head(seen.chain, head), *_check_noted(place, seen.chain, heads)]
     findings += _check_sealed(place, seen)
     findings += _check_strangers(place, seen)
     findings += _check_indexes(place, seen)
@@ -119,6 +125,13 @@ def _check_head(chain: Chain, head: str | None) -> Iterator[Finding]:
         yield Finding(
             CHAIN, f"the noted head {head} is not in it: its end was cut off, or it was written anew"
         )
+
+
+def _check_noted(folder: Path, chain: Chain, heads: Iterable[Head]) -> Iterator[Finding]:
+    stream = stream_of(folder)
+    for reason in dict.fromkeys(fault_of(head, stream, chain) for head in heads):
+        if reason:
+            yield Finding(CHAIN, reason)
 
 
 # ---- the files -------------------------------------------------------------------------------------

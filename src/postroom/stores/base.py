@@ -129,6 +129,10 @@ class Outbox(msgspec.Struct, frozen=True):
     """What becomes of a new message when more wait: it is accepted slowly, or refused."""
     stream: str = ""
     """The one stream that they go to. A second one would find forgotten what the first has taken."""
+    segment: int = 0
+    """The last segment of that stream that was sealed; 0 before the first."""
+    head: str = ""
+    """The hash of that segment. A stream without it was cut, wiped or begun anew."""
 
 
 class Claim(msgspec.Struct, frozen=True):

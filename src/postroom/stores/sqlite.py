@@ -499,7 +499,8 @@ class SqliteStore:
             raise self._disk_full() from error
         except apsw.Error as error:
             self._translate(error)
-        except (msgspec.MsgspecError, ValueError) as error:  # what a column holds is not what we wrote
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            # A column holds what we did not write, such as a value that is nested too deeply.
             raise StoreDamaged(f"{self.path} is damaged: {error}") from error
 
     def _translate(self, error: apsw.Error | OSError) -> NoReturn:

@@ -1,6 +1,7 @@
 """The names of fields whose values go as a whole, and how an assignment to one looks within a text."""
 
 import re
+from collections.abc import Collection
 from typing import Final
 
 from postroom.core.redaction.checks import trimmed
@@ -9,6 +10,7 @@ from postroom.core.redaction.rules import (
     BLOCK,
     EQUALS,
     FIELDS,
+    NAMED,
     NESTED,
     NEXT_LINE,
     QUOTED,
@@ -24,6 +26,8 @@ DEFAULT_FIELDS: Final = frozenset(
         "password",
         "passwd",
         "pwd",
+        "pw",
+        "*_pass",
         "passphrase",
         "passcode",
         "secret",
@@ -65,7 +69,13 @@ DEFAULT_FIELDS: Final = frozenset(
         "mobile_number",
     )
 )
-"""The value of a field of such a name goes as a whole, also as `userPassword`, `X-Api-Key` or `api_keys`."""
+"""The value of a field of such a name goes as a whole, also as `userPassword`, `X-Api-Key` or `api_keys`.
+
+One that begins with `*_` counts only behind another word: `smtpPass` does, and the `pass` of a test does not.
+"""
+
+NO_OWNERS: Final = ("boarding", "first", "second", "last", "final", "test", "tests", "by", "did", "can", "no")
+"""Words in front of a field with `*_` that make it no secret: `first_pass`."""
 
 HEADERS: Final = (["authorization"], ["cookie"])
 JOINT: Final = r"[_. -]"
@@ -87,6 +97,12 @@ def words_of(field: str) -> list[str]:
     return [word for word in re.split(rf"{JOINT}+", _low(_CAMEL.sub("_", field))) if word]
 
 
+def split_fields(fields: Collection[str]) -> tuple[list[list[str]], list[list[str]]]:
+    """The words of the names, and of those that need a word in front."""
+    names = [words for field in sorted(fields) if (words := words_of(field))]
+    return [words for words in names if words[0] != "*"], [words[1:] for words in names if words[0] == "*"]
+
+
 def is_long(words: list[str]) -> bool:
     return sum(map(len, words)) >= SUFFIX_CHARS_MIN
 
@@ -101,10 +117,23 @@ def _named(fields: list[list[str]]) -> str:
     return f"(?i:{'|'.join(parts)})"
 
 
-def assignments(fields: list[list[str]]) -> list[Rule]:
-    """`password=…`, `"api_key": "…"`, `<token>…</token>` and the like within a text."""
-    if not fields:
+def _owned(tails: list[list[str]]) -> list[str]:
+    """Patterns of the names that need a word in front. A literal comes first in each, which is quicker."""
+    found = []
+    for tail in ("".join(words) for words in tails):
+        first, rest = f"[{tail[0]}{tail[0].upper()}]", re.escape(tail[1:])
+        joined = "".join(f"(?<!{word}[_.-]{tail})" for word in NO_OWNERS)
+        glued = "".join(f"(?<!{word}{tail})" for word in NO_OWNERS)
+        found.append(rf"{first}(?i:{rest}(?<=[a-z0-9][_.-]{tail}){joined})")
+        found.append(rf"{first[2]}{rest}(?<=[a-z0-9]{first[2]}{rest})(?i:{glued})")
+    return found
+
+
+def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
+    """`password=…`, `"api_key": "…"`, `<token>…</token>`, a name beside its value and the like in a text."""
+    if not fields and not tails:
         return []
+    named = "|".join([_named(fields)] * bool(fields) + _owned(tails))
     digit = rf"(?={BARE}{{0,256}}[0-9]|{BARE}{{20}})"
     behind = rf"[\"'\\\]]{{0,8}}{SPACE}"
     gap = f"{SPACE}{NEXT_LINE}"
@@ -112,7 +141,19 @@ def assignments(fields: list[list[str]]) -> list[Rule]:
         rf":{SPACE}{BLOCK}|(?:{EQUALS}|:){gap}(?:{NESTED}|{QUOTED})|{EQUALS}{gap}{UNQUOTED}"
         rf"|:{gap}{digit}{UNQUOTED}|>([^<>]{{1,4096}})(?=<)"
     )
-    found = [Rule("redacted", FIELDS, rf"{_named(fields)}{behind}(?:{values})", ("=", ":", ">"), trimmed)]
+    found = [Rule("redacted", FIELDS, rf"(?:{named}){behind}(?:{values})", ("=", ":", ">"), trimmed)]
+    marks = r"[\"'\\]{0,8}"
+    found.append(
+        Rule(
+            "redacted",
+            NAMED,
+            rf"(?i:name|key|header|field|variable|parameter){marks}{SPACE}[:=]{SPACE}{marks}"
+            rf"[A-Za-z0-9_.-]{{0,64}}?(?:{named}){marks}(?:[ \t\r\n,;]|\\[nrt]){{1,32}}{marks}"
+            rf"(?i:[a-z_]{{0,16}}?value){marks}{SPACE}[:=]{SPACE}(?:{QUOTED}|{UNQUOTED})",
+            ("alue", "ALUE"),
+            trimmed,
+        )
+    )
     strong = [words for words in fields if words[0].startswith(_STRONG)]
     if strong:
         found.append(Rule("redacted", FIELDS, rf"{_named(strong)}{behind}:{gap}{UNQUOTED}", (":",), trimmed))

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
-from postroom.core.redaction.fields import DEFAULT_FIELDS, HEADERS, assignments, words_of
-from postroom.core.redaction.rules import CUSTOM, LONG_NUMBERS, RULES, Compiled, Rule, compiled
+from postroom.core.redaction.fields import DEFAULT_FIELDS, HEADERS, assignments, split_fields
+from postroom.core.redaction.rules import CUSTOM, LONG_NUMBERS, PAIRS, RULES, Compiled, Rule, compiled
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.splicing import Splicing, suspects
 from postroom.core.redaction.texts import PASSES_MAX, Texts, encodable, shape_of
@@ -15,7 +15,7 @@ from postroom.core.redaction.values import Values, Work
 Level: TypeAlias = Literal["none", "medium", "full"]
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_HEAD: Final = 3  # the rules that come before a deployment's own fields
+_HEAD: Final = 4  # the rules that come before a deployment's own fields
 
 
 def level_for(environment: str | None) -> Level:
@@ -44,12 +44,12 @@ class Redactor:
             raise ValueError(f'"{level}" is no level of redaction: none, medium or full.')
         self._full = level == "full"
         self._none = level == "none"
-        names = [words for field in sorted(fields) if (words := words_of(field))]
-        signs = Signs([*names, *HEADERS])
+        names, tails = split_fields(fields)
+        signs = Signs([*names, *tails, *HEADERS])
         custom = [_custom(name, pattern) for name, pattern in patterns.items()]
-        rules = (*custom, *map(compiled, (*RULES[:_HEAD], *assignments(names), *RULES[_HEAD:])))
+        rules = (*custom, *map(compiled, (*RULES[:_HEAD], *assignments(names, tails), *RULES[_HEAD:])))
         self._texts = Texts(rules, signs, patterns, key)
-        self._values = Values(self._texts, names, full=self._full, numbers=bool(custom))
+        self._values = Values(self._texts, names, tails, full=self._full, numbers=bool(custom))
         self._splicing = Splicing(self._texts, self._values)
         self._look: Callable[[str], Look] = Triggers(signs, CUSTOM if custom else 0).look
         self._long_numbers = (compiled(LONG_NUMBERS),)
@@ -95,7 +95,11 @@ class Redactor:
         redacted = None if self._full else self._splicing.spliced(text, look)
         if redacted is not None:
             return redacted
-        return self._values.parsed(text, lambda: Work(self._texts.awake(look.woken), suspects(look)))
+        return self._values.parsed(text, lambda: _work(self._texts.awake(look.woken), look))
+
+
+def _work(rules: tuple[Compiled, ...], look: Look) -> Work:
+    return Work(rules, suspects(look), pairs=bool(look.woken & PAIRS))
 
 
 def _custom(name: str, pattern: str) -> Compiled:

@@ -11,8 +11,10 @@ from postroom.core.redaction.checks import address, card, iban, trimmed_list
 
 # What a rule belongs to, as a bit: a trigger wakes a whole group.
 CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n for n in range(9))
-WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS = (1 << n for n in range(9, 15))  # keys
-EVERYTHING: Final = (1 << 15) - 1
+WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS, VENDORS = (1 << n for n in range(9, 16))  # keys
+# A name beside its value: in a text, and in parsed JSON, where no rule but the walk finds it.
+NAMED, PAIRS = (1 << n for n in range(16, 18))
+EVERYTHING: Final = (1 << 18) - 1
 
 
 class Rule(NamedTuple):
@@ -113,6 +115,12 @@ RULES: Final = (
     ),
     Rule(
         "redacted",
+        VENDORS,
+        r"jdbc:oracle:[a-z]{1,8}:[^\x00-\x20/@]{1,128}/([^\x00-\x20@]{1,128})@",
+        ("jdbc:",),
+    ),
+    Rule(
+        "redacted",
         FIELDS,
         rf"(?i:authorization|cookie)[\"'\\]{{0,4}}[ \t]{{0,4}}:[ \t]{{0,4}}"
         rf"(?:{NESTED}|(?:[BUbu](?=[\"']))?[\"'\\]{{0,4}}([^\x00-\x20\"'<>\\][^\x00-\x1f\"'<>\\]*))",
@@ -137,7 +145,8 @@ RULES: Final = (
     Rule(
         "key",
         PREFIXED,
-        rf"{_BEGINS}(?:gh[pousr]|github_pat|hf|npm|[sr]k_(?:live|test)|whsec|shp(?:at|ca|pa|ss)|dop_v1|lin_api|pr)_"
+        rf"{_BEGINS}(?:gh[pousr]|github_pat|hf|npm|[sr]k_(?:live|test)|whsec|shp(?:at|ca|pa|ss)|dop_v1|lin_api|pr"
+        r"|gsk|glsa|glc|sbp|pscale_(?:tkn|pw)|figd|ntn|dckr_pat|CCIPAT|rubygems)_"
         rf"(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{20,}}",
         ("_",),
     ),
@@ -163,6 +172,35 @@ RULES: Final = (
         rf"|[Pp]assword (?:is:? )?['`]?(?={BARE}{{0,128}}[0-9])({BARE}{{4,}})"
         rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})",
         ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word "),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        rf"{_BEGINS}SG\.{OPAQUE}{{16,}}\.{OPAQUE}{{16,}}"
+        rf"|hooks\.slack\.com/[a-z]{{1,16}}/({SHOWN}{{16,}})"
+        rf"|discord(?:app)?\.com/api/(?:v[0-9]{{1,2}}/)?webhooks/[0-9]{{1,24}}/({OPAQUE}{{20,}})"
+        rf"|\.webhook\.office\.com/[a-z0-9]{{1,16}}/({BARE}{{20,}})"
+        rf"|{_BEGINS}key-{_HEX}{{32}}(?!{_HEX})|{_BEGINS}dapi{_HEX}{{32}}"
+        rf"|[0-9]{{8,10}}:(AA{OPAQUE}{{30,}})|{_BEGINS}(?:GOCSPX|NRAK|PMAK|sq0atp|sq0csp)-{OPAQUE}{{16,}}"
+        rf"|{_BEGINS}ATATT3xFf{SHOWN}{{20,}}",
+        ("SG.", "hook", "key-", "dapi", ":AA", "PX-", "AK-", "sq0", "ATATT"),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        r"_KEY=(?<=[A-Z0-9]_KEY=)(?<!CACHE_KEY=)(?<!SORT_KEY=)(?<!PRIMARY_KEY=)(?<!FOREIGN_KEY=)"
+        r"(?<!PARTITION_KEY=)(?<!ROUTING_KEY=)(?<!API_KEY=)[\"'\\]{0,4}"
+        rf"(?={SHOWN}{{0,64}}[0-9])(?={SHOWN}{{0,64}}[A-Za-z])({SHOWN}{{12,}})",
+        ("_KEY=",),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        rf"--(?:[a-z]{{1,20}}-){{0,3}}(?:pass|passwd|passphrase|pwd|pw) (?!-)({BARE}{{4,}})"
+        rf"|sshpass -p ?['\"\\]{{0,4}}({BARE}{{1,}})|-pass(?:in|out)? pass:({BARE}{{1,}})"
+        rf"|curl [^\n]{{0,256}}?(?<= )(?:-u|--user) ['\"\\]{{0,4}}[A-Za-z0-9._@%+-]{{1,64}}:({BARE}{{1,}})"
+        r"[^\n]{0,256}? ['\"\\]{0,4}https?://",
+        ("--", "sshpass ", "pass:", "curl "),
     ),
     Rule(
         "card",

@@ -5,7 +5,7 @@ every name at every character, and what differs is seen at the first letter.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Final, TypeAlias
 
 from postroom.core.redaction.fields import JOINT, is_long
@@ -14,13 +14,16 @@ from postroom.core.redaction.views import folded
 
 _IPV6: Final = r":()|[0a-f][0a-f]{0,3}:[0a-f]{1,4}:()"  # behind a colon, in either direction
 
+_VALUE: Final = "value"  # the member beside a name; the first group of the pattern for colons
+_VALUE_GROUP: Final = 1
+
 _Ends: TypeAlias = "dict[str, _Ends]"
 
 
 class Signs:
     """Finds assignments to the given fields, and on its way what may be an IPv6 address."""
 
-    def __init__(self, fields: Iterable[list[str]]) -> None:
+    def __init__(self, fields: Collection[list[str]]) -> None:
         ends: _Ends = {}
         for words in fields:
             backwards = [folded(word[::-1]) for word in reversed(words)]
@@ -28,22 +31,31 @@ class Signs:
             if is_long(words):
                 _add(ends, ["s" + backwards[0], *backwards[1:]])
         self._names = _alternatives(ends)
+        if [_VALUE] not in fields:
+            _add(ends, [folded(_VALUE[::-1])], "()")
+        names_and_value = _alternatives(ends)
         self._equals, self._tag = re.compile(f"={self._behind('=')}"), re.compile(f">{self._behind('>')}")
         # A colon near a colon may belong to an address, which is one of the groups: one jump serves both.
-        self._colon = re.compile(f":(?:{self._behind(':')}|{_IPV6})").search
+        # The value beside a name stands behind one as well.
+        self._colon = re.compile(f":(?:{self._behind(':', names_and_value)}|{_IPV6})").search
+        # A string that ends in a name, and is no name of a member itself.
+        self._named = re.compile(rf"[,}}\]][ \t\n\r]*\"[ _.-]*+{self._names}").search
 
-    def _behind(self, sign: str) -> str:
+    def _behind(self, sign: str, names: str = "") -> str:
         ours = "".join(f"(?<!{sign}{folded(name[::-1])})" for name in BUILT_IN)  # `<phone>` and `<phone:…>`
-        return rf"[ \"'\\\]\t\n\r_.-]*+{self._names}(?:(?!<)|{ours})"
+        return rf"[ \"'\\\]\t\n\r_.-]*+{names or self._names}(?:(?!<)|{ours})"
 
-    def find(self, raw: str, low: str) -> tuple[list[int], list[int]]:
-        """Where the signs are, and where an address may be."""
+    def find(self, raw: str, low: str) -> tuple[list[int], list[int], list[int]]:
+        """Where the signs are, where an address may be, and where the value beside a name may be."""
         back = low[::-1]
         signs: list[int] = []
         addresses: list[int] = []
+        values: list[int] = []
         match = self._colon(back)
         while match:
-            (addresses if match.lastindex else signs).append(len(back) - 1 - match.start())
+            group = match.lastindex
+            found = signs if group is None else values if group == _VALUE_GROUP else addresses
+            found.append(len(back) - 1 - match.start())
             match = self._colon(back, match.start() + 1)
         if "=" in raw:
             signs += [len(back) - 1 - match.start() for match in self._equals.finditer(back)]
@@ -51,24 +63,28 @@ class Signs:
             signs += [len(back) - 1 - match.start() for match in self._tag.finditer(back)]
         if "\\" in raw and "\\t" in raw:  # a tab, or a backslash and a name that begins with a t
             signs += self.find(raw.replace("\\t", "  "), low.replace("\\t", "  "))[0]
-        return signs, addresses
+        return signs, addresses, values
+
+    def names_value(self, low: str) -> bool:
+        """Whether a string in JSON ends in a field's name, as in `{"name": "password", "value": …}`."""
+        return self._named(low[::-1]) is not None
 
 
-def _add(ends: _Ends, words: list[str]) -> None:
-    """Letter by letter into the tree; a joint is the empty letter."""
+def _add(ends: _Ends, words: list[str], group: str = "") -> None:
+    """Letter by letter into the tree; a joint is the empty letter. The pattern ends with `group`."""
     for number, word in enumerate(words):
         if number:
             ends = ends.setdefault("", {})
         for letter in word:
             ends = ends.setdefault(letter, {})
-    ends["end"] = {}
+    ends["end"] = {group: {}}
 
 
 def _alternatives(ends: _Ends) -> str:
     if not ends:
         return "(?!)"
     if "end" in ends:
-        return ""
+        return next(iter(ends["end"]))
     parts = [
         (re.escape(letter) if letter else f"{JOINT}*") + _alternatives(rest)
         for letter, rest in sorted(ends.items())

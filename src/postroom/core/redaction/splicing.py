@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple, TypeAlias
 
-from postroom.core.redaction.rules import CUSTOM, EVERYTHING
+from postroom.core.redaction.rules import CUSTOM, EVERYTHING, PAIRS
 from postroom.core.redaction.texts import Texts, encodable
 from postroom.core.redaction.triggers import Look
 from postroom.core.redaction.values import Values, encode
@@ -51,7 +51,7 @@ class Splicing:
         """The text with only its suspicious strings redacted, or None when it has to be parsed."""
         raw = look.raw
         escapes = "\\" in raw
-        if look.woken & CUSTOM or (escapes and _SURROGATE.search(raw)):
+        if look.woken & (CUSTOM | PAIRS) or (escapes and _SURROGATE.search(raw)):
             return None
         if (look.signs or escapes) and not _is_json(text):
             return None

@@ -21,11 +21,14 @@ from postroom.core.redaction.rules import (
     IBANS,
     JWTS,
     LINKS,
+    NAMED,
     OPAQUE,
+    PAIRS,
     PHONES,
     PREFIXED,
     SHOWN,
     SSNS,
+    VENDORS,
     WORDED,
 )
 from postroom.core.redaction.signs import Signs
@@ -37,11 +40,27 @@ _RARE_GAP: Final = re.compile(rf"{_RARE}[ .-]?[0-9(]|[0-9)][ .-]?{_RARE}")
 _ESCAPED: Final = re.compile(r"\\(?:/|u00[2-7])")
 
 # In `low`.
-_worded: Final = re.compile(
-    rf"k(?:e(?:y|n(?<=token))(?:(?: is)? ['`]?{SHOWN}{{16}}|(?<=--token)|(?<=-key) |-0)"
-    rf"|-(?<=sk-)(?<!task-)(?<!isk-){OPAQUE}{{16}}|a(?:ssword |t-(?<=glkat-)|kk-)|ok[abeorsk]-|yki-"
-    r"|hone[a-z .:#]{0,12}[0(]())"  # the group is for phones
+_NEXT: Final = r"\"[ \t\n\r]*,[ \t\n\r]*\"[^\"-]"  # of a list of arguments: an option, and what belongs to it
+_URL: Final = (
+    r"://(?<=[ '\"\\]httk{0}://)(?<!:\"httk{0}://)(?<!: \"httk{0}://)()"  # of a command, not of a member
+)
+_worded: Final = re.compile(  # the group that took part says what it may be, as `_WORDS` has it
+    rf"k(?:e(?:y|n(?<=token))(?:{_NEXT}()|-[0a-f]{{32}}()|=(?<=_key=)(?<!aki_key=)()"
+    rf"|(?: is)? ['`]?{SHOWN}{{16}}|(?<=--token)|(?<=-key) |-0)"
+    r"|-(?:(?:(?<=gocskk-)|(?<=[rm]ak-)|(?<=sq0atk-)|(?<=sq0csk-))()"
+    rf"|(?<=sk-)(?<!task-)(?<!isk-){OPAQUE}{{16}})"
+    rf"|a(?:ss(?:word |(?:word|wd|khrase)?{_NEXT}()|(?:wd|khrase)? ()|:())|t-(?<=glkat-)|kk-)"
+    r"|ok[abeorsk]-|yki-|hone[a-z .:#]{0,12}[0(]()"
+    rf"|wd?(?:{_NEXT}()|(?<=-kw) ()|(?<=-kwd) ())"
+    rf"|s(?:[./](?<=hooks.)()|{_URL.format('s')})|\.office()"
+    rf"|i(?<=daki)[0a-f]{{20}}()|ff(?<=atatt0kff)()|{_URL.format('')})"
 ).search
+_KEYED: Final = VENDORS | WORDED
+_OPTIONS: Final = PAIRS | WORDED
+_WORDS: Final = (
+    WORDED, _OPTIONS, _KEYED, _KEYED, _KEYED, _OPTIONS, _KEYED, _KEYED, PHONES, _OPTIONS, _KEYED, _KEYED,
+    _KEYED, VENDORS, _KEYED, _KEYED, _KEYED, VENDORS,
+)  # fmt: skip
 _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 
 # As it is.
@@ -96,8 +115,11 @@ class Triggers:
         if (raw is not text or (escapes and "\\u" in raw)) and _RARE_GAP.search(raw):
             return Look(EVERYTHING, raw)
         low = data.translate(LOW).decode("latin-1")
-        signs, places = self._signs.find(raw, low)
+        signs, places, values = self._signs.find(raw, low)
         woken = ADDRESSES if places else 0
+        if values:
+            places += values
+            woken |= NAMED | PAIRS if self._signs.names_value(low) else NAMED
         woken |= _keys(raw, low, places) | _numbers(raw, low, data.translate(SHAPE).decode("latin-1"), places)
         if "@" in raw or "=" in raw or "%" in raw:
             woken |= _links(raw, places)
@@ -105,11 +127,11 @@ class Triggers:
         return Look(woken, raw, signs, places) if woken else NOTHING
 
 
-def _keys(raw: str, low: str, places: list[int]) -> int:
+def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901 - a loop over the same takes longer
     woken = 0
     match = _worded(low)
     while match:
-        woken |= PHONES if match.lastindex else WORDED
+        woken |= _WORDS[match.lastindex or 0]
         places.append(match.start())
         match = _worded(low, match.start() + 1)
     if "_" in raw and (match := _PREFIXED.search(raw)):
@@ -118,12 +140,19 @@ def _keys(raw: str, low: str, places: list[int]) -> int:
     if "earer " in low:
         woken |= BEARERS
         places += _every("earer ", low)
-    if "A" in raw and (match := _CLOUD.search(raw)):
-        woken |= CLOUDS
-        places += _starts(_CLOUD, raw, match)
+    if "A" in raw:
+        if match := _CLOUD.search(raw):
+            woken |= CLOUDS
+            places += _starts(_CLOUD, raw, match)
+        if ":AA" in raw:
+            woken |= VENDORS
+            places += _every(":AA", raw)
     if "J" in raw and "eyJ" in raw:
         woken |= JWTS
         places += _every("eyJ", raw)
+    if "G" in raw and "SG." in raw:
+        woken |= VENDORS
+        places += _every("SG.", raw)
     if "B" in raw and "asic " in low:
         woken |= BEARERS
         places += _every("asic ", low)
@@ -167,7 +196,7 @@ def _links(raw: str, places: list[int]) -> int:
         if sought in raw:
             woken |= groups
             places += _every(sought, raw)
-    return woken
+    return woken | VENDORS if "@" in raw and "jdbc:" in raw else woken
 
 
 def _every(sought: str, text: str) -> list[int]:

@@ -5,13 +5,14 @@ Rule 1: JSON stays JSON of the same structure: the same names (made distinct whe
 Rule 2: what is too deep is replaced as a whole, never passed on.
 """
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Collection
 from typing import Any, Final, NamedTuple
 
-from postroom.core.redaction.fields import is_long, words_of
+from postroom.core.redaction.fields import NO_OWNERS, is_long, words_of
 from postroom.core.redaction.rules import Compiled
 from postroom.core.redaction.texts import Texts, encodable, shape_of
 
@@ -25,6 +26,14 @@ INT_DIGITS_MAX: Final = 600  # Python may refuse to read longer ones; they becom
 DEEP: Final = "<deep>"
 _OTHER: Final = "<other>"
 
+_VALUE: Final = "value"
+_LABELS: Final = ("name", "key", "header", "field", "variable", "parameter")
+# Each of these words has a letter that the first look jumps to.
+_OPTION: Final = re.compile(
+    r"--?(?:[A-Za-z0-9]{1,32}[_.-]){0,4}(?i:password|passwd|passphrase|pass|pwd|pw|token|(?:api|access|secret)-?key)"
+)
+
+
 encode = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
 ).encode
@@ -37,18 +46,24 @@ class Work(NamedTuple):
     rules: tuple[Compiled, ...]
     suspects: Collection[str] | None = None
     """The strings on which a rule has to be tried; None is all of them."""
+    pairs: bool = True
+    """Whether a name may stand beside its value: in two members of an object, or two items of a list."""
 
 
 class Values:
     """Redacts what JSON can hold. At the full level strings become their shape, and numbers 0."""
 
-    def __init__(self, texts: Texts, fields: list[list[str]], *, full: bool, numbers: bool) -> None:
+    def __init__(
+        self, texts: Texts, fields: list[list[str]], tails: list[list[str]], *, full: bool, numbers: bool
+    ) -> None:
         self._texts = texts
         self._full = full
         self._every_number = numbers
         """Whether a rule may be meant for any number, and not only for those that may be cards."""
         self._long = tuple("".join(words) for words in fields if is_long(words))
         self._short = frozenset(tuple(words) for words in fields if not is_long(words))
+        self._tails = frozenset(map(tuple, tails))
+        """Those that need a word in front."""
         self._verdicts: dict[Any, tuple[Any, bool]] = {}
         self._all = Work(texts.rules)
 
@@ -113,7 +128,7 @@ class Values:
         if kind is dict:
             return self._members(obj, work, depth - 1) if depth else DEEP
         if kind is list:
-            return [self._walk(item, work, depth - 1) for item in obj] if depth else DEEP
+            return self._items(obj, work, depth - 1) if depth else DEEP
         if obj is None or kind is bool:
             return obj
         if kind is int or kind is float:
@@ -122,6 +137,8 @@ class Values:
 
     def _members(self, obj: dict[Any, Any], work: Work, depth: int) -> dict[Any, Any]:
         redacted: dict[Any, Any] = {}
+        if work.pairs and len(obj) > 1 and not self._full:
+            obj = self._without_named_values(obj, depth)
         verdicts = self._verdicts
         for name, value in obj.items():
             kept, secret = verdicts.get(name) or self._judge(name)
@@ -133,6 +150,30 @@ class Values:
                 redacted[kept] = self.string(value, work)
             else:
                 redacted[kept] = self._walk(value, work, depth)
+        return redacted
+
+    def _without_named_values(self, obj: dict[Any, Any], depth: int) -> dict[Any, Any]:
+        """`{"name": "password", "value": …}` without the value; any other object as it is."""
+        values = [name for name in obj if isinstance(name, str) and name[-5:].lower() == _VALUE]
+        if not values or not any(self._is_label(name, said) for name, said in obj.items()):
+            return obj
+        return obj | {name: self.masked(obj[name], depth) for name in values}
+
+    def _is_label(self, name: Any, said: Any) -> bool:
+        is_label = isinstance(name, str) and isinstance(said, str) and name.lower().endswith(_LABELS)
+        return is_label and self.judged(said)[1]
+
+    def _items(self, obj: list[Any], work: Work, depth: int) -> list[Any]:
+        redacted = [self._walk(item, work, depth) for item in obj]
+        if work.pairs and not self._full:
+            for at, (option, value) in enumerate(itertools.pairwise(obj), 1):
+                if (
+                    type(option) is str
+                    and option[:1] == "-"
+                    and type(value) is str
+                    and value[:1] not in ("", "-")
+                ):
+                    redacted[at] = self.masked(value, 0) if _OPTION.fullmatch(option) else redacted[at]
         return redacted
 
     def _number(self, number: float, work: Work) -> Any:
@@ -169,6 +210,9 @@ class Values:
         glued = "".join(words)
         secret = glued.endswith(self._long) or glued.removesuffix("s").endswith(self._long)
         secret = secret or any(tuple(words[at:]) in self._short for at in range(len(words)))
+        secret = secret or any(
+            tuple(words[at:]) in self._tails and words[at - 1] not in NO_OWNERS for at in range(1, len(words))
+        )
         verdict = (self._texts.settled(name, self._texts.rules), secret)
         if len(self._verdicts) < NAMES_CACHED_MAX and len(name) < NAME_CHARS_MAX:
             self._verdicts[name] = verdict

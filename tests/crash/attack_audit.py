@@ -1,0 +1,277 @@
+"""Hostile input for the real commands of the audit stream.
+
+Every source is fed with good events and, between them, lines that somebody wrote to break a reader. The good
+ones have to be in the stream once, the others have to be reported, and no command may end with a traceback,
+hang or need much memory. Then the stream itself is attacked: it is forged, wiped, cut and begun anew.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from postroom import Bus, Queue, Tasks
+from postroom.errors import EXIT_OK, EXIT_RUNTIME
+from tests.crash.ledger import Tally
+
+COMMAND = Path(sys.executable).parent / "postroom"
+EVENTS = 2_000  # good ones of each file
+MEMORY_MB_MAX = 400  # of one command; it reads a window of a file at a time
+KILLS = 5
+HANG_GUARD_S = 300.0
+DEPTHS = (101, 500, 900, 990, 1_100, 20_000, 400_000)
+REFUSALS = (
+    ("--bus", "missing.yaml"),
+    ("--queue", "missing"),
+    ("--mail", "missing"),
+    ("--data", "missing"),
+    ("--store", "sqlite:///missing.db"),
+    ("--store", "nonsense://x"),
+    (),
+)
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: bytes
+    errors: str
+
+
+class Attack:
+    """One folder with sources and a stream, and what was found out about them."""
+
+    def __init__(self, folder: Path, seed: int, events: int) -> None:
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.events = events
+        self.tally = Tally()
+        self.good: set[str] = set()
+        self.bad = 0
+        self.memory_mb = 0
+
+    # ---- commands ----------------------------------------------------------------------------------
+
+    def run(self, *arguments: str) -> Done:
+        """Run a command to its end. One that is our bug, or needs too much memory, breaks a rule."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            process = self.start(*arguments, out=out.fileno(), errors=errors.fileno())
+            code = self.wait(process, arguments)
+            out.seek(0)
+            errors.seek(0)
+            done = Done(code, out.read(), errors.read().decode("utf-8", "replace"))
+        if "Traceback" in done.errors or "unexpected " in done.errors:
+            self.tally.breaks(f"{' '.join(arguments)} ended with {done.errors.strip()[-300:]}")
+        return done
+
+    def start(self, *arguments: str, out: int, errors: int) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([COMMAND, *arguments], cwd=self.folder, stdout=out, stderr=errors)
+
+    def wait(self, process: "subprocess.Popen[bytes]", arguments: tuple[str, ...]) -> int:
+        deadline = time.monotonic() + HANG_GUARD_S
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                process.kill()
+                self.tally.breaks(f"{' '.join(arguments)} did not end within {HANG_GUARD_S:g} seconds")
+                deadline += HANG_GUARD_S
+            time.sleep(0.02)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self.memory_mb = max(self.memory_mb, usage.ru_maxrss // 1024)
+        return process.returncode
+
+    def ship(self) -> Done:
+        return self.run(*self.ship_arguments(), "--once")
+
+    @staticmethod
+    def ship_arguments() -> tuple[str, ...]:
+        sources = ("--mail", "mail", "--queue", "queue", "--bus", "bus.yaml", "--data", "run")
+        return ("audit", "ship", *sources, "--to", "audit")
+
+    # ---- sources -----------------------------------------------------------------------------------
+
+    def make_sources(self) -> None:
+        for name in ("mail", "run"):
+            (self.folder / name).mkdir()
+        self._write_lines(self.folder / "mail" / "events.jsonl", self._mail_line)
+        with Queue(self.folder / "queue") as queue:
+            self.good.add(queue.send(session="s", topic="status", sender="a", body="1"))
+        self._write_lines(self.folder / "queue" / "audit.jsonl", self._queue_line)
+        with Bus(self.folder / "bus.yaml") as bus:
+            for number in range(20):
+                self.good.add(bus.append(type="note", project_id="p", body=f"{number}"))
+        with (self.folder / "bus.yaml").open("ab") as file:
+            file.write(b"---\nmsg_id: " + b"[" * 50_000 + b"\n---\n\xff\x00\n")
+        with Tasks.open(f"sqlite:///{self.folder}/run/queue.db") as tasks:
+            for depth in (10, 100, 120):
+                self.good.add(tasks.enqueue(agent="ada", payload=json.loads("[" * depth + "]" * depth)))
+            [task] = tasks.claim(agent="ada")
+            tasks.fail(task.task_id, task.lease, "{" * 5_000, error_type="Deep")
+
+    def _write_lines(self, path: Path, line: Callable[[int], bytes]) -> None:
+        with path.open("ab") as file:
+            for number in range(self.events):
+                file.write(line(number))
+                if self.rng.random() < 20 / self.events:
+                    file.write(self.rng.choice(list(self._hostile_lines(path))))
+                    self.bad += 1
+            for hostile in self._hostile_lines(path):
+                file.write(hostile)
+                self.bad += 1
+            file.write(line(self.events))
+
+    def _mail_line(self, number: int) -> bytes:
+        self.good.add(f"q/{number}")
+        event = {"kind": "created", "ts_us": 1_770_000_000_000_000 + number, "message_id": f"q/{number}"}
+        return json.dumps(event).encode() + b"\n"
+
+    def _queue_line(self, number: int) -> bytes:
+        self.good.add(f"m{number}")
+        event = {"ts": "2026-02-05T14:30:52Z", "op": "send", "session": "s", "msg_id": f"m{number}"}
+        return json.dumps(event).encode() + b"\n"
+
+    @staticmethod
+    def _hostile_lines(path: Path) -> Iterator[bytes]:
+        """Each is one line that cannot be an event."""
+        start = (
+            b'{"kind":"created","ts_us":1,"detail":{"x":' if path.name == "events.jsonl" else b'{"x":{"x":'
+        )
+        for depth in DEPTHS:
+            yield start + b"[" * depth + b"]" * depth + b"}}\n"
+            yield start + b'{"a":' * depth + b"1" + b"}" * depth + b"}}\n"
+            yield b"[" * depth + b"\n"
+        yield b'{"kind":"created","ts_us":' + b"9" * 6_000 + b"}\n"
+        yield b'{"kind":"created","ts_us":99999999999999999999,"ts":"9999999999"}\n'
+        yield b'{"kind":"nothing","ts_us":1,"op":"nothing"}\n'
+        yield b'{"kind":"created","ts_us":1,"queue":"\xff\xfe"}\n'
+        yield b"\x00" * 100 + b"\n"
+        yield b"\n"
+
+    # ---- what is looked at ---------------------------------------------------------------------------
+
+    def check_stream(self) -> None:
+        """Every good event is there once, every bad line is reported, and readers reach the end."""
+        done = self.run("audit", "query", "audit")
+        events = [json.loads(line) for line in done.out.splitlines()]
+        told = Counter(event.get("message_id", "") for event in events if event["kind"] == "created")
+        self.tally.acknowledged = len(self.good)
+        self.tally.lost = len(self.good - told.keys())
+        ids = Counter(event["event_id"] for event in events)
+        self.tally.doubled = sum(count - 1 for count in ids.values())
+        alerts = sum(event.get("error_type") == "UnreadableLine" for event in events)
+        if alerts < self.bad:
+            self.tally.breaks(f"{self.bad} bad lines were written, and {alerts} are reported")
+        self.tally.count("refused", alerts)
+        for command in (("audit", "tail", "audit", "-n", "50"), ("audit", "verify", "audit")):
+            if self.run(*command).code != EXIT_OK:
+                self.tally.breaks(f"{' '.join(command)} failed on a stream that is whole")
+
+    def forge_segments(self) -> None:
+        """Somebody writes into the growing segment: readers and the next shipper pass over it, and say so."""
+        with Tasks.open(f"sqlite:///{self.folder}/run/queue.db") as tasks:
+            self.good.add(tasks.enqueue(agent="ada", payload=1))
+        forged = self.folder / "audit" / "_open"
+        last = max((int(path.name[:8]) for path in self.folder.glob("audit/_index/*.idx")), default=0)
+        with (forged / f"{last + 1:08}.jsonl").open("ab") as file:
+            lines = list(self._hostile_lines(Path("events.jsonl")))
+            file.writelines(line for line in lines if b"\x00" not in line)
+        reported = self.run("audit", "tail", "audit").errors.count("is left out")
+        if not reported:
+            self.tally.breaks("no reader reported the forged lines of a segment")
+        self.tally.count("refused", reported)
+        if self.ship().code != EXIT_OK:
+            self.tally.breaks("a shipper does not go on behind forged lines")
+
+    def kill_shippers(self, kills: int) -> None:
+        """A killed shipper leaves a stream that the next one goes on with."""
+        for _ in range(kills):
+            with Tasks.open(f"sqlite:///{self.folder}/run/queue.db") as tasks:
+                self.good |= {tasks.enqueue(agent="ada", payload=number) for number in range(50)}
+            with (self.folder / "out").open("wb") as out:
+                process = self.start(*self.ship_arguments(), out=out.fileno(), errors=out.fileno())
+                time.sleep(self.rng.uniform(0.1, 1.5))
+                process.kill()
+                process.wait()
+            self.tally.count("kills")
+
+    def refuse(self) -> None:
+        """What cannot be shipped leaves nothing behind."""
+        for arguments in REFUSALS:
+            done = self.run("audit", "ship", *arguments, "--to", "nothing", "--once")
+            if done.code == EXIT_OK or len(done.errors.splitlines()) != 1:
+                self.tally.breaks(f"audit ship {' '.join(arguments)} said {done.errors!r}")
+            if (self.folder / "nothing").exists():
+                self.tally.breaks(f"audit ship {' '.join(arguments)} left a folder")
+
+    def spoil(self) -> None:
+        """A folder that lost its end is named by verify, and no shipper goes on with it."""
+        whole = self.folder / "whole"
+        shutil.copytree(self.folder / "audit", whole)
+        for attack in (self._wipe, self._cut, self._begin_anew):
+            shutil.rmtree(self.folder / "audit")
+            shutil.copytree(whole, self.folder / "audit")
+            attack(self.folder / "audit")
+            done = self.run("audit", "verify", "audit")
+            if done.code != EXIT_RUNTIME:
+                self.tally.breaks(f"verify passed a folder after {attack.__name__}")
+            if self.ship().code == EXIT_OK:
+                self.tally.breaks(f"a shipper went on after {attack.__name__}")
+
+    @staticmethod
+    def _wipe(stream: Path) -> None:
+        for path in stream.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @staticmethod
+    def _cut(stream: Path) -> None:
+        chain = stream / "_chain.jsonl"
+        lines = chain.read_bytes().splitlines(keepends=True)
+        chain.write_bytes(b"".join(lines[:-1]))
+        last = json.loads(lines[-1])
+        (stream / last["name"]).unlink()
+        (stream / "_index" / f"{last['n']:08}.idx").unlink()
+
+    def _begin_anew(self, stream: Path) -> None:
+        self._wipe(stream)
+        (self.folder / "audit.head").rename(self.folder / "noted")
+        self.run("audit", "ship", "--bus", "bus.yaml", "--to", "audit", "--once")
+        (self.folder / "noted").replace(self.folder / "audit.head")
+
+
+def run(
+    count: int, seed: int, tick: Callable[[int], None], *, events: int = EVENTS, thorough: bool = True
+) -> Tally:
+    """So many rounds, each in a folder of its own. A quick one leaves out what other tests do as well."""
+    tally = Tally()
+    memory_mb = 0
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="attack-audit-") as folder:
+            attack = Attack(Path(folder), seed + number, events)
+            attack.make_sources()
+            if attack.ship().code != EXIT_OK:
+                attack.tally.breaks("hostile lines end the shipper")
+            if thorough:
+                attack.kill_shippers(KILLS)
+            attack.forge_segments()
+            attack.check_stream()
+            if thorough:
+                attack.refuse()
+                attack.spoil()
+            memory_mb = max(memory_mb, attack.memory_mb)
+            tally.add(attack.tally)
+        tick(1)
+    if memory_mb > MEMORY_MB_MAX:
+        tally.breaks(f"a command needed {memory_mb} MB, and {MEMORY_MB_MAX} are allowed")
+    tally.count("memory_mb", memory_mb)
+    return tally
