@@ -9,12 +9,14 @@ Rule 4: one connection has a slice of each turn. What it sent beyond that waits,
 """
 
 import asyncio
+import logging
 from time import perf_counter
 from typing import Protocol, cast
 
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 
+_log = logging.getLogger("postroom.mail")
 LINGER_S = 1.0
 SLICE_S = 0.005  # of a turn, for what one connection sent
 LARGE_WRITE_BYTES = 1024 * 1024  # whoever fed that much in one turn may be waiting to feed more
@@ -25,6 +27,7 @@ STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
+INTERNAL_ERROR = "Internal Server Error"
 TOO_MANY_CONNECTIONS = "maximum connections exceeded"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 
@@ -206,6 +209,13 @@ class Connection(asyncio.Protocol):
 
     def _take(self, commands: list[wire.Command]) -> None:
         """Do what fits this turn; the rest is put off to the next."""
+        try:
+            self._carry_out(commands)
+        except Exception:
+            _log.exception("connection %d is closed: one of its commands failed", self.number)
+            self.fail(INTERNAL_ERROR)
+
+    def _carry_out(self, commands: list[wire.Command]) -> None:
         self.slice_ends = perf_counter() + SLICE_S
         for place, command in enumerate(commands):
             if type(command) is wire.Messages:

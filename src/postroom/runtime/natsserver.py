@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from postroom.contracts.mail import Room
+from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
 from postroom.core.subjects import Subscriptions
 from postroom.runtime.natsconn import (
@@ -164,7 +165,7 @@ class NatsServer:
                 self._subscriptions.remove(subscription.subject, subscription)
         link.subscriptions.clear()
         if self._room is not None:
-            self._room.closed(link)
+            attempt(self._room.closed, link)
 
     def left(self, link: Connection) -> None:
         self.connections.discard(link)
@@ -372,7 +373,8 @@ class NatsServer:
             self._flush(self._room)
         dirty, self._dirty = self._dirty, []
         for link in dirty:
-            link.write_out()
+            if not attempt(link.write_out):
+                link.cut()
 
     def _flush(self, room: Room) -> None:
         publishers, self._publishers = self._publishers, set()
@@ -403,7 +405,7 @@ class NatsServer:
         self._ticker = self.loop.call_later(min(TICK_S, self.options.ping_interval_s / 2), self._tick)
         now_s = self.loop.time()
         if self._room is not None:
-            self._room.tick()
+            attempt(self._room.tick)
         for link in [each for each in self.connections if each.paused]:
             if link.is_stuck(now_s, self.options.write_timeout_s):
                 link.cut()

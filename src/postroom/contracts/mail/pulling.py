@@ -10,6 +10,7 @@ Rule 3: a fetch that finds nothing waits, and is answered by the first letter or
 from typing import NamedTuple
 
 from postroom.contracts.mail import Link
+from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.listening import Failed
 from postroom.contracts.mail.records import Pulled
 from postroom.contracts.mail.shelves import Shelves
@@ -124,8 +125,11 @@ class Pulling:
         if box.serial not in self._waits:
             return
         for number, wait in list(self._waits[box.serial].items()):
-            if self._try(wait):
-                self._end(box.serial, number)
+            attempt(self._try_waiting, wait, number)
+
+    def _try_waiting(self, wait: _Wait, number: int) -> None:
+        if self._try(wait):
+            self._end(wait.box.serial, number)
 
     def waited(self, serial: int, number: int) -> None:
         """A wait is over."""
@@ -144,7 +148,7 @@ class Pulling:
 
     def gone(self, box: Box) -> None:
         for number in list(self._waits.get(box.serial, ())):
-            self.waited(box.serial, number)
+            attempt(self.waited, box.serial, number)
 
     def close(self, link: Link) -> None:
         """A connection is lost: what it held can be fetched by others, who may be waiting."""

@@ -7,6 +7,7 @@ Rule 3: events call a private mailbox by the hash of its id.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -26,6 +27,7 @@ from postroom.core.mq9 import Call, Refused, Verb, Wishes
 from postroom.core.times import NANOS_PER_S
 from postroom.system.clock import Clock, SystemClock
 
+_log = logging.getLogger("postroom.mail")
 DEAD_SUFFIX = ".dead"
 READS: frozenset[Verb] = frozenset(["list", "delete", "fetch", "query", "delete3"])
 """Calls that see what was sent before them, also by somebody who waited for no answer."""
@@ -43,6 +45,14 @@ class _Request(NamedTuple):
     def answer(self, payload: bytes) -> None:
         if self.reply:
             self.link.answer(self.reply, payload)
+
+
+def _refusal(error: Exception) -> Refused:
+    """What a caller is answered when its call raised."""
+    if isinstance(error, Refused):
+        return error
+    _log.error("a call to the mail server failed", exc_info=error)
+    return Refused(500, "the server could not carry out this call")
 
 
 class Mailroom:
@@ -98,10 +108,8 @@ class Mailroom:
             if call.verb in READS and self._shelves.after_earlier(call.mail_id, self._carry_out, request):
                 return
             self._verbs[call.verb](request)
-        except Refused as error:
-            self._refuse(link, reply, call, error)
-        except RecursionError:
-            self._refuse(link, reply, call, Refused(400, "the body is nested too deeply"))
+        except Exception as error:  # noqa: BLE001 - one client's call must not end another's turn
+            self._refuse(link, reply, call, _refusal(error))
 
     def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
         try:
@@ -117,8 +125,8 @@ class Mailroom:
         """Now that what came before it is stored."""
         try:
             self._verbs[request.call.verb](request)
-        except Refused as error:
-            self._refuse(request.link, request.reply, request.call, error)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._refuse(request.link, request.reply, request.call, _refusal(error))
 
     def _refuse(self, link: Link, reply: str, call: Call | None, error: Refused) -> None:
         if reply:
@@ -139,7 +147,8 @@ class Mailroom:
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         try:
             self._listening.subscribe(link, sid, subject, group)
-        except Refused as error:
+        except Exception as failed:  # noqa: BLE001 - the same
+            error = _refusal(failed)
             self._shelves.tell(
                 "rejected", type="subscribe", sender=link.user, error_type=str(error.code), error=str(error)
             )

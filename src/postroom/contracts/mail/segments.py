@@ -21,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.records import SECRET_BYTES, Framing, Record, Started
 from postroom.message import Damage
 from postroom.system import lock
@@ -183,7 +184,7 @@ class SegmentLog:
             return
         written, self._written = self._written, []
         for call, facts in written:
-            call(*facts)
+            attempt(call, *facts)
         if self._waiting:
             self._ask_sync()
         if self._size >= SEGMENT_BYTES_MAX:
@@ -316,7 +317,7 @@ class SegmentLog:
         ends, most_left = perf_counter() + TASKS_TURN_S, len(self._due) - len(self._due) // TASKS_SHARE
         while self._due:
             call, facts = self._due.popleft()
-            call(*facts)
+            attempt(call, *facts)
             if 0 < len(self._due) <= most_left and perf_counter() >= ends:
                 self._telling = True
                 self._run_soon(self._tell)
@@ -424,7 +425,7 @@ class SegmentLog:
             self._thread.join()
         self._take_results()
         for call, facts in self._due:
-            call(*facts)
+            attempt(call, *facts)
         self._due.clear()
         for fd in {*self._dirty, self._fd, self._lock_fd}:
             if fd >= 0:

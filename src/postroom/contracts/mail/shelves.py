@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from postroom.contracts.mail import records
+from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
 from postroom.contracts.mail.segments import SegmentLog
@@ -310,7 +311,7 @@ class Shelves:
         self._count(letter, 1)
         self._shelve(box, letter)
         if self._watcher is not None:
-            self._watcher.stored(box, letter, sender)
+            attempt(self._watcher.stored, box, letter, sender)
 
     # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
 
@@ -351,7 +352,7 @@ class Shelves:
     def _shelve_all(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
         box.add_plain(letters, nbytes)
         if self._watcher is not None:
-            self._watcher.stored_many(box, letters, sender)
+            attempt(self._watcher.stored_many, box, letters, sender)
 
     def _count_all(self, letters: list[Letter], nbytes: int) -> None:
         self.letters += len(letters)
@@ -368,7 +369,7 @@ class Shelves:
             return False
         self._shelve(box, letter)
         if self._watcher is not None:
-            self._watcher.stored(box, letter, sender)
+            attempt(self._watcher.stored, box, letter, sender)
         return True
 
     def _shelve(self, box: Box, letter: Letter) -> None:
@@ -434,7 +435,7 @@ class Shelves:
             if not self._deadlines or self._deadlines[0][0] > now_ns:
                 break
             _, what, serial, number = heappop(self._deadlines)
-            self._ripe(what, serial, number, now_ns)
+            attempt(self._ripe, what, serial, number, now_ns)
         self._bury()
         if self._graves or (self._deadlines and self._deadlines[0][0] <= now_ns):
             self._digging = True

@@ -1,0 +1,16 @@
+"""Callbacks that fail alone: an exception of one client's request ends nobody else's turn."""
+
+import logging
+from collections.abc import Callable
+
+_log = logging.getLogger("postroom.mail")
+
+
+def attempt(call: Callable[..., object], *facts: object) -> bool:
+    """Call, and report an exception in the log instead of raising it. Gives whether the call returned."""
+    try:
+        call(*facts)
+    except Exception:
+        _log.exception("a callback of the mail server failed: %s", getattr(call, "__qualname__", call))
+        return False
+    return True
