@@ -129,6 +129,7 @@ class Connection(asyncio.Protocol):
             "_sent_bytes",
             "_transport",
             "admitted",
+            "client",
         ),
         *("echo", "headers", "heard", "name", "no_responders", "number", "paused", "pings_out", "stalled_at"),
         *("slice_ends", "stalled_bytes", "subscriptions", "user", "verbose"),
@@ -137,7 +138,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = ""
+        self.user = self.name = self.client = ""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, Subscription] = {}
@@ -211,7 +212,7 @@ class Connection(asyncio.Protocol):
         """Do what fits this turn; the rest is put off to the next."""
         try:
             self._carry_out(commands)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it concerns this connection alone
             _log.exception("connection %d is closed: one of its commands failed", self.number)
             self.fail(INTERNAL_ERROR)
 

@@ -28,7 +28,7 @@ from postroom.runtime.natsconn import (
     Connection,
     Subscription,
 )
-from postroom.runtime.natsoptions import ServerOptions, allowed_connections
+from postroom.runtime.natsoptions import ServerOptions, allowed_connections, client_of
 
 PROTOCOL_VERSION = "2.10.0"  # clients compare it: the nats-server whose core protocol this is
 BACKLOG = 1024
@@ -227,6 +227,7 @@ class NatsServer:
         if user is None:
             return False
         link.user, link.admitted = user, True
+        link.client = client_of(user, link.peer_address)
         return True
 
     # ---- routing ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ def attempt(call: Callable[..., object], *facts: object) -> bool:
     """Call, and report an exception in the log instead of raising it. Gives whether the call returned."""
     try:
         call(*facts)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever it is, it concerns one call alone
         _log.exception("a callback of the mail server failed: %s", getattr(call, "__qualname__", call))
         return False
     return True

@@ -191,7 +191,7 @@ class Listening:
             letter = behind.popleft()
             if letter.number in alive and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
                 run.append(letter)
-                size += letter.size
+                size += letter.cost
         return run
 
     def drained(self, link: Link) -> None:

@@ -22,7 +22,16 @@ from postroom.contracts.mail.pulling import Pulling
 from postroom.contracts.mail.shelves import Emit, Shelves, hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import EVERY_RANK, RANKS, Box, Letter, Word
+from postroom.core.mailbox import (
+    EVERY_RANK,
+    MESSAGE_COST_BYTES,
+    RANKS,
+    Account,
+    Box,
+    Letter,
+    Word,
+    cost_of,
+)
 from postroom.core.mq9 import Call, Refused, Verb, Wishes
 from postroom.core.times import NANOS_PER_S
 from postroom.system.clock import Clock, SystemClock
@@ -114,7 +123,8 @@ class Mailroom:
     def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
         try:
             call = mq9.parse(subject)
-            if call.verb == "send" and self._send_all(link, call, payloads):
+            if call.verb == "send":
+                self._send_all(link, call, payloads)
                 return
         except Refused:
             pass  # as each of them is told
@@ -162,6 +172,7 @@ class Mailroom:
     def closed(self, link: Link) -> None:
         self._listening.close(link)
         self._pulling.close(link)
+        self._agents.close(link)
         self.flush()
 
     def drained(self, link: Link) -> None:
@@ -202,12 +213,19 @@ class Mailroom:
 
     def stats(self) -> dict[str, int]:
         """Counts, and nothing that names a mailbox."""
-        shelves = self._shelves
+        shelves, options = self._shelves, self._shelves.options
         return {
             "mailboxes": len(shelves.boxes),
             "messages": shelves.letters,
             "bytes": shelves.stored_bytes,
             "agents": len(shelves.agents),
+            "clients": len(shelves.accounts),
+            "stored_bytes_max": options.stored_bytes_max,
+            "quota_messages": options.quota_messages,
+            "quota_bytes": options.quota_bytes,
+            "client_quota_bytes": options.client_quota_bytes,
+            "client_quota_mailboxes": options.client_quota_mailboxes,
+            "client_quota_agents": options.client_quota_agents,
         }
 
     @property
@@ -266,7 +284,13 @@ class Mailroom:
             return
         mail_id = name or self._shelves.private_id(mq9.checked_prefix(body.prefix) if body.prefix else "")
         box = self._shelves.open(
-            mail_id, ttl_s, public=public, named=bool(name), desc=desc, creator=request.link.user
+            mail_id,
+            ttl_s,
+            public=public,
+            named=bool(name),
+            desc=desc,
+            creator=request.link.user,
+            client=request.link.client,
         )
         box.creator_link = request.link.number
         self._shelves.commit("group", self._created, box, request)
@@ -314,8 +338,10 @@ class Mailroom:
         durable = storage != "memory"
         if durable:
             shelves.check_log(storage)
-        shelves.admit(box, len(payload) + len(headers))
-        letter = self._letter(word, headers, payload, wishes, durable=durable)
+        account = shelves.accounts.of(request.link.client)
+        cost = cost_of(len(payload) + len(headers), wishes.key, wishes.tags)
+        shelves.admit(box, account, 1, cost)
+        letter = self._letter(word, headers, payload, wishes, cost, account, durable=durable)
         if not (durable or letter.due_ns or box.syncing):
             shelves.put_at_once(box, letter, request.link.user)
             if request.reply:
@@ -327,22 +353,22 @@ class Mailroom:
         else:
             shelves.commit_letter(box, storage, self._arrived, box, letter, request)
 
-    def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> bool:
-        """Send what asks for nothing but to be stored. False when each has to be looked at for itself."""
+    def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> None:
+        """Send what asks for nothing but to be stored. Raises `Refused` when not all of them fit."""
         shelves = self._shelves
         box = shelves.find(call.mail_id)
         word = cast("Word", call.detail)
         storage = shelves.storage(RANKS[word])
         durable = storage != "memory"
-        nbytes = sum(map(len, payloads))
-        if not shelves.admits_all(nbytes):
-            return False
+        account = shelves.accounts.of(link.client)
+        nbytes = sum(map(len, payloads)) + MESSAGE_COST_BYTES * len(payloads)
+        shelves.admit(box, account, len(payloads), nbytes)
         if durable:
             shelves.check_log(storage)
-        rank, now_us = RANKS[word], shelves.clock.wall_us()
+        rank, now_us, overhead = RANKS[word], shelves.clock.wall_us(), MESSAGE_COST_BYTES
         first = shelves.next_numbers(len(payloads))
         letters = [
-            Letter(number, word, rank, len(payload), payload, b"", now_us, durable)
+            Letter(number, word, rank, len(payload) + overhead, payload, b"", now_us, durable, account)
             for number, payload in enumerate(payloads, first)
         ]
         if durable or box.syncing:
@@ -350,14 +376,23 @@ class Mailroom:
             shelves.commit_letter(box, storage, shelves.all_arrived, box, letters, nbytes, link.user)
         else:
             shelves.put_all_at_once(box, letters, nbytes, link.user)
-        return True
 
-    def _letter(self, word: Word, headers: bytes, payload: bytes, wishes: Wishes, *, durable: bool) -> Letter:
+    def _letter(
+        self,
+        word: Word,
+        headers: bytes,
+        payload: bytes,
+        wishes: Wishes,
+        cost: int,
+        account: Account,
+        *,
+        durable: bool,
+    ) -> Letter:
         shelves = self._shelves
         number, now_us = shelves.next_number(), shelves.clock.wall_us()
-        rank, size = RANKS[word], len(payload) + len(headers)
+        rank = RANKS[word]
         if wishes is mq9.PLAIN:
-            return Letter(number, word, rank, size, payload, headers, now_us, durable)
+            return Letter(number, word, rank, cost, payload, headers, now_us, durable, account)
         now_ns = shelves.now_ns()
         delay_ns = round(wishes.delay_s * NANOS_PER_S)
         ttl_ns = round(wishes.ttl_s * NANOS_PER_S)
@@ -365,11 +400,12 @@ class Mailroom:
             number,
             word,
             rank,
-            size,
+            cost,
             payload,
             headers,
             now_us,
             durable,
+            account,
             expires_ns=now_ns + ttl_ns if ttl_ns else 0,
             due_ns=now_ns + delay_ns if delay_ns else 0,
             key=wishes.key,
@@ -430,8 +466,8 @@ class Mailroom:
             "unregister": self._agents.unregister,
             "report": self._agents.report,
         }
-        changes[request.call.verb](request.payload)
-        self._shelves.commit("group", request.answer, replies.done())
+        facts = changes[request.call.verb](request.link, request.payload)
+        self._shelves.commit("group", request.answer, replies.done(**facts))
 
     def _discover(self, request: _Request) -> None:
         request.answer(replies.done(agents=self._agents.discover(request.payload)))
@@ -459,7 +495,7 @@ class Mailroom:
             letter,
             number=shelves.next_number(),
             headers=said + rest,
-            size=len(letter.payload) + len(said) + len(rest),
+            cost=cost_of(len(letter.payload) + len(said) + len(rest), "", letter.tags),
             expires_ns=0,
             key="",
         )
@@ -480,6 +516,7 @@ class Mailroom:
             named=True,
             desc="dead letters",
             creator=box.creator,
+            client=box.account.client,
         )
         dead.safe = True
         return dead

@@ -21,7 +21,15 @@ from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
 from postroom.contracts.mail.segments import SegmentLog
-from postroom.core.mailbox import Box, Letter, PullGroup
+from postroom.core.mailbox import (
+    GROUP_COST_BYTES,
+    MAILBOX_COST_BYTES,
+    MESSAGE_COST_BYTES,
+    Account,
+    Box,
+    Letter,
+    PullGroup,
+)
 from postroom.core.mq9 import Refused
 from postroom.core.times import NANOS_PER_S
 from postroom.system.clock import Clock
@@ -31,8 +39,10 @@ CLAIM_AHEAD = 1 << 20  # messages before a block of numbers ends at which the ne
 EXPIRED_KEPT_MAX = 10_000  # mailboxes of which is remembered that they have expired
 DEADLINES_A_TURN_MAX = 200
 GRAVES_A_TURN_MAX = 20_000  # letters of expired mailboxes that are let go in one turn
+ACCOUNTS_TIDIED_FROM = 1_024  # of so many clients those are forgotten that have stored nothing
 LABEL_CHARS = 16
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
+MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of the cost of a letter: what the log does not have
 MICROS_PER_S = 1_000_000
 
 Ripe = Literal["box", "letter", "delayed", "wait"]
@@ -63,6 +73,30 @@ def hashed(mail_id: str) -> str:
     return hashlib.sha256(mail_id.encode()).hexdigest()[:LABEL_CHARS]
 
 
+class Accounts:
+    """The clients that have stored something. Reconnecting changes nothing of what a client has used."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._tidy_at = ACCOUNTS_TIDIED_FROM
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def of(self, client: str) -> Account:
+        """A client's account, for one call: an empty one may be dropped at any later one."""
+        account = self._accounts.get(client)
+        if account is None:
+            if len(self._accounts) >= self._tidy_at:
+                self._tidy()
+            account = self._accounts[client] = Account(client)
+        return account
+
+    def _tidy(self) -> None:
+        self._accounts = {client: each for client, each in self._accounts.items() if not each.empty}
+        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self._accounts))
+
+
 class Shelves:
     """All mailboxes of one server."""
 
@@ -81,8 +115,9 @@ class Shelves:
         self.by_serial: dict[int, Box] = {}
         self.public: dict[str, Box] = {}
         self.agents: dict[str, records.Agent] = {}
+        self.accounts = Accounts()
         self.stored_bytes = self.letters = 0
-        self._durable_bytes = 0
+        self._durable_bytes = 0  # about what everything alive takes up in the log
         self._run_soon = run_soon
         self._watcher: Watcher | None = None
         self._serial = 0
@@ -127,6 +162,7 @@ class Shelves:
         for opened in found.alive():
             self._restore_box(opened, found)
         self.agents = {name: agent for name, agent in found.agents.items() if agent.card}
+        self._durable_bytes += sum(len(agent.card) + RECORD_BYTES for agent in self.agents.values())
         for name, damage in log.damage:
             self.tell("quarantined", detail={"file": name, "offset": damage.offset, "bytes": damage.length})
         return found.start + 1
@@ -137,12 +173,13 @@ class Shelves:
         box = self._make(opened.serial, opened.mail_id, public=opened.public, named=opened.named)
         box.desc, box.creator, box.created_us = opened.desc, opened.creator, opened.created_us
         box.safe = True
+        self._charge(box, self.accounts.of(opened.client))
         # A clock that was set back meanwhile must not give a mailbox more than it had.
         left_us = min(end.expires_us - now_us, round(end.ttl_s * MICROS_PER_S))
         expires_ns = max(1, now_ns + left_us * NANOS_PER_US) if end.expires_us else 0
         self._set_end(box, end.ttl_s, end.expires_us, expires_ns)
         for put in found.letters(opened.serial):
-            letter = letter_of(put, now_ns, now_us)
+            letter = letter_of(put, self.accounts.of(put.client), now_ns, now_us)
             self._count(letter, 1)
             if letter.due_ns:
                 self._delay(box, letter)
@@ -153,6 +190,7 @@ class Shelves:
             group.through = list(pulled.through)
             group.done = {number for number in pulled.done if number in box.letters}
             box.groups[pulled.group] = group
+            self._add_cost(box, GROUP_COST_BYTES)
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
@@ -175,13 +213,24 @@ class Shelves:
         shape = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
         return f"{prefix}.{shape}" if prefix else shape
 
-    def open(self, mail_id: str, ttl_s: float, *, public: bool, named: bool, desc: str, creator: str) -> Box:
+    def open(
+        self,
+        mail_id: str,
+        ttl_s: float,
+        *,
+        public: bool,
+        named: bool,
+        desc: str,
+        creator: str,
+        client: str,
+    ) -> Box:
         """A new mailbox. It counts as created after `commit`."""
-        if len(self.boxes) >= self.options.mailboxes_max:
-            raise Refused(429, f"there are {self.options.mailboxes_max} mailboxes, which is the limit")
+        account = self.accounts.of(client)
+        self._admit_box(account, MAILBOX_COST_BYTES + len(desc))
         self._serial += 1
         box = self._make(self._serial, mail_id, public=public, named=named)
         box.desc, box.creator, box.created_us = desc, creator, self.clock.wall_us()
+        self._charge(box, account)
         if ttl_s:
             ends_us = box.created_us + round(ttl_s * MICROS_PER_S)
             self._set_end(box, ttl_s, ends_us, self.now_ns() + round(ttl_s * NANOS_PER_S))
@@ -191,6 +240,39 @@ class Shelves:
             self.log.append(opened_record(box))
         self.tell("created", queue=box.label, type="mailbox", sender=creator, detail={"ttl_s": ttl_s})
         return box
+
+    def _admit_box(self, account: Account, cost: int) -> None:
+        options = self.options
+        if len(self.boxes) >= options.mailboxes_max:
+            raise Refused(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")
+        if options.client_quota_mailboxes and account.mailboxes >= options.client_quota_mailboxes:
+            raise Refused(429, f"this client has {options.client_quota_mailboxes} mailboxes, its quota")
+        self._admit_cost(account, cost)
+
+    def _admit_cost(self, account: Account, cost: int) -> None:
+        options = self.options
+        if options.client_quota_bytes and account.bytes + cost > options.client_quota_bytes:
+            raise Refused(
+                429, f"this client may store {options.client_quota_bytes} bytes, which is its quota"
+            )
+        if self.stored_bytes + cost > options.stored_bytes_max:
+            raise Refused(429, f"the server stores {options.stored_bytes_max} bytes, which is its limit")
+
+    def _charge(self, box: Box, account: Account) -> None:
+        """Count a mailbox against who created it."""
+        box.account = account
+        account.mailboxes += 1
+        self._add_cost(box, MAILBOX_COST_BYTES + len(box.desc))
+
+    def _add_cost(self, box: Box, cost: int) -> None:
+        box.cost += cost
+        box.account.bytes += cost
+        self.stored_bytes += cost
+
+    def admit_group(self, box: Box) -> None:
+        """Count a new pull group against who created the mailbox, or refuse it."""
+        self._admit_cost(box.account, GROUP_COST_BYTES)
+        self._add_cost(box, GROUP_COST_BYTES)
 
     def extend(self, box: Box, ttl_s: float) -> None:
         """Give a mailbox so long from now on, if that is more than it has."""
@@ -220,6 +302,8 @@ class Shelves:
         box.gone = True
         del self.boxes[box.mail_id], self.by_serial[box.serial]
         self.public.pop(box.mail_id, None)
+        box.account.mailboxes -= 1
+        self._add_cost(box, -box.cost)
         self._expired[hashed(box.mail_id)] = None
         if len(self._expired) > EXPIRED_KEPT_MAX:
             del self._expired[next(iter(self._expired))]
@@ -251,21 +335,20 @@ class Shelves:
         """How a rank is stored."""
         return self._storages[rank] if self.log is not None else "memory"
 
-    def admit(self, box: Box, size: int) -> None:
-        """Refuse what does not fit."""
+    def admit(self, box: Box, account: Account, count: int, cost: int) -> None:
+        """Refuse letters that do not fit all together."""
         options = self.options
         held = len(box.letters) + len(box.delayed) + box.reserved
-        if options.quota_messages and held >= options.quota_messages:
+        if options.quota_messages and held + count > options.quota_messages:
             raise Refused(429, f"the mailbox holds {options.quota_messages} messages, which is its quota")
-        if options.quota_bytes and box.bytes + box.reserved_bytes + size > options.quota_bytes:
+        if options.quota_bytes and box.bytes + box.reserved_bytes + cost > options.quota_bytes:
             raise Refused(429, f"the mailbox may hold {options.quota_bytes} bytes, which is its quota")
-        if self.stored_bytes + size > options.stored_bytes_max:
-            raise Refused(429, f"the server holds {options.stored_bytes_max} bytes of messages, its limit")
+        self._admit_cost(account, cost)
 
     def write(self, box: Box, letter: Letter) -> None:
         """Reserve room for a letter, and write it down if its class says so."""
         box.reserved += 1
-        box.reserved_bytes += letter.size
+        box.reserved_bytes += letter.cost
         self._count(letter, 1)
         if letter.durable and self.log is not None:
             self.log.append(put_record(box, letter, self.clock))
@@ -315,22 +398,16 @@ class Shelves:
 
     # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
 
-    def admits_all(self, nbytes: int) -> bool:
-        """Whether no limit is near, so that nobody has to look at each letter for itself."""
-        options = self.options
-        return not (options.quota_messages or options.quota_bytes) and (
-            self.stored_bytes + nbytes <= options.stored_bytes_max
-        )
-
     def write_all(self, box: Box, letters: list[Letter], nbytes: int) -> None:
-        """As `write`, for plain letters of one rank."""
+        """As `write`, for plain letters of one rank and one sender; `nbytes` is what they cost together."""
         box.reserved += len(letters)
         box.reserved_bytes += nbytes
         self._count_all(letters, nbytes)
         if not letters[0].durable or self.log is None:
             return
         first, payloads = letters[0], [letter.payload for letter in letters]
-        row = records.PutRow(box.serial, first.number, first.word, first.created_us, payloads)
+        client = first.account.client
+        row = records.PutRow(box.serial, first.number, first.word, first.created_us, payloads, client)
         for record in [row] if nbytes <= records.ROW_BYTES_MAX else row.puts():
             self.log.append(record)
 
@@ -357,13 +434,14 @@ class Shelves:
     def _count_all(self, letters: list[Letter], nbytes: int) -> None:
         self.letters += len(letters)
         self.stored_bytes += nbytes
+        letters[0].account.bytes += nbytes
         if letters[0].durable:
-            self._durable_bytes += nbytes + RECORD_BYTES * len(letters)
+            self._durable_bytes += nbytes - MEMORY_ONLY_BYTES * len(letters)
 
     def arrived(self, box: Box, letter: Letter, sender: str = "") -> bool:
         """A letter is stored. False when its mailbox has gone meanwhile."""
         box.reserved -= 1
-        box.reserved_bytes -= letter.size
+        box.reserved_bytes -= letter.cost
         if box.gone:
             self._count(letter, -1)
             return False
@@ -382,7 +460,7 @@ class Shelves:
     def postponed(self, box: Box, letter: Letter) -> bool:
         """A letter that waits is stored. False when its mailbox has gone meanwhile."""
         box.reserved -= 1
-        box.reserved_bytes -= letter.size
+        box.reserved_bytes -= letter.cost
         if box.gone:
             self._count(letter, -1)
             return False
@@ -408,10 +486,12 @@ class Shelves:
             self._watcher.removed(box, letter.number)
 
     def _count(self, letter: Letter, change: int) -> None:
+        cost = change * letter.cost
         self.letters += change
-        self.stored_bytes += change * letter.size
+        self.stored_bytes += cost
+        letter.account.bytes += cost
         if letter.durable:
-            self._durable_bytes += change * (letter.size + RECORD_BYTES)
+            self._durable_bytes += cost - change * MEMORY_ONLY_BYTES
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -500,10 +580,12 @@ class Shelves:
 
     def keep_agent(self, agent: records.Agent) -> None:
         """Write down what is known of an agent now; without a card it is gone."""
+        known = self.agents.pop(agent.name, None)
+        if known is not None:
+            self._durable_bytes -= len(known.card) + RECORD_BYTES
         if agent.card:
             self.agents[agent.name] = agent
-        else:
-            self.agents.pop(agent.name, None)
+            self._durable_bytes += len(agent.card) + RECORD_BYTES
         if self.log is not None:
             self.log.append(agent)
 
