@@ -1209,7 +1209,8 @@ def test_a_full_disk_refuses_what_is_durable_and_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", full)
-        assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"waits") is None
+        rooms.room.published(link, f"{MSG}{mail_id}.urgent", "", b"", b"waits")  # nobody can be told
+        assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
         rooms.tick()
         assert rooms.room.trouble

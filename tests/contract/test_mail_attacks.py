@@ -1,13 +1,15 @@
 """The mail server under hostile clients: exceptions, registry, quotas, full disks."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import agents
+from postroom.contracts.mail import agents, segments
 from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
 from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
@@ -109,7 +111,7 @@ def test_a_name_that_another_client_holds_cannot_be_taken_changed_or_removed(roo
     assert agent(rooms, holder, "REGISTER", name="ada", mailbox="ada.in", text="mine")["error"] == ""
     for verb in ("REGISTER", "REPORT", "UNREGISTER"):
         assert agent(rooms, thief, verb, name="ada", text="theirs")["code"] == 409
-        assert agent(rooms, thief, verb, name="ada", **{"secret": "guess"})["code"] == 409
+        assert agent(rooms, thief, verb, name="ada", secret=verb)["code"] == 409
     assert agent(rooms, thief, "UNREGISTER", mailbox="ada.in")["code"] == 409
     assert agent(rooms, thief, "REGISTER", name="eve", mailbox="ada.in")["error"] == ""
     assert agent(rooms, thief, "REGISTER", name="ada.in")["error"] == ""
@@ -294,3 +296,169 @@ def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) ->
     assert rooms.room.stats() | {"clients": 0} == start | {"clients": 0}
     assert rooms.room._shelves.accounts.of(other.client).empty
     assert rooms.room._shelves._durable_bytes == 0
+
+
+# ---- the log -----------------------------------------------------------------------------------
+
+
+def on_disk(rooms: Rooms) -> bytes:
+    assert rooms.folder is not None
+    return b"".join(path.read_bytes() for path in sorted(rooms.folder.glob("mail-*.log*")))
+
+
+def pass_time(rooms: Rooms, seconds: float, step_s: float = 5.0) -> None:
+    for _ in range(round(seconds / step_s)):
+        rooms.tick(step_s)
+
+
+def test_what_was_deleted_replaced_or_expired_leaves_the_disk_within_a_minute(rooms: Rooms) -> None:
+    link = FakeLink()
+    kept, short = rooms.create(link, ttl=0), rooms.create(link, ttl=10)
+    numbers = [rooms.send(link, kept, b"kept-%d" % number * 100, "critical") for number in range(20)]
+    deleted = rooms.send(link, kept, b"secret-deleted", "critical")
+    rooms.send(link, short, b"secret-expired", "urgent")
+    keyed = b"NATS/1.0\r\nmq9-key: k\r\nmq9-priority: urgent\r\n\r\n"
+    rooms.request(link, f"{NEWEST}SEND.{kept}", b"secret-replaced", keyed)
+    rooms.request(link, f"{NEWEST}SEND.{kept}", b"newest", keyed)
+    agent(rooms, link, "REGISTER", name="ada", text="secret-card")
+    agent(rooms, link, "UNREGISTER", name="ada")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{kept}.{deleted}")
+    pass_time(rooms, 10)
+    assert on_disk(rooms).count(b"secret-") == 4
+    pass_time(rooms, 60)
+    assert b"secret-" not in on_disk(rooms)
+    rooms.reopen()
+    rooms.subscribe(link, f"{kept}.*")
+    assert [got.msg_id for got in link.got][:20] == numbers
+    assert link.payloads()[20:] == [b"newest"]
+
+
+def test_what_was_deleted_before_a_restart_leaves_the_disk_too(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    number = rooms.send(link, mail_id, b"secret", "critical")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{number}")
+    rooms.reopen()
+    assert b"secret" in on_disk(rooms)
+    pass_time(rooms, 60)
+    assert b"secret" not in on_disk(rooms)
+
+
+def test_a_copy_that_gained_nothing_is_not_repeated(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 10_000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 5_000)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    for number in range(10):
+        agent(rooms, link, "REGISTER", name=f"agent-{number}", text="x" * 3_000)
+        rooms.send(link, mail_id, b"x" * 1_000, "critical")
+    log = rooms.room._shelves.log
+    assert log is not None
+    monkeypatch.setattr(rooms.room._shelves, "_durable_bytes", 0)  # whatever it is estimated at
+    pass_time(rooms, 120)
+    sequence = log._sequence
+    pass_time(rooms, 600)
+    assert log._sequence == sequence
+
+
+def test_copies_for_the_sake_of_garbage_keep_their_pace(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    for _ in range(10):
+        rooms.send(link, mail_id, b"x" * 10_000, "critical")
+    monkeypatch.setattr(segments, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
+    agent(rooms, link, "REGISTER", name="ada")
+    copies = []
+    log = rooms.room._shelves.log
+    assert log is not None
+    copy = log.copy
+    monkeypatch.setattr(log, "copy", lambda alive, now_s: (copies.append(now_s), copy(alive, now_s)))
+    for _ in range(100):  # one removal after the other, for 500 s
+        agent(rooms, link, "REPORT", name="ada", report_info="x")
+        rooms.tick(5)
+    assert 4 <= len(copies) <= 5
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_loses_nothing(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    numbers = [rooms.send(link, mail_id, b"kept", "critical") for _ in range(5)]
+    deleted = rooms.send(link, mail_id, b"secret", "critical")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{deleted}")
+    log = rooms.room._shelves.log
+    assert log is not None
+    pass_time(rooms, 30)
+    rooms.clock.advance(5)
+    rooms.room.tick()  # the copy is asked for
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        rooms.settle()
+        assert log._copying is not None
+        patched.setattr(segments, "write_all", full)
+        rooms.tick()
+        assert rooms.room.trouble
+        assert log._copying is None
+        pass_time(rooms, 60)
+    assert on_disk(rooms).count(b"kept") == 5
+    pass_time(rooms, 120)
+    assert not rooms.room.trouble
+    assert b"secret" not in on_disk(rooms)
+    assert on_disk(rooms).count(b"kept") == 5
+    rooms.reopen()
+    rooms.subscribe(link, f"{mail_id}.*")
+    assert [got.msg_id for got in link.got] == numbers
+
+
+@pytest.mark.parametrize("storage", ["os", "group"])
+def test_every_call_that_meets_a_full_disk_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    rooms = Rooms(tmp_path, critical=storage, extend=True)
+    link = FakeLink()
+    mail_id = rooms.create(link, name="box", ttl=60)
+    number = rooms.send(link, mail_id, b"before", "urgent")
+    fetch = json.dumps({"group_name": "g", "deliver": "earliest", "config": {"max_wait_ms": 0}}).encode()
+    ack = json.dumps({"group_name": "g", "mail_address": mail_id, "msg_id": number}).encode()
+    rooms.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)
+    start = rooms.room.stats()
+    calls = {
+        f"{MSG}{mail_id}.critical": b"x",
+        f"{NEWEST}SEND.{mail_id}": b"x",
+        "$mq9.AI.MAILBOX.CREATE": b'{"name":"other","public":true}',
+        f"$mq9.AI.MAILBOX.EXTEND.{mail_id}": b'{"ttl":120}',
+        f"{NEWEST}FETCH.{mail_id}": fetch.replace(b'"g"', b'"h"'),
+        f"{NEWEST}ACK.{mail_id}": ack,
+        f"{AGENT}REGISTER": b'{"name":"ada"}',
+    }
+    headers = b"NATS/1.0\r\nmq9-priority: urgent\r\nmq9-delay: 1\r\n\r\n"
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "write_all", full)
+        for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
+            given = headers if ".SEND." in subject else b""
+            rooms.room.published(link, subject, f"_INBOX.full.{place}", given, payload)
+        rooms.room.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", b"", b"")
+        rooms.settle()
+        answers = [rooms.answer_of(link, f"_INBOX.full.{place}") for place in [*range(len(calls)), "list"]]
+        assert [answer["code"] for answer in answers] == [503] * (len(calls) + 1)
+    pass_time(rooms, 10)
+    assert not rooms.room.trouble
+    stats = rooms.room.stats()
+    assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
+    box = rooms.room._shelves.boxes[mail_id]
+    assert (box.reserved, box.reserved_bytes, box.syncing) == (0, 0, 0)
+    rooms.send(link, mail_id, b"after", "critical")
+    rooms.create(link, name="other", public=True)
+    rooms.reopen()
+    rooms.subscribe(link, f"{mail_id}.*")
+    assert link.payloads() == [b"after", b"before"]

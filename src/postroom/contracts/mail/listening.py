@@ -219,7 +219,7 @@ class Listening:
                 team.forget_all()
             if not box.named:
                 del self._audiences[box.mail_id]
-        if box.public:
+        if box.public and box.safe:
             self._announce(replies.announcement("expired", box.mail_id, "", 0))
 
     # ---- the public list -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ Rule 2: what one living connection of a group holds, no other gets.
 Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from postroom.contracts.mail import Link
@@ -36,6 +37,10 @@ class _Wait(NamedTuple):
 def _answer(link: Link, reply: str, payload: bytes) -> None:
     if reply:
         link.answer(reply, payload)
+
+
+def _refuse(link: Link, reply: str, why: str) -> None:
+    _answer(link, reply, replies.refused(Refused(503, why)))
 
 
 class Pulling:
@@ -73,7 +78,8 @@ class Pulling:
         if begins and self._shelves.log is not None:
             # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
             self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
-            self._shelves.commit("group", self._answer_or_wait, wait, asked.wait_ms)
+            fail = partial(_refuse, link, reply)
+            self._shelves.commit("group", self._answer_or_wait, wait, asked.wait_ms, fail=fail)
         else:
             self._answer_or_wait(wait, asked.wait_ms)
 
@@ -179,7 +185,8 @@ class Pulling:
         if durable and self._shelves.log is not None:
             through = list(group.through)
             self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
-            self._shelves.commit("group", _answer, link, reply, replies.done())
+            fail = partial(_refuse, link, reply)
+            self._shelves.commit("group", _answer, link, reply, replies.done(), fail=fail)
         else:
             _answer(link, reply, replies.done())
 

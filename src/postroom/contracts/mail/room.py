@@ -9,6 +9,7 @@ Rule 3: events call a private mailbox by the hash of its id.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.agents import Agents
 from postroom.contracts.mail.listening import Listening
-from postroom.contracts.mail.options import MailOptions
+from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.pulling import Pulling
 from postroom.contracts.mail.shelves import Emit, Shelves, hashed
 from postroom.core import mq9
@@ -114,7 +115,7 @@ class Mailroom:
         try:
             call = mq9.parse(subject)
             request = _Request(link, reply, call, headers, payload)
-            if call.verb in READS and self._shelves.after_earlier(call.mail_id, self._carry_out, request):
+            if call.verb in READS and self._is_early(request):
                 return
             self._verbs[call.verb](request)
         except Exception as error:  # noqa: BLE001 - one client's call must not end another's turn
@@ -130,6 +131,19 @@ class Mailroom:
             pass  # as each of them is told
         for payload in payloads:
             self.published(link, subject, "", b"", payload)
+
+    def _is_early(self, request: _Request) -> bool:
+        """Whether a call has to wait for what was sent before it. If so, it is carried out later."""
+        return self._shelves.after_earlier(
+            request.call.mail_id, self._carry_out, request, fail=self._unwritten(request)
+        )
+
+    def _unwritten(self, request: _Request) -> Callable[[str], None]:
+        """What is done with a call when the log cannot be written: its caller is told at once."""
+        return partial(self._refuse_unwritten, request)
+
+    def _refuse_unwritten(self, request: _Request, why: str) -> None:
+        self._refuse(request.link, request.reply, request.call, Refused(503, why))
 
     def _carry_out(self, request: _Request) -> None:
         """Now that what came before it is stored."""
@@ -293,7 +307,9 @@ class Mailroom:
             client=request.link.client,
         )
         box.creator_link = request.link.number
-        self._shelves.commit("group", self._created, box, request)
+        self._shelves.commit(
+            "group", self._created, box, request, fail=partial(self._uncreated, box, request)
+        )
 
     def _is_known(self, request: _Request, name: str, *, public: bool) -> bool:
         """Whether a living mailbox has this name; if so, the caller has its answer."""
@@ -305,8 +321,15 @@ class Mailroom:
             raise Refused(409, "the name belongs to a mailbox that is not public")
         self._shelves.tell("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
         answer = replies.created(name, is_new=False)
-        self._shelves.commit("memory" if box.safe else "group", request.answer, answer)
+        storage: Storage = "memory" if box.safe else "group"
+        self._shelves.commit(storage, request.answer, answer, fail=self._unwritten(request))
         return True
+
+    def _uncreated(self, box: Box, request: _Request, why: str) -> None:
+        """A mailbox that could not be written down ends: its caller is told that there is none."""
+        if not box.gone:
+            self._shelves.expire(box)
+        self._refuse_unwritten(request, why)
 
     def _created(self, box: Box, request: _Request) -> None:
         box.safe = True
@@ -324,7 +347,8 @@ class Mailroom:
             raise Refused(403, "only who created a mailbox can extend its lifetime")
         self._shelves.check_log("group")
         self._shelves.extend(box, ttl_s)
-        self._shelves.commit("group", request.answer, replies.extended(box.mail_id, ttl_s))
+        answer = replies.extended(box.mail_id, ttl_s)
+        self._shelves.commit("group", request.answer, answer, fail=self._unwritten(request))
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -347,11 +371,18 @@ class Mailroom:
             if request.reply:
                 request.answer(replies.stored(call.verb, letter.number))
             return
-        shelves.write(box, letter)
-        if letter.due_ns:
-            shelves.commit_letter(box, storage, self._postponed, box, letter, request)
-        else:
-            shelves.commit_letter(box, storage, self._arrived, box, letter, request)
+        arrived = self._postponed if letter.due_ns else self._arrived
+        if not request.reply:  # nobody can be told: it waits until it can be written
+            shelves.write(box, letter)
+            shelves.commit_letter(box, storage, arrived, box, letter, request)
+            return
+        shelves.write(box, letter, droppable=True)
+        fail = partial(self._unsent, box, letter, request)
+        shelves.commit_letter(box, storage, arrived, box, letter, request, fail=fail)
+
+    def _unsent(self, box: Box, letter: Letter, request: _Request, why: str) -> None:
+        self._shelves.forgo(box, letter)
+        self._refuse_unwritten(request, why)
 
     def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> None:
         """Send what asks for nothing but to be stored. Raises `Refused` when not all of them fit."""
@@ -446,7 +477,8 @@ class Mailroom:
         shelves.tell(
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
         )
-        shelves.commit(storage, request.answer, replies.deleted(call.verb, found=True))
+        answer = replies.deleted(call.verb, found=True)
+        shelves.commit(storage, request.answer, answer, fail=self._unwritten(request))
 
     # ---- the newest dialect --------------------------------------------------------------------
 
@@ -467,7 +499,8 @@ class Mailroom:
             "report": self._agents.report,
         }
         facts = changes[request.call.verb](request.link, request.payload)
-        self._shelves.commit("group", request.answer, replies.done(**facts))
+        answer = replies.done(**facts)
+        self._shelves.commit("group", request.answer, answer, fail=self._unwritten(request))
 
     def _discover(self, request: _Request) -> None:
         request.answer(replies.done(agents=self._agents.discover(request.payload)))

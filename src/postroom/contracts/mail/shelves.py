@@ -10,6 +10,7 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,7 +21,7 @@ from postroom.contracts.mail import records
 from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
-from postroom.contracts.mail.segments import SegmentLog
+from postroom.contracts.mail.segments import Fail, SegmentLog
 from postroom.core.mailbox import (
     GROUP_COST_BYTES,
     MAILBOX_COST_BYTES,
@@ -163,6 +164,8 @@ class Shelves:
             self._restore_box(opened, found)
         self.agents = {name: agent for name, agent in found.agents.items() if agent.card}
         self._durable_bytes += sum(len(agent.card) + RECORD_BYTES for agent in self.agents.values())
+        if found.removed or found.gone:
+            log.note_garbage()
         for name, damage in log.damage:
             self.tell("quarantined", detail={"file": name, "offset": damage.offset, "bytes": damage.length})
         return found.start + 1
@@ -311,7 +314,7 @@ class Shelves:
         if box.delayed:
             self._graves.append(box.delayed)
         if self.log is not None:
-            self.log.append(records.Gone(box.serial))
+            self.log.supersede(records.Gone(box.serial))
         self.tell("expired", queue=box.label, type="mailbox")
         if self._watcher is not None:
             self._watcher.gone(box)
@@ -345,43 +348,68 @@ class Shelves:
             raise Refused(429, f"the mailbox may hold {options.quota_bytes} bytes, which is its quota")
         self._admit_cost(account, cost)
 
-    def write(self, box: Box, letter: Letter) -> None:
-        """Reserve room for a letter, and write it down if its class says so."""
+    def write(self, box: Box, letter: Letter, *, droppable: bool = False) -> None:
+        """Reserve room for a letter, and write it down if its class says so.
+
+        A droppable one is given up when it cannot be written; `forgo` is to be called then.
+        """
         box.reserved += 1
         box.reserved_bytes += letter.cost
         self._count(letter, 1)
         if letter.durable and self.log is not None:
-            self.log.append(put_record(box, letter, self.clock))
+            self.log.append(put_record(box, letter, self.clock), droppable=droppable)
 
-    def commit(self, storage: Storage, call: Callable[..., object], *facts: object) -> None:
-        """Do something when what was appended so far counts as stored."""
+    def forgo(self, box: Box, letter: Letter) -> None:
+        """Give up a letter that could not be written."""
+        box.reserved -= 1
+        box.reserved_bytes -= letter.cost
+        self._count(letter, -1)
+
+    def commit(
+        self, storage: Storage, call: Callable[..., object], *facts: object, fail: Fail | None = None
+    ) -> None:
+        """Do something when what was appended so far counts as stored; `fail` when it cannot be written."""
         if self.log is None or storage == "memory":
             call(*facts)
         elif storage == "os":
-            self.log.after_write(call, *facts)
+            self.log.after_write(call, *facts, fail=fail)
         else:
-            self.log.after_sync(call, *facts)
+            self.log.after_sync(call, *facts, fail=fail)
 
-    def commit_letter(self, box: Box, storage: Storage, call: Callable[..., object], *facts: object) -> None:
+    def commit_letter(
+        self,
+        box: Box,
+        storage: Storage,
+        call: Callable[..., object],
+        *facts: object,
+        fail: Fail | None = None,
+    ) -> None:
         """As `commit`, and not before what the same mailbox took earlier: its letters arrive in order."""
         if self.log is None:
             call(*facts)
         elif storage == "group" or (box.syncing and not self.log.trouble):
             box.syncing += 1
-            self.log.after_sync(self._synced, box, call, facts)
+            unsynced = partial(self._unsynced, box, fail) if fail is not None else None
+            self.log.after_sync(self._synced, box, call, facts, fail=unsynced)
         else:
-            self.commit(storage, call, *facts)
+            self.commit(storage, call, *facts, fail=fail)
 
     def _synced(self, box: Box, call: Callable[..., object], facts: tuple[object, ...]) -> None:
         box.syncing -= 1
         call(*facts)
 
-    def after_earlier(self, mail_id: str, call: Callable[..., object], *facts: object) -> bool:
+    def _unsynced(self, box: Box, fail: Fail, why: str) -> None:
+        box.syncing -= 1
+        fail(why)
+
+    def after_earlier(
+        self, mail_id: str, call: Callable[..., object], *facts: object, fail: Fail | None = None
+    ) -> bool:
         """Do something when all that a mailbox has taken so far is stored. False when it is already."""
         box = self.boxes.get(mail_id)
         if box is None or not box.reserved or self.log is None or self.log.trouble:
             return False
-        self.commit("group" if box.syncing else "os", call, *facts)
+        self.commit("group" if box.syncing else "os", call, *facts, fail=fail)
         return True
 
     def check_log(self, storage: Storage) -> None:
@@ -481,7 +509,7 @@ class Shelves:
     def _let_go(self, box: Box, letter: Letter) -> None:
         self._count(letter, -1)
         if letter.durable and self.log is not None:
-            self.log.append(records.Removed(box.serial, [letter.number]))
+            self.log.supersede(records.Removed(box.serial, [letter.number]))
         if self._watcher is not None:
             self._watcher.removed(box, letter.number)
 
@@ -504,8 +532,9 @@ class Shelves:
         if not self._digging:
             self._dig()
         if self.log is not None:
-            if self.log.wants_copy(self._durable_bytes + RECORD_BYTES * len(self.boxes)):
-                self.log.copy(self._alive())
+            now_s = self.now_ns() / NANOS_PER_S
+            if self.log.wants_copy(self._durable_bytes + RECORD_BYTES * len(self.boxes), now_s):
+                self.log.copy(self._alive(), now_s)
             self.log.tick()
 
     def _dig(self) -> None:
@@ -558,7 +587,7 @@ class Shelves:
         self._count(letter, -1)
         self.write(box, letter)
         if letter.durable and self.log is not None:
-            self.log.append(records.Removed(box.serial, [number]))
+            self.log.supersede(records.Removed(box.serial, [number]))
         self.commit_letter(box, self.storage(letter.rank), self.arrived, box, letter)
 
     # ---- compaction ----------------------------------------------------------------------------
@@ -587,7 +616,7 @@ class Shelves:
             self.agents[agent.name] = agent
             self._durable_bytes += len(agent.card) + RECORD_BYTES
         if self.log is not None:
-            self.log.append(agent)
+            self.log.supersede(agent)
 
     # ---- events --------------------------------------------------------------------------------
 
