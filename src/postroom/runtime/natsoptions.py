@@ -15,6 +15,10 @@ TOKEN_USER = "token"  # noqa: S105 - whoever brings the token: many may have the
 CONNECTIONS_MAX = 65_536
 SUBSCRIPTIONS_MAX = 100_000  # of one connection
 PENDING_BYTES_MAX = 64 * 1024 * 1024
+LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before it has logged in
+LOGINS_MAX = 64  # connections of one address that have not logged in yet
+UNFINISHED_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages on all connections of one address
+WRONG_LOGIN_S = 0.2  # before a wrong password is answered
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 10.0
@@ -58,12 +62,12 @@ class ServerOptions:
         return said.user if password is not None and _same(said.password, password) else None
 
 
-def client_of(user: str, address: str) -> str:
+def client_of(user: str, network: str) -> str:
     """Whose quota a connection uses: who logged in by name, otherwise its network address."""
-    return f"user:{user}" if user not in ("", TOKEN_USER) else f"address:{_network(address)}"
+    return f"user:{user}" if user not in ("", TOKEN_USER) else f"address:{network}"
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """An IPv4 address, or the network of 64 bits of an IPv6 address, which one client has to itself."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
