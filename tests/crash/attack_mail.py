@@ -119,8 +119,12 @@ class Client:
         self._commands: list[wire.Command] = []
         self._asked = 0
         options = {"verbose": False, "headers": True, "no_responders": True, **login}
-        self.send(wire.connect(options) + b"SUB _INBOX.* 1\r\nPING\r\n")
-        self.until(wire.Pong)
+        try:
+            self.send(wire.connect(options) + b"SUB _INBOX.* 1\r\nPING\r\n")
+            self.until(wire.Pong)
+        except BaseException:
+            self.socket.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -372,9 +376,16 @@ def _round_with_logins(folder: Path, tally: Tally, rng: Random) -> None:
 def _round_on_small_disk(folder: Path, tally: Tally, rng: Random) -> None:
     try:
         with mounted(folder), serving(folder) as server:
-            starve(server, tally, rng)
+            _launch(starve, server, tally, rng)
     except NotPermitted:
         tally.count("disks_not_mounted")
+
+
+def _launch(attack: Attack, server: Server, tally: Tally, rng: Random) -> None:
+    try:
+        attack(server, tally, rng)
+    except OSError as error:
+        tally.breaks(f"{attack.__name__} was not answered: {error}")
 
 
 def _beside_good_client(
@@ -383,7 +394,7 @@ def _beside_good_client(
     good = GoodClient(server, f"good{rng.randrange(1 << 32)}", **login)
     for attack in attacks:
         before = len(good.acknowledged)
-        attack(server, tally, rng)
+        _launch(attack, server, tally, rng)
         if not good.trouble and len(good.acknowledged) == before:
             tally.breaks(f"the good client was acknowledged nothing during {attack.__name__}")
         server.measure()
