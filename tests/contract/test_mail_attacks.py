@@ -240,7 +240,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     rooms.send(FakeLink(), mail_id, b"x", word)
     rooms.tick(60)
     assert rooms.room.stats()["bytes"] == 0
-    assert all(account.empty for account in rooms.room._shelves.accounts._accounts.values())
+    assert all(account.empty for account in rooms.room._shelves.accounts.values())
 
 
 def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) ->
         rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{number}")
     assert (box.bytes, box.reserved, box.reserved_bytes) == (0, 0, 0)
     assert rooms.room.stats() | {"clients": 0} == start | {"clients": 0}
-    assert rooms.room._shelves.accounts.of(other.client).empty
+    assert rooms.room._shelves.accounts[other.client].empty
     assert rooms.room._shelves._durable_bytes == 0
 
 

@@ -174,7 +174,7 @@ class Agents:
         entry = self._entries.get(agent.name)
         if entry is None and len(self._entries) >= AGENTS_MAX:
             raise Refused(429, f"there are {AGENTS_MAX} agents, which is the limit")
-        account, quota = self._shelves.accounts.of(agent.client), self._shelves.options.client_quota_agents
+        account, quota = self._shelves.accounts[agent.client], self._shelves.options.client_quota_agents
         is_own = entry is not None and entry.account is account
         if quota and not is_own and account.agents >= quota:
             raise Refused(429, f"this client has registered {quota} agents, which is its quota")
@@ -188,7 +188,7 @@ class Agents:
     def _add(self, agent: Agent, link: int) -> None:
         card = _decoded(agent.card)
         words = _card_words(card)
-        account = self._shelves.accounts.of(agent.client)
+        account = self._shelves.accounts[agent.client]
         aliases = mq9.agent_names(card)[1:]
         entry = _Entry(account, _cost(agent.card, words), aliases, link)
         self._entries[agent.name] = entry

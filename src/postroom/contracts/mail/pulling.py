@@ -7,7 +7,6 @@ Rule 2: what one living connection of a group holds, no other gets.
 Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 from postroom.contracts.mail import Link
@@ -39,7 +38,7 @@ def _answer(link: Link, reply: str, payload: bytes) -> None:
         link.answer(reply, payload)
 
 
-def _refuse(link: Link, reply: str, why: str) -> None:
+def _refuse(link: Link, reply: str, _: bytes, why: str) -> None:
     _answer(link, reply, replies.refused(Refused(503, why)))
 
 
@@ -78,10 +77,13 @@ class Pulling:
         if begins and self._shelves.log is not None:
             # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
             self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
-            fail = partial(_refuse, link, reply)
-            self._shelves.commit("group", self._answer_or_wait, wait, asked.wait_ms, fail=fail)
+            commit = self._shelves.commit
+            commit("group", self._answer_or_wait, wait, asked.wait_ms, fail=self._refuse_wait)
         else:
             self._answer_or_wait(wait, asked.wait_ms)
+
+    def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
+        _refuse(wait.link, wait.reply, b"", why)
 
     def _answer_or_wait(self, wait: _Wait, wait_ms: int) -> None:
         if wait.box.gone or self._try(wait):
@@ -185,8 +187,7 @@ class Pulling:
         if durable and self._shelves.log is not None:
             through = list(group.through)
             self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
-            fail = partial(_refuse, link, reply)
-            self._shelves.commit("group", _answer, link, reply, replies.done(), fail=fail)
+            self._shelves.commit("group", _answer, link, reply, replies.done(), fail=_refuse)
         else:
             _answer(link, reply, replies.done())
 

@@ -9,7 +9,6 @@ Rule 3: events call a private mailbox by the hash of its id.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -86,6 +85,8 @@ class Mailroom:
         self._agents = Agents(self._shelves)
         self._listening.failed = self._pulling.failed = self._delivery_failed
         self._shelves.watch(self)
+        self._on_arrived, self._on_postponed = self._arrived, self._postponed  # bound once, for every letter
+        self._on_unsent, self._on_created, self._on_uncreated = self._unsent, self._created, self._uncreated
         self._relief: asyncio.Future[None] | None = None
         self._trouble = ""
         self._verbs: dict[Verb, Callable[[_Request], None]] = {
@@ -135,15 +136,18 @@ class Mailroom:
     def _is_early(self, request: _Request) -> bool:
         """Whether a call has to wait for what was sent before it. If so, it is carried out later."""
         return self._shelves.after_earlier(
-            request.call.mail_id, self._carry_out, request, fail=self._unwritten(request)
+            request.call.mail_id, self._carry_out, request, fail=self._refuse_unwritten
         )
 
-    def _unwritten(self, request: _Request) -> Callable[[str], None]:
-        """What is done with a call when the log cannot be written: its caller is told at once."""
-        return partial(self._refuse_unwritten, request)
-
     def _refuse_unwritten(self, request: _Request, why: str) -> None:
+        """The log cannot be written: the caller is told at once."""
         self._refuse(request.link, request.reply, request.call, Refused(503, why))
+
+    def _answer(self, request: _Request, payload: bytes) -> None:
+        request.answer(payload)
+
+    def _unanswered(self, request: _Request, _: bytes, why: str) -> None:
+        self._refuse_unwritten(request, why)
 
     def _carry_out(self, request: _Request) -> None:
         """Now that what came before it is stored."""
@@ -307,9 +311,7 @@ class Mailroom:
             client=request.link.client,
         )
         box.creator_link = request.link.number
-        self._shelves.commit(
-            "group", self._created, box, request, fail=partial(self._uncreated, box, request)
-        )
+        self._shelves.commit("group", self._on_created, box, request, fail=self._on_uncreated)
 
     def _is_known(self, request: _Request, name: str, *, public: bool) -> bool:
         """Whether a living mailbox has this name; if so, the caller has its answer."""
@@ -322,7 +324,7 @@ class Mailroom:
         self._shelves.tell("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
         answer = replies.created(name, is_new=False)
         storage: Storage = "memory" if box.safe else "group"
-        self._shelves.commit(storage, request.answer, answer, fail=self._unwritten(request))
+        self._shelves.commit(storage, self._answer, request, answer, fail=self._unanswered)
         return True
 
     def _uncreated(self, box: Box, request: _Request, why: str) -> None:
@@ -348,7 +350,7 @@ class Mailroom:
         self._shelves.check_log("group")
         self._shelves.extend(box, ttl_s)
         answer = replies.extended(box.mail_id, ttl_s)
-        self._shelves.commit("group", request.answer, answer, fail=self._unwritten(request))
+        self._shelves.commit("group", self._answer, request, answer, fail=self._unanswered)
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -362,8 +364,10 @@ class Mailroom:
         durable = storage != "memory"
         if durable:
             shelves.check_log(storage)
-        account = shelves.accounts.of(request.link.client)
-        cost = cost_of(len(payload) + len(headers), wishes.key, wishes.tags)
+        account = shelves.accounts[request.link.client]
+        cost = len(payload) + len(headers) + MESSAGE_COST_BYTES
+        if wishes is not mq9.PLAIN:
+            cost = cost_of(len(payload) + len(headers), wishes.key, wishes.tags)
         shelves.admit(box, account, 1, cost)
         letter = self._letter(word, headers, payload, wishes, cost, account, durable=durable)
         if not (durable or letter.due_ns or box.syncing):
@@ -371,14 +375,13 @@ class Mailroom:
             if request.reply:
                 request.answer(replies.stored(call.verb, letter.number))
             return
-        arrived = self._postponed if letter.due_ns else self._arrived
+        arrived = self._on_postponed if letter.due_ns else self._on_arrived
         if not request.reply:  # nobody can be told: it waits until it can be written
             shelves.write(box, letter)
             shelves.commit_letter(box, storage, arrived, box, letter, request)
             return
         shelves.write(box, letter, droppable=True)
-        fail = partial(self._unsent, box, letter, request)
-        shelves.commit_letter(box, storage, arrived, box, letter, request, fail=fail)
+        shelves.commit_letter(box, storage, arrived, box, letter, request, fail=self._on_unsent)
 
     def _unsent(self, box: Box, letter: Letter, request: _Request, why: str) -> None:
         self._shelves.forgo(box, letter)
@@ -391,7 +394,7 @@ class Mailroom:
         word = cast("Word", call.detail)
         storage = shelves.storage(RANKS[word])
         durable = storage != "memory"
-        account = shelves.accounts.of(link.client)
+        account = shelves.accounts[link.client]
         nbytes = sum(map(len, payloads)) + MESSAGE_COST_BYTES * len(payloads)
         shelves.admit(box, account, len(payloads), nbytes)
         if durable:
@@ -478,7 +481,7 @@ class Mailroom:
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
         )
         answer = replies.deleted(call.verb, found=True)
-        shelves.commit(storage, request.answer, answer, fail=self._unwritten(request))
+        shelves.commit(storage, self._answer, request, answer, fail=self._unanswered)
 
     # ---- the newest dialect --------------------------------------------------------------------
 
@@ -500,7 +503,7 @@ class Mailroom:
         }
         facts = changes[request.call.verb](request.link, request.payload)
         answer = replies.done(**facts)
-        self._shelves.commit("group", request.answer, answer, fail=self._unwritten(request))
+        self._shelves.commit("group", self._answer, request, answer, fail=self._unanswered)
 
     def _discover(self, request: _Request) -> None:
         request.answer(replies.done(agents=self._agents.discover(request.payload)))

@@ -27,7 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from postroom.contracts.mail.isolation import attempt
+from postroom.contracts.mail.isolation import attempt, report
 from postroom.contracts.mail.records import SECRET_BYTES, Framing, Record, Started
 from postroom.message import Damage
 from postroom.system import lock
@@ -47,8 +47,8 @@ LOCK_WAIT_S = 2.0  # for a server that is just ending
 
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
 
-Fail = Callable[[str], object]
-"""Told why a batch could not be written."""
+Fail = Callable[..., object]
+"""Called with the facts of a task when its batch could not be written, and with the reason."""
 Task = tuple[Callable[..., object], tuple[object, ...], Fail | None]
 
 
@@ -92,9 +92,7 @@ class SegmentLog:
         self._size = self._old_bytes = 0
         self._dirty: list[int] = []  # segments with bytes that no fsync has been asked for
         self._buffer: list[bytes] = []
-        self._droppable: set[int] = (
-            set()
-        )  # places in it of records that are given up when it cannot be written
+        self._droppable: list[int] = []  # the places of records that are given up when it cannot be written
         self._unsafe: deque[bytes] = deque()  # chunks that were written and are not known to be on the disk
         self._written: list[Task] = []
         self._waiting: list[Task] = []
@@ -181,7 +179,7 @@ class SegmentLog:
     def append(self, record: Record, *, droppable: bool = False) -> None:
         """Into the next batch. A droppable record is given up when that cannot be written."""
         if droppable:
-            self._droppable.add(len(self._buffer))
+            self._droppable.append(len(self._buffer))
         self._buffer.append(self._framing.frame(record))
 
     def supersede(self, record: Record) -> None:
@@ -243,15 +241,16 @@ class SegmentLog:
 
     def _refuse_batch(self) -> None:
         """Refuse callers whose records were not written. The other records wait for a new segment."""
-        self._buffer = [frame for place, frame in enumerate(self._buffer) if place not in self._droppable]
+        dropped = set(self._droppable)
+        self._buffer = [frame for place, frame in enumerate(self._buffer) if place not in dropped]
         self._droppable.clear()
         self._stop_copy()
         tasks = self._written + self._waiting
         self._written = [task for task in self._written if task[2] is None]
         self._waiting = [task for task in self._waiting if task[2] is None]
-        for _, _, fail in tasks:
+        for _, facts, fail in tasks:
             if fail is not None:
-                attempt(fail, self.trouble)
+                attempt(fail, *facts, self.trouble)
 
     def _ask_sync(self, remove: list[Path] | None = None, suspect: tuple[Path, int] | None = None) -> None:
         tasks, self._waiting = self._waiting, []
@@ -364,7 +363,10 @@ class SegmentLog:
         ends, most_left = perf_counter() + TASKS_TURN_S, len(self._due) - len(self._due) // TASKS_SHARE
         while self._due:
             call, facts, _ = self._due.popleft()
-            attempt(call, *facts)
+            try:
+                call(*facts)
+            except Exception:  # noqa: BLE001 - the others are told all the same
+                report(call)
             if 0 < len(self._due) <= most_left and perf_counter() >= ends:
                 self._telling = True
                 self._run_soon(self._tell)

@@ -7,10 +7,10 @@ Rule 4: one tick does a bounded piece of work; the rest follows in the next turn
 """
 
 import hashlib
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from postroom.contracts.mail import records
-from postroom.contracts.mail.isolation import attempt
+from postroom.contracts.mail.isolation import attempt, report
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
 from postroom.contracts.mail.segments import Fail, SegmentLog
@@ -74,28 +74,26 @@ def hashed(mail_id: str) -> str:
     return hashlib.sha256(mail_id.encode()).hexdigest()[:LABEL_CHARS]
 
 
-class Accounts:
-    """The clients that have stored something. Reconnecting changes nothing of what a client has used."""
+class Accounts(dict[str, Account]):
+    """Clients to what they have stored. Reconnecting changes nothing of what a client has used.
+
+    An account is good for one call: an empty one may be dropped at any later one.
+    """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        super().__init__()
         self._tidy_at = ACCOUNTS_TIDIED_FROM
 
-    def __len__(self) -> int:
-        return len(self._accounts)
-
-    def of(self, client: str) -> Account:
-        """A client's account, for one call: an empty one may be dropped at any later one."""
-        account = self._accounts.get(client)
-        if account is None:
-            if len(self._accounts) >= self._tidy_at:
-                self._tidy()
-            account = self._accounts[client] = Account(client)
+    def __missing__(self, client: str) -> Account:
+        if len(self) >= self._tidy_at:
+            self._tidy()
+        account = self[client] = Account(client)
         return account
 
     def _tidy(self) -> None:
-        self._accounts = {client: each for client, each in self._accounts.items() if not each.empty}
-        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self._accounts))
+        for account in [each for each in self.values() if each.empty]:
+            del self[account.client]
+        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
 
 
 class Shelves:
@@ -132,6 +130,11 @@ class Shelves:
             options.normal,
             options.normal,
         )
+        self._box_messages_max = options.quota_messages or math.inf
+        self._box_bytes_max = options.quota_bytes or math.inf
+        self._client_bytes_max = options.client_quota_bytes or math.inf
+        self._bytes_max = options.stored_bytes_max
+        self._on_synced, self._on_unsynced = self._synced, self._unsynced  # bound once, for every letter
         self.log = SegmentLog(folder, run_soon) if folder is not None else None
         self._number = 0
         if self.log is not None:
@@ -176,13 +179,13 @@ class Shelves:
         box = self._make(opened.serial, opened.mail_id, public=opened.public, named=opened.named)
         box.desc, box.creator, box.created_us = opened.desc, opened.creator, opened.created_us
         box.safe = True
-        self._charge(box, self.accounts.of(opened.client))
+        self._charge(box, self.accounts[opened.client])
         # A clock that was set back meanwhile must not give a mailbox more than it had.
         left_us = min(end.expires_us - now_us, round(end.ttl_s * MICROS_PER_S))
         expires_ns = max(1, now_ns + left_us * NANOS_PER_US) if end.expires_us else 0
         self._set_end(box, end.ttl_s, end.expires_us, expires_ns)
         for put in found.letters(opened.serial):
-            letter = letter_of(put, self.accounts.of(put.client), now_ns, now_us)
+            letter = letter_of(put, self.accounts[put.client], now_ns, now_us)
             self._count(letter, 1)
             if letter.due_ns:
                 self._delay(box, letter)
@@ -228,7 +231,7 @@ class Shelves:
         client: str,
     ) -> Box:
         """A new mailbox. It counts as created after `commit`."""
-        account = self.accounts.of(client)
+        account = self.accounts[client]
         self._admit_box(account, MAILBOX_COST_BYTES + len(desc))
         self._serial += 1
         box = self._make(self._serial, mail_id, public=public, named=named)
@@ -248,18 +251,16 @@ class Shelves:
         options = self.options
         if len(self.boxes) >= options.mailboxes_max:
             raise Refused(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")
-        if options.client_quota_mailboxes and account.mailboxes >= options.client_quota_mailboxes:
+        if account.mailboxes >= (options.client_quota_mailboxes or math.inf):
             raise Refused(429, f"this client has {options.client_quota_mailboxes} mailboxes, its quota")
         self._admit_cost(account, cost)
 
     def _admit_cost(self, account: Account, cost: int) -> None:
-        options = self.options
-        if options.client_quota_bytes and account.bytes + cost > options.client_quota_bytes:
-            raise Refused(
-                429, f"this client may store {options.client_quota_bytes} bytes, which is its quota"
-            )
-        if self.stored_bytes + cost > options.stored_bytes_max:
-            raise Refused(429, f"the server stores {options.stored_bytes_max} bytes, which is its limit")
+        if account.bytes + cost > self._client_bytes_max:
+            quota = self.options.client_quota_bytes
+            raise Refused(429, f"this client may store {quota} bytes, which is its quota")
+        if self.stored_bytes + cost > self._bytes_max:
+            raise Refused(429, f"the server stores {self._bytes_max} bytes, which is its limit")
 
     def _charge(self, box: Box, account: Account) -> None:
         """Count a mailbox against who created it."""
@@ -340,13 +341,14 @@ class Shelves:
 
     def admit(self, box: Box, account: Account, count: int, cost: int) -> None:
         """Refuse letters that do not fit all together."""
-        options = self.options
-        held = len(box.letters) + len(box.delayed) + box.reserved
-        if options.quota_messages and held + count > options.quota_messages:
-            raise Refused(429, f"the mailbox holds {options.quota_messages} messages, which is its quota")
-        if options.quota_bytes and box.bytes + box.reserved_bytes + cost > options.quota_bytes:
-            raise Refused(429, f"the mailbox may hold {options.quota_bytes} bytes, which is its quota")
-        self._admit_cost(account, cost)
+        if len(box.letters) + len(box.delayed) + box.reserved + count > self._box_messages_max:
+            quota = self.options.quota_messages
+            raise Refused(429, f"the mailbox holds {quota} messages, which is its quota")
+        if box.bytes + box.reserved_bytes + cost > self._box_bytes_max:
+            quota = self.options.quota_bytes
+            raise Refused(429, f"the mailbox may hold {quota} bytes, which is its quota")
+        if account.bytes + cost > self._client_bytes_max or self.stored_bytes + cost > self._bytes_max:
+            self._admit_cost(account, cost)
 
     def write(self, box: Box, letter: Letter, *, droppable: bool = False) -> None:
         """Reserve room for a letter, and write it down if its class says so.
@@ -389,18 +391,20 @@ class Shelves:
             call(*facts)
         elif storage == "group" or (box.syncing and not self.log.trouble):
             box.syncing += 1
-            unsynced = partial(self._unsynced, box, fail) if fail is not None else None
-            self.log.after_sync(self._synced, box, call, facts, fail=unsynced)
+            unsynced = self._on_unsynced if fail is not None else None
+            self.log.after_sync(self._on_synced, box, call, facts, fail, fail=unsynced)
         else:
             self.commit(storage, call, *facts, fail=fail)
 
-    def _synced(self, box: Box, call: Callable[..., object], facts: tuple[object, ...]) -> None:
+    def _synced(
+        self, box: Box, call: Callable[..., object], facts: tuple[object, ...], _: Fail | None
+    ) -> None:
         box.syncing -= 1
         call(*facts)
 
-    def _unsynced(self, box: Box, fail: Fail, why: str) -> None:
+    def _unsynced(self, box: Box, _: object, facts: tuple[object, ...], fail: Fail, why: str) -> None:
         box.syncing -= 1
-        fail(why)
+        fail(*facts, why)
 
     def after_earlier(
         self, mail_id: str, call: Callable[..., object], *facts: object, fail: Fail | None = None
@@ -422,7 +426,10 @@ class Shelves:
         self._count(letter, 1)
         self._shelve(box, letter)
         if self._watcher is not None:
-            attempt(self._watcher.stored, box, letter, sender)
+            try:
+                self._watcher.stored(box, letter, sender)
+            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
+                report(self._watcher.stored)
 
     # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
 
@@ -475,7 +482,10 @@ class Shelves:
             return False
         self._shelve(box, letter)
         if self._watcher is not None:
-            attempt(self._watcher.stored, box, letter, sender)
+            try:
+                self._watcher.stored(box, letter, sender)
+            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
+                report(self._watcher.stored)
         return True
 
     def _shelve(self, box: Box, letter: Letter) -> None:
