@@ -428,7 +428,9 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     ack = json.dumps({"group_name": "g", "mail_address": mail_id, "msg_id": number}).encode()
     rooms.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)
     start = rooms.room.stats()
+    doomed = rooms.send(link, mail_id, b"doomed", "urgent")
     calls = {
+        f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}": b"",
         f"{MSG}{mail_id}.critical": b"x",
         f"{NEWEST}SEND.{mail_id}": b"x",
         "$mq9.AI.MAILBOX.CREATE": b'{"name":"other","public":true}',
@@ -451,8 +453,10 @@ def test_every_call_that_meets_a_full_disk_is_answered(
         rooms.settle()
         answers = [rooms.answer_of(link, f"_INBOX.full.{place}") for place in [*range(len(calls)), "list"]]
         assert [answer["code"] for answer in answers] == [503] * (len(calls) + 1)
+        assert rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}")["code"] == 503
     pass_time(rooms, 10)
     assert not rooms.room.trouble
+    assert rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}") == {"deleted": False}
     stats = rooms.room.stats()
     assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
     box = rooms.room._shelves.boxes[mail_id]

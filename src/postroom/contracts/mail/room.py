@@ -472,6 +472,7 @@ class Mailroom:
         box = shelves.find(call.mail_id)
         letter = box.letters.get(number)
         if letter is None:
+            shelves.check_log("group")  # its removal may be one that could not be written
             request.answer(replies.deleted(call.verb, found=False))
             return
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
