@@ -3,10 +3,13 @@
 import errno
 import json
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from postroom.contracts.mail import agents, segments
@@ -466,3 +469,31 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     rooms.reopen()
     rooms.subscribe(link, f"{mail_id}.*")
     assert link.payloads() == [b"after", b"before"]
+
+
+def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "mail"
+    folder.mkdir()
+    secret = bytes(range(8))
+    rows: list[list[object]] = [
+        [0, 0],
+        [1, 1, "box", True, True, "", 0.0, 1, 0, ""],
+        [4, 1, 5, "critical", b"single", b"", 1, 0, 0, "", []],
+        [8, 1, 6, "urgent", 1, [b"first of a row", b"second"]],
+        [6, 1, "g", 0, [0, 0, 0, 0], [5]],
+        [7, "ada", 1, b'{"name":"ada","text":"old"}'],
+    ]
+    bodies = [msgspec.msgpack.encode(row) for row in rows]
+    seed = int.from_bytes(secret[4:], "little")
+    frames = [struct.pack("<4sII", secret[:4], len(body), zlib.crc32(body, seed)) + body for body in bodies]
+    (folder / f"mail-{secret.hex()}-00000001.log").write_bytes(b"".join(frames))
+    rooms = Rooms(folder)
+    assert rooms.kinds() == []
+    link = FakeLink()
+    rooms.subscribe(link, "box.*")
+    assert link.payloads() == [b"single", b"first of a row", b"second"]
+    assert rooms.room._shelves.accounts[link.client].empty
+    assert agent(rooms, link, "REGISTER", name="ada", text="new")["error"] == ""  # nobody holds it
+    assert rooms.room.stats()["bytes"] == sum(
+        [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
+    )
