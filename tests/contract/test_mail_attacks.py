@@ -460,6 +460,8 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     pass_time(rooms, 10)
     assert not rooms.room.trouble
     assert rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}") == {"deleted": False}
+    [again] = rooms.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)["messages"]
+    assert again["msg_id"] == number  # a refused acknowledgement is none
     stats = rooms.room.stats()
     assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
     box = rooms.room._shelves.boxes[mail_id]

@@ -38,7 +38,7 @@ def _answer(link: Link, reply: str, payload: bytes) -> None:
         link.answer(reply, payload)
 
 
-def _refuse(link: Link, reply: str, _: bytes, why: str) -> None:
+def _refuse(link: Link, reply: str, why: str) -> None:
     _answer(link, reply, replies.refused(Refused(503, why)))
 
 
@@ -83,7 +83,7 @@ class Pulling:
             self._answer_or_wait(wait, asked.wait_ms)
 
     def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
-        _refuse(wait.link, wait.reply, b"", why)
+        _refuse(wait.link, wait.reply, why)
 
     def _answer_or_wait(self, wait: _Wait, wait_ms: int) -> None:
         if wait.box.gone or self._try(wait):
@@ -182,14 +182,25 @@ class Pulling:
             raise Refused(404, "the group has fetched nothing from this mailbox")
         self._shelves.check_log("group")
         fresh = group.acknowledge(asked.msg_id)
-        group.advance(box.lanes)
         durable = [number for number in fresh if number in box.letters and box.letters[number].durable]
         if durable and self._shelves.log is not None:
-            through = list(group.through)
-            self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
-            self._shelves.commit("group", _answer, link, reply, replies.done(), fail=_refuse)
+            record = Pulled(box.serial, asked.group_name, group.turn, list(group.through), durable)
+            self._shelves.log.append(record, droppable=bool(reply))
+            fail = self._unacknowledged if reply else None  # nobody can be told: it waits
+            self._shelves.commit("group", self._acknowledged, link, reply, box, group, fresh, fail=fail)
         else:
-            _answer(link, reply, replies.done())
+            self._acknowledged(link, reply, box, group, fresh)
+
+    def _acknowledged(self, link: Link, reply: str, box: Box, group: PullGroup, _: list[int]) -> None:
+        group.advance(box.lanes)
+        _answer(link, reply, replies.done())
+
+    def _unacknowledged(
+        self, link: Link, reply: str, _: Box, group: PullGroup, fresh: list[int], why: str
+    ) -> None:
+        """An acknowledgement that could not be written is none: the group gets these letters again."""
+        group.done.difference_update(fresh)
+        _refuse(link, reply, why)
 
     def query(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
         """Look without taking: by key, by tags, since a time; the newest ones when there are too many."""
