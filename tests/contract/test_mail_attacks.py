@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from postroom.contracts.mail import agents, segments
+from postroom.contracts.mail.records import Record
 from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
 from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
@@ -373,11 +374,16 @@ def test_copies_for_the_sake_of_garbage_keep_their_pace(
         rooms.send(link, mail_id, b"x" * 10_000, "critical")
     monkeypatch.setattr(segments, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
     agent(rooms, link, "REGISTER", name="ada")
-    copies = []
+    copies: list[float] = []
     log = rooms.room._shelves.log
     assert log is not None
     copy = log.copy
-    monkeypatch.setattr(log, "copy", lambda alive, now_s: (copies.append(now_s), copy(alive, now_s)))
+
+    def counted(alive: Iterator[Record], now_s: float) -> None:
+        copies.append(now_s)
+        copy(alive, now_s)
+
+    monkeypatch.setattr(log, "copy", counted)
     for _ in range(100):  # one removal after the other, for 500 s
         agent(rooms, link, "REPORT", name="ada", report_info="x")
         rooms.tick(5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from postroom.runtime import natsconn, natsserver
+from postroom.runtime import natsconn, natsoptions, natsserver
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import HANG_GUARD_S, Wanted, Wire, running
@@ -72,7 +72,7 @@ async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.
 
 
 def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert natsconn.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
+    assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
     monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
 
     async def work(server: NatsServer) -> None:
