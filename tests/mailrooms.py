@@ -34,11 +34,12 @@ class FakeLink:
 
     last_number = 0
 
-    def __init__(self, name: str = "", user: str = "") -> None:
+    def __init__(self, name: str = "", user: str = "", address: str = "192.0.2.1") -> None:
         FakeLink.last_number += 1
         self.number = FakeLink.last_number
         self.name = name
         self.user = user
+        self.client = f"user:{user}" if user else f"address:{address}"
         self.pending_bytes = 0
         self.got: list[Got] = []
         self.answers: list[tuple[str, bytes]] = []

@@ -15,6 +15,7 @@ from postroom.contracts.mail import agents, listening, records, segments, shelve
 from postroom.contracts.mail.shelves import hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
+from postroom.core.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
 from tests.faultydisk import FaultyDisk
 from tests.mailrooms import CREATE, HANG_GUARD_S, MSG, FakeLink, Rooms
@@ -913,8 +914,8 @@ def test_agents_are_registered_found_by_their_words_and_unregistered(rooms: Room
     def agent(verb: str, **body: Any) -> Any:
         return rooms.request(link, f"$mq9.AI.AGENT.{verb}", json.dumps(body).encode())
 
-    assert agent("REGISTER", name="t", mailbox="t.in", payload="Translation; EN, ZH") == {"error": ""}
-    assert agent("REGISTER", name="i", skills=[{"tags": ["image processing"]}]) == {"error": ""}
+    assert agent("REGISTER", name="t", mailbox="t.in", payload="Translation; EN, ZH")["error"] == ""
+    assert agent("REGISTER", name="i", skills=[{"tags": ["image processing"]}])["error"] == ""
     assert agent("REGISTER", payload="nameless")["code"] == 400
 
     def found(**body: Any) -> list[str]:
@@ -939,7 +940,7 @@ def test_a_card_may_hold_anything_and_be_replaced(rooms: Rooms) -> None:
     mailboxes: list[object] = [[], {"a": []}, 7, None, "box"]
     for mailbox in mailboxes:
         body = json.dumps({"name": "ada", "mailbox": mailbox}).encode()
-        assert rooms.request(link, "$mq9.AI.AGENT.REGISTER", body) == {"error": ""}
+        assert rooms.request(link, "$mq9.AI.AGENT.REGISTER", body)["error"] == ""
     assert rooms.request(link, "$mq9.AI.AGENT.UNREGISTER", b'{"mailbox":"box"}') == {"error": ""}
     assert rooms.request(link, "$mq9.AI.AGENT.DISCOVER")["agents"] == []
 
@@ -951,12 +952,12 @@ def test_the_cards_of_all_agents_are_bounded(rooms: Rooms, monkeypatch: pytest.M
         body = json.dumps({"name": name, "text": "x" * 1_000}).encode()
         return rooms.request(link, "$mq9.AI.AGENT.REGISTER", body)
 
-    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3_000)
+    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3 * (1_000 + agents.AGENT_COST_BYTES))
     assert [register(name).get("code") for name in ("a", "b", "c")] == [None, None, 429]
     rooms.reopen()
     assert register("c")["code"] == 429
     rooms.request(link, "$mq9.AI.AGENT.UNREGISTER", b'{"name":"a"}')
-    assert register("c") == {"error": ""}
+    assert register("c")["error"] == ""
 
 
 def test_an_acknowledgement_of_what_is_not_there_is_not_remembered(rooms: Rooms) -> None:
@@ -985,7 +986,18 @@ def test_an_unknown_subject_is_answered(rooms: Rooms) -> None:
 # ---- beyond the design, off unless asked -------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"quota_messages": 2}, {"quota_bytes": 2}, {"stored_bytes_max": 2}])
+TWO_MESSAGES = 2 * cost_of(1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quota_messages": 2},
+        {"quota_bytes": TWO_MESSAGES},
+        {"client_quota_bytes": MAILBOX_COST_BYTES + TWO_MESSAGES},
+        {"stored_bytes_max": MAILBOX_COST_BYTES + TWO_MESSAGES},
+    ],
+)
 def test_quotas_refuse_with_429_and_count_what_is_under_way(tmp_path: Path, options: dict[str, int]) -> None:
     rooms = Rooms(tmp_path, **options)
     link = FakeLink()
@@ -1197,7 +1209,8 @@ def test_a_full_disk_refuses_what_is_durable_and_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(segments, "write_all", full)
-        assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"waits") is None
+        rooms.room.published(link, f"{MSG}{mail_id}.urgent", "", b"", b"waits")  # nobody can be told
+        assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
         rooms.tick()
         assert rooms.room.trouble
@@ -1277,7 +1290,8 @@ def test_a_payload_cannot_pass_for_a_record(rooms: Rooms) -> None:
     path = log_files(rooms.folder)[-1]
     path.write_bytes(path.read_bytes().replace(b"BREAK", b"BROKE"))
     rooms.room = rooms.opened()
-    assert rooms.room.stats() == {"mailboxes": 1, "messages": 0, "bytes": 0, "agents": 0}
+    stats = rooms.room.stats()
+    assert (stats["mailboxes"], stats["messages"], stats["bytes"]) == (1, 0, MAILBOX_COST_BYTES)
 
 
 def test_compaction_does_not_forget_what_is_on_its_way_to_the_disk(

@@ -115,6 +115,7 @@ def _compact(desk: Desk, attempt: int) -> list[str]:
     first = next(desk.folder.glob("mail-*-00000001.log"), "")
     words = _send_many(desk, attempt)
     segments.COMPACT_FROM_BYTES = segments.COMPACT_FACTOR = 0
+    segments.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
     desk.room.published(
         desk.link, f"{MSG}{BOX}.critical", "", b"", _payload(token_of(f"way{attempt}", 0, 50))
     )

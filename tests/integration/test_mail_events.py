@@ -130,7 +130,7 @@ def test_stored_messages_are_told_as_any_other_event(tmp_path: Path, sender: str
             "queue": label,
             "message_id": f"{label}/{letter.number}",
             "priority": letter.rank,
-            "body_bytes": letter.size,
+            "body_bytes": len(letter.payload),
             **({"sender": sender} if sender else {}),
         }
         for letter in letters

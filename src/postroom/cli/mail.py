@@ -150,9 +150,14 @@ def mail() -> None:
     help="The life of a mailbox that asks for none; 0 is for ever.",
 )
 @_count_option("--mailboxes-max", 1_000_000, "Mailboxes of the server.")
-@_count_option("--stored-bytes-max", 1 << 30, "Bytes of all messages, which stand in memory.")
+@_count_option("--stored-bytes-max", 1 << 30, "Memory for all messages and mailboxes, in bytes.")
 @_count_option("--quota-messages", 0, "Messages of one mailbox; 0 is no quota.")
-@_count_option("--quota-bytes", 0, "Bytes of one mailbox; 0 is no quota.")
+@_count_option("--quota-bytes", 128 << 20, "Memory for the messages of one mailbox, in bytes; 0 is no quota.")
+@_count_option(
+    "--client-quota-bytes", 256 << 20, "The same for what one client has stored: a login, or an address."
+)
+@_count_option("--client-quota-mailboxes", 100_000, "Mailboxes of one client; 0 is no quota.")
+@_count_option("--client-quota-agents", 1_000, "Registered agents of one client; 0 is no quota.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
 @click.option("--receipts", is_flag=True, help="Tell each delivery as an event.")
 @click.option("--extend", is_flag=True, help="Let the creator of a mailbox give it more time.")

@@ -30,6 +30,8 @@ DISCOVER_MAX = 100
 DEFAULT_TTL_S = 86_400
 DEFAULT_FETCH = 100
 DEFAULT_WAIT_MS = 500
+JSON_BYTES_MAX = 128 << 10  # of the body of a call that is not a message
+JSON_DEPTH_MAX = 64  # of lists and objects inside each other in such a body
 
 Verb = Literal[
     "create", "send", "list", "delete", "extend", "send3", "fetch", "ack", "query", "delete3",
@@ -60,6 +62,7 @@ _PART = r"[^\s.*>\x00-\x1f\x7f]+"
 _NAME = re.compile(rf"{_PART}(?:\.{_PART})*")
 _PREFIX_NAME = re.compile(r"[a-z0-9]+(?:\.[a-z0-9]+)*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class Refused(PostroomError):
@@ -205,7 +208,7 @@ class Fetch(msgspec.Struct, frozen=True):
     def bound(self) -> int:
         """Where it begins: an instant in microseconds, or a message id."""
         if self.deliver == "from_time":
-            return int(min(self.from_time or 0, SECONDS_MAX) * 1_000_000)
+            return int(max(0, min(self.from_time or 0, SECONDS_MAX)) * 1_000_000)
         return self.from_id or 0
 
 
@@ -246,8 +249,30 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _NOTHING = (b"", b"{}", b'""', b"null")
 
 
+def checked_json(payload: bytes) -> bytes:
+    """Refuse JSON that is too long or too deeply nested, before anything is made of it."""
+    if len(payload) > JSON_BYTES_MAX:
+        raise Refused(400, f"the body of this call has at most {JSON_BYTES_MAX} bytes")
+    if payload.count(b"[") + payload.count(b"{") > JSON_DEPTH_MAX < _depth(payload):
+        raise Refused(400, f"the body is nested too deeply: at most {JSON_DEPTH_MAX} levels")
+    return payload
+
+
+def _depth(payload: bytes) -> int:
+    """How many lists and objects stand inside each other, brackets in strings not counted."""
+    depth = deepest = 0
+    for byte in _STRING.sub(b"", payload):
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
 def body(payload: bytes, kind: type[_Body]) -> _Body:
     """A request's JSON as what its verb takes. Nothing at all is an empty object."""
+    checked_json(payload)
     try:
         return msgspec.json.decode(b"{}" if payload.strip() in _NOTHING else payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -256,6 +281,7 @@ def body(payload: bytes, kind: type[_Body]) -> _Body:
 
 def card(payload: bytes) -> dict[str, Any]:
     """An agent's card or report: any JSON object that says whose it is."""
+    checked_json(payload)
     try:
         found = msgspec.json.decode(payload, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -170,7 +170,7 @@ def _bounded(letters: Iterable[Letter], limit: int) -> Iterator[Letter]:
     """The first of them that fit one reply; at least one."""
     size = 0
     for count, letter in enumerate(letters, 1):
-        size += letter.size
+        size += len(letter.payload) + len(letter.headers)
         if count > limit or (size > REPLY_BYTES_MAX and count > 1):
             return
         yield letter

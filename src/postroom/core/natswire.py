@@ -171,6 +171,11 @@ class _Reader:
         """How much of it there must be before looking again is worthwhile."""
         self._broken = False
 
+    @property
+    def held_bytes(self) -> int:
+        """What has come of a frame that is not complete."""
+        return len(self._held)
+
     def feed(self, data: bytes) -> list[Command]:
         """What is complete with these bytes. After a `Fault`, nothing."""
         if self._broken:

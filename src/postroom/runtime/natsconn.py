@@ -6,15 +6,19 @@ Rule 3: a connection that broke a rule is told so, and what it still sends is th
         it is closed: closing at once would throw away the explanation instead.
 Rule 4: one connection has a slice of each turn. What it sent beyond that waits, and nothing more is read from
         it until that is done.
+Rule 5: a connection that has still to log in is read up to the end of its first line, and that is short.
 """
 
 import asyncio
+import logging
 from time import perf_counter
 from typing import Protocol, cast
 
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
 
+_log = logging.getLogger("postroom.mail")
 LINGER_S = 1.0
 SLICE_S = 0.005  # of a turn, for what one connection sent
 LARGE_WRITE_BYTES = 1024 * 1024  # whoever fed that much in one turn may be waiting to feed more
@@ -25,7 +29,10 @@ STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
+INTERNAL_ERROR = "Internal Server Error"
 TOO_MANY_CONNECTIONS = "maximum connections exceeded"
+TOO_MUCH_UNFINISHED = "too much of unfinished messages from this address"
+TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
 
 
@@ -74,10 +81,16 @@ class Hub(Protocol):
     @property
     def payload_bytes_max(self) -> int: ...
 
+    @property
+    def needs_auth(self) -> bool: ...
+
     def info_for(self, link: "Connection") -> bytes: ...
 
-    def joined(self, link: "Connection") -> bool:
-        """Whether there is room for one more connection."""
+    def joined(self, link: "Connection") -> str:
+        """Why there is no room for one more connection; empty when there is."""
+
+    def holds(self, link: "Connection", more: int) -> bool:
+        """Count what has come of messages that are not complete; whether its address may have so much."""
 
     def gave_up(self, link: "Connection") -> None:
         """It gets nothing any more."""
@@ -119,13 +132,17 @@ class Connection(asyncio.Protocol):
             "_closing",
             "_holds",
             "_hub",
+            "_held_bytes",
             "_insecure",
+            "_login_bytes",
             "_out",
             "_out_bytes",
             "_reader",
             "_sent_bytes",
             "_transport",
+            "address",
             "admitted",
+            "client",
         ),
         *("echo", "headers", "heard", "name", "no_responders", "number", "paused", "pings_out", "stalled_at"),
         *("slice_ends", "stalled_bytes", "subscriptions", "user", "verbose"),
@@ -134,7 +151,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = ""
+        self.user = self.name = self.client = self.address = ""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, Subscription] = {}
@@ -145,6 +162,7 @@ class Connection(asyncio.Protocol):
         self._holds = 0
         """How many want that nothing is read from it."""
         self.slice_ends = 0.0
+        self._login_bytes = self._held_bytes = 0
         self._closing = False
         self._insecure = False
         """Whether TLS is required and has not begun: whoever speaks now speaks in the clear."""
@@ -162,13 +180,13 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its parents
         self._transport = transport
-        has_place = self._hub.joined(self)
-        if has_place and self._hub.upgrade(self, transport):
+        refusal = self._hub.joined(self)
+        if not refusal and self._hub.upgrade(self, transport):
             self._insecure = True
             return
         transport.write(self._hub.info_for(self))
-        if not has_place:  # closed at once: it has said nothing yet, and those who linger need a file each
-            transport.write(wire.error(TOO_MANY_CONNECTIONS))
+        if refusal:  # closed at once: it has said nothing yet, and those who linger need a file each
+            transport.write(wire.error(refusal))
             self._give_up()
             transport.close()
 
@@ -196,7 +214,17 @@ class Connection(asyncio.Protocol):
         if self._insecure:
             self.cut()
             return
+        if not self.admitted and self._hub.needs_auth:
+            data = self._log_in(data)
+            if not data:
+                return
         commands = self._reader.feed(data)
+        held_bytes = self._reader.held_bytes
+        if held_bytes != self._held_bytes:
+            more, self._held_bytes = held_bytes - self._held_bytes, held_bytes
+            if not self._hub.holds(self, more):
+                self.fail(TOO_MUCH_UNFINISHED)
+                return
         if self._backlog:
             self._backlog += commands
             return
@@ -204,8 +232,28 @@ class Connection(asyncio.Protocol):
         if self._backlog:
             self.pause_reading()
 
+    def _log_in(self, data: bytes) -> bytes:
+        """Read the line that says who it is. Gives what follows it, when that was right."""
+        line_end = data.find(b"\n") + 1 or len(data)
+        self._login_bytes += line_end
+        if self._login_bytes > LOGIN_BYTES_MAX:
+            self.fail(wire.LINE_TOO_LONG)
+            return b""
+        commands = self._reader.feed(data[:line_end])
+        if not commands and data[line_end - 1 : line_end] == b"\n":  # a message, by nobody we know
+            self.fail(AUTHORIZATION_VIOLATION)
+        self._take(commands)
+        return data[line_end:] if self.admitted and not self._closing else b""
+
     def _take(self, commands: list[wire.Command]) -> None:
         """Do what fits this turn; the rest is put off to the next."""
+        try:
+            self._carry_out(commands)
+        except Exception:  # noqa: BLE001 - it concerns this connection alone
+            _log.exception("connection %d is closed: one of its commands failed", self.number)
+            self.fail(INTERNAL_ERROR)
+
+    def _carry_out(self, commands: list[wire.Command]) -> None:
         self.slice_ends = perf_counter() + SLICE_S
         for place, command in enumerate(commands):
             if type(command) is wire.Messages:
@@ -275,7 +323,7 @@ class Connection(asyncio.Protocol):
             self.fail(error.args[0])
             return
         if not self._hub.admitted(self, said):
-            self.fail(AUTHORIZATION_VIOLATION)
+            self._refuse_login()
             return
         if said.no_responders and not said.headers:
             self.fail(NO_RESPONDERS_NEEDS_HEADERS)
@@ -283,6 +331,12 @@ class Connection(asyncio.Protocol):
         self.name, self.verbose, self.echo = said.name, said.verbose, said.echo
         self.headers, self.no_responders = said.headers, said.no_responders
         self._okay()
+
+    def _refuse_login(self) -> None:
+        """Answer a wrong password after a while, and read nothing meanwhile: guessing takes time."""
+        self._login_bytes = LOGIN_BYTES_MAX  # no second try on this connection
+        self.pause_reading()
+        self._hub.loop.call_later(WRONG_LOGIN_S, self.fail, AUTHORIZATION_VIOLATION)
 
     def _subscribe(self, request: wire.Subscribe) -> None:
         if request.sid in self.subscriptions:  # nats-server keeps the first, too
@@ -443,4 +497,7 @@ class Connection(asyncio.Protocol):
         if not self._closing:
             self._closing = True
             self._out, self._out_bytes = [], 0
+            self._hub.holds(self, -self._held_bytes)
+            self._held_bytes = 0
+            self._reader = wire.ClientReader()  # what it has not finished is given back
             self._hub.gave_up(self)

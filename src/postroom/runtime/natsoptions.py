@@ -1,6 +1,7 @@
 """How a NATS server listens, whom it lets in, and where it stops."""
 
 import hmac
+import ipaddress
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,13 +10,19 @@ from postroom.core import natswire as wire
 from postroom.system.descriptors import raise_descriptor_limit
 
 DEFAULT_PORT = 4222
+TOKEN_USER = "token"  # noqa: S105 - whoever brings the token: many may have the same
 CONNECTIONS_MAX = 65_536
 SUBSCRIPTIONS_MAX = 100_000  # of one connection
 PENDING_BYTES_MAX = 64 * 1024 * 1024
+LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before it has logged in
+LOGINS_MAX = 64  # connections of one address that have not logged in yet
+UNFINISHED_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages on all connections of one address
+WRONG_LOGIN_S = 0.2  # before a wrong password is answered
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 10.0
 LAME_DUCK_S = 0.5  # with what closing may take, two seconds at most
+IPV6_CLIENT_BITS = 64
 FILES_RESERVED = 64  # of those that the system lets us open: what is no connection
 
 
@@ -49,9 +56,27 @@ class ServerOptions:
         if not self.needs_auth:
             return ""
         if self.token and _same(said.auth_token, self.token):
-            return "token"
+            return TOKEN_USER
         password = self.users.get(said.user)
         return said.user if password is not None and _same(said.password, password) else None
+
+
+def client_of(user: str, network: str) -> str:
+    """Whose quota a connection uses: who logged in by name, otherwise its network address."""
+    return f"user:{user}" if user not in ("", TOKEN_USER) else f"address:{network}"
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address, or the network of 64 bits of an IPv6 address, which one client has to itself."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, IPV6_CLIENT_BITS), strict=False))
 
 
 def _same(given: str, wanted: str) -> bool:

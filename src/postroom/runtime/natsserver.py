@@ -18,16 +18,26 @@ from time import perf_counter
 from typing import Any
 
 from postroom.contracts.mail import Room
+from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
 from postroom.core.subjects import Subscriptions
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     STALE_CONNECTION,
+    TOO_MANY_CONNECTIONS,
+    TOO_MANY_LOGINS,
     TOO_MANY_SUBSCRIPTIONS,
     Connection,
     Subscription,
 )
-from postroom.runtime.natsoptions import ServerOptions, allowed_connections
+from postroom.runtime.natsoptions import (
+    LOGINS_MAX,
+    UNFINISHED_BYTES_MAX,
+    ServerOptions,
+    allowed_connections,
+    client_of,
+    network_of,
+)
 
 PROTOCOL_VERSION = "2.10.0"  # clients compare it: the nats-server whose core protocol this is
 BACKLOG = 1024
@@ -48,6 +58,7 @@ class NatsServer:
         self.loop = asyncio.get_running_loop()
         self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
+        self.needs_auth = options.needs_auth
         self.port = options.port
         self.connections: set[Connection] = set()
         self._room = room
@@ -57,6 +68,10 @@ class NatsServer:
         self._server: asyncio.Server | None = None
         self._identity = os.urandom(16).hex().upper()
         self._numbers = 0
+        self._unfinished: dict[str, int] = {}
+        """Addresses to what has come of messages that are not complete."""
+        self._logins: dict[str, int] = {}
+        """Addresses to how many of their connections have not logged in."""
         self._turns = 0  # which member of a queue group is next
         self._dirty: list[Connection] = []
         self._publishers: set[Connection] = set()
@@ -145,26 +160,50 @@ class NatsServer:
         self._numbers += 1
         return Connection(self, self._numbers)
 
-    def joined(self, link: Connection) -> bool:
+    def joined(self, link: Connection) -> str:
+        link.address = network_of(link.peer_address)
         if self._lame or len(self.connections) >= self.options.connections_max:
-            return False
+            return TOO_MANY_CONNECTIONS
+        if self.needs_auth and not self._may_log_in(link):
+            return TOO_MANY_LOGINS
         self.connections.add(link)
         self._empty.clear()
-        if self.options.needs_auth:
-            self.loop.call_later(self.options.auth_timeout_s, self._expect_admitted, link)
+        return ""
+
+    def _may_log_in(self, link: Connection) -> bool:
+        """Whether its address has few connections that have not logged in; this one is counted then."""
+        count = self._logins.get(link.address, 0)
+        if count >= LOGINS_MAX:
+            return False
+        self._logins[link.address] = count + 1
+        self.loop.call_later(self.options.auth_timeout_s, self._expect_admitted, link)
         return True
+
+    def _end_login(self, address: str) -> None:
+        """A connection has logged in, or has ended without that."""
+        left = self._logins.pop(address, 0) - 1
+        if left > 0:
+            self._logins[address] = left
 
     def _expect_admitted(self, link: Connection) -> None:
         if not link.admitted and not link.is_closing:
             link.fail(AUTHENTICATION_TIMEOUT)
+
+    def holds(self, link: Connection, more: int) -> bool:
+        held = self._unfinished.pop(link.address, 0) + more
+        if held > 0:
+            self._unfinished[link.address] = held
+        return held <= UNFINISHED_BYTES_MAX
 
     def gave_up(self, link: Connection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
                 self._subscriptions.remove(subscription.subject, subscription)
         link.subscriptions.clear()
+        if self.needs_auth and not link.admitted and link in self.connections:
+            self._end_login(link.address)
         if self._room is not None:
-            self._room.closed(link)
+            attempt(self._room.closed, link)
 
     def left(self, link: Connection) -> None:
         self.connections.discard(link)
@@ -225,7 +264,10 @@ class NatsServer:
         user = self.options.user_of(options or wire.ConnectOptions())
         if user is None:
             return False
+        if self.needs_auth and not link.admitted:
+            self._end_login(link.address)
         link.user, link.admitted = user, True
+        link.client = client_of(user, link.address)
         return True
 
     # ---- routing ---------------------------------------------------------------------------------------
@@ -372,7 +414,8 @@ class NatsServer:
             self._flush(self._room)
         dirty, self._dirty = self._dirty, []
         for link in dirty:
-            link.write_out()
+            if not attempt(link.write_out):
+                link.cut()
 
     def _flush(self, room: Room) -> None:
         publishers, self._publishers = self._publishers, set()
@@ -403,7 +446,7 @@ class NatsServer:
         self._ticker = self.loop.call_later(min(TICK_S, self.options.ping_interval_s / 2), self._tick)
         now_s = self.loop.time()
         if self._room is not None:
-            self._room.tick()
+            attempt(self._room.tick)
         for link in [each for each in self.connections if each.paused]:
             if link.is_stuck(now_s, self.options.write_timeout_s):
                 link.cut()

@@ -24,6 +24,10 @@ class Link(Protocol):
         """Who it is; empty when it did not authenticate."""
 
     @property
+    def client(self) -> str:
+        """Whose quota it uses: who logged in, or the network address. The same on every connection."""
+
+    @property
     def name(self) -> str:
         """What the client calls itself."""
 

@@ -1,33 +1,62 @@
 """The registry of agents: cards that can be found by their words.
 
-Rule 1: a card is whatever JSON object an agent registers; all text in it can be searched.
+Rule 1: a card is whatever JSON object an agent registers; the text in it can be searched.
 Rule 2: the more of the words of a search an agent has, and the rarer they are, the earlier it comes.
+Rule 3: a name belongs to the client that registered it. Its connection and its login need no proof; every
+        other connection needs the secret that REGISTER returned. When the connection has ended, the same
+        network address may go on with the name, and after `HOLD_S` without a sign of life everybody may.
+Rule 4: one limit holds for every card, whether it is registered, reported to or restored.
 """
 
+import hashlib
+import hmac
 import math
 import re
+import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from postroom.contracts.mail import Link
 from postroom.contracts.mail.records import Agent
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
+from postroom.core.mailbox import Account
 from postroom.core.mq9 import Refused
 
 AGENTS_MAX = 100_000
-CARD_BYTES_MAX = 64 << 10
-CARDS_BYTES_MAX = 64 << 20  # of all cards, which stand in memory
+CARD_BYTES_MAX = 64 << 10  # of a card with the last report and what the server adds
+CARD_WORDS_MAX = 500  # different words of a card that can be searched
+CARDS_BYTES_MAX = 256 << 20  # what all cards cost in memory
+CLIENT_CARDS_BYTES_MAX = 64 << 20  # what the cards of one client cost
+AGENT_COST_BYTES = 800  # of an agent besides its card and its words, about as measured
+WORD_COST_BYTES = 300  # of a word in the index that no other card has, as measured
 WORDS_MAX = 64  # of a search
 DEFAULT_DISCOVER = 20
 PREFIX_CHARS_MIN = 3  # of a search's word to find longer words that begin with it
+HOLD_S = 3600  # for which a name stays with a client that has neither a connection nor a sign of life
+SECRET_BYTES = 16
+MICROS_PER_S = 1_000_000
 
 # Scripts without blanks are searched by the character.
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+")
+
+
+class _Entry:
+    """What is known of an agent besides its record."""
+
+    __slots__ = ("account", "aliases", "cost", "link")
+
+    def __init__(self, account: Account, cost: int, aliases: list[str], link: int) -> None:
+        self.account = account
+        self.cost = cost
+        self.aliases = aliases
+        self.link = link  # the connection that holds the name; 0 when that has ended
 
 
 class Agents:
@@ -35,65 +64,177 @@ class Agents:
 
     def __init__(self, shelves: Shelves) -> None:
         self._shelves = shelves
-        self._cards: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}  # a mailbox to its agent
         self._found: dict[str, set[str]] = {}  # a word to the agents that have it
-        self._stamp = self._bytes = 0
+        self._held: dict[int, set[str]] = {}  # a connection to the names that it holds
+        self._stamp = self._cost = 0
         for agent in shelves.agents.values():
             self._stamp = max(self._stamp, agent.stamp)
-            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                card = msgspec.json.decode(agent.card, type=dict[str, Any])
-                self._add(agent.name, card, _card_words(card))
-                self._bytes += len(agent.card)
+            if _decoded(agent.card):  # what cannot be read stays in the log and is shown to nobody
+                self._add(agent, 0)
 
-    def register(self, payload: bytes) -> None:
-        """Put a card in, in place of an earlier one of the same name."""
+    # ---- calls ---------------------------------------------------------------------------------
+
+    def register(self, link: Link, payload: bytes) -> dict[str, str]:
+        """Put a card in, in place of an earlier one of the same name. Gives the name's secret."""
         card = mq9.card(payload)
         name = mq9.agent_names(card)[0]
-        if len(payload) > CARD_BYTES_MAX:
-            raise Refused(400, f"a card has at most {CARD_BYTES_MAX} bytes")
-        if name not in self._cards and len(self._cards) >= AGENTS_MAX:
-            raise Refused(429, f"there are {AGENTS_MAX} agents, which is the limit")
-        if self._bytes + len(payload) > CARDS_BYTES_MAX:
-            raise Refused(429, f"the cards of all agents have {CARDS_BYTES_MAX} bytes, which is the limit")
-        card = {**card, "name": name, "registered_at": self._shelves.clock.wall_us() // 1_000_000}
-        words = _card_words(card)  # before anything is changed: a card can be nested too deeply for it
-        self._remove(name)
-        self._add(name, card, words)
-        self._write(name)
+        given = _taken_secret(card)
+        known = self._agent(name)
+        secret = given if known is not None and self._check_holder(known, link, given) else ""
+        secret = secret or secrets.token_hex(SECRET_BYTES)
+        card = {**card, "name": name, "registered_at": self._now_us() // MICROS_PER_S}
+        self._keep(Agent(name, 0, b"", link.client, _digest(secret)), card, link.number)
+        return {"secret": secret}
 
-    def report(self, payload: bytes) -> None:
+    def report(self, link: Link, payload: bytes) -> dict[str, str]:
         """A sign of life, with whatever an agent says about itself."""
         said = mq9.card(payload)
-        name = self._known(said)
+        given = _taken_secret(said)
+        known = self._known(said)
+        self._check_holder(known, link, given)
         facts = {key: value for key, value in said.items() if key not in ("name", "mailbox", "report_info")}
-        info = said.get("report_info", facts or None)
-        card = self._cards[name]
-        card["report_info"], card["reported_at"] = info, self._shelves.clock.wall_us() // 1_000_000
-        if len(replies.encode(card)) > 2 * CARD_BYTES_MAX:
-            card["report_info"] = None
-            raise Refused(400, f"a report has at most {CARD_BYTES_MAX} bytes")
-        self._write(name)
+        card = _decoded(known.card)
+        card["report_info"] = said.get("report_info", facts or None)
+        card["reported_at"] = self._now_us() // MICROS_PER_S
+        self._keep(known, card, self._entries[known.name].link or link.number)
+        return {}
 
-    def unregister(self, payload: bytes) -> None:
-        name = self._known(mq9.card(payload))
-        self._remove(name)
-        self._write(name)
+    def unregister(self, link: Link, payload: bytes) -> dict[str, str]:
+        """Remove a card. The name is free from then on."""
+        said = mq9.card(payload)
+        given = _taken_secret(said)
+        known = self._known(said)
+        self._check_holder(known, link, given)
+        self._remove(known)
+        self._write(Agent(known.name, 0, b""))
+        return {}
 
-    def discover(self, payload: bytes) -> list[dict[str, Any]]:
+    def discover(self, payload: bytes) -> list[msgspec.Raw]:
         """One page of those that fit; of all without a search."""
         asked = mq9.body(payload, mq9.Discover)
         limit = min(mq9.DISCOVER_MAX, max(1, asked.limit or DEFAULT_DISCOVER))
         first = limit * (max(1, asked.page or 1) - 1)
         searched = " ".join(text for text in (asked.text, asked.semantic) if text)
-        names = self._search(searched) if searched else sorted(self._cards)
-        return [self._cards[name] for name in names[first : first + limit]]
+        names = self._search(searched) if searched else sorted(self._entries)
+        return [msgspec.Raw(self._shelves.agents[name].card) for name in names[first : first + limit]]
+
+    def close(self, link: Link) -> None:
+        """A connection has ended: others of its client may go on with its names."""
+        for name in self._held.pop(link.number, ()):
+            self._entries[name].link = 0
+
+    # ---- whose a name is -----------------------------------------------------------------------
+
+    def _check_holder(self, agent: Agent, link: Link, given: str) -> bool:
+        """Refuse who does not hold a name. Gives whether the secret proved it."""
+        if given and hmac.compare_digest(_digest(given), agent.secret):
+            return True
+        holder = self._entries[agent.name].link
+        if holder == link.number or (link.user and agent.client == link.client):
+            return False
+        if holder == 0 and (agent.client in ("", link.client) or self._is_lapsed(agent)):
+            return False
+        raise Refused(409, "the name belongs to another client: its secret is needed")
+
+    def _is_lapsed(self, agent: Agent) -> bool:
+        return self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
+
+    def _known(self, said: dict[str, Any]) -> Agent:
+        """The agent that is called by its name, or by its mailbox."""
+        name, mailbox = said.get("name"), said.get("mailbox")
+        for found in (name, self._alias(mailbox), self._alias(name), mailbox):
+            agent = self._agent(found)
+            if agent is not None:
+                return agent
+        raise Refused(404, "no such agent is registered")
+
+    def _agent(self, name: object) -> Agent | None:
+        return self._shelves.agents[name] if isinstance(name, str) and name in self._entries else None
+
+    def _alias(self, name: object) -> str | None:
+        return self._names.get(name) if isinstance(name, str) else None
+
+    # ---- what is kept --------------------------------------------------------------------------
+
+    def _keep(self, agent: Agent, card: dict[str, Any], link: int) -> None:
+        """Give an agent a card, in place of its earlier one, if that is within every limit."""
+        agent = replace(agent, card=replies.encode(card), seen_us=self._now_us())
+        self._check_limits(agent, card)
+        known = self._agent(agent.name)
+        if known is not None:
+            self._remove(known)
+        self._write(agent)
+        self._add(agent, link)
+
+    def _check_limits(self, agent: Agent, card: dict[str, Any]) -> None:
+        if len(agent.card) > CARD_BYTES_MAX:
+            raise Refused(400, f"a card has at most {CARD_BYTES_MAX} bytes, with its last report")
+        entry = self._entries.get(agent.name)
+        if entry is None and len(self._entries) >= AGENTS_MAX:
+            raise Refused(429, f"there are {AGENTS_MAX} agents, which is the limit")
+        account, quota = self._shelves.accounts[agent.client], self._shelves.options.client_quota_agents
+        is_own = entry is not None and entry.account is account
+        if quota and not is_own and account.agents >= quota:
+            raise Refused(429, f"this client has registered {quota} agents, which is its quota")
+        cost = _cost(agent.card, _card_words(card))
+        freed = entry.cost if entry is not None else 0
+        if self._cost + cost - freed > CARDS_BYTES_MAX:
+            raise Refused(429, f"the cards of all agents cost {CARDS_BYTES_MAX} bytes, which is the limit")
+        if account.card_bytes + cost - (freed if is_own else 0) > CLIENT_CARDS_BYTES_MAX:
+            raise Refused(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
+
+    def _add(self, agent: Agent, link: int) -> None:
+        card = _decoded(agent.card)
+        words = _card_words(card)
+        account = self._shelves.accounts[agent.client]
+        aliases = mq9.agent_names(card)[1:]
+        entry = _Entry(account, _cost(agent.card, words), aliases, link)
+        self._entries[agent.name] = entry
+        self._cost += entry.cost
+        account.agents += 1
+        account.card_bytes += entry.cost
+        if link:
+            self._held.setdefault(link, set()).add(agent.name)
+        for alias in aliases:
+            self._names.setdefault(alias, agent.name)  # the first agent of a mailbox is the one it means
+        for word in words:
+            self._found.setdefault(word, set()).add(agent.name)
+
+    def _remove(self, agent: Agent) -> None:
+        entry = self._entries.pop(agent.name)
+        self._cost -= entry.cost
+        entry.account.agents -= 1
+        entry.account.card_bytes -= entry.cost
+        held = self._held.get(entry.link)
+        if held is not None:
+            held.discard(agent.name)
+            if not held:
+                del self._held[entry.link]
+        for alias in entry.aliases:
+            if self._names.get(alias) == agent.name:
+                del self._names[alias]
+        for word in _card_words(_decoded(agent.card)):
+            names = self._found[word]
+            names.discard(agent.name)
+            if not names:
+                del self._found[word]
+
+    def _write(self, agent: Agent) -> None:
+        self._stamp += 1
+        self._shelves.keep_agent(replace(agent, stamp=self._stamp))
+
+    def _now_us(self) -> int:
+        return self._shelves.clock.wall_us()
+
+    # ---- search --------------------------------------------------------------------------------
 
     def _search(self, text: str) -> list[str]:
         scores: dict[str, float] = {}
-        for word in list(dict.fromkeys(_words(text)))[:WORDS_MAX]:
+        for word in islice(dict.fromkeys(_words(text)), WORDS_MAX):
             names = self._with(word)
-            weight = math.log(1 + len(self._cards) / (1 + len(names)))
+            weight = math.log(1 + len(self._entries) / (1 + len(names)))
             for name in names:
                 scores[name] = scores.get(name, 0.0) + weight
         return sorted(scores, key=lambda name: (-scores[name], name))
@@ -106,48 +247,39 @@ class Agents:
         longer = (names for known, names in self._found.items() if known.startswith(word))
         return set().union(*longer)
 
-    def _known(self, said: dict[str, Any]) -> str:
-        for name in mq9.agent_names(said):
-            known = name if name in self._cards else self._names.get(name)
-            if known is not None:
-                return known
-        raise Refused(404, "no such agent is registered")
 
-    def _add(self, name: str, card: dict[str, Any], words: set[str]) -> None:
-        self._cards[name] = card
-        for other in mq9.agent_names(card)[1:]:
-            self._names[other] = name
-        for word in words:
-            self._found.setdefault(word, set()).add(name)
+def _taken_secret(said: dict[str, Any]) -> str:
+    """The secret that a call brings along. It is taken out: nobody else may read it in a card."""
+    secret = said.pop("secret", "")
+    return secret if isinstance(secret, str) else ""
 
-    def _remove(self, name: str) -> None:
-        card = self._cards.pop(name, None)
-        if card is None:
-            return
-        for other in mq9.agent_names(card)[1:]:
-            if self._names.get(other) == name:
-                del self._names[other]
-        for word in _card_words(card):
-            names = self._found.get(word)
-            if names is not None:
-                names.discard(name)
-                if not names:
-                    del self._found[word]
 
-    def _write(self, name: str) -> None:
-        card, known = self._cards.get(name), self._shelves.agents.get(name)
-        self._stamp += 1
-        agent = Agent(name, self._stamp, b"" if card is None else replies.encode(card))
-        self._bytes += len(agent.card) - (len(known.card) if known is not None else 0)
-        self._shelves.keep_agent(agent)
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
+
+
+def _decoded(card: bytes) -> dict[str, Any]:
+    """A card that stands in the log. One that cannot be read is kept, and has no words."""
+    try:
+        return msgspec.json.decode(card, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _cost(card: bytes, words: list[str]) -> int:
+    return len(card) + AGENT_COST_BYTES + WORD_COST_BYTES * len(words)
 
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _card_words(card: dict[str, Any]) -> set[str]:
-    return set(_words(" ".join(_texts(card))))
+def _card_words(card: dict[str, Any]) -> list[str]:
+    """The words by which a card is found, each once."""
+    try:
+        return list(islice(dict.fromkeys(_words(" ".join(_texts(card)))), CARD_WORDS_MAX))
+    except RecursionError:  # of a card that an earlier version took
+        return []
 
 
 def _texts(value: object) -> Iterator[str]:

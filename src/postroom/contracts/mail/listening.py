@@ -191,7 +191,7 @@ class Listening:
             letter = behind.popleft()
             if letter.number in alive and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
                 run.append(letter)
-                size += letter.size
+                size += letter.cost
         return run
 
     def drained(self, link: Link) -> None:
@@ -219,7 +219,7 @@ class Listening:
                 team.forget_all()
             if not box.named:
                 del self._audiences[box.mail_id]
-        if box.public:
+        if box.public and box.safe:
             self._announce(replies.announcement("expired", box.mail_id, "", 0))
 
     # ---- the public list -----------------------------------------------------------------------

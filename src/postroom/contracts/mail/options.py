@@ -23,10 +23,16 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     default_ttl_s: float = DEFAULT_TTL_S
     mailboxes_max: int = 1_000_000
     stored_bytes_max: int = 1 << 30
-    """Of all messages together, which stand in memory."""
+    """What all messages and mailboxes cost, which stand in memory."""
     quota_messages: int = 0
     """Of one mailbox; 0 is no quota."""
-    quota_bytes: int = 0
+    quota_bytes: int = 128 << 20
+    """What the messages of one mailbox cost; 0 is no quota."""
+    client_quota_bytes: int = 256 << 20
+    """What the messages and mailboxes of one client cost; 0 is no quota. A client is who logged in, or an
+    address."""
+    client_quota_mailboxes: int = 100_000
+    client_quota_agents: int = 1_000
     dead_letter_after: int = 0
     """Failed deliveries to a group after which a message goes to the mailbox `ID.dead`; 0 is never."""
     receipts: bool = False

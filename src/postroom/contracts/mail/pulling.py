@@ -10,6 +10,7 @@ Rule 3: a fetch that finds nothing waits, and is answered by the first letter or
 from typing import NamedTuple
 
 from postroom.contracts.mail import Link
+from postroom.contracts.mail.isolation import attempt
 from postroom.contracts.mail.listening import Failed
 from postroom.contracts.mail.records import Pulled
 from postroom.contracts.mail.shelves import Shelves
@@ -35,6 +36,10 @@ class _Wait(NamedTuple):
 def _answer(link: Link, reply: str, payload: bytes) -> None:
     if reply:
         link.answer(reply, payload)
+
+
+def _refuse(link: Link, reply: str, why: str) -> None:
+    _answer(link, reply, replies.refused(Refused(503, why)))
 
 
 class Pulling:
@@ -65,14 +70,20 @@ class Pulling:
         if len(box.groups) >= GROUPS_MAX and name not in box.groups:
             raise Refused(429, f"a mailbox has at most {GROUPS_MAX} groups")
         self._shelves.check_log("group")
+        if name not in box.groups:
+            self._shelves.admit_group(box)
         group, begins = box.group(name, asked.deliver, asked.bound, anew=bool(asked.force_deliver))
         wait = _Wait(link, reply, box, name, asked.limit, [])
         if begins and self._shelves.log is not None:
             # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
             self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
-            self._shelves.commit("group", self._answer_or_wait, wait, asked.wait_ms)
+            commit = self._shelves.commit
+            commit("group", self._answer_or_wait, wait, asked.wait_ms, fail=self._refuse_wait)
         else:
             self._answer_or_wait(wait, asked.wait_ms)
+
+    def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
+        _refuse(wait.link, wait.reply, why)
 
     def _answer_or_wait(self, wait: _Wait, wait_ms: int) -> None:
         if wait.box.gone or self._try(wait):
@@ -124,8 +135,11 @@ class Pulling:
         if box.serial not in self._waits:
             return
         for number, wait in list(self._waits[box.serial].items()):
-            if self._try(wait):
-                self._end(box.serial, number)
+            attempt(self._try_waiting, wait, number)
+
+    def _try_waiting(self, wait: _Wait, number: int) -> None:
+        if self._try(wait):
+            self._end(wait.box.serial, number)
 
     def waited(self, serial: int, number: int) -> None:
         """A wait is over."""
@@ -144,7 +158,7 @@ class Pulling:
 
     def gone(self, box: Box) -> None:
         for number in list(self._waits.get(box.serial, ())):
-            self.waited(box.serial, number)
+            attempt(self.waited, box.serial, number)
 
     def close(self, link: Link) -> None:
         """A connection is lost: what it held can be fetched by others, who may be waiting."""
@@ -168,14 +182,25 @@ class Pulling:
             raise Refused(404, "the group has fetched nothing from this mailbox")
         self._shelves.check_log("group")
         fresh = group.acknowledge(asked.msg_id)
-        group.advance(box.lanes)
         durable = [number for number in fresh if number in box.letters and box.letters[number].durable]
         if durable and self._shelves.log is not None:
-            through = list(group.through)
-            self._shelves.log.append(Pulled(box.serial, asked.group_name, group.turn, through, durable))
-            self._shelves.commit("group", _answer, link, reply, replies.done())
+            record = Pulled(box.serial, asked.group_name, group.turn, list(group.through), durable)
+            self._shelves.log.append(record, droppable=bool(reply))
+            fail = self._unacknowledged if reply else None  # nobody can be told: it waits
+            self._shelves.commit("group", self._acknowledged, link, reply, box, group, fresh, fail=fail)
         else:
-            _answer(link, reply, replies.done())
+            self._acknowledged(link, reply, box, group, fresh)
+
+    def _acknowledged(self, link: Link, reply: str, box: Box, group: PullGroup, _: list[int]) -> None:
+        group.advance(box.lanes)
+        _answer(link, reply, replies.done())
+
+    def _unacknowledged(
+        self, link: Link, reply: str, _: Box, group: PullGroup, fresh: list[int], why: str
+    ) -> None:
+        """An acknowledgement that could not be written is none: the group gets these letters again."""
+        group.done.difference_update(fresh)
+        _refuse(link, reply, why)
 
     def query(self, link: Link, reply: str, mail_id: str, payload: bytes) -> None:
         """Look without taking: by key, by tags, since a time; the newest ones when there are too many."""

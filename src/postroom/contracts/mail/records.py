@@ -49,6 +49,8 @@ class Opened(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     created_us: Count
     expires_us: Count
     creator: str
+    client: str = ""
+    """Whose quota it counts against."""
 
 
 class Extended(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
@@ -78,6 +80,7 @@ class Put(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
     due_us: Count = 0
     key: str = ""
     tags: tuple[str, ...] = ()
+    client: str = ""
 
 
 class PutRow(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
@@ -88,11 +91,12 @@ class PutRow(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
     word: Word
     created_us: Count
     payloads: list[bytes]
+    client: str = ""
 
     def puts(self) -> list[Put]:
         """Each of them for itself."""
         return [
-            Put(self.serial, number, self.word, payload, b"", self.created_us)
+            Put(self.serial, number, self.word, payload, b"", self.created_us, client=self.client)
             for number, payload in enumerate(self.payloads, self.first)
         ]
 
@@ -120,6 +124,11 @@ class Agent(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
     name: str
     stamp: Count
     card: bytes
+    client: str = ""
+    secret: bytes = b""
+    """The SHA-256 of what proves that the name is one's own."""
+    seen_us: Count = 0
+    """The last sign of life."""
 
 
 Record: TypeAlias = Started | Opened | Extended | Gone | Put | PutRow | Removed | Pulled | Agent

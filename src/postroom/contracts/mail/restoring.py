@@ -12,7 +12,7 @@ from postroom.contracts.mail.records import (
     Removed,
     Started,
 )
-from postroom.core.mailbox import RANKS, Box, Letter
+from postroom.core.mailbox import RANKS, Account, Box, Letter, cost_of
 from postroom.system.clock import Clock
 
 NANOS_PER_US = 1_000
@@ -29,6 +29,7 @@ def opened_record(box: Box) -> Opened:
         box.created_us,
         box.expires_us,
         box.creator,
+        box.account.client,
     )
 
 
@@ -50,10 +51,11 @@ def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
         due_us,
         letter.key,
         letter.tags,
+        letter.account.client,
     )
 
 
-def letter_of(put: Put, now_ns: int, now_us: int) -> Letter:
+def letter_of(put: Put, account: Account, now_ns: int, now_us: int) -> Letter:
     def steady(instant_us: int) -> int:
         return max(1, now_ns + (instant_us - now_us) * NANOS_PER_US) if instant_us else 0
 
@@ -61,11 +63,12 @@ def letter_of(put: Put, now_ns: int, now_us: int) -> Letter:
         put.number,
         put.word,
         RANKS[put.word],
-        len(put.payload) + len(put.headers),
+        cost_of(len(put.payload) + len(put.headers), put.key, put.tags),
         put.payload,
         put.headers,
         put.created_us,
         durable=True,
+        account=account,
         expires_ns=steady(put.expires_us),
         due_ns=steady(put.due_us),
         key=put.key,

@@ -7,6 +7,7 @@ Rule 3: events call a private mailbox by the hash of its id.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,16 +17,26 @@ from msgspec.structs import replace
 from postroom.contracts.mail import Link
 from postroom.contracts.mail.agents import Agents
 from postroom.contracts.mail.listening import Listening
-from postroom.contracts.mail.options import MailOptions
+from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.pulling import Pulling
 from postroom.contracts.mail.shelves import Emit, Shelves, hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import EVERY_RANK, RANKS, Box, Letter, Word
+from postroom.core.mailbox import (
+    EVERY_RANK,
+    MESSAGE_COST_BYTES,
+    RANKS,
+    Account,
+    Box,
+    Letter,
+    Word,
+    cost_of,
+)
 from postroom.core.mq9 import Call, Refused, Verb, Wishes
 from postroom.core.times import NANOS_PER_S
 from postroom.system.clock import Clock, SystemClock
 
+_log = logging.getLogger("postroom.mail")
 DEAD_SUFFIX = ".dead"
 READS: frozenset[Verb] = frozenset(["list", "delete", "fetch", "query", "delete3"])
 """Calls that see what was sent before them, also by somebody who waited for no answer."""
@@ -43,6 +54,14 @@ class _Request(NamedTuple):
     def answer(self, payload: bytes) -> None:
         if self.reply:
             self.link.answer(self.reply, payload)
+
+
+def _refusal(error: Exception) -> Refused:
+    """What a caller is answered when its call raised."""
+    if isinstance(error, Refused):
+        return error
+    _log.error("a call to the mail server failed", exc_info=error)
+    return Refused(500, "the server could not carry out this call")
 
 
 class Mailroom:
@@ -66,6 +85,8 @@ class Mailroom:
         self._agents = Agents(self._shelves)
         self._listening.failed = self._pulling.failed = self._delivery_failed
         self._shelves.watch(self)
+        self._on_arrived, self._on_postponed = self._arrived, self._postponed  # bound once, for every letter
+        self._on_unsent, self._on_created, self._on_uncreated = self._unsent, self._created, self._uncreated
         self._relief: asyncio.Future[None] | None = None
         self._trouble = ""
         self._verbs: dict[Verb, Callable[[_Request], None]] = {
@@ -95,30 +116,45 @@ class Mailroom:
         try:
             call = mq9.parse(subject)
             request = _Request(link, reply, call, headers, payload)
-            if call.verb in READS and self._shelves.after_earlier(call.mail_id, self._carry_out, request):
+            if call.verb in READS and self._is_early(request):
                 return
             self._verbs[call.verb](request)
-        except Refused as error:
-            self._refuse(link, reply, call, error)
-        except RecursionError:
-            self._refuse(link, reply, call, Refused(400, "the body is nested too deeply"))
+        except Exception as error:  # noqa: BLE001 - one client's call must not end another's turn
+            self._refuse(link, reply, call, _refusal(error))
 
     def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
         try:
             call = mq9.parse(subject)
-            if call.verb == "send" and self._send_all(link, call, payloads):
+            if call.verb == "send":
+                self._send_all(link, call, payloads)
                 return
         except Refused:
             pass  # as each of them is told
         for payload in payloads:
             self.published(link, subject, "", b"", payload)
 
+    def _is_early(self, request: _Request) -> bool:
+        """Whether a call has to wait for what was sent before it. If so, it is carried out later."""
+        return self._shelves.after_earlier(
+            request.call.mail_id, self._carry_out, request, fail=self._refuse_unwritten
+        )
+
+    def _refuse_unwritten(self, request: _Request, why: str) -> None:
+        """The log cannot be written: the caller is told at once."""
+        self._refuse(request.link, request.reply, request.call, Refused(503, why))
+
+    def _answer(self, request: _Request, payload: bytes) -> None:
+        request.answer(payload)
+
+    def _unanswered(self, request: _Request, _: bytes, why: str) -> None:
+        self._refuse_unwritten(request, why)
+
     def _carry_out(self, request: _Request) -> None:
         """Now that what came before it is stored."""
         try:
             self._verbs[request.call.verb](request)
-        except Refused as error:
-            self._refuse(request.link, request.reply, request.call, error)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._refuse(request.link, request.reply, request.call, _refusal(error))
 
     def _refuse(self, link: Link, reply: str, call: Call | None, error: Refused) -> None:
         if reply:
@@ -139,7 +175,8 @@ class Mailroom:
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         try:
             self._listening.subscribe(link, sid, subject, group)
-        except Refused as error:
+        except Exception as failed:  # noqa: BLE001 - the same
+            error = _refusal(failed)
             self._shelves.tell(
                 "rejected", type="subscribe", sender=link.user, error_type=str(error.code), error=str(error)
             )
@@ -153,6 +190,7 @@ class Mailroom:
     def closed(self, link: Link) -> None:
         self._listening.close(link)
         self._pulling.close(link)
+        self._agents.close(link)
         self.flush()
 
     def drained(self, link: Link) -> None:
@@ -193,12 +231,19 @@ class Mailroom:
 
     def stats(self) -> dict[str, int]:
         """Counts, and nothing that names a mailbox."""
-        shelves = self._shelves
+        shelves, options = self._shelves, self._shelves.options
         return {
             "mailboxes": len(shelves.boxes),
             "messages": shelves.letters,
             "bytes": shelves.stored_bytes,
             "agents": len(shelves.agents),
+            "clients": len(shelves.accounts),
+            "stored_bytes_max": options.stored_bytes_max,
+            "quota_messages": options.quota_messages,
+            "quota_bytes": options.quota_bytes,
+            "client_quota_bytes": options.client_quota_bytes,
+            "client_quota_mailboxes": options.client_quota_mailboxes,
+            "client_quota_agents": options.client_quota_agents,
         }
 
     @property
@@ -257,10 +302,16 @@ class Mailroom:
             return
         mail_id = name or self._shelves.private_id(mq9.checked_prefix(body.prefix) if body.prefix else "")
         box = self._shelves.open(
-            mail_id, ttl_s, public=public, named=bool(name), desc=desc, creator=request.link.user
+            mail_id,
+            ttl_s,
+            public=public,
+            named=bool(name),
+            desc=desc,
+            creator=request.link.user,
+            client=request.link.client,
         )
         box.creator_link = request.link.number
-        self._shelves.commit("group", self._created, box, request)
+        self._shelves.commit("group", self._on_created, box, request, fail=self._on_uncreated)
 
     def _is_known(self, request: _Request, name: str, *, public: bool) -> bool:
         """Whether a living mailbox has this name; if so, the caller has its answer."""
@@ -272,8 +323,15 @@ class Mailroom:
             raise Refused(409, "the name belongs to a mailbox that is not public")
         self._shelves.tell("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
         answer = replies.created(name, is_new=False)
-        self._shelves.commit("memory" if box.safe else "group", request.answer, answer)
+        storage: Storage = "memory" if box.safe else "group"
+        self._shelves.commit(storage, self._answer, request, answer, fail=self._unanswered)
         return True
+
+    def _uncreated(self, box: Box, request: _Request, why: str) -> None:
+        """A mailbox that could not be written down ends: its caller is told that there is none."""
+        if not box.gone:
+            self._shelves.expire(box)
+        self._refuse_unwritten(request, why)
 
     def _created(self, box: Box, request: _Request) -> None:
         box.safe = True
@@ -291,7 +349,8 @@ class Mailroom:
             raise Refused(403, "only who created a mailbox can extend its lifetime")
         self._shelves.check_log("group")
         self._shelves.extend(box, ttl_s)
-        self._shelves.commit("group", request.answer, replies.extended(box.mail_id, ttl_s))
+        answer = replies.extended(box.mail_id, ttl_s)
+        self._shelves.commit("group", self._answer, request, answer, fail=self._unanswered)
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -305,35 +364,45 @@ class Mailroom:
         durable = storage != "memory"
         if durable:
             shelves.check_log(storage)
-        shelves.admit(box, len(payload) + len(headers))
-        letter = self._letter(word, headers, payload, wishes, durable=durable)
+        account = shelves.accounts[request.link.client]
+        cost = len(payload) + len(headers) + MESSAGE_COST_BYTES
+        if wishes is not mq9.PLAIN:
+            cost = cost_of(len(payload) + len(headers), wishes.key, wishes.tags)
+        shelves.admit(box, account, 1, cost)
+        letter = self._letter(word, headers, payload, wishes, cost, account, durable=durable)
         if not (durable or letter.due_ns or box.syncing):
             shelves.put_at_once(box, letter, request.link.user)
             if request.reply:
                 request.answer(replies.stored(call.verb, letter.number))
             return
-        shelves.write(box, letter)
-        if letter.due_ns:
-            shelves.commit_letter(box, storage, self._postponed, box, letter, request)
-        else:
-            shelves.commit_letter(box, storage, self._arrived, box, letter, request)
+        arrived = self._on_postponed if letter.due_ns else self._on_arrived
+        if not request.reply:  # nobody can be told: it waits until it can be written
+            shelves.write(box, letter)
+            shelves.commit_letter(box, storage, arrived, box, letter, request)
+            return
+        shelves.write(box, letter, droppable=True)
+        shelves.commit_letter(box, storage, arrived, box, letter, request, fail=self._on_unsent)
 
-    def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> bool:
-        """Send what asks for nothing but to be stored. False when each has to be looked at for itself."""
+    def _unsent(self, box: Box, letter: Letter, request: _Request, why: str) -> None:
+        self._shelves.forgo(box, letter)
+        self._refuse_unwritten(request, why)
+
+    def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> None:
+        """Send what asks for nothing but to be stored. Raises `Refused` when not all of them fit."""
         shelves = self._shelves
         box = shelves.find(call.mail_id)
         word = cast("Word", call.detail)
         storage = shelves.storage(RANKS[word])
         durable = storage != "memory"
-        nbytes = sum(map(len, payloads))
-        if not shelves.admits_all(nbytes):
-            return False
+        account = shelves.accounts[link.client]
+        nbytes = sum(map(len, payloads)) + MESSAGE_COST_BYTES * len(payloads)
+        shelves.admit(box, account, len(payloads), nbytes)
         if durable:
             shelves.check_log(storage)
-        rank, now_us = RANKS[word], shelves.clock.wall_us()
+        rank, now_us, overhead = RANKS[word], shelves.clock.wall_us(), MESSAGE_COST_BYTES
         first = shelves.next_numbers(len(payloads))
         letters = [
-            Letter(number, word, rank, len(payload), payload, b"", now_us, durable)
+            Letter(number, word, rank, len(payload) + overhead, payload, b"", now_us, durable, account)
             for number, payload in enumerate(payloads, first)
         ]
         if durable or box.syncing:
@@ -341,14 +410,23 @@ class Mailroom:
             shelves.commit_letter(box, storage, shelves.all_arrived, box, letters, nbytes, link.user)
         else:
             shelves.put_all_at_once(box, letters, nbytes, link.user)
-        return True
 
-    def _letter(self, word: Word, headers: bytes, payload: bytes, wishes: Wishes, *, durable: bool) -> Letter:
+    def _letter(
+        self,
+        word: Word,
+        headers: bytes,
+        payload: bytes,
+        wishes: Wishes,
+        cost: int,
+        account: Account,
+        *,
+        durable: bool,
+    ) -> Letter:
         shelves = self._shelves
         number, now_us = shelves.next_number(), shelves.clock.wall_us()
-        rank, size = RANKS[word], len(payload) + len(headers)
+        rank = RANKS[word]
         if wishes is mq9.PLAIN:
-            return Letter(number, word, rank, size, payload, headers, now_us, durable)
+            return Letter(number, word, rank, cost, payload, headers, now_us, durable, account)
         now_ns = shelves.now_ns()
         delay_ns = round(wishes.delay_s * NANOS_PER_S)
         ttl_ns = round(wishes.ttl_s * NANOS_PER_S)
@@ -356,11 +434,12 @@ class Mailroom:
             number,
             word,
             rank,
-            size,
+            cost,
             payload,
             headers,
             now_us,
             durable,
+            account,
             expires_ns=now_ns + ttl_ns if ttl_ns else 0,
             due_ns=now_ns + delay_ns if delay_ns else 0,
             key=wishes.key,
@@ -393,6 +472,7 @@ class Mailroom:
         box = shelves.find(call.mail_id)
         letter = box.letters.get(number)
         if letter is None:
+            shelves.check_log("group")  # its removal may be one that could not be written
             request.answer(replies.deleted(call.verb, found=False))
             return
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
@@ -401,7 +481,8 @@ class Mailroom:
         shelves.tell(
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
         )
-        shelves.commit(storage, request.answer, replies.deleted(call.verb, found=True))
+        answer = replies.deleted(call.verb, found=True)
+        shelves.commit(storage, self._answer, request, answer, fail=self._unanswered)
 
     # ---- the newest dialect --------------------------------------------------------------------
 
@@ -421,8 +502,9 @@ class Mailroom:
             "unregister": self._agents.unregister,
             "report": self._agents.report,
         }
-        changes[request.call.verb](request.payload)
-        self._shelves.commit("group", request.answer, replies.done())
+        facts = changes[request.call.verb](request.link, request.payload)
+        answer = replies.done(**facts)
+        self._shelves.commit("group", self._answer, request, answer, fail=self._unanswered)
 
     def _discover(self, request: _Request) -> None:
         request.answer(replies.done(agents=self._agents.discover(request.payload)))
@@ -450,7 +532,7 @@ class Mailroom:
             letter,
             number=shelves.next_number(),
             headers=said + rest,
-            size=len(letter.payload) + len(said) + len(rest),
+            cost=cost_of(len(letter.payload) + len(said) + len(rest), "", letter.tags),
             expires_ns=0,
             key="",
         )
@@ -471,6 +553,7 @@ class Mailroom:
             named=True,
             desc="dead letters",
             creator=box.creator,
+            client=box.account.client,
         )
         dead.safe = True
         return dead

@@ -3,11 +3,17 @@
 Rule 1: the loop writes, once for each batch; a thread of its own waits for the disk. Who waits for the disk
         is called back on the loop, in order, after an fsync that began behind its bytes.
 Rule 2: after a failed write or fsync the segment's handle is dead. Nothing is acknowledged until everything
-        that was not yet safe stands in a new segment, and an fsync of that one has succeeded.
+        that was not yet safe stands in a new segment, and an fsync of that one has succeeded. When the write
+        failed, nothing of the batch is in the file: callers that can be told are refused at once.
 Rule 3: an old segment is never appended to, and is removed only when everything alive stands in newer ones
         that are on the disk. What could not be read of it is kept beside it first.
+Rule 4: what is alive is copied, and the old segments with what was removed go, when one of two holds.
+        The log is `COMPACT_FACTOR` times as large as what is alive and as the last copy was. Or something
+        was removed `COMPACT_AFTER_S` ago, and copying for that reason writes no more than
+        `COMPACT_BYTES_PER_S` on average, or everything alive once in `COMPACT_AFTER_S` if that is less.
 """
 
+import math
 import os
 import queue
 import re
@@ -21,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+from postroom.contracts.mail.isolation import attempt, report
 from postroom.contracts.mail.records import SECRET_BYTES, Framing, Record, Started
 from postroom.message import Damage
 from postroom.system import lock
@@ -28,16 +35,21 @@ from postroom.system.atomic import make_folder, open_safely, read_file, replace_
 
 SEGMENT_BYTES_MAX = 32 << 20  # a segment that has reached it is the last but one
 BACKLOG_BYTES_MAX = 64 << 20  # written and not yet on the disk; then the server is asked to read no further
-COMPACT_FROM_BYTES = 64 << 20  # a smaller log is left alone
-COMPACT_FACTOR = 3  # and so is one of which more than a third is alive
-COMPACT_STEP_RECORDS = 500  # copied in one tick
+COMPACT_FROM_BYTES = 64 << 20  # a smaller log is not copied for its size
+COMPACT_FACTOR = 3  # and neither is one of which more than a third is alive
+COMPACT_AFTER_S = 30.0  # from a removal to the copy that takes what was removed off the disk
+COMPACT_BYTES_PER_S = 2 << 20  # copied for that reason on average: 1 GiB alive takes eight minutes
+COMPACT_STEP_RECORDS = 1_500  # copied in one tick,
+COMPACT_STEP_BYTES = 4 << 20  # or so many bytes
 TASKS_TURN_S = 0.005  # of a turn of the loop, for those who waited for the disk,
 TASKS_SHARE = 8  # or longer, for one of so many of them: nobody can send faster than they are told
 LOCK_WAIT_S = 2.0  # for a server that is just ending
 
 _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
 
-Task = tuple[Callable[..., object], tuple[object, ...]]
+Fail = Callable[..., object]
+"""Called with the facts of a task when its batch could not be written, and with the reason."""
+Task = tuple[Callable[..., object], tuple[object, ...], Fail | None]
 
 
 class _Job(NamedTuple):
@@ -80,6 +92,7 @@ class SegmentLog:
         self._size = self._old_bytes = 0
         self._dirty: list[int] = []  # segments with bytes that no fsync has been asked for
         self._buffer: list[bytes] = []
+        self._droppable: list[int] = []  # the places of records that are given up when it cannot be written
         self._unsafe: deque[bytes] = deque()  # chunks that were written and are not known to be on the disk
         self._written: list[Task] = []
         self._waiting: list[Task] = []
@@ -90,6 +103,11 @@ class SegmentLog:
         self._copying: Iterator[Record] | None = None
         self._copy_asked = False
         self._copied: list[Path] = []
+        self._replaced_bytes = self._copy_bytes = 0  # of the segments that a copy replaces, and of the copy
+        self._copied_at_s = -math.inf
+        self._copy_stopped = False  # the last copy did not fit on the disk
+        self._garbage = False  # whether something was removed since the last copy began,
+        self._garbage_since_s = math.inf  # and when that was first seen
         self._new_name = False
         self._failed: list[Task] = []  # those of jobs that failed, in order
         self._asked = 0  # jobs that the thread has not answered
@@ -158,17 +176,31 @@ class SegmentLog:
 
     # ---- writing -----------------------------------------------------------------------------------
 
-    def append(self, record: Record) -> None:
-        """Into the next batch."""
+    def append(self, record: Record, *, droppable: bool = False) -> None:
+        """Into the next batch. A droppable record is given up when that cannot be written."""
+        if droppable:
+            self._droppable.append(len(self._buffer))
         self._buffer.append(self._framing.frame(record))
 
-    def after_write(self, call: Callable[..., object], *facts: object) -> None:
-        """Do something when the batch is with the operating system."""
-        self._written.append((call, facts))
+    def supersede(self, record: Record) -> None:
+        """As `append`, for a record that makes an earlier one garbage."""
+        self._garbage = True
+        self.append(record)
 
-    def after_sync(self, call: Callable[..., object], *facts: object) -> None:
-        """Do something when the batch is on the disk."""
-        self._waiting.append((call, facts))
+    def note_garbage(self) -> None:
+        """There is garbage from an earlier start."""
+        self._garbage = True
+
+    def after_write(self, call: Callable[..., object], *facts: object, fail: Fail | None = None) -> None:
+        """Do something when the batch is with the operating system.
+
+        `fail` is called instead when the batch cannot be written; without it the call waits until it is.
+        """
+        self._written.append((call, facts, fail))
+
+    def after_sync(self, call: Callable[..., object], *facts: object, fail: Fail | None = None) -> None:
+        """As `after_write`, when the batch is on the disk."""
+        self._waiting.append((call, facts, fail))
 
     @property
     def overloaded(self) -> bool:
@@ -182,8 +214,8 @@ class SegmentLog:
         if self._buffer and not self._write_batch():
             return
         written, self._written = self._written, []
-        for call, facts in written:
-            call(*facts)
+        for call, facts, _ in written:
+            attempt(call, *facts)
         if self._waiting:
             self._ask_sync()
         if self._size >= SEGMENT_BYTES_MAX:
@@ -197,13 +229,28 @@ class SegmentLog:
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)  # no torn record in front of what a retry writes
             self._die(error)
+            self._refuse_batch()
             return False
         self._buffer.clear()
+        self._droppable.clear()
         self._size += len(chunk)
         self._backlog += len(chunk)
         self._unasked += len(chunk)
         self._unsafe.append(chunk)
         return True
+
+    def _refuse_batch(self) -> None:
+        """Refuse callers whose records were not written. The other records wait for a new segment."""
+        dropped = set(self._droppable)
+        self._buffer = [frame for place, frame in enumerate(self._buffer) if place not in dropped]
+        self._droppable.clear()
+        self._stop_copy()
+        tasks = self._written + self._waiting
+        self._written = [task for task in self._written if task[2] is None]
+        self._waiting = [task for task in self._waiting if task[2] is None]
+        for _, facts, fail in tasks:
+            if fail is not None:
+                attempt(fail, *facts, self.trouble)
 
     def _ask_sync(self, remove: list[Path] | None = None, suspect: tuple[Path, int] | None = None) -> None:
         tasks, self._waiting = self._waiting, []
@@ -315,8 +362,11 @@ class SegmentLog:
         self._telling = False
         ends, most_left = perf_counter() + TASKS_TURN_S, len(self._due) - len(self._due) // TASKS_SHARE
         while self._due:
-            call, facts = self._due.popleft()
-            call(*facts)
+            call, facts, _ = self._due.popleft()
+            try:
+                call(*facts)
+            except Exception:  # noqa: BLE001 - the others are told all the same
+                report(call)
             if 0 < len(self._due) <= most_left and perf_counter() >= ends:
                 self._telling = True
                 self._run_soon(self._tell)
@@ -350,7 +400,7 @@ class SegmentLog:
             if self._asked == 0:
                 self._reopen()
             return
-        if self._copying is not None:
+        if self._copying is not None and not self.overloaded:
             self._copy_some()
         self.flush()
 
@@ -369,10 +419,11 @@ class SegmentLog:
         self._old.append(dead)
         self._old_bytes += nbytes
         self._buffer.clear()
+        self._droppable.clear()
         self._unsafe = deque([unsafe])
         self._backlog = self._unasked = len(unsafe)
         self._dirty = [self._fd]
-        self._waiting = [*self._failed, *self._written, *self._waiting, (self._recovered, ())]
+        self._waiting = [*self._failed, *self._written, *self._waiting, (self._recovered, (), None)]
         self._failed, self._written = [], []
         self._dead = False
         self._ask_sync(suspect=suspect)
@@ -382,37 +433,64 @@ class SegmentLog:
 
     # ---- compaction --------------------------------------------------------------------------------
 
-    def wants_copy(self, live_bytes: int) -> bool:
-        """Whether the log is so much larger than what is alive that it pays to copy that."""
-        nbytes = self._old_bytes + self._size
-        if self._copy_asked or self.trouble or not self._old:
+    def wants_copy(self, live_bytes: int, now_s: float) -> bool:
+        """Whether it is time to copy what is alive, which takes up about `live_bytes`."""
+        if self._garbage and self._garbage_since_s > now_s:
+            self._garbage_since_s = now_s
+        if self._copy_asked or self.trouble:
             return False
-        return nbytes > max(COMPACT_FROM_BYTES, COMPACT_FACTOR * live_bytes)
+        return self._is_mostly_garbage(live_bytes) or self._is_garbage_due(live_bytes, now_s)
 
-    def copy(self, alive: Iterator[Record]) -> None:
+    def _is_mostly_garbage(self, live_bytes: int) -> bool:
+        """A copy that gained nothing is not repeated: the log has to outgrow the last one as well."""
+        if self._copy_stopped or not self._old:
+            return False
+        alive = max(live_bytes, self._copy_bytes)
+        return self._old_bytes + self._size > max(COMPACT_FROM_BYTES, COMPACT_FACTOR * alive)
+
+    def _is_garbage_due(self, live_bytes: int, now_s: float) -> bool:
+        pause_s = max(COMPACT_AFTER_S, live_bytes / COMPACT_BYTES_PER_S)
+        return now_s >= max(self._garbage_since_s + COMPACT_AFTER_S, self._copied_at_s + pause_s)
+
+    def copy(self, alive: Iterator[Record], now_s: float) -> None:
         """Copy what is alive, some with each tick; at the end the segments up to here are removed."""
         self._copy_asked = True
+        self._copied_at_s, self._copy_stopped, self._copy_bytes = now_s, False, 0
+        self._garbage, self._garbage_since_s = False, math.inf
         # What waits for the disk is in these segments and not alive yet: nothing is copied before it is.
         self.after_sync(self._begin_copy, alive, [*self._old, self._path], self._old_bytes + self._size)
         self._rotate()
 
     def _begin_copy(self, alive: Iterator[Record], copied: list[Path], nbytes: int) -> None:
-        self._copying, self._copied = alive, copied
+        self._copying, self._copied, self._replaced_bytes = alive, copied, nbytes
         self._old = [path for path in self._old if path not in copied]
         self._old_bytes -= nbytes
 
     def _copy_some(self) -> None:
         assert self._copying is not None  # noqa: S101 - the caller looked
-        records = list(islice(self._copying, COMPACT_STEP_RECORDS))
-        for record in records:
-            self.append(record)
-        if len(records) < COMPACT_STEP_RECORDS:
+        ends = self._copy_bytes + COMPACT_STEP_BYTES
+        records = 0
+        for record in islice(self._copying, COMPACT_STEP_RECORDS):
+            self.append(record, droppable=True)
+            self._copy_bytes += len(self._buffer[-1])
+            records += 1
+            if self._copy_bytes >= ends:
+                return
+        if records < COMPACT_STEP_RECORDS:
             self.flush()
             if not self.trouble:
                 self._copying = None
                 self._copy_asked = False
                 self._ask_sync(remove=self._copied)
                 self._copied = []
+
+    def _stop_copy(self) -> None:
+        """Keep the old segments: what was to replace them could not be written."""
+        if self._copying is None:
+            return
+        self._copying, self._copy_asked, self._copy_stopped, self._garbage = None, False, True, True
+        self._old, self._copied = self._copied + self._old, []
+        self._old_bytes += self._replaced_bytes
 
     def close(self) -> None:
         """Write and sync everything, tell those who wait, and end."""
@@ -423,8 +501,8 @@ class SegmentLog:
         if self._thread is not None:
             self._thread.join()
         self._take_results()
-        for call, facts in self._due:
-            call(*facts)
+        for call, facts, _ in self._due:
+            attempt(call, *facts)
         self._due.clear()
         for fd in {*self._dirty, self._fd, self._lock_fd}:
             if fd >= 0:

@@ -7,6 +7,7 @@ Rule 4: one tick does a bounded piece of work; the rest follows in the next turn
 """
 
 import hashlib
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,10 +18,19 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from postroom.contracts.mail import records
+from postroom.contracts.mail.isolation import attempt, report
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
-from postroom.contracts.mail.segments import SegmentLog
-from postroom.core.mailbox import Box, Letter, PullGroup
+from postroom.contracts.mail.segments import Fail, SegmentLog
+from postroom.core.mailbox import (
+    GROUP_COST_BYTES,
+    MAILBOX_COST_BYTES,
+    MESSAGE_COST_BYTES,
+    Account,
+    Box,
+    Letter,
+    PullGroup,
+)
 from postroom.core.mq9 import Refused
 from postroom.core.times import NANOS_PER_S
 from postroom.system.clock import Clock
@@ -30,8 +40,10 @@ CLAIM_AHEAD = 1 << 20  # messages before a block of numbers ends at which the ne
 EXPIRED_KEPT_MAX = 10_000  # mailboxes of which is remembered that they have expired
 DEADLINES_A_TURN_MAX = 200
 GRAVES_A_TURN_MAX = 20_000  # letters of expired mailboxes that are let go in one turn
+ACCOUNTS_TIDIED_FROM = 1_024  # of so many clients those are forgotten that have stored nothing
 LABEL_CHARS = 16
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
+MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of the cost of a letter: what the log does not have
 MICROS_PER_S = 1_000_000
 
 Ripe = Literal["box", "letter", "delayed", "wait"]
@@ -62,6 +74,28 @@ def hashed(mail_id: str) -> str:
     return hashlib.sha256(mail_id.encode()).hexdigest()[:LABEL_CHARS]
 
 
+class Accounts(dict[str, Account]):
+    """Clients to what they have stored. Reconnecting changes nothing of what a client has used.
+
+    An account is good for one call: an empty one may be dropped at any later one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tidy_at = ACCOUNTS_TIDIED_FROM
+
+    def __missing__(self, client: str) -> Account:
+        if len(self) >= self._tidy_at:
+            self._tidy()
+        account = self[client] = Account(client)
+        return account
+
+    def _tidy(self) -> None:
+        for account in [each for each in self.values() if each.empty]:
+            del self[account.client]
+        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
+
+
 class Shelves:
     """All mailboxes of one server."""
 
@@ -80,8 +114,9 @@ class Shelves:
         self.by_serial: dict[int, Box] = {}
         self.public: dict[str, Box] = {}
         self.agents: dict[str, records.Agent] = {}
+        self.accounts = Accounts()
         self.stored_bytes = self.letters = 0
-        self._durable_bytes = 0
+        self._durable_bytes = 0  # about what everything alive takes up in the log
         self._run_soon = run_soon
         self._watcher: Watcher | None = None
         self._serial = 0
@@ -95,6 +130,11 @@ class Shelves:
             options.normal,
             options.normal,
         )
+        self._box_messages_max = options.quota_messages or math.inf
+        self._box_bytes_max = options.quota_bytes or math.inf
+        self._client_bytes_max = options.client_quota_bytes or math.inf
+        self._bytes_max = options.stored_bytes_max
+        self._on_synced, self._on_unsynced = self._synced, self._unsynced  # bound once, for every letter
         self.log = SegmentLog(folder, run_soon) if folder is not None else None
         self._number = 0
         if self.log is not None:
@@ -126,6 +166,9 @@ class Shelves:
         for opened in found.alive():
             self._restore_box(opened, found)
         self.agents = {name: agent for name, agent in found.agents.items() if agent.card}
+        self._durable_bytes += sum(len(agent.card) + RECORD_BYTES for agent in self.agents.values())
+        if found.removed or found.gone:
+            log.note_garbage()
         for name, damage in log.damage:
             self.tell("quarantined", detail={"file": name, "offset": damage.offset, "bytes": damage.length})
         return found.start + 1
@@ -136,12 +179,13 @@ class Shelves:
         box = self._make(opened.serial, opened.mail_id, public=opened.public, named=opened.named)
         box.desc, box.creator, box.created_us = opened.desc, opened.creator, opened.created_us
         box.safe = True
+        self._charge(box, self.accounts[opened.client])
         # A clock that was set back meanwhile must not give a mailbox more than it had.
         left_us = min(end.expires_us - now_us, round(end.ttl_s * MICROS_PER_S))
         expires_ns = max(1, now_ns + left_us * NANOS_PER_US) if end.expires_us else 0
         self._set_end(box, end.ttl_s, end.expires_us, expires_ns)
         for put in found.letters(opened.serial):
-            letter = letter_of(put, now_ns, now_us)
+            letter = letter_of(put, self.accounts[put.client], now_ns, now_us)
             self._count(letter, 1)
             if letter.due_ns:
                 self._delay(box, letter)
@@ -152,6 +196,7 @@ class Shelves:
             group.through = list(pulled.through)
             group.done = {number for number in pulled.done if number in box.letters}
             box.groups[pulled.group] = group
+            self._add_cost(box, GROUP_COST_BYTES)
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
@@ -174,13 +219,24 @@ class Shelves:
         shape = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
         return f"{prefix}.{shape}" if prefix else shape
 
-    def open(self, mail_id: str, ttl_s: float, *, public: bool, named: bool, desc: str, creator: str) -> Box:
+    def open(
+        self,
+        mail_id: str,
+        ttl_s: float,
+        *,
+        public: bool,
+        named: bool,
+        desc: str,
+        creator: str,
+        client: str,
+    ) -> Box:
         """A new mailbox. It counts as created after `commit`."""
-        if len(self.boxes) >= self.options.mailboxes_max:
-            raise Refused(429, f"there are {self.options.mailboxes_max} mailboxes, which is the limit")
+        account = self.accounts[client]
+        self._admit_box(account, MAILBOX_COST_BYTES + len(desc))
         self._serial += 1
         box = self._make(self._serial, mail_id, public=public, named=named)
         box.desc, box.creator, box.created_us = desc, creator, self.clock.wall_us()
+        self._charge(box, account)
         if ttl_s:
             ends_us = box.created_us + round(ttl_s * MICROS_PER_S)
             self._set_end(box, ttl_s, ends_us, self.now_ns() + round(ttl_s * NANOS_PER_S))
@@ -190,6 +246,37 @@ class Shelves:
             self.log.append(opened_record(box))
         self.tell("created", queue=box.label, type="mailbox", sender=creator, detail={"ttl_s": ttl_s})
         return box
+
+    def _admit_box(self, account: Account, cost: int) -> None:
+        options = self.options
+        if len(self.boxes) >= options.mailboxes_max:
+            raise Refused(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")
+        if account.mailboxes >= (options.client_quota_mailboxes or math.inf):
+            raise Refused(429, f"this client has {options.client_quota_mailboxes} mailboxes, its quota")
+        self._admit_cost(account, cost)
+
+    def _admit_cost(self, account: Account, cost: int) -> None:
+        if account.bytes + cost > self._client_bytes_max:
+            quota = self.options.client_quota_bytes
+            raise Refused(429, f"this client may store {quota} bytes, which is its quota")
+        if self.stored_bytes + cost > self._bytes_max:
+            raise Refused(429, f"the server stores {self._bytes_max} bytes, which is its limit")
+
+    def _charge(self, box: Box, account: Account) -> None:
+        """Count a mailbox against who created it."""
+        box.account = account
+        account.mailboxes += 1
+        self._add_cost(box, MAILBOX_COST_BYTES + len(box.desc))
+
+    def _add_cost(self, box: Box, cost: int) -> None:
+        box.cost += cost
+        box.account.bytes += cost
+        self.stored_bytes += cost
+
+    def admit_group(self, box: Box) -> None:
+        """Count a new pull group against who created the mailbox, or refuse it."""
+        self._admit_cost(box.account, GROUP_COST_BYTES)
+        self._add_cost(box, GROUP_COST_BYTES)
 
     def extend(self, box: Box, ttl_s: float) -> None:
         """Give a mailbox so long from now on, if that is more than it has."""
@@ -219,6 +306,8 @@ class Shelves:
         box.gone = True
         del self.boxes[box.mail_id], self.by_serial[box.serial]
         self.public.pop(box.mail_id, None)
+        box.account.mailboxes -= 1
+        self._add_cost(box, -box.cost)
         self._expired[hashed(box.mail_id)] = None
         if len(self._expired) > EXPIRED_KEPT_MAX:
             del self._expired[next(iter(self._expired))]
@@ -226,7 +315,7 @@ class Shelves:
         if box.delayed:
             self._graves.append(box.delayed)
         if self.log is not None:
-            self.log.append(records.Gone(box.serial))
+            self.log.supersede(records.Gone(box.serial))
         self.tell("expired", queue=box.label, type="mailbox")
         if self._watcher is not None:
             self._watcher.gone(box)
@@ -250,54 +339,81 @@ class Shelves:
         """How a rank is stored."""
         return self._storages[rank] if self.log is not None else "memory"
 
-    def admit(self, box: Box, size: int) -> None:
-        """Refuse what does not fit."""
-        options = self.options
-        held = len(box.letters) + len(box.delayed) + box.reserved
-        if options.quota_messages and held >= options.quota_messages:
-            raise Refused(429, f"the mailbox holds {options.quota_messages} messages, which is its quota")
-        if options.quota_bytes and box.bytes + box.reserved_bytes + size > options.quota_bytes:
-            raise Refused(429, f"the mailbox may hold {options.quota_bytes} bytes, which is its quota")
-        if self.stored_bytes + size > options.stored_bytes_max:
-            raise Refused(429, f"the server holds {options.stored_bytes_max} bytes of messages, its limit")
+    def admit(self, box: Box, account: Account, count: int, cost: int) -> None:
+        """Refuse letters that do not fit all together."""
+        if len(box.letters) + len(box.delayed) + box.reserved + count > self._box_messages_max:
+            quota = self.options.quota_messages
+            raise Refused(429, f"the mailbox holds {quota} messages, which is its quota")
+        if box.bytes + box.reserved_bytes + cost > self._box_bytes_max:
+            quota = self.options.quota_bytes
+            raise Refused(429, f"the mailbox may hold {quota} bytes, which is its quota")
+        if account.bytes + cost > self._client_bytes_max or self.stored_bytes + cost > self._bytes_max:
+            self._admit_cost(account, cost)
 
-    def write(self, box: Box, letter: Letter) -> None:
-        """Reserve room for a letter, and write it down if its class says so."""
+    def write(self, box: Box, letter: Letter, *, droppable: bool = False) -> None:
+        """Reserve room for a letter, and write it down if its class says so.
+
+        A droppable one is given up when it cannot be written; `forgo` is to be called then.
+        """
         box.reserved += 1
-        box.reserved_bytes += letter.size
+        box.reserved_bytes += letter.cost
         self._count(letter, 1)
         if letter.durable and self.log is not None:
-            self.log.append(put_record(box, letter, self.clock))
+            self.log.append(put_record(box, letter, self.clock), droppable=droppable)
 
-    def commit(self, storage: Storage, call: Callable[..., object], *facts: object) -> None:
-        """Do something when what was appended so far counts as stored."""
+    def forgo(self, box: Box, letter: Letter) -> None:
+        """Give up a letter that could not be written."""
+        box.reserved -= 1
+        box.reserved_bytes -= letter.cost
+        self._count(letter, -1)
+
+    def commit(
+        self, storage: Storage, call: Callable[..., object], *facts: object, fail: Fail | None = None
+    ) -> None:
+        """Do something when what was appended so far counts as stored; `fail` when it cannot be written."""
         if self.log is None or storage == "memory":
             call(*facts)
         elif storage == "os":
-            self.log.after_write(call, *facts)
+            self.log.after_write(call, *facts, fail=fail)
         else:
-            self.log.after_sync(call, *facts)
+            self.log.after_sync(call, *facts, fail=fail)
 
-    def commit_letter(self, box: Box, storage: Storage, call: Callable[..., object], *facts: object) -> None:
+    def commit_letter(
+        self,
+        box: Box,
+        storage: Storage,
+        call: Callable[..., object],
+        *facts: object,
+        fail: Fail | None = None,
+    ) -> None:
         """As `commit`, and not before what the same mailbox took earlier: its letters arrive in order."""
         if self.log is None:
             call(*facts)
         elif storage == "group" or (box.syncing and not self.log.trouble):
             box.syncing += 1
-            self.log.after_sync(self._synced, box, call, facts)
+            unsynced = self._on_unsynced if fail is not None else None
+            self.log.after_sync(self._on_synced, box, call, facts, fail, fail=unsynced)
         else:
-            self.commit(storage, call, *facts)
+            self.commit(storage, call, *facts, fail=fail)
 
-    def _synced(self, box: Box, call: Callable[..., object], facts: tuple[object, ...]) -> None:
+    def _synced(
+        self, box: Box, call: Callable[..., object], facts: tuple[object, ...], _: Fail | None
+    ) -> None:
         box.syncing -= 1
         call(*facts)
 
-    def after_earlier(self, mail_id: str, call: Callable[..., object], *facts: object) -> bool:
+    def _unsynced(self, box: Box, _: object, facts: tuple[object, ...], fail: Fail, why: str) -> None:
+        box.syncing -= 1
+        fail(*facts, why)
+
+    def after_earlier(
+        self, mail_id: str, call: Callable[..., object], *facts: object, fail: Fail | None = None
+    ) -> bool:
         """Do something when all that a mailbox has taken so far is stored. False when it is already."""
         box = self.boxes.get(mail_id)
         if box is None or not box.reserved or self.log is None or self.log.trouble:
             return False
-        self.commit("group" if box.syncing else "os", call, *facts)
+        self.commit("group" if box.syncing else "os", call, *facts, fail=fail)
         return True
 
     def check_log(self, storage: Storage) -> None:
@@ -310,26 +426,23 @@ class Shelves:
         self._count(letter, 1)
         self._shelve(box, letter)
         if self._watcher is not None:
-            self._watcher.stored(box, letter, sender)
+            try:
+                self._watcher.stored(box, letter, sender)
+            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
+                report(self._watcher.stored)
 
     # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
 
-    def admits_all(self, nbytes: int) -> bool:
-        """Whether no limit is near, so that nobody has to look at each letter for itself."""
-        options = self.options
-        return not (options.quota_messages or options.quota_bytes) and (
-            self.stored_bytes + nbytes <= options.stored_bytes_max
-        )
-
     def write_all(self, box: Box, letters: list[Letter], nbytes: int) -> None:
-        """As `write`, for plain letters of one rank."""
+        """As `write`, for plain letters of one rank and one sender; `nbytes` is what they cost together."""
         box.reserved += len(letters)
         box.reserved_bytes += nbytes
         self._count_all(letters, nbytes)
         if not letters[0].durable or self.log is None:
             return
         first, payloads = letters[0], [letter.payload for letter in letters]
-        row = records.PutRow(box.serial, first.number, first.word, first.created_us, payloads)
+        client = first.account.client
+        row = records.PutRow(box.serial, first.number, first.word, first.created_us, payloads, client)
         for record in [row] if nbytes <= records.ROW_BYTES_MAX else row.puts():
             self.log.append(record)
 
@@ -351,24 +464,28 @@ class Shelves:
     def _shelve_all(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
         box.add_plain(letters, nbytes)
         if self._watcher is not None:
-            self._watcher.stored_many(box, letters, sender)
+            attempt(self._watcher.stored_many, box, letters, sender)
 
     def _count_all(self, letters: list[Letter], nbytes: int) -> None:
         self.letters += len(letters)
         self.stored_bytes += nbytes
+        letters[0].account.bytes += nbytes
         if letters[0].durable:
-            self._durable_bytes += nbytes + RECORD_BYTES * len(letters)
+            self._durable_bytes += nbytes - MEMORY_ONLY_BYTES * len(letters)
 
     def arrived(self, box: Box, letter: Letter, sender: str = "") -> bool:
         """A letter is stored. False when its mailbox has gone meanwhile."""
         box.reserved -= 1
-        box.reserved_bytes -= letter.size
+        box.reserved_bytes -= letter.cost
         if box.gone:
             self._count(letter, -1)
             return False
         self._shelve(box, letter)
         if self._watcher is not None:
-            self._watcher.stored(box, letter, sender)
+            try:
+                self._watcher.stored(box, letter, sender)
+            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
+                report(self._watcher.stored)
         return True
 
     def _shelve(self, box: Box, letter: Letter) -> None:
@@ -381,7 +498,7 @@ class Shelves:
     def postponed(self, box: Box, letter: Letter) -> bool:
         """A letter that waits is stored. False when its mailbox has gone meanwhile."""
         box.reserved -= 1
-        box.reserved_bytes -= letter.size
+        box.reserved_bytes -= letter.cost
         if box.gone:
             self._count(letter, -1)
             return False
@@ -402,15 +519,17 @@ class Shelves:
     def _let_go(self, box: Box, letter: Letter) -> None:
         self._count(letter, -1)
         if letter.durable and self.log is not None:
-            self.log.append(records.Removed(box.serial, [letter.number]))
+            self.log.supersede(records.Removed(box.serial, [letter.number]))
         if self._watcher is not None:
             self._watcher.removed(box, letter.number)
 
     def _count(self, letter: Letter, change: int) -> None:
+        cost = change * letter.cost
         self.letters += change
-        self.stored_bytes += change * letter.size
+        self.stored_bytes += cost
+        letter.account.bytes += cost
         if letter.durable:
-            self._durable_bytes += change * (letter.size + RECORD_BYTES)
+            self._durable_bytes += cost - change * MEMORY_ONLY_BYTES
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -423,8 +542,9 @@ class Shelves:
         if not self._digging:
             self._dig()
         if self.log is not None:
-            if self.log.wants_copy(self._durable_bytes + RECORD_BYTES * len(self.boxes)):
-                self.log.copy(self._alive())
+            now_s = self.now_ns() / NANOS_PER_S
+            if self.log.wants_copy(self._durable_bytes + RECORD_BYTES * len(self.boxes), now_s):
+                self.log.copy(self._alive(), now_s)
             self.log.tick()
 
     def _dig(self) -> None:
@@ -434,7 +554,7 @@ class Shelves:
             if not self._deadlines or self._deadlines[0][0] > now_ns:
                 break
             _, what, serial, number = heappop(self._deadlines)
-            self._ripe(what, serial, number, now_ns)
+            attempt(self._ripe, what, serial, number, now_ns)
         self._bury()
         if self._graves or (self._deadlines and self._deadlines[0][0] <= now_ns):
             self._digging = True
@@ -477,7 +597,7 @@ class Shelves:
         self._count(letter, -1)
         self.write(box, letter)
         if letter.durable and self.log is not None:
-            self.log.append(records.Removed(box.serial, [number]))
+            self.log.supersede(records.Removed(box.serial, [number]))
         self.commit_letter(box, self.storage(letter.rank), self.arrived, box, letter)
 
     # ---- compaction ----------------------------------------------------------------------------
@@ -499,12 +619,14 @@ class Shelves:
 
     def keep_agent(self, agent: records.Agent) -> None:
         """Write down what is known of an agent now; without a card it is gone."""
+        known = self.agents.pop(agent.name, None)
+        if known is not None:
+            self._durable_bytes -= len(known.card) + RECORD_BYTES
         if agent.card:
             self.agents[agent.name] = agent
-        else:
-            self.agents.pop(agent.name, None)
+            self._durable_bytes += len(agent.card) + RECORD_BYTES
         if self.log is not None:
-            self.log.append(agent)
+            self.log.supersede(agent)
 
     # ---- events --------------------------------------------------------------------------------
 

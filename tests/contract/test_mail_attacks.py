@@ -1,0 +1,507 @@
+"""The mail server under hostile clients: exceptions, registry, quotas, full disks."""
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from postroom.contracts.mail import agents, segments
+from postroom.contracts.mail.records import Record
+from postroom.contracts.mail.shelves import RECORD_BYTES
+from postroom.core import mq9
+from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
+from tests.mailrooms import MSG, FakeLink, Rooms
+
+LIST = "$mq9.AI.MAILBOX.LIST."
+AGENT = "$mq9.AI.AGENT."
+NEWEST = "$mq9.AI.MSG."
+DEEP = b"[" * 5_000 + b"]" * 5_000
+
+
+@pytest.fixture(autouse=True)
+def closed_at_the_end() -> Iterator[None]:
+    yield
+    Rooms.close_all()
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Rooms:
+    return Rooms(tmp_path / "mail")
+
+
+# ---- exceptions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [b"%b", b'{"payload":%b}', b'{"x":%b}'])
+@pytest.mark.parametrize("verb", [LIST, f"{NEWEST}FETCH.", f"{NEWEST}QUERY.", f"{NEWEST}ACK."])
+def test_a_nested_body_costs_no_other_client_its_answer(rooms: Rooms, verb: str, nested: bytes) -> None:
+    good, bad = FakeLink(), FakeLink()
+    mail_id = rooms.create(good, ttl=60)
+    for number in range(20):
+        rooms.room.published(good, f"{MSG}{mail_id}.critical", f"_INBOX.good.{number}", b"", b"x")
+        rooms.room.published(bad, f"{verb}{mail_id}", f"_INBOX.bad.{number}", b"", nested % DEEP)
+    rooms.settle()
+    answers = {reply: json.loads(payload) for reply, payload in good.answers + bad.answers}
+    assert all("msg_id" in answers[f"_INBOX.good.{number}"] for number in range(20))
+    assert all(answers[f"_INBOX.bad.{number}"]["code"] == 400 for number in range(20))
+
+
+@pytest.mark.parametrize("verb", ["REGISTER", "REPORT", "UNREGISTER", "DISCOVER"])
+def test_a_nested_card_is_refused(rooms: Rooms, verb: str) -> None:
+    body = b'{"name":"a","x":%b}' % DEEP
+    assert rooms.request(FakeLink(), AGENT + verb, body)["code"] == 400
+
+
+def test_brackets_in_strings_are_not_depth(rooms: Rooms) -> None:
+    body = json.dumps({"name": "a", "text": '["' * 1_000}).encode()
+    assert rooms.request(FakeLink(), f"{AGENT}REGISTER", body)["error"] == ""
+    deepest = b'{"name":"b","x":%b%b}' % (b"[" * (mq9.JSON_DEPTH_MAX - 1), b"]" * (mq9.JSON_DEPTH_MAX - 1))
+    assert rooms.request(FakeLink(), f"{AGENT}REGISTER", deepest)["error"] == ""
+    assert rooms.request(FakeLink(), f"{AGENT}REGISTER", deepest.replace(b"[]", b"[[]]"))["code"] == 400
+
+
+def test_a_body_that_is_too_long_is_refused(rooms: Rooms) -> None:
+    body = json.dumps({"ttl": 60, "x": "x" * mq9.JSON_BYTES_MAX}).encode()
+    assert rooms.request(FakeLink(), "$mq9.AI.MAILBOX.CREATE", body)["code"] == 400
+
+
+class BrokenLink(FakeLink):
+    """A connection whose answers raise."""
+
+    def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:  # noqa: ARG002
+        raise ValueError(reply)
+
+
+@pytest.mark.parametrize("storage", ["os", "group"])
+def test_a_callback_that_raises_does_not_end_the_turn_of_others(tmp_path: Path, storage: str) -> None:
+    rooms = Rooms(tmp_path, critical=storage)
+    good, broken = FakeLink(), BrokenLink()
+    mail_id = rooms.create(good, ttl=60)
+    for number in range(10):
+        for link in (broken, good):
+            rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"x")
+    rooms.settle()
+    assert len([reply for reply, _ in good.answers if reply.count(".") == 1]) >= 10
+    assert rooms.room.stats()["messages"] == 20
+
+
+def test_a_waiting_fetch_that_raises_does_not_keep_others_waiting(rooms: Rooms) -> None:
+    good, broken = FakeLink(), BrokenLink()
+    mail_id = rooms.create(good, ttl=60)
+    wait = json.dumps({"deliver": "earliest", "config": {"max_wait_ms": 60_000}}).encode()
+    for link in (broken, good):
+        rooms.room.published(link, f"{NEWEST}FETCH.{mail_id}", "_INBOX.fetch", b"", wait)
+    rooms.publish(good, f"{MSG}{mail_id}", b"x")
+    found: Any = rooms.answer_of(good, "_INBOX.fetch")
+    assert len(found["messages"]) == 1
+
+
+# ---- the registry ------------------------------------------------------------------------------
+
+
+def agent(rooms: Rooms, link: FakeLink, verb: str, **body: Any) -> Any:
+    return rooms.request(link, AGENT + verb, json.dumps(body).encode())
+
+
+def test_a_name_that_another_client_holds_cannot_be_taken_changed_or_removed(rooms: Rooms) -> None:
+    holder, thief = FakeLink(), FakeLink()
+    assert agent(rooms, holder, "REGISTER", name="ada", mailbox="ada.in", text="mine")["error"] == ""
+    for verb in ("REGISTER", "REPORT", "UNREGISTER"):
+        assert agent(rooms, thief, verb, name="ada", text="theirs")["code"] == 409
+        assert agent(rooms, thief, verb, name="ada", secret=verb)["code"] == 409
+    assert agent(rooms, thief, "UNREGISTER", mailbox="ada.in")["code"] == 409
+    assert agent(rooms, thief, "REGISTER", name="eve", mailbox="ada.in")["error"] == ""
+    assert agent(rooms, thief, "REGISTER", name="ada.in")["error"] == ""
+    [card] = agent(rooms, thief, "DISCOVER", text="mine")["agents"]
+    assert card["name"] == "ada"
+    assert agent(rooms, holder, "REPORT", mailbox="ada.in", report_info="here") == {"error": ""}
+    assert agent(rooms, holder, "UNREGISTER", mailbox="ada.in") == {"error": ""}
+    assert agent(rooms, thief, "REGISTER", name="ada", text="theirs")["error"] == ""
+
+
+def test_the_secret_of_a_name_works_on_every_connection_and_stands_in_no_card(rooms: Rooms) -> None:
+    holder, other = FakeLink(), FakeLink(address="192.0.2.2")
+    secret = agent(rooms, holder, "REGISTER", name="ada")["secret"]
+    assert agent(rooms, other, "REPORT", name="ada", secret=secret, report_info="x") == {"error": ""}
+    assert agent(rooms, other, "REGISTER", name="ada", secret=secret, text="again")["secret"] == secret
+    rooms.reopen()
+    assert secret not in json.dumps(agent(rooms, holder, "DISCOVER"))
+    assert agent(rooms, FakeLink(address="192.0.2.3"), "UNREGISTER", name="ada")["code"] == 409
+    assert agent(rooms, holder, "UNREGISTER", name="ada", secret=secret) == {"error": ""}
+
+
+def test_the_same_login_needs_no_secret(rooms: Rooms) -> None:
+    agent(rooms, FakeLink(user="ada"), "REGISTER", name="a")
+    assert agent(rooms, FakeLink(user="eve"), "UNREGISTER", name="a")["code"] == 409
+    rooms.reopen()
+    rooms.tick(10 * agents.HOLD_S)
+    assert agent(rooms, FakeLink(user="ada"), "REGISTER", name="a")["error"] == ""
+    assert agent(rooms, FakeLink(user="ada"), "UNREGISTER", name="a") == {"error": ""}
+
+
+def test_a_name_goes_on_at_its_address_when_the_connection_ends_and_is_free_later(rooms: Rooms) -> None:
+    first = FakeLink()
+    agent(rooms, first, "REGISTER", name="ada")
+    stranger = FakeLink(address="192.0.2.2")
+    rooms.close_link(first)
+    assert agent(rooms, stranger, "REGISTER", name="ada")["code"] == 409
+    second = FakeLink()
+    assert agent(rooms, second, "REGISTER", name="ada")["error"] == ""
+    rooms.tick(2 * agents.HOLD_S)
+    assert agent(rooms, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is there
+    rooms.close_link(second)
+    assert agent(rooms, stranger, "REGISTER", name="ada")["error"] == ""
+
+
+@pytest.mark.parametrize("verb", ["REGISTER", "REPORT"])
+def test_a_card_has_one_limit_whatever_the_call(rooms: Rooms, verb: str) -> None:
+    link = FakeLink()
+    agent(rooms, link, "REGISTER", name="ada", text="kept")
+    assert agent(rooms, link, verb, name="ada", report_info="x" * agents.CARD_BYTES_MAX)["code"] == 400
+    [card] = agent(rooms, link, "DISCOVER")["agents"]
+    assert (card["text"], card.get("report_info")) == ("kept", None)
+
+
+def test_reports_count_against_the_limit_of_all_cards(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 100_000)
+    link = FakeLink()
+    for name in ("a", "b"):
+        agent(rooms, link, "REGISTER", name=name)
+    answers = [agent(rooms, link, "REPORT", name=name, report_info="x" * 60_000) for name in ("a", "b")]
+    assert [answer.get("code") for answer in answers] == [None, 429]
+    rooms.reopen()
+    assert agent(rooms, link, "REPORT", name="b", report_info="x" * 60_000)["code"] == 429
+    assert agent(rooms, link, "UNREGISTER", name="a") == {"error": ""}
+    assert agent(rooms, link, "REPORT", name="b", report_info="x" * 60_000) == {"error": ""}
+
+
+def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = Rooms(rooms.folder and rooms.folder / "other", client_quota_agents=2)
+    greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
+    assert [agent(rooms, greedy, "REGISTER", name=name).get("code") for name in "abc"] == [None, None, 429]
+    assert agent(rooms, FakeLink(), "REGISTER", name="c")["code"] == 429  # reconnecting helps nobody
+    rooms.reopen()
+    assert agent(rooms, greedy, "REGISTER", name="c")["code"] == 429
+    assert agent(rooms, other, "REGISTER", name="c")["error"] == ""
+    assert agent(rooms, greedy, "UNREGISTER", name="a") == {"error": ""}
+    monkeypatch.setattr(agents, "CLIENT_CARDS_BYTES_MAX", 5_000)
+    assert agent(rooms, greedy, "REGISTER", name="d", text="x" * 5_000)["code"] == 429
+    assert agent(rooms, greedy, "REGISTER", name="d")["error"] == ""
+
+
+def test_cards_are_part_of_what_lives_in_the_log(rooms: Rooms) -> None:
+    link = FakeLink()
+    shelves = rooms.room._shelves
+    before = shelves._durable_bytes
+    agent(rooms, link, "REGISTER", name="ada", text="x" * 10_000)
+    agent(rooms, link, "REPORT", name="ada", report_info="x" * 10_000)
+    size = len(shelves.agents["ada"].card)
+    assert shelves._durable_bytes == before + size + RECORD_BYTES
+    rooms.reopen()
+    assert rooms.room._shelves._durable_bytes == before + size + RECORD_BYTES
+    agent(rooms, link, "UNREGISTER", name="ada")
+    assert rooms.room._shelves._durable_bytes == before
+
+
+# ---- quotas ------------------------------------------------------------------------------------
+
+
+def test_empty_messages_cost_memory_too(tmp_path: Path) -> None:
+    rooms = Rooms(tmp_path, stored_bytes_max=MAILBOX_COST_BYTES + 10 * MESSAGE_COST_BYTES)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    rooms.room.published_many(link, f"{MSG}{mail_id}", [b""] * 8)
+    rooms.room.published_many(link, f"{MSG}{mail_id}", [b""] * 8)  # of these two fit
+    assert rooms.room.stats()["messages"] == 10
+
+
+@pytest.mark.parametrize("word", ["critical", "normal"])
+def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: str) -> None:
+    quota = MAILBOX_COST_BYTES + 5 * cost_of(1)
+    rooms = Rooms(tmp_path, client_quota_bytes=quota, normal="group")
+    greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
+    mail_id = rooms.create(greedy, ttl=60)
+    subject = f"{MSG}{mail_id}.{word}"
+    rooms.room.published_many(greedy, subject, [b"x"] * 4)
+    rooms.settle()
+    numbers = [rooms.send(greedy, mail_id, b"x", word)]
+    for link in (greedy, FakeLink()):  # reconnecting helps nobody
+        assert rooms.request(link, subject, b"x")["code"] == 429
+        assert rooms.request(link, "$mq9.AI.MAILBOX.CREATE")["code"] == 429
+    assert rooms.send(other, mail_id, b"x", word)
+    rooms.reopen()
+    assert rooms.request(FakeLink(), subject, b"x")["code"] == 429
+    assert rooms.request(FakeLink(), f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{numbers[0]}") == {"deleted": True}
+    rooms.send(FakeLink(), mail_id, b"x", word)
+    rooms.tick(60)
+    assert rooms.room.stats()["bytes"] == 0
+    assert all(account.empty for account in rooms.room._shelves.accounts.values())
+
+
+def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> None:
+    rooms = Rooms(tmp_path, client_quota_mailboxes=2)
+    for _ in range(2):
+        rooms.create(FakeLink(), ttl=60)
+    assert rooms.request(FakeLink(), "$mq9.AI.MAILBOX.CREATE")["code"] == 429
+    rooms.create(FakeLink(user="ada"), ttl=60)
+    rooms.reopen()
+    assert rooms.request(FakeLink(), "$mq9.AI.MAILBOX.CREATE")["code"] == 429
+    rooms.tick(60)
+    rooms.create(FakeLink(), ttl=60)
+
+
+def test_pull_groups_count_against_who_made_the_mailbox(tmp_path: Path) -> None:
+    quota = MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES
+    rooms = Rooms(tmp_path, client_quota_bytes=quota)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+
+    def codes(*names: str) -> list[int | None]:
+        bodies = [json.dumps({"group_name": name, "config": {"max_wait_ms": 0}}).encode() for name in names]
+        return [rooms.request(link, f"{NEWEST}FETCH.{mail_id}", body).get("code") for body in bodies]
+
+    assert codes("a", "b", "c", "a") == [None, None, 429, None]
+    rooms.reopen()
+    assert codes("c", "a") == [429, None]
+    rooms.tick(60)
+    assert rooms.room.stats()["bytes"] == 0
+
+
+def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) -> None:
+    link, other = FakeLink(), FakeLink(address="192.0.2.2")
+    mail_id = rooms.create(link, ttl=60)
+    start = rooms.room.stats()
+    send = f"{NEWEST}SEND.{mail_id}"
+    for number, who in enumerate((link, other)):
+        for word in ("urgent", "normal"):
+            keyed = f"NATS/1.0\r\nmq9-key: k{word}\r\nmq9-tags: a,b\r\nmq9-priority: {word}\r\n\r\n".encode()
+            rooms.request(who, send, b"replaced %d" % number, keyed)
+            lived = f"NATS/1.0\r\nmq9-ttl: 5\r\nmq9-delay: 2\r\nmq9-priority: {word}\r\n\r\n".encode()
+            rooms.request(who, send, b"short", lived)
+        rooms.room.published_many(who, f"{MSG}{mail_id}.critical", [b"1", b"22", b"333"])
+        rooms.settle()
+    rooms.tick(3)
+    assert rooms.room.stats()["messages"] == 2 + 4 + 6
+    rooms.tick(3)  # the short ones are over
+    box = rooms.room._shelves.boxes[mail_id]
+    assert box.bytes == sum(letter.cost for letter in box.letters.values())
+    for number in list(box.letters):
+        rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{number}")
+    assert (box.bytes, box.reserved, box.reserved_bytes) == (0, 0, 0)
+    assert rooms.room.stats() | {"clients": 0} == start | {"clients": 0}
+    assert rooms.room._shelves.accounts[other.client].empty
+    assert rooms.room._shelves._durable_bytes == 0
+
+
+# ---- the log -----------------------------------------------------------------------------------
+
+
+def on_disk(rooms: Rooms) -> bytes:
+    assert rooms.folder is not None
+    return b"".join(path.read_bytes() for path in sorted(rooms.folder.glob("mail-*.log*")))
+
+
+def pass_time(rooms: Rooms, seconds: float, step_s: float = 5.0) -> None:
+    for _ in range(round(seconds / step_s)):
+        rooms.tick(step_s)
+
+
+def test_what_was_deleted_replaced_or_expired_leaves_the_disk_within_a_minute(rooms: Rooms) -> None:
+    link = FakeLink()
+    kept, short = rooms.create(link, ttl=0), rooms.create(link, ttl=10)
+    numbers = [rooms.send(link, kept, b"kept-%d" % number * 100, "critical") for number in range(20)]
+    deleted = rooms.send(link, kept, b"secret-deleted", "critical")
+    rooms.send(link, short, b"secret-expired", "urgent")
+    keyed = b"NATS/1.0\r\nmq9-key: k\r\nmq9-priority: urgent\r\n\r\n"
+    rooms.request(link, f"{NEWEST}SEND.{kept}", b"secret-replaced", keyed)
+    rooms.request(link, f"{NEWEST}SEND.{kept}", b"newest", keyed)
+    agent(rooms, link, "REGISTER", name="ada", text="secret-card")
+    agent(rooms, link, "UNREGISTER", name="ada")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{kept}.{deleted}")
+    pass_time(rooms, 10)
+    assert on_disk(rooms).count(b"secret-") == 4
+    pass_time(rooms, 60)
+    assert b"secret-" not in on_disk(rooms)
+    rooms.reopen()
+    rooms.subscribe(link, f"{kept}.*")
+    assert [got.msg_id for got in link.got][:20] == numbers
+    assert link.payloads()[20:] == [b"newest"]
+
+
+def test_what_was_deleted_before_a_restart_leaves_the_disk_too(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    number = rooms.send(link, mail_id, b"secret", "critical")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{number}")
+    rooms.reopen()
+    assert b"secret" in on_disk(rooms)
+    pass_time(rooms, 60)
+    assert b"secret" not in on_disk(rooms)
+
+
+def test_a_copy_that_gained_nothing_is_not_repeated(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 10_000)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 5_000)
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    for number in range(10):
+        agent(rooms, link, "REGISTER", name=f"agent-{number}", text="x" * 3_000)
+        rooms.send(link, mail_id, b"x" * 1_000, "critical")
+    log = rooms.room._shelves.log
+    assert log is not None
+    monkeypatch.setattr(rooms.room._shelves, "_durable_bytes", 0)  # whatever it is estimated at
+    pass_time(rooms, 120)
+    sequence = log._sequence
+    pass_time(rooms, 600)
+    assert log._sequence == sequence
+
+
+def test_copies_for_the_sake_of_garbage_keep_their_pace(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    for _ in range(10):
+        rooms.send(link, mail_id, b"x" * 10_000, "critical")
+    monkeypatch.setattr(segments, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
+    agent(rooms, link, "REGISTER", name="ada")
+    copies: list[float] = []
+    log = rooms.room._shelves.log
+    assert log is not None
+    copy = log.copy
+
+    def counted(alive: Iterator[Record], now_s: float) -> None:
+        copies.append(now_s)
+        copy(alive, now_s)
+
+    monkeypatch.setattr(log, "copy", counted)
+    for _ in range(100):  # one removal after the other, for 500 s
+        agent(rooms, link, "REPORT", name="ada", report_info="x")
+        rooms.tick(5)
+    assert 4 <= len(copies) <= 5
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_loses_nothing(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    numbers = [rooms.send(link, mail_id, b"kept", "critical") for _ in range(5)]
+    deleted = rooms.send(link, mail_id, b"secret", "critical")
+    rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{deleted}")
+    log = rooms.room._shelves.log
+    assert log is not None
+    pass_time(rooms, 30)
+    rooms.clock.advance(5)
+    rooms.room.tick()  # the copy is asked for
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        rooms.settle()
+        assert log._copying is not None
+        patched.setattr(segments, "write_all", full)
+        rooms.tick()
+        assert rooms.room.trouble
+        assert log._copying is None
+        pass_time(rooms, 60)
+    assert on_disk(rooms).count(b"kept") == 5
+    pass_time(rooms, 120)
+    assert not rooms.room.trouble
+    assert b"secret" not in on_disk(rooms)
+    assert on_disk(rooms).count(b"kept") == 5
+    rooms.reopen()
+    rooms.subscribe(link, f"{mail_id}.*")
+    assert [got.msg_id for got in link.got] == numbers
+
+
+@pytest.mark.parametrize("storage", ["os", "group"])
+def test_every_call_that_meets_a_full_disk_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    rooms = Rooms(tmp_path, critical=storage, extend=True)
+    link = FakeLink()
+    mail_id = rooms.create(link, name="box", ttl=60)
+    number = rooms.send(link, mail_id, b"before", "urgent")
+    fetch = json.dumps({"group_name": "g", "deliver": "earliest", "config": {"max_wait_ms": 0}}).encode()
+    ack = json.dumps({"group_name": "g", "mail_address": mail_id, "msg_id": number}).encode()
+    rooms.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)
+    start = rooms.room.stats()
+    doomed = rooms.send(link, mail_id, b"doomed", "urgent")
+    calls = {
+        f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}": b"",
+        f"{MSG}{mail_id}.critical": b"x",
+        f"{NEWEST}SEND.{mail_id}": b"x",
+        "$mq9.AI.MAILBOX.CREATE": b'{"name":"other","public":true}',
+        f"$mq9.AI.MAILBOX.EXTEND.{mail_id}": b'{"ttl":120}',
+        f"{NEWEST}FETCH.{mail_id}": fetch.replace(b'"g"', b'"h"'),
+        f"{NEWEST}ACK.{mail_id}": ack,
+        f"{AGENT}REGISTER": b'{"name":"ada"}',
+    }
+    headers = b"NATS/1.0\r\nmq9-priority: urgent\r\nmq9-delay: 1\r\n\r\n"
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "write_all", full)
+        for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
+            given = headers if ".SEND." in subject else b""
+            rooms.room.published(link, subject, f"_INBOX.full.{place}", given, payload)
+        rooms.room.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", b"", b"")
+        rooms.settle()
+        answers = [rooms.answer_of(link, f"_INBOX.full.{place}") for place in [*range(len(calls)), "list"]]
+        assert [answer["code"] for answer in answers] == [503] * (len(calls) + 1)
+        assert rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}")["code"] == 503
+    pass_time(rooms, 10)
+    assert not rooms.room.trouble
+    assert rooms.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}") == {"deleted": False}
+    [again] = rooms.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)["messages"]
+    assert again["msg_id"] == number  # a refused acknowledgement is none
+    stats = rooms.room.stats()
+    assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
+    box = rooms.room._shelves.boxes[mail_id]
+    assert (box.reserved, box.reserved_bytes, box.syncing) == (0, 0, 0)
+    rooms.send(link, mail_id, b"after", "critical")
+    rooms.create(link, name="other", public=True)
+    rooms.reopen()
+    rooms.subscribe(link, f"{mail_id}.*")
+    assert link.payloads() == [b"after", b"before"]
+
+
+def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "mail"
+    folder.mkdir()
+    secret = bytes(range(8))
+    rows: list[list[object]] = [
+        [0, 0],
+        [1, 1, "box", True, True, "", 0.0, 1, 0, ""],
+        [4, 1, 5, "critical", b"single", b"", 1, 0, 0, "", []],
+        [8, 1, 6, "urgent", 1, [b"first of a row", b"second"]],
+        [6, 1, "g", 0, [0, 0, 0, 0], [5]],
+        [7, "ada", 1, b'{"name":"ada","text":"old"}'],
+    ]
+    bodies = [msgspec.msgpack.encode(row) for row in rows]
+    seed = int.from_bytes(secret[4:], "little")
+    frames = [struct.pack("<4sII", secret[:4], len(body), zlib.crc32(body, seed)) + body for body in bodies]
+    (folder / f"mail-{secret.hex()}-00000001.log").write_bytes(b"".join(frames))
+    rooms = Rooms(folder)
+    assert rooms.kinds() == []
+    link = FakeLink()
+    rooms.subscribe(link, "box.*")
+    assert link.payloads() == [b"single", b"first of a row", b"second"]
+    assert rooms.room._shelves.accounts[link.client].empty
+    assert agent(rooms, link, "REGISTER", name="ada", text="new")["error"] == ""  # nobody holds it
+    assert rooms.room.stats()["bytes"] == sum(
+        [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
+    )

@@ -1,0 +1,140 @@
+"""The NATS server under connections that have not logged in, or never finish what they say."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom.runtime import natsconn, natsoptions, natsserver
+from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
+from postroom.runtime.natsserver import NatsServer, new_loop
+from tests.contract.natsservers import HANG_GUARD_S, Wanted, Wire, running
+
+USERS = {"ann": "secret"}
+LOGIN = b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n'
+WRONG = LOGIN.replace(b"secret", b"wrong")
+VIOLATION = b"-ERR 'Authorization Violation'\r\n"
+WRONG_LOGIN_S_MIN = 0.1
+
+
+@pytest.mark.parametrize("piece", [b"PUB a 1000000\r\n" + b"x" * 100_000, b"CONNECT {" + b" " * 100_000])
+def test_who_has_not_logged_in_cannot_send_much(tmp_path: Path, piece: bytes) -> None:
+    with running("ours", tmp_path, Wanted(users=USERS)) as server:
+        with Wire(server, b"") as wire:
+            assert wire.rest(piece).startswith(b"-ERR '")
+        with Wire(server, b"") as wire:
+            for start in range(0, LOGIN_BYTES_MAX, 1_000):
+                wire.send(piece[start : start + 1_000])
+            assert wire.rest().startswith(b"-ERR '")
+
+
+def test_what_follows_a_login_in_one_piece_is_taken(tmp_path: Path) -> None:
+    with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, b"") as wire:
+        body = b"x" * 100_000
+        wire.send(LOGIN + b"SUB a 1\r\nPUB a %d\r\n%b\r\n" % (len(body), body))
+        assert wire.until(b"\r\n") == b"MSG a 1 %d" % len(body)
+    with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, b"") as wire:
+        for byte in LOGIN:
+            wire.send(bytes([byte]))
+        assert wire.ask() == b""
+
+
+def test_connections_that_have_not_logged_in_are_few_for_each_address(tmp_path: Path) -> None:
+    with running("ours", tmp_path, Wanted(users=USERS)) as server, ExitStack() as stack:
+        welcome = stack.enter_context(Wire(server, LOGIN))
+        assert welcome.ask() == b""
+        silent = [stack.enter_context(Wire(server, b"")) for _ in range(LOGINS_MAX)]
+        with Wire(server, b"") as refused:
+            assert b"-ERR 'too many connections" in refused.rest()
+        assert welcome.ask() == b""
+        silent[0].send(LOGIN)
+        assert silent[0].ask() == b""
+        with Wire(server, LOGIN) as again:
+            assert again.ask() == b""
+        assert silent[1].rest(b"PING\r\n") == VIOLATION
+        with Wire(server, LOGIN) as another, Wire(server, LOGIN) as more:
+            assert another.ask() == more.ask() == b""
+
+
+def test_after_a_wrong_password_there_is_no_second_try(tmp_path: Path) -> None:
+    with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, WRONG + LOGIN) as wire:
+        assert wire.rest() == VIOLATION
+
+
+async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    await reader.readline()
+    return reader, writer
+
+
+def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
+    monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+
+    async def work(server: NatsServer) -> None:
+        guesser, guessing = await opened(server.port, WRONG)
+        for _ in range(3):
+            reader, writer = await opened(server.port, LOGIN + b"PING\r\n")
+            assert await reader.readuntil(b"PONG\r\n")
+            writer.close()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(guesser.readline(), 0.01)
+        guessing.close()
+
+    served(work, users=USERS, auth_timeout_s=2 * HANG_GUARD_S)
+
+
+def test_the_unfinished_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsserver, "UNFINISHED_BYTES_MAX", 200_000)
+
+    async def work(server: NatsServer) -> None:
+        part = b"PUB a 100000\r\n" + b"x" * 90_000
+        kept = [await opened(server.port, part) for _ in range(2)]
+        while sum(server._unfinished.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        reader, writer = await opened(server.port, part)
+        assert (await reader.readline()).startswith(b"-ERR 'too much of unfinished messages")
+        writer.close()
+        kept[0][1].write(b"x" * 10_000 + b"\r\nPING\r\n")
+        assert await kept[0][0].readuntil(b"PONG\r\n")
+        for _, writer in kept:
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        assert server._unfinished == {}
+
+    served(work)
+
+
+def served(work: Callable[[NatsServer], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options))
+        await server.start()
+        try:
+            async with asyncio.timeout(HANG_GUARD_S):
+                await work(server)
+        finally:
+            await server.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_a_client_is_its_login_or_its_address(address: str, network: str) -> None:
+    assert network_of(address) == network
+    assert client_of("", network) == client_of("token", network) == f"address:{network}"
+    assert client_of("ann", network) == "user:ann"

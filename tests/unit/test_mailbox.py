@@ -1,0 +1,137 @@
+"""What a mailbox counts, and what it marks as held, when a letter comes and when it leaves."""
+
+import pytest
+
+from postroom.core import mailbox
+from postroom.core.mailbox import (
+    EVERY_RANK,
+    MESSAGE_COST_BYTES,
+    RANKS,
+    Box,
+    Letter,
+    PullGroup,
+    Word,
+    cost_of,
+)
+
+NOW_NS = 1_000
+
+
+def letter(number: int, word: Word = "normal", payload: bytes = b"x", key: str = "") -> Letter:
+    cost = cost_of(len(payload), key)
+    return Letter(number, word, RANKS[word], cost, payload, b"", 10, key=key)
+
+
+@pytest.fixture
+def box() -> Box:
+    return Box(1, "box", public=False, named=True, label="box")
+
+
+def numbers(box: Box) -> list[int]:
+    return [each.number for each in box.replay(EVERY_RANK, NOW_NS)]
+
+
+def test_a_letter_costs_its_bytes_and_a_fixed_amount() -> None:
+    assert cost_of(0) == MESSAGE_COST_BYTES
+    assert cost_of(10) == MESSAGE_COST_BYTES + 10
+    assert cost_of(10, "key") > cost_of(10) + len("key")
+    assert cost_of(10, "", ("a", "b")) > cost_of(10, "", ("a",)) > cost_of(10)
+
+
+def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:
+    box.add(letter(1, "critical", b"1"))
+    box.add_plain([letter(2), letter(3, payload=b"333")], letter(2).cost + letter(3, payload=b"333").cost)
+    assert box.bytes == cost_of(1) + cost_of(1) + cost_of(3)
+    assert box.remove(3) is not None
+    assert box.bytes == 2 * cost_of(1)
+    assert box.remove(3) is None
+    assert box.remove(99) is None
+    assert box.bytes == 2 * cost_of(1)
+    box.remove(1)
+    box.remove(2)
+    assert (box.bytes, len(box.letters), numbers(box)) == (0, 0, [])
+
+
+def test_a_letter_that_is_replaced_by_its_key_is_given_back(box: Box) -> None:
+    box.add(letter(1, payload=b"long" * 10, key="k"))
+    replaced = box.add(letter(2, "urgent", b"s", key="k"))
+    assert replaced is not None
+    assert replaced.number == 1
+    assert box.bytes == cost_of(1, "k")
+    assert box.keys == {"k": 2}
+    assert box.add(letter(3, payload=b"s", key="other")) is None
+    box.remove(2)
+    assert box.keys == {"other": 3}
+    assert box.add(letter(4, key="k")) is None
+    assert numbers(box) == [3, 4]
+
+
+def test_an_older_letter_that_leaves_does_not_forget_the_key_of_a_newer_one(box: Box) -> None:
+    box.add(letter(1, key="k"))
+    box.keys["k"] = 7  # a newer one has taken the key
+    box.remove(1)
+    assert box.keys == {"k": 7}
+
+
+def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Box) -> None:
+    for number in (1, 2, 3):
+        box.add(letter(number))
+    groups = [box.group(name, "earliest", 0, anew=False)[0] for name in ("g", "h")]
+    for group in groups:
+        group.hand(group.next(box.lanes, 7, 10, NOW_NS), 7)
+    groups[0].settle([2])
+    box.failures[2] = 1
+    box.remove(2)
+    box.remove(3)
+    assert [group.handed for group in groups] == [{1: 7}, {1: 7}]
+    assert [group.done for group in groups] == [set(), set()]
+    assert box.failures == {}
+
+
+def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Box) -> None:
+    for number in (1, 2, 3):
+        box.add(letter(number))
+    group, _ = box.group("g", "earliest", 0, anew=False)
+    first = group.next(box.lanes, 7, 2, NOW_NS)
+    group.hand(first, 7)
+    assert group.handed == {1: 7, 2: 7}
+    assert [each.number for each in group.next(box.lanes, 8, 10, NOW_NS)] == [3]
+    assert [each.number for each in group.next(box.lanes, 7, 10, NOW_NS)] == [1, 2, 3]
+    assert group.lose(8) == []
+    assert group.lose(7) == [1, 2]
+    assert group.handed == {}
+    assert [each.number for each in group.next(box.lanes, 8, 10, NOW_NS)] == [1, 2, 3]
+
+
+def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box: Box) -> None:
+    for number in (1, 2, 3):
+        box.add(letter(number))
+    group, _ = box.group("g", "earliest", 0, anew=False)
+    group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
+    assert sorted(group.acknowledge(2)) == [1, 2]
+    assert group.handed == {3: 7}
+    group.advance(box.lanes)
+    assert (group.done, group.through[RANKS["normal"]]) == (set(), 2)
+
+
+def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
+    box = Box(1, "box", public=False, named=True, label="box")
+    count = 4 * mailbox.DEAD_NUMBERS_MAX
+    for number in range(1, count + 1):
+        box.add(letter(number))
+    for number in range(1, count):
+        box.remove(number)
+    lane = box.lanes[RANKS["normal"]]
+    assert list(lane.behind(0))[-1] == count
+    assert len(list(lane.behind(0))) <= mailbox.DEAD_NUMBERS_MAX + 2
+    assert numbers(box) == [count]
+
+
+def test_a_new_turn_of_a_group_holds_nothing(box: Box) -> None:
+    box.add(letter(1))
+    group, _ = box.group("g", "earliest", 0, anew=False)
+    group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
+    again, begins = box.group("g", "earliest", 0, anew=True)
+    assert begins
+    assert isinstance(again, PullGroup)
+    assert (again.turn, again.handed, again.done) == (group.turn + 1, {}, set())
