@@ -20,6 +20,7 @@ class Got(NamedTuple):
     subject: str
     headers: bytes
     payload: bytes
+    reply: str = ""
 
     @property
     def msg_id(self) -> int:
@@ -34,20 +35,26 @@ class FakeLink:
 
     last_number = 0
 
-    def __init__(self, name: str = "", user: str = "") -> None:
+    def __init__(self, name: str = "", user: str = "", *, headers: bool = True) -> None:
         FakeLink.last_number += 1
         self.number = FakeLink.last_number
         self.name = name
         self.user = user
+        self.headers = headers
+        self.address = f"192.0.2.1:{self.number}"
         self.pending_bytes = 0
+        self.wants_room = False
         self.got: list[Got] = []
         self.answers: list[tuple[str, bytes]] = []
         self.open = True
 
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        assert reply == ""  # the server has answered the sender itself
+        assert (reply == "") == self.headers  # the server has answered the sender itself
         if self.open:
-            self.got.append(Got(sid, subject, headers, payload))
+            self.got.append(Got(sid, subject, headers if self.headers else b"", payload, reply))
+
+    def want_room(self) -> None:
+        self.wants_room = True
 
     def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
         for headers, payload in messages:

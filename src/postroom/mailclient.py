@@ -24,7 +24,6 @@ from postroom.core import natswire as wire
 from postroom.core.mailbox import RANKS
 from postroom.core.mailcalls import (
     CREATE,
-    DELETE,
     LIST,
     WITHOUT_PAYLOADS,
     Listed,
@@ -246,7 +245,7 @@ class AsyncMail:
 
     async def delete(self, mail_id: str, msg_id: int) -> bool:
         """Take a message away; whether it was there."""
-        subject = address(mail_id, what=DELETE, after=f".{msg_id:d}")
+        subject = address(mail_id, what=mq9.DELETE, after=f".{msg_id:d}")
         reply = await self._call(subject, b"{}")
         return reply.deleted is not False
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import agents, listening, records, segments, shelves
+from postroom.contracts.mail import LINK_FULL_BYTES, agents, listening, records, segments, shelves
 from postroom.contracts.mail.shelves import hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
@@ -315,31 +315,31 @@ def test_every_subscription_gets_everything_and_so_does_the_same_one_again(rooms
     assert other.payloads() == [b"x", b"y"]
 
 
-def test_a_long_replay_is_fed_in_pieces_and_what_is_new_follows_it(
+def test_a_long_replay_is_fed_in_pieces_and_what_is_more_urgent_comes_first(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "REPLAY_STEP", 10)
     link, late = FakeLink(), FakeLink()
     mail_id = rooms.create(link, ttl=60)
     ids = [rooms.send(link, mail_id, str(number).encode()) for number in range(35)]
-    late.pending_bytes = listening.LINK_FULL_BYTES + 1
+    late.pending_bytes = LINK_FULL_BYTES + 1
     rooms.subscribe(late, f"{mail_id}.*")
     assert late.got == []
     rooms.send(link, mail_id, b"new and urgent", "urgent")
     rooms.request(link, f"{DELETE}{mail_id}.{ids[20]}")
     late.pending_bytes = 0
     rooms.room.drained(late)
-    assert len(late.got) == 10
+    assert 0 < len(late.got) <= 10
     rooms.settle()
     expected = [str(number).encode() for number in range(35) if number != 20]
-    assert late.payloads() == [*expected, b"new and urgent"]
+    assert late.payloads() == [b"new and urgent", *expected]
 
 
 def test_a_paused_replay_goes_on_with_a_tick_when_nobody_says_so(rooms: Rooms) -> None:
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
     rooms.send(link, mail_id, b"x")
-    link.pending_bytes = listening.LINK_FULL_BYTES + 1
+    link.pending_bytes = LINK_FULL_BYTES + 1
     rooms.subscribe(link, mail_id)
     link.pending_bytes = 0
     rooms.tick()

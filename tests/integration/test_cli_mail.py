@@ -101,7 +101,7 @@ def test_every_option_of_an_operator_reaches_the_server(tmp_path: Path) -> None:
         "--tls-cert", certificate, "--tls-key", key_beside(certificate), "--durable-normal",
         "--critical", "os", "--urgent", "os", "--envelope", "always", "--default-ttl-s", 30,
         "--mailboxes-max", 3, "--stored-bytes-max", 10_000, "--quota-messages", 2, "--quota-bytes", 5_000,
-        "--dead-letter-after", 2, "--receipts", "--extend", "--payload-bytes-max", 20_000,
+        "--dead-letter-after", 2, "--receipts", "--extend", "--payload-bytes-max", 20_000, "--group-window", 8,
         "--pending-bytes-max", 1_000_000, "--connections-max", 10, "--subscriptions-max", 10,
         "--ping-interval-s", 60,
     ]  # fmt: skip

@@ -153,6 +153,7 @@ def mail() -> None:
 @_count_option("--stored-bytes-max", 1 << 30, "Bytes of all messages, which stand in memory.")
 @_count_option("--quota-messages", 0, "Messages of one mailbox; 0 is no quota.")
 @_count_option("--quota-bytes", 0, "Bytes of one mailbox; 0 is no quota.")
+@_count_option("--group-window", 32, "Undeleted messages of one member of a queue group; 0 is no limit.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
 @click.option("--receipts", is_flag=True, help="Tell each delivery as an event.")
 @click.option("--extend", is_flag=True, help="Let the creator of a mailbox give it more time.")

@@ -19,7 +19,6 @@ from postroom.errors import InvalidMessage, MailRefused, MailUnavailable
 
 CREATE = b"$mq9.AI.MAILBOX.CREATE"
 LIST = "$mq9.AI.MAILBOX.LIST."
-DELETE = "$mq9.AI.MAILBOX.DELETE."
 WITHOUT_PAYLOADS = b'{"payload":false}'  # what a list is asked with; a server that does not know it lists all
 NO_RESPONDERS = b"NATS/1.0 503"
 LATER = (429, 503)  # codes with which the same call can succeed later

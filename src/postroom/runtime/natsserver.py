@@ -239,6 +239,7 @@ class NatsServer:
             self._subscriptions.add(subscription.subject, subscription)
             return ""
         subscription.owned = True
+        link.narrow()
         group = subscription.group.decode("utf-8", "replace")
         return self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group) or ""
 

@@ -27,6 +27,8 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     quota_messages: int = 0
     """Of one mailbox; 0 is no quota."""
     quota_bytes: int = 0
+    group_window: int = 32
+    """Undeleted messages that a member of a queue group holds before the others get more; 0 is no limit."""
     dead_letter_after: int = 0
     """Failed deliveries to a group after which a message goes to the mailbox `ID.dead`; 0 is never."""
     receipts: bool = False

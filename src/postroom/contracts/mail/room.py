@@ -214,7 +214,7 @@ class Mailroom:
 
     def stored(self, box: Box, letter: Letter, sender: str) -> None:
         self._tell_stored(box, [letter], sender)
-        self._listening.push(box, letter)
+        self._listening.push(box, [letter])
         self._pulling.stored(box)
 
     def _tell_stored(self, box: Box, letters: list[Letter], sender: str) -> None:
@@ -233,7 +233,7 @@ class Mailroom:
 
     def stored_many(self, box: Box, letters: list[Letter], sender: str) -> None:
         self._tell_stored(box, letters, sender)
-        self._listening.push_all(box, letters)
+        self._listening.push(box, letters)
         self._pulling.stored(box)
 
     def removed(self, box: Box, number: int) -> None:
@@ -397,6 +397,7 @@ class Mailroom:
             return
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
         shelves.check_log(storage)
+        self._listening.deleting(box, number)
         shelves.remove(box, number)
         shelves.tell(
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
