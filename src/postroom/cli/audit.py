@@ -113,6 +113,7 @@ def ship(
 
     _check_there("bus", buses)
     _check_there("queue", roots)
+    _check_there("mail folder", mail)
     stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
     if not (stores or roots or buses or mail):
         raise click.UsageError(
