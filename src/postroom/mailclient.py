@@ -25,6 +25,7 @@ from postroom.core.mailbox import RANKS
 from postroom.core.mailcalls import (
     CREATE,
     LIST,
+    REPLY_TO,
     WITHOUT_PAYLOADS,
     Listed,
     MailMessage,
@@ -46,6 +47,8 @@ from postroom.natsclient import SID, Connection, Login, servers_of
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
 TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 30.0
+REPLY_TTL_S = 60.0  # that a reply mailbox lives on behind the timeout: a late answer is not refused at once
 QUIET_S = 0.5  # without anything new, a mailbox counts as read
 QUEUED_BYTES_MAX = 32 << 20  # that a subscription holds for its reader before it asks for no more
 SEEN_MAX = 100_000  # message ids that a subscription remembers
@@ -201,6 +204,31 @@ class AsyncMail:
             await self._connection.publish(subject, as_bytes(payload), block)
             return 0
         return int((await self._call(subject, as_bytes(payload), block)).msg_id or 0)
+
+    async def ask(
+        self,
+        mail_id: str,
+        payload: Payload,
+        *,
+        priority: Priority = "normal",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> MailMessage:
+        """Send, and give the answer: the first message in a private mailbox that the message names.
+
+        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        """
+        reply_to = await self.create(ttl_s=timeout_s + REPLY_TTL_S)
+        sent = {**(headers or {}), REPLY_TO: reply_to}
+        msg_id = await self.send(mail_id, payload, priority=priority, headers=sent)
+        subscription = await self.subscribe(reply_to)
+        try:
+            answer = await subscription.next(timeout_s)
+        finally:
+            await subscription.close()
+        if answer is None:
+            raise MailUnavailable(f"nobody answered message {msg_id} within {timeout_s:g} s; it is stored")
+        return answer
 
     async def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
@@ -408,6 +436,22 @@ class Mail:
         """Send; gives the message's id once it is stored. Without `wait` nobody says whether it was: 0."""
         mail = self._opened()
         return self._run(mail.send(mail_id, payload, priority=priority, headers=headers, wait=wait))
+
+    def ask(
+        self,
+        mail_id: str,
+        payload: Payload,
+        *,
+        priority: Priority = "normal",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> MailMessage:
+        """Send, and give the answer: the first message in a private mailbox that the message names.
+
+        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        """
+        mail = self._opened()
+        return self._run(mail.ask(mail_id, payload, priority=priority, headers=headers, timeout_s=timeout_s))
 
     def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
