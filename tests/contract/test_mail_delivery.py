@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES
+from postroom.contracts.mail import LINK_FULL_BYTES, listening
 from postroom.contracts.mail.listening import GROUP_GROWTH, GROUP_PATIENCE_S
 from postroom.runtime.natsserver import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
@@ -204,6 +204,28 @@ def test_a_group_that_has_deleted_once_keeps_to_its_window(rooms: Rooms) -> None
     assert len(worker.got) == WINDOW + 1
 
 
+def test_the_first_delete_ends_the_growth_of_windows(rooms: Rooms) -> None:
+    _, mail_id = filled(rooms, 20 * WINDOW)
+    first = joined(rooms, mail_id)
+    rooms.tick(GROUP_PATIENCE_S)
+    assert len(first.got) == WINDOW * GROUP_GROWTH
+    delete(rooms, first, mail_id, first.got[0].msg_id)
+    assert len(first.got) == WINDOW * GROUP_GROWTH
+    assert len(joined(rooms, mail_id).got) == WINDOW
+
+
+def test_a_group_that_never_deletes_goes_on_after_a_full_connection(rooms: Rooms) -> None:
+    _, mail_id = filled(rooms, 2 * WINDOW)
+    worker = FakeLink()
+    worker.pending_bytes = LINK_FULL_BYTES + 1
+    rooms.subscribe(worker, f"{mail_id}.*", "workers")
+    worker.pending_bytes = 0
+    rooms.tick()
+    assert len(worker.got) == WINDOW
+    rooms.tick(GROUP_PATIENCE_S)
+    assert len(worker.got) == 2 * WINDOW
+
+
 @pytest.mark.parametrize(("window", "expected"), [(0, 100), (5, 5)])
 def test_the_window_is_a_setting(tmp_path: Path, window: int, expected: int) -> None:
     rooms = Rooms(tmp_path, group_window=window)
@@ -259,6 +281,22 @@ def test_a_critical_message_overtakes_what_waits_for_other_subscriptions_of_a_co
     rooms.settle()
     assert sorted(slow.payloads()[:2]) == [b"job", b"stop"]
     assert len(slow.got) == 52
+
+
+def test_a_replay_that_was_interrupted_goes_on_when_there_is_room(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "REPLAY_STEP", 10)
+    _, mail_id = filled(rooms, 35)
+    link = FakeLink()
+    rooms.room.subscribed(link, "1", f"{MSG}{mail_id}.*", "")
+    link.pending_bytes = LINK_FULL_BYTES + 1
+    rooms.settle()
+    assert 0 < len(link.got) < 35
+    link.pending_bytes = 0
+    rooms.room.drained(link)
+    rooms.settle()
+    assert link.payloads() == [b"%d" % number for number in range(35)]
 
 
 def test_what_is_deleted_while_it_waits_is_not_delivered(rooms: Rooms) -> None:

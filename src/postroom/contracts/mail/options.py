@@ -12,12 +12,12 @@ Storage = Literal["memory", "os", "group"]
 
 
 class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are what the mq9 design says; everything beyond it is off."""
+    """The defaults are what the mq9 design says, except that normal messages outlive the server's process."""
 
     critical: Storage = "group"
     urgent: Storage = "group"
     """Also for `high`."""
-    normal: Storage = "memory"
+    normal: Storage = "os"
     """Also for `low`."""
     envelope: Envelope = "auto"
     default_ttl_s: float = DEFAULT_TTL_S
