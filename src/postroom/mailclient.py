@@ -4,15 +4,16 @@ Rule 1: it speaks the mq9 design's dialect over plain NATS, so any server of mai
 Rule 2: a subscription has a connection of its own. Who reads slowly is sent less, and blocks no other call.
 Rule 3: a subscription outlives its connection: it is made again, and a message that it gave before is passed
         over. A member of a group gets such a message again, because somebody has to finish it.
+Rule 4: of what a subscription holds for its reader, the most urgent comes first.
 """
 
 import asyncio
 import ssl
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
+from heapq import heappop, heappush
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -73,7 +74,9 @@ class AsyncSubscription:
         self._group = group
         line = wire.subscribe(subject, SID, group.encode())
         self._connection = Connection(login, subscription=line, took=self._took, failed=self._failed)
-        self._queued: deque[MailMessage] = deque()
+        self._queued: list[tuple[int, int, MailMessage]] = []
+        """A heap: the most urgent first, and inside a rank in the order in which they came."""
+        self._taken = 0
         self._queued_bytes = 0
         self._held = False
         self._some = asyncio.Event()
@@ -88,7 +91,8 @@ class AsyncSubscription:
         for body in messages.bodies:
             message = message_of(self._mail_id, messages.head, body)
             if self._group or not self._is_known(message.msg_id):
-                self._queued.append(message)
+                self._taken += 1
+                heappush(self._queued, (RANKS.get(message.priority, RANKS["normal"]), self._taken, message))
                 self._queued_bytes += len(body) + MESSAGE_COST_BYTES
         if self._queued:
             self._some.set()
@@ -120,7 +124,7 @@ class AsyncSubscription:
             return None
         if not self._queued:
             raise self._failure or MailUnavailable("this subscription is closed")
-        message = self._queued.popleft()
+        message = heappop(self._queued)[2]
         self._queued_bytes -= len(message.payload) + MESSAGE_COST_BYTES
         if not self._queued:
             self._queued_bytes = 0

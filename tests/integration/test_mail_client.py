@@ -98,6 +98,18 @@ def test_a_subscription_gives_what_is_stored_and_then_what_comes(mail: Mail) -> 
     assert list(messages) == []
 
 
+def test_a_slow_reader_gets_the_most_urgent_of_what_has_come(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    with mail.subscribe(box) as messages:
+        for number in range(200):
+            mail.send(box, str(number), wait=False)
+        mail.send(box, "stop", priority="critical")
+        while len(messages._inner._queued) < 201:
+            threading.Event().wait(0.01)
+        got = [messages.next(HANG_GUARD_S) for _ in range(201)]
+    assert [message.text for message in got if message] == ["stop", *map(str, range(200))]
+
+
 def test_ask_gives_the_answer_that_comes_to_a_private_mailbox(mail: Mail, server: MailServer) -> None:
     box = mail.create(ttl_s=60)
 
