@@ -287,18 +287,20 @@ class Box:
         There are at most `limit` of them. They have at most `nbytes`, unless the first alone has more.
         """
         found: list[Letter] = []
-        size = 0
-        while numbers := self.lanes[rank].next(through[rank], limit):
+        size, word, last = 0, "", through[rank]
+        get, lane = self.letters.get, self.lanes[rank]
+        while not found and (numbers := lane.next(last, limit)):
             for number in numbers:
-                letter = self.letters.get(number)
-                if letter is not None and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
+                letter = get(number)
+                if letter is not None and not 0 < letter.expires_ns <= now_ns:
                     size += letter.size
-                    if found and (letter.word != found[0].word or size > nbytes):
-                        return found
+                    if letter.word != word or size > nbytes:
+                        if found:
+                            break
+                        word = letter.word
                     found.append(letter)
-                through[rank] = number
-            if found:
-                break
+                last = number
+        through[rank] = last
         return found
 
     def group(self, name: str, deliver: Deliver, bound: int, *, anew: bool) -> tuple[PullGroup, bool]:

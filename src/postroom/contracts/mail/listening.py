@@ -19,7 +19,7 @@ from postroom.core.mailbox import RANK_COUNT, Audience, Backlog, Box, Letter, Li
 from postroom.core.times import NANOS_PER_S
 
 REPLAY_STEP = 1_000  # messages fed in one turn of the loop
-RUN_MAX = 100  # messages between two looks at how much a connection has waiting
+RUN_MAX = 250  # messages between two looks at how much a connection has waiting
 GROUP_PATIENCE_S = 1.0  # with all windows full and no delete ever, before the windows of a group grow
 GROUP_GROWTH = 4
 
@@ -368,4 +368,4 @@ class Listening:
 
 def _fits(letters: list[Letter]) -> bool:
     """Whether letters may be handed to a connection that has nothing waiting, all at once."""
-    return len(letters) == 1 or sum(letter.size for letter in letters) <= LINK_FULL_BYTES
+    return len(letters) == 1 or sum([letter.size for letter in letters]) <= LINK_FULL_BYTES
