@@ -129,16 +129,17 @@ class Listening:
     def _offer(self, box: Box, listener: Listener, letters: list[Letter]) -> None:
         """New letters, to a listener: at once when its connection has room for them."""
         link, rank = cast("Link", listener.link), letters[0].rank
-        newest = [lane.newest() for lane in box.lanes]
-        if letters[-1].number != newest[rank]:  # later ones came first, so a position cannot be before them
+        if (
+            letters[-1].number != box.lanes[rank].newest()
+        ):  # later ones came first, so a position cannot be before them
             self._deliver_all(box, listener, letters)
         elif listener.waits:
             self._backlogs[listener.number].promote(listener, rank)
         elif link.pending_bytes <= LINK_FULL_BYTES and _fits(letters):
             self._deliver_all(box, listener, letters)
         else:
-            newest[rank] = letters[0].number - 1
-            listener.through = newest
+            listener.through = [lane.newest() for lane in box.lanes]
+            listener.through[rank] = letters[0].number - 1
             self._wait(listener, rank)
 
     def _deliver_all(self, box: Box, listener: Listener, letters: list[Letter]) -> None:
