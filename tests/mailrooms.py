@@ -20,6 +20,7 @@ class Got(NamedTuple):
     subject: str
     headers: bytes
     payload: bytes
+    reply: str = ""
 
     @property
     def msg_id(self) -> int:
@@ -34,21 +35,29 @@ class FakeLink:
 
     last_number = 0
 
-    def __init__(self, name: str = "", user: str = "", address: str = "192.0.2.1") -> None:
+    def __init__(
+        self, name: str = "", user: str = "", address: str = "192.0.2.1", *, headers: bool = True
+    ) -> None:
         FakeLink.last_number += 1
         self.number = FakeLink.last_number
         self.name = name
         self.user = user
         self.client = f"user:{user}" if user else f"address:{address}"
+        self.headers = headers
+        self.address = f"{address}:{self.number}"
         self.pending_bytes = 0
+        self.wants_room = False
         self.got: list[Got] = []
         self.answers: list[tuple[str, bytes]] = []
         self.open = True
 
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        assert reply == ""  # the server has answered the sender itself
+        assert (reply == "") == self.headers  # the server has answered the sender itself
         if self.open:
-            self.got.append(Got(sid, subject, headers, payload))
+            self.got.append(Got(sid, subject, headers if self.headers else b"", payload, reply))
+
+    def want_room(self) -> None:
+        self.wants_room = True
 
     def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
         for headers, payload in messages:

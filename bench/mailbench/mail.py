@@ -13,6 +13,7 @@ from mailbench.servers import (
     PATIENCE_S,
     RECEIVE_BYTES,
     Server,
+    answered,
     connected,
     in_process,
     mail_server,
@@ -79,7 +80,7 @@ class Counter:
     def receive(self) -> None:
         more = self._connection.recv(RECEIVE_BYTES)
         assert more, "the server hung up"
-        data = self._held + more
+        data = answered(self._connection, self._held + more)
         self.count += data.count(self._mark)
         self._held = data[1 - len(self._mark) :]  # it can hold a part of the next mark, and no whole one
 
@@ -200,7 +201,7 @@ def create_many(server: Server, count: int, ttl_s: float) -> float:
         connection.sendall(frame * number)
         held = b""
         while held.count(b"is_new") < number or not held.endswith(b"\r\n"):
-            held += connection.recv(RECEIVE_BYTES)
+            held = answered(connection, held + connection.recv(RECEIVE_BYTES))
     ended = time.perf_counter()
     connection.close()
     return count / (ended - begun)

@@ -18,6 +18,7 @@ from mailbench.servers import (
     PATIENCE_S,
     RECEIVE_BYTES,
     Server,
+    answer_idle,
     connected,
     forking,
     in_process,
@@ -34,6 +35,7 @@ BODY_BYTES = 128
 PIECE_FRAMES = 400  # about 64 KiB
 MIXED_SIZES = range(64, 192)
 US_PER_S = 1e6
+IDLE_LOOK = 50  # connections between two looks at whether the server asks the earlier ones
 
 
 def published_from(server: Server, piece: bytes, rounds: int) -> float:
@@ -262,7 +264,12 @@ def idle(sizes: Sizes) -> Iterator[Figure]:
 
 
 def _idle_mb(server: Server, connections: int) -> float:
-    opened = [connected(server, b"SUB idle.%d 1\r\n" % number) for number in range(connections)]
+    opened = []
+    for number in range(connections):
+        opened.append(connected(server, b"SUB idle.%d 1\r\n" % number))
+        if number % IDLE_LOOK == 0:
+            answer_idle(opened)
+    answer_idle(opened)
     resident = statistics.median(server.resident_mb() for _ in range(figures.REPEATS))
     for connection in opened:
         connection.close()

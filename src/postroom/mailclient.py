@@ -4,15 +4,16 @@ Rule 1: it speaks the mq9 design's dialect over plain NATS, so any server of mai
 Rule 2: a subscription has a connection of its own. Who reads slowly is sent less, and blocks no other call.
 Rule 3: a subscription outlives its connection: it is made again, and a message that it gave before is passed
         over. A member of a group gets such a message again, because somebody has to finish it.
+Rule 4: of what a subscription holds for its reader, the most urgent comes first.
 """
 
 import asyncio
 import ssl
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
+from heapq import heappop, heappush
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -24,8 +25,8 @@ from postroom.core import natswire as wire
 from postroom.core.mailbox import RANKS
 from postroom.core.mailcalls import (
     CREATE,
-    DELETE,
     LIST,
+    REPLY_TO,
     WITHOUT_PAYLOADS,
     Listed,
     MailMessage,
@@ -47,6 +48,8 @@ from postroom.natsclient import SID, Connection, Login, servers_of
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
 TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 30.0
+REPLY_TTL_S = 60.0  # that a reply mailbox lives on behind the timeout: a late answer is not refused at once
 QUIET_S = 0.5  # without anything new, a mailbox counts as read
 QUEUED_BYTES_MAX = 32 << 20  # that a subscription holds for its reader before it asks for no more
 SEEN_MAX = 100_000  # message ids that a subscription remembers
@@ -71,7 +74,9 @@ class AsyncSubscription:
         self._group = group
         line = wire.subscribe(subject, SID, group.encode())
         self._connection = Connection(login, subscription=line, took=self._took, failed=self._failed)
-        self._queued: deque[MailMessage] = deque()
+        self._queued: list[tuple[int, int, MailMessage]] = []
+        """A heap: the most urgent first, and inside a rank in the order in which they came."""
+        self._taken = 0
         self._queued_bytes = 0
         self._held = False
         self._some = asyncio.Event()
@@ -86,7 +91,8 @@ class AsyncSubscription:
         for body in messages.bodies:
             message = message_of(self._mail_id, messages.head, body)
             if self._group or not self._is_known(message.msg_id):
-                self._queued.append(message)
+                self._taken += 1
+                heappush(self._queued, (RANKS.get(message.priority, RANKS["normal"]), self._taken, message))
                 self._queued_bytes += len(body) + MESSAGE_COST_BYTES
         if self._queued:
             self._some.set()
@@ -118,7 +124,7 @@ class AsyncSubscription:
             return None
         if not self._queued:
             raise self._failure or MailUnavailable("this subscription is closed")
-        message = self._queued.popleft()
+        message = heappop(self._queued)[2]
         self._queued_bytes -= len(message.payload) + MESSAGE_COST_BYTES
         if not self._queued:
             self._queued_bytes = 0
@@ -203,6 +209,31 @@ class AsyncMail:
             return 0
         return int((await self._call(subject, as_bytes(payload), block)).msg_id or 0)
 
+    async def ask(
+        self,
+        mail_id: str,
+        payload: Payload,
+        *,
+        priority: Priority = "normal",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> MailMessage:
+        """Send, and give the answer: the first message in a private mailbox that the message names.
+
+        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        """
+        reply_to = await self.create(ttl_s=timeout_s + REPLY_TTL_S)
+        sent = {**(headers or {}), REPLY_TO: reply_to}
+        msg_id = await self.send(mail_id, payload, priority=priority, headers=sent)
+        subscription = await self.subscribe(reply_to)
+        try:
+            answer = await subscription.next(timeout_s)
+        finally:
+            await subscription.close()
+        if answer is None:
+            raise MailUnavailable(f"nobody answered message {msg_id} within {timeout_s:g} s; it is stored")
+        return answer
+
     async def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
     ) -> AsyncSubscription:
@@ -246,7 +277,7 @@ class AsyncMail:
 
     async def delete(self, mail_id: str, msg_id: int) -> bool:
         """Take a message away; whether it was there."""
-        subject = address(mail_id, what=DELETE, after=f".{msg_id:d}")
+        subject = address(mail_id, what=mq9.DELETE, after=f".{msg_id:d}")
         reply = await self._call(subject, b"{}")
         return reply.deleted is not False
 
@@ -409,6 +440,22 @@ class Mail:
         """Send; gives the message's id once it is stored. Without `wait` nobody says whether it was: 0."""
         mail = self._opened()
         return self._run(mail.send(mail_id, payload, priority=priority, headers=headers, wait=wait))
+
+    def ask(
+        self,
+        mail_id: str,
+        payload: Payload,
+        *,
+        priority: Priority = "normal",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> MailMessage:
+        """Send, and give the answer: the first message in a private mailbox that the message names.
+
+        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        """
+        mail = self._opened()
+        return self._run(mail.ask(mail_id, payload, priority=priority, headers=headers, timeout_s=timeout_s))
 
     def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""

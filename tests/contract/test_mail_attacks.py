@@ -431,7 +431,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
 ) -> None:
     rooms = Rooms(tmp_path, critical=storage, extend=True)
     link = FakeLink()
-    mail_id = rooms.create(link, name="box", ttl=60)
+    mail_id = rooms.create(link, name="box", public=True, ttl=60)
     number = rooms.send(link, mail_id, b"before", "urgent")
     fetch = json.dumps({"group_name": "g", "deliver": "earliest", "config": {"max_wait_ms": 0}}).encode()
     ack = json.dumps({"group_name": "g", "mail_address": mail_id, "msg_id": number}).encode()

@@ -178,7 +178,7 @@ class GoodClient(threading.Thread):
         self._writer = writer
         self._client = Client(server, GOOD_HOST, **login)
         self.box = f"box-{writer}"
-        self._client.ask(CREATE, json.dumps({"name": self.box, "ttl": 0}).encode())
+        self._client.ask(CREATE, json.dumps({"name": self.box, "public": True, "ttl": 0}).encode())
         self._client.send(f"SUB {MSG}{self.box}.* 2\r\n".encode())
         self.start()
 
@@ -331,7 +331,7 @@ def linger(server: Server, tally: Tally, _: Random) -> None:
 def starve(server: Server, tally: Tally, _: Random) -> None:
     """Fill the disk. A send that meets that is refused, and later ones are taken when there is room."""
     with Client(server, GOOD_HOST) as client:
-        client.ask(CREATE, b'{"name":"full","ttl":0}')
+        client.ask(CREATE, b'{"name":"full","public":true,"ttl":0}')
         filler = fill(server.folder)
         _refused(client.ask(f"{MSG}full.critical", b"x" * 100_000), 503, "a send to a full disk", tally)
         _refused(client.ask(f"{MSG}full.critical", b"x" * 100_000), 503, "the next one", tally)

@@ -55,7 +55,7 @@ class _Cast:
         self._server = self._start_server()
         post = Post(folder)
         post.asked(programs.CREATE, json.dumps({"name": OPEN, "public": True, "ttl": 3600}).encode())
-        post.asked(programs.CREATE, json.dumps({"name": PULL, "ttl": 0}).encode())
+        post.asked(programs.CREATE, json.dumps({"name": PULL, "public": True, "ttl": 0}).encode())
         self.work: str = post.asked(programs.CREATE, b"{}")["mail_id"]
         post.close()
         boxes = [OPEN, PULL, self.work]

@@ -87,13 +87,19 @@ def _answer_early() -> None:
 
 
 def _deliver_twice() -> None:
-    """Give each letter to every member of a team."""
+    """Offer every other letter of a team again, although a member has it."""
+    take, takes = mailbox.Team.take, iter(range(1 << 30))
 
-    def everyone(audience: mailbox.Audience, _: mailbox.Letter) -> list[mailbox.Listener]:
-        members = [member for team in audience.teams.values() for member in team.members.values()]
-        return [*audience.plain, *(listener for member in members for listener in member.listeners)]
+    def again(
+        team: mailbox.Team, listener: mailbox.Listener, rank: int, box: mailbox.Box, now_ns: int
+    ) -> mailbox.Letter | None:
+        letter = take(team, listener, rank, box, now_ns)
+        if letter is not None and next(takes) % 2:
+            team.forget(letter.number)
+            team.give_back(letter)
+        return letter
 
-    mailbox.Audience.receivers = everyone  # type: ignore[assignment,method-assign]
+    mailbox.Team.take = again  # type: ignore[assignment,method-assign]
 
 
 def _forget_deletes() -> None:

@@ -100,7 +100,7 @@ def _send_many(desk: Desk, attempt: int) -> list[str]:
 
 
 def _send_first(desk: Desk, attempt: int) -> list[str]:
-    desk.ask((CREATE, json.dumps({"name": BOX, "ttl": 0}).encode()))
+    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     return _send_one(desk, attempt)
 
 
@@ -156,7 +156,7 @@ def _prepare_nothing(folder: Path) -> Expected:
 
 def _prepare_box(folder: Path) -> Expected:
     desk = _open(folder)
-    desk.ask((CREATE, json.dumps({"name": BOX, "ttl": 0}).encode()))
+    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     _send(desk, _old_tokens())
     desk.room.close()
     return {"": _old_tokens()}
@@ -198,7 +198,7 @@ def _judge(folder: Path, old: set[str], gone: set[str], acknowledged: dict[str, 
     numbers = [int(delivery.msg_id) for delivery in found]
     if numbers != sorted(numbers):
         tally.breaks("the replay is not in the order of the numbers")
-    desk.ask((CREATE, json.dumps({"name": BOX, "ttl": 0}).encode()))
+    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     after = token_of("after", 0, 50)
     _send(desk, [after])
     desk.room.close()

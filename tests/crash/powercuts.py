@@ -424,7 +424,7 @@ class _Mail:
         storage = "os" if durability == "os" else "group"
         crew.await_lines(crew.start("server", mailprograms.server, storage=storage, **place), 1)
         post = Post(folder)
-        post.asked(mailprograms.CREATE, b'{"name":"%b","ttl":0}' % BOX.encode())
+        post.asked(mailprograms.CREATE, b'{"name":"%b","public":true,"ttl":0}' % BOX.encode())
         post.close()
         self.workers = [
             crew.start(name, mailprograms.sender, name=name, seed=rng.getrandbits(32), boxes=[BOX], **place)

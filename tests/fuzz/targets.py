@@ -718,7 +718,7 @@ class MailCallsTarget(Target):
         room = Mailroom(None, soon.append, options=MailOptions(extend=True, receipts=True))
         asking, other = FakeLink(), FakeLink()
         for call, body in (
-            ("MAILBOX.CREATE", b'{"name":"box"}'),
+            ("MAILBOX.CREATE", b'{"name":"box","public":true}'),
             ("MAILBOX.CREATE", b"{}"),
             ("MAILBOX.MSG.box", b"x"),
             ("MSG.FETCH.box", b'{"group_name":"g","deliver":"earliest"}'),

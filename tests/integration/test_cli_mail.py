@@ -103,7 +103,7 @@ def test_every_option_of_an_operator_reaches_the_server(tmp_path: Path) -> None:
         "--mailboxes-max", 3, "--stored-bytes-max", 10_000, "--quota-messages", 2, "--quota-bytes", 5_000,
         "--dead-letter-after", 2, "--receipts", "--extend", "--payload-bytes-max", 20_000,
         "--pending-bytes-max", 1_000_000, "--connections-max", 10, "--subscriptions-max", 10,
-        "--ping-interval-s", 60,
+        "--ping-interval-s", 60, "--group-window", 8,
     ]  # fmt: skip
     with serving(tmp_path / "data", *map(str, options)) as server:
         where = ["--server", server.url, "--tls-ca", certificate]
@@ -177,6 +177,33 @@ def test_follow_prints_what_is_there_and_what_comes_until_sigterm() -> None:
     assert json.loads(following.stdout.readline())["body"] == "live"
     following.send_signal(signal.SIGTERM)
     assert finish(following) == (0, b"", "")
+
+
+def test_follow_ends_after_its_timeout() -> None:
+    mail_id = box()
+    mail("send", mail_id, "--body", "stored")
+    done = mail("follow", mail_id, "--timeout", 1)
+    assert (done.code, [each["body"] for each in done.lines]) == (0, ["stored"])
+
+
+def test_ask_prints_the_answer_and_fails_without_one() -> None:
+    mail_id = box()
+    asking = start(
+        "postroom", "mail", "ask", mail_id, "--body", "is it green?", "--timeout", str(HANG_GUARD_S)
+    )
+    question = mail("follow", mail_id, "-n", 1).line
+    mail("send", question["headers"]["Mq9-Reply-To"], "--body", "it is")
+    code, printed, _ = finish(asking)
+    assert (code, json.loads(printed)["body"]) == (0, "it is")
+    nobody = mail("ask", mail_id, "--body", "and now?", "--timeout", 0)
+    assert (nobody.code, nobody.raw) == (1, b"")
+    assert "nobody answered message" in nobody.error
+
+
+def test_a_wrong_pair_of_storage_options_is_refused() -> None:
+    done = mail("serve", "--data", "data", "--normal", "memory", "--durable-normal")
+    assert (done.code, done.raw) == (2, b"")
+    assert "exclude each other" in done.error
 
 
 def test_followers_of_a_group_share_and_delete() -> None:

@@ -98,6 +98,45 @@ def test_a_subscription_gives_what_is_stored_and_then_what_comes(mail: Mail) -> 
     assert list(messages) == []
 
 
+def test_a_slow_reader_gets_the_most_urgent_of_what_has_come(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    with mail.subscribe(box) as messages:
+        for number in range(200):
+            mail.send(box, str(number), wait=False)
+        mail.send(box, "stop", priority="critical")
+        while len(messages._inner._queued) < 201:
+            threading.Event().wait(0.01)
+        got = [messages.next(HANG_GUARD_S) for _ in range(201)]
+    assert [message.text for message in got if message] == ["stop", *map(str, range(200))]
+
+
+def test_ask_gives_the_answer_that_comes_to_a_private_mailbox(mail: Mail, server: MailServer) -> None:
+    box = mail.create(ttl_s=60)
+
+    def answer() -> None:
+        with Mail(server.url) as other, other.subscribe(box) as questions:
+            question = questions.next(HANG_GUARD_S)
+            assert question is not None
+            other.send(question.reply_to, f"{question.headers['Trace']}: {question.text} is green")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    got = mail.ask(box, "main", priority="urgent", headers={"Trace": "t1"}, timeout_s=HANG_GUARD_S)
+    answering.join()
+    assert got.text == "t1: main is green"
+    assert got.mail_id == mail.messages(box)[0].reply_to != box
+    assert got.reply_to == ""
+
+
+def test_ask_without_an_answer_says_so_and_leaves_the_message(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    with pytest.raises(MailUnavailable, match="nobody answered message") as error:
+        mail.ask(box, "anybody?", timeout_s=0.0)
+    assert str(mail.list(box)[0].msg_id) in str(error.value)
+    with pytest.raises(MailRefused):
+        mail.ask("no.such.box", "anybody?", timeout_s=HANG_GUARD_S)
+
+
 def test_an_iteration_ends_when_somebody_else_closes_it(mail: Mail) -> None:
     box = mail.create(ttl_s=60)
     mail.send(box, "one")
@@ -157,13 +196,13 @@ def test_who_closes_a_subscription_has_told_the_server(server: MailServer) -> No
 
 def test_public_mailboxes_can_be_found_and_private_ones_cannot(mail: Mail) -> None:
     private = mail.create(ttl_s=60)
-    named = mail.create("hidden.name", ttl_s=60)
+    hidden = mail.create(ttl_s=60)
     mail.create("shown.name", public=True, ttl_s=60, desc="for all")
     found = {each.mail_id: each for each in mail.public()}
     assert found["shown.name"].desc == "for all"
     assert found["shown.name"].ttl_s == 60
     assert private not in found
-    assert named not in found
+    assert hidden not in found
 
 
 def test_a_mailbox_with_more_than_a_list_shows_is_read_whole(mail: Mail) -> None:

@@ -245,8 +245,11 @@ def test_what_one_client_sends_every_other_reads_in_its_own_words(
     assert reader.list(box) == list(zip(numbers, expected, strict=True))
 
 
-def test_the_most_urgent_survive_kill_9_and_normal_is_in_memory(clients: Clients, tmp_path: Path) -> None:
-    with serving(tmp_path / "data") as server:
+@pytest.mark.parametrize("normal", ["", "memory"])
+def test_messages_survive_kill_9_except_normal_ones_in_memory(
+    clients: Clients, tmp_path: Path, normal: str
+) -> None:
+    with serving(tmp_path / "data", *(["--normal", normal] if normal else [])) as server:
         boxes: dict[str, str] = {}
         for kind in KINDS:
             client = clients.connect(kind, server.url)
@@ -259,7 +262,7 @@ def test_the_most_urgent_survive_kill_9_and_normal_is_in_memory(clients: Clients
         server.start()
         for kind, box in boxes.items():
             client = clients.connect(kind, server.url)
-            durable = [word for word in client.words if word in ("critical", "urgent", "high")]
+            durable = [word for word in client.words if not normal or word in ("critical", "urgent", "high")]
             inbox = client.listen(box)
             assert [each.payload.decode() for each in inbox.take(len(durable))] == durable
             assert inbox.rest() == []

@@ -90,7 +90,7 @@ def test_three_priorities_in_the_subject(server: MailServer) -> None:
 
 
 def test_storage_by_priority_over_a_restart(tmp_path: Path) -> None:
-    with serving(tmp_path / "data") as server:
+    with serving(tmp_path / "data", "--normal", "memory") as server:
         found: list[str] = []
 
         async def send(client: Client) -> None:

@@ -1,6 +1,7 @@
 """`postroom mail`: the server of mailboxes, and what a person or a script does with any such server."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a varia
 TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
 HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 4222
+ASK_TIMEOUT_S = 30.0
 AMOUNT_MAX = 1 << 40
 PORT = click.IntRange(0, 65535)
 STORAGES = click.Choice(["memory", "os", "group"])
@@ -130,10 +132,10 @@ def mail() -> None:
 @password_option
 @path_option("--users-file", metavar="FILE", text="Who may come in: lines of user:password.")
 @token_option
-@click.option("--durable-normal", is_flag=True, help="Keep normal and low messages on the disk, too.")
+@click.option("--durable-normal", is_flag=True, help="Sync normal and low messages, too: --normal group.")
 @click.option("--critical", type=STORAGES, default="group", show_default=True, help="When they are stored.")
 @click.option("--urgent", type=STORAGES, default="group", show_default=True, help="The same; also for high.")
-@click.option("--normal", type=STORAGES, default="memory", show_default=True, help="The same; also for low.")
+@click.option("--normal", type=STORAGES, help="The same; also for low.  [default: os]")
 @click.option(
     "--envelope",
     type=click.Choice(["auto", "always", "never"]),
@@ -158,6 +160,7 @@ def mail() -> None:
 )
 @_count_option("--client-quota-mailboxes", 100_000, "Mailboxes of one client; 0 is no quota.")
 @_count_option("--client-quota-agents", 1_000, "Registered agents of one client; 0 is no quota.")
+@_count_option("--group-window", 32, "Undeleted messages of one member of a queue group; 0 is no limit.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
 @click.option("--receipts", is_flag=True, help="Tell each delivery as an event.")
 @click.option("--extend", is_flag=True, help="Let the creator of a mailbox give it more time.")
@@ -229,9 +232,11 @@ def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
     from postroom.contracts.mail.options import MailOptions
 
     wanted = {name: value for name, value in chosen.items() if name in MailOptions.__struct_fields__}
-    if chosen["durable_normal"] and wanted["normal"] == "memory":
+    if chosen["durable_normal"]:
+        if chosen["normal"] not in (None, "group"):
+            raise click.UsageError(f"--durable-normal and --normal {chosen['normal']} exclude each other")
         wanted["normal"] = "group"
-    return MailOptions(**wanted)
+    return MailOptions(**{name: value for name, value in wanted.items() if value is not None})
 
 
 # ---- mailboxes -----------------------------------------------------------------------------------------
@@ -239,7 +244,7 @@ def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
 
 @mail.command()
 @click.option(
-    "--name", default="", metavar="NAME", help="What it is called.  [default: an id that nobody guesses]"
+    "--name", default="", metavar="NAME", help="What it is called; needs --public.  [default: a random id]"
 )
 @click.option("--public", is_flag=True, help="Let everybody find it; needs --name.")
 @click.option(
@@ -290,6 +295,44 @@ def send(
         shell.output.facts({"msg_id": number}, str(number))
 
 
+@mail.command()
+@mail_argument
+@click.option("--body", metavar="TEXT", help="What it says; - is stdin.  [default: stdin]")
+@click.option("--body-file", metavar="FILE", help="Take it from a file; - is stdin.")
+@priority_option
+@click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
+@click.option(
+    "--timeout",
+    "answer_s",
+    type=parse_wait,
+    default=ASK_TIMEOUT_S,
+    show_default=True,
+    metavar="S",
+    help="How long to wait for the answer to the message.",
+)
+@server_options
+@click.pass_obj
+def ask(
+    shell: Shell, /, mail_id: str, body: str | None, body_file: str | None, priority: Any,
+    headers: tuple[str, ...], answer_s: float, **where: Any,
+) -> None:  # fmt: skip
+    """Send a message, wait for the answer, and print it.
+
+    The answer is the first message in a private mailbox, made for this. Its id is in the message's header
+    Mq9-Reply-To: whoever answers sends to it. Without an answer in time it exits with 1; the message stays.
+
+    \b
+    Example:
+      postroom mail ask task.queue --timeout 60 --body "is it green?"
+    """
+    text = read_body(shell, body, body_file, BODY_BYTES_MAX)
+    with _mail(shell, where) as client:
+        answer = client.ask(
+            _mail_id(mail_id), text, priority=priority, headers=_headers(headers), timeout_s=answer_s
+        )
+    _print(shell, answer)
+
+
 def _headers(texts: tuple[str, ...]) -> dict[str, str]:
     pairs = [text.partition(":") for text in texts]
     if any(not colon for _, colon, _ in pairs):
@@ -326,25 +369,36 @@ def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, **where: Any)
 @click.option("--group", default="", metavar="NAME", help="Share the messages with the others of this group.")
 @click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
 @click.option("-n", "count", type=COUNT, default=0, metavar="N", help="End after so many.  [default: never]")
+@click.option(
+    "--timeout",
+    "follow_s",
+    type=parse_wait,
+    metavar="S",
+    help="Stop after this many seconds.  [default: never]",
+)
 @server_options
 @click.pass_obj
 def follow(
-    shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int, **where: Any
-) -> None:
-    """What a mailbox holds, and then what comes, until SIGTERM or SIGINT. A lost connection is made again.
+    shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int,
+    follow_s: float | None, **where: Any,
+) -> None:  # fmt: skip
+    """What a mailbox holds, and then what comes. A lost connection is made again.
+
+    Ends at a signal, after --timeout, after -n messages, or when nobody reads its output any more.
 
     \b
     Example:
-      postroom mail follow @box.json
+      postroom mail follow @box.json --timeout 60
       postroom mail follow task.queue --group workers --delete
     """
     box = _mail_id(mail_id)
     with _mail(shell, where) as client, client.subscribe(box, priority=priority, group=group) as messages:
         shell.note("following; Ctrl-C ends it")
         printed = 0
+        ends_at = None if follow_s is None else time.monotonic() + follow_s
         try:
             while not (count and printed >= count):
-                message = _next(messages)
+                message = _next(messages, ends_at)
                 if message is None:
                     return
                 _print(shell, message)
@@ -356,11 +410,12 @@ def follow(
             return  # whatever it does: a follower has no other end
 
 
-def _next(messages: "Subscription") -> "MailMessage | None":
-    """The next message; None when nobody reads what we print any more."""
+def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | None":
+    """The next message; None when the time is over, or nobody reads what we print any more."""
     while not reader_gone():
-        message = messages.next(LOOK_EVERY_S)
-        if message is not None:
+        left_s = LOOK_EVERY_S if ends_at is None else min(LOOK_EVERY_S, ends_at - time.monotonic())
+        message = messages.next(max(0.0, left_s))
+        if message is not None or left_s <= 0:
             return message
     return None
 

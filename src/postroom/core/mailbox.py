@@ -2,13 +2,14 @@
 
 Rule 1: inside a rank the order is the order of the numbers, which is the order of acceptance.
 Rule 2: a letter is held by at most one living member of a team. It goes to another when that one is lost.
+        A member holds at most a window of letters that are as urgent as the next one or more urgent.
 Rule 3: a team whose last member has gone is forgotten: the next one to join gets everything.
 Rule 4: what a pull group has acknowledged never comes again to it, and nothing else is left out.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,7 @@ RANKS: dict[str, int] = {"critical": 0, "urgent": 1, "high": 1, "normal": 2, "lo
 
 RANK_COUNT = 4
 EVERY_RANK = (1 << RANK_COUNT) - 1  # ranks as bits
+NO_PLACE = -1
 DEAD_NUMBERS_MAX = 64  # of a lane before it looks whether half of it is dead
 
 MESSAGE_COST_BYTES = 320  # of memory, besides its own bytes: 210 to 290 measured, and its deadline
@@ -84,10 +86,17 @@ class Lane:
         self._dead = 0
 
     def add(self, number: int) -> None:
-        self._numbers.append(number)
+        if number > self.newest():
+            self._numbers.append(number)
+        else:  # it waited for the disk while later ones did not
+            insort(self._numbers, number)
 
-    def extend(self, numbers: Iterable[int]) -> None:
-        self._numbers.extend(numbers)
+    def extend(self, numbers: list[int]) -> None:
+        """Add ascending numbers."""
+        if numbers[0] > self.newest():
+            self._numbers.extend(numbers)
+        else:
+            self._numbers = sorted([*self._numbers, *numbers])
 
     def lost(self, alive: dict[int, Letter]) -> None:
         """One of the numbers is dead."""
@@ -101,6 +110,11 @@ class Lane:
         numbers = self._numbers
         for index in range(bisect_right(numbers, number), len(numbers)):
             yield numbers[index]
+
+    def next(self, number: int, limit: int) -> list[int]:
+        """At most `limit` numbers above one, the dead included."""
+        first = bisect_right(self._numbers, number)
+        return self._numbers[first : first + limit]
 
     def last_below(self, number: int) -> int:
         """The largest number below one; 0 when there is none."""
@@ -271,7 +285,7 @@ class Box:
         by_number = {letter.number: letter for letter in letters}
         self.letters.update(by_number)
         self.bytes += nbytes
-        self.lanes[letters[0].rank].extend(by_number)
+        self.lanes[letters[0].rank].extend(list(by_number))
 
     def remove(self, number: int) -> Letter | None:
         """Take a letter away; None when there is none."""
@@ -295,6 +309,35 @@ class Box:
                     letter = self.letters.get(number)
                     if letter is not None and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
                         yield letter
+
+    def waiting_rank(self, through: list[int], ranks: int) -> int:
+        """The first rank that may have a letter behind a position; `RANK_COUNT` when none has."""
+        for rank, lane in enumerate(self.lanes):
+            if ranks & (1 << rank) and lane.newest() > through[rank]:
+                return rank
+        return RANK_COUNT
+
+    def next_run(self, through: list[int], rank: int, limit: int, nbytes: int, now_ns: int) -> list[Letter]:
+        """The next letters of one word behind a position, which is moved behind them.
+
+        There are at most `limit` of them. They have at most `nbytes`, unless the first alone has more.
+        """
+        found: list[Letter] = []
+        size, word, last = 0, "", through[rank]
+        get, lane = self.letters.get, self.lanes[rank]
+        while not found and (numbers := lane.next(last, limit)):
+            for number in numbers:
+                letter = get(number)
+                if letter is not None and not 0 < letter.expires_ns <= now_ns:
+                    size += letter.cost
+                    if letter.word != word or size > nbytes:
+                        if found:
+                            break
+                        word = letter.word
+                    found.append(letter)
+                last = number
+        through[rank] = last
+        return found
 
     def group(self, name: str, deliver: Deliver, bound: int, *, anew: bool) -> tuple[PullGroup, bool]:
         """A pull group, and whether it begins here. `bound` is an instant (us) or a letter's number."""
@@ -330,7 +373,7 @@ class Box:
 class Listener:
     """One subscription. `link` is whatever the caller delivers through."""
 
-    __slots__ = ("behind", "enveloped", "link", "mail_id", "number", "ranks", "sid", "team")
+    __slots__ = ("enveloped", "link", "mail_id", "number", "place", "ranks", "sid", "team", "through")
 
     def __init__(
         self, link: object, number: int, sid: str, mail_id: str, ranks: int, team: str, *, enveloped: bool
@@ -342,28 +385,95 @@ class Listener:
         self.ranks = ranks
         self.team = team
         self.enveloped = enveloped
-        self.behind: deque[Letter] | None = None
-        """What it has still to get before what is new; None when it is up to date."""
+        self.through = [0] * RANK_COUNT
+        """For each rank, the last number it got. Only kept while it stands in a backlog."""
+        self.place = NO_PLACE
+        """The queue of the backlog that it stands in."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands in a backlog: what is new for it has to wait there, too."""
+        return self.place != NO_PLACE
+
+
+class Backlog:
+    """The listeners of one connection that have letters waiting, by the rank of the first of these."""
+
+    __slots__ = ("_queues", "is_scheduled")
+
+    def __init__(self) -> None:
+        self._queues: list[dict[Listener, None]] = [{} for _ in range(RANK_COUNT)]
+        self.is_scheduled = False
+        """Whether somebody goes on with it in the next turn of the loop."""
+
+    def __bool__(self) -> bool:
+        return any(self._queues)
+
+    def put(self, listener: Listener, rank: int) -> None:
+        """Place a listener behind the others of this rank."""
+        self.remove(listener)
+        self._queues[rank][listener] = None
+        listener.place = rank
+
+    def promote(self, listener: Listener, rank: int) -> None:
+        """A letter of this rank has come for a listener."""
+        if rank < listener.place:
+            self.put(listener, rank)
+
+    def remove(self, listener: Listener) -> None:
+        if listener.waits:
+            del self._queues[listener.place][listener]
+            listener.place = NO_PLACE
+
+    def first(self) -> Listener:
+        """The listener whose turn it is."""
+        return next(iter(next(queue for queue in self._queues if queue)))
 
 
 class Member:
-    """One connection in a team."""
+    """One connection in a team, and the undeleted letters that it was given."""
 
-    __slots__ = ("held", "listeners")
+    __slots__ = ("_counts", "held", "listeners")
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
-        self.held: set[int] = set()
+        self.held: dict[int, int] = {}
+        """Number to rank."""
+        self._counts = [0] * RANK_COUNT
+
+    def hold(self, letter: Letter) -> None:
+        self.held[letter.number] = letter.rank
+        self._counts[letter.rank] += 1
+
+    def forget(self, number: int) -> None:
+        self._counts[self.held.pop(number)] -= 1
+
+    def forget_all(self) -> None:
+        self.held.clear()
+        self._counts = [0] * RANK_COUNT
+
+    def has_room(self, rank: int, window: int) -> bool:
+        """Whether it may get a letter of a rank. Less urgent letters that it holds do not count."""
+        return not window or sum(self._counts[: rank + 1]) < window
 
 
 class Team:
-    """A queue group: each letter to one member."""
+    """A queue group: each letter to one member that has room for it."""
 
-    __slots__ = ("held", "members")
+    __slots__ = ("_through", "held", "is_deleting", "members", "returned", "window")
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self.window = window
+        """Undeleted letters of a member; 0 is no limit."""
+        self.is_deleting = False
+        """Whether a member has ever deleted a letter that the team held."""
         self.members: dict[int, Member] = {}
+        """By connection. Who got a letter last stands at the end."""
         self.held: dict[int, Member] = {}
+        self.returned: list[list[int]] = [[] for _ in range(RANK_COUNT)]
+        """Numbers that were held and have to go to another member, a heap for each rank."""
+        self._through = [0] * RANK_COUNT
+        """For each rank, the number up to which everything was given to somebody, or was returned."""
 
     def join(self, listener: Listener) -> None:
         self.members.setdefault(listener.number, Member()).listeners.append(listener)
@@ -381,34 +491,99 @@ class Team:
             del self.held[number]
         return sorted(member.held)
 
-    def assign(self, letter: Letter) -> Listener | None:
-        """Who gets a letter: of those who want its rank, the one who holds the fewest."""
-        bit = 1 << letter.rank
+    def give_back(self, letter: Letter) -> None:
+        """Offer a letter again: nobody holds it any more."""
+        heappush(self.returned[letter.rank], letter.number)
+
+    def came(self, letter: Letter) -> None:
+        """A new letter. It is found behind the position, unless later ones of its rank have been given."""
+        if letter.number <= self._through[letter.rank]:
+            self.give_back(letter)
+
+    def offer(self, box: Box) -> tuple[Listener, int] | None:
+        """Who gets the next letter, and of which rank it is; None when nobody can get one.
+
+        Of those who want the rank, have room and wait for nothing, it is the one that holds the fewest.
+        """
+        for rank in range(RANK_COUNT):
+            if self._has_letter(box, rank):
+                chosen = self._choose(rank)
+                if chosen is not None:
+                    return chosen, rank
+        return None
+
+    def rank_for(self, listener: Listener, box: Box) -> int:
+        """The rank of the next letter that one listener can get; `RANK_COUNT` when there is none."""
+        member = self.members[listener.number]
+        for rank in range(RANK_COUNT):
+            if (
+                listener.ranks & (1 << rank)
+                and self._has_letter(box, rank)
+                and member.has_room(rank, self.window)
+            ):
+                return rank
+        return RANK_COUNT
+
+    def take(self, listener: Listener, rank: int, box: Box, now_ns: int) -> Letter | None:
+        """Give the next letter of a rank to a listener; None when those left of it are gone."""
+        letter = self._next(rank, box, now_ns)
+        if letter is not None:
+            member = self.members.pop(listener.number)
+            self.members[listener.number] = member
+            member.hold(letter)
+            self.held[letter.number] = member
+        return letter
+
+    def is_held_up(self, box: Box) -> bool:
+        """Whether letters wait for no other reason than that all windows are full."""
+        if not self.window or self.offer(box) is not None:
+            return False
+        wanted = 0
+        for member in self.members.values():
+            for listener in member.listeners:
+                wanted |= 0 if listener.waits else listener.ranks
+        return any(wanted & (1 << rank) and self._has_letter(box, rank) for rank in range(RANK_COUNT))
+
+    def _has_letter(self, box: Box, rank: int) -> bool:
+        return bool(self.returned[rank]) or box.waiting_rank(self._through, 1 << rank) == rank
+
+    def _next(self, rank: int, box: Box, now_ns: int) -> Letter | None:
+        returned = self.returned[rank]
+        while returned:
+            letter = box.letters.get(heappop(returned))
+            if letter is not None and (letter.expires_ns == 0 or letter.expires_ns > now_ns):
+                return letter
+        return next(iter(box.next_run(self._through, rank, 1, 0, now_ns)), None) if box.lanes else None
+
+    def _choose(self, rank: int) -> Listener | None:
+        bit = 1 << rank
         best: Member | None = None
         chosen: Listener | None = None
         for member in self.members.values():
             if best is not None and len(member.held) >= len(best.held):
                 continue
+            if not member.has_room(rank, self.window):
+                continue
             for listener in member.listeners:
-                if listener.ranks & bit:
+                if listener.ranks & bit and not listener.waits:
                     best, chosen = member, listener
                     break
-        if best is not None:
-            best.held.add(letter.number)
-            self.held[letter.number] = best
         return chosen
 
-    def forget(self, number: int) -> None:
-        """The letter is gone."""
+    def forget(self, number: int) -> bool:
+        """The letter is gone. Whether a member held it."""
         member = self.held.pop(number, None)
         if member is not None:
-            member.held.discard(number)
+            member.forget(number)
+        return member is not None
 
     def forget_all(self) -> None:
         """The mailbox is gone."""
         self.held.clear()
+        for heap in self.returned:
+            heap.clear()
         for member in self.members.values():
-            member.held.clear()
+            member.forget_all()
 
 
 class Audience:
@@ -420,9 +595,9 @@ class Audience:
         self.plain: dict[Listener, None] = {}
         self.teams: dict[str, Team] = {}
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: Listener, window: int) -> None:
         if listener.team:
-            self.teams.setdefault(listener.team, Team()).join(listener)
+            self.teams.setdefault(listener.team, Team(window)).join(listener)
         else:
             self.plain[listener] = None
 
@@ -438,37 +613,6 @@ class Audience:
         if not team.members:
             del self.teams[listener.team]
         return orphans
-
-    def receivers(self, letter: Letter) -> list[Listener]:
-        """To whom a new letter goes."""
-        bit = 1 << letter.rank
-        found = [listener for listener in self.plain if listener.ranks & bit]
-        if not self.teams:
-            return found
-        for team in self.teams.values():
-            chosen = team.assign(letter)
-            if chosen is not None:
-                found.append(chosen)
-        return found
-
-    def replay(self, listener: Listener, box: Box, now_ns: int) -> list[Letter]:
-        """What a listener that has just been added gets of what is stored."""
-        if not listener.team:
-            return list(box.replay(listener.ranks, now_ns))
-        team = self.teams[listener.team]
-        member = team.members[listener.number]
-        given = []
-        for letter in box.replay(listener.ranks, now_ns):
-            # Whoever was there before has been asked already, so nobody else wants it.
-            if letter.number not in team.held:
-                team.held[letter.number] = member
-                member.held.add(letter.number)
-                given.append(letter)
-        return given
-
-    def forget(self, number: int) -> None:
-        for team in self.teams.values():
-            team.forget(number)
 
     @property
     def empty(self) -> bool:

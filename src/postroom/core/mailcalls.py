@@ -19,9 +19,9 @@ from postroom.errors import InvalidMessage, MailRefused, MailUnavailable
 
 CREATE = b"$mq9.AI.MAILBOX.CREATE"
 LIST = "$mq9.AI.MAILBOX.LIST."
-DELETE = "$mq9.AI.MAILBOX.DELETE."
 WITHOUT_PAYLOADS = b'{"payload":false}'  # what a list is asked with; a server that does not know it lists all
 NO_RESPONDERS = b"NATS/1.0 503"
+REPLY_TO = "Mq9-Reply-To"  # a header: the mailbox that waits for an answer
 LATER = (429, 503)  # codes with which the same call can succeed later
 
 
@@ -34,6 +34,11 @@ class MailMessage(NamedTuple):
     priority: str
     payload: bytes
     headers: dict[str, str]
+
+    @property
+    def reply_to(self) -> str:
+        """The mailbox that waits for an answer to this message; empty when none does."""
+        return next((value for name, value in self.headers.items() if name.lower() == REPLY_TO.lower()), "")
 
     @property
     def text(self) -> str:

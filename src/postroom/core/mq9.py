@@ -17,6 +17,7 @@ from postroom.errors import PostroomError
 PREFIX = "$mq9."
 ROOT = "$mq9.AI."
 SEND = "$mq9.AI.MAILBOX.MSG."
+DELETE = "$mq9.AI.MAILBOX.DELETE."
 PUBLIC_LIST = "$mq9.AI.PUBLIC.LIST"
 
 SUBJECTS_CACHED = 4_096

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from postroom.core.mailbox import Letter, Word
-from postroom.core.mq9 import NEWEST, SEND, Refused, Verb
+from postroom.core.mq9 import DELETE, NEWEST, SEND, Refused, Verb
 
 ENVELOPE_CLIENT = "robustmq"  # how the published SDK calls itself, unless its user says otherwise
 LIST_MAX = 1_000  # messages in one LIST
@@ -66,6 +66,11 @@ def raw_frame(mail_id: str, letter: Letter) -> Frame:
 def raw_subject(mail_id: str, word: Word) -> str:
     """On which subject a message of this priority goes out."""
     return f"{SEND}{mail_id}" if word == "normal" else f"{SEND}{mail_id}.{word}"
+
+
+def delete_subject(mail_id: str, number: int) -> str:
+    """The subject that deletes a message. It ends in the message id."""
+    return f"{DELETE}{mail_id}.{number}"
 
 
 def numbered(letter: Letter) -> bytes:

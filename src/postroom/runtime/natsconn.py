@@ -10,10 +10,13 @@ Rule 5: a connection that has still to log in is read up to the end of its first
 """
 
 import asyncio
+import contextlib
 import logging
+import socket
 from time import perf_counter
 from typing import Protocol, cast
 
+from postroom.contracts.mail import LINK_FULL_BYTES
 from postroom.core import natswire as wire
 from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
@@ -21,7 +24,6 @@ from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
 _log = logging.getLogger("postroom.mail")
 LINGER_S = 1.0
 SLICE_S = 0.005  # of a turn, for what one connection sent
-LARGE_WRITE_BYTES = 1024 * 1024  # whoever fed that much in one turn may be waiting to feed more
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
@@ -140,7 +142,8 @@ class Connection(asyncio.Protocol):
             "_reader",
             "_sent_bytes",
             "_transport",
-            "address",
+            "_wants_room",
+            "network",
             "admitted",
             "client",
         ),
@@ -151,7 +154,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self.number = number
-        self.user = self.name = self.client = self.address = ""
+        self.user = self.name = self.client = self.network = ""
         self.verbose = self.echo = True
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, Subscription] = {}
@@ -169,6 +172,7 @@ class Connection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._sent_bytes = 0
+        self._wants_room = False
         self.heard = True
         self.pings_out = 0
         self.paused = False
@@ -204,7 +208,7 @@ class Connection(asyncio.Protocol):
         self.stalled_at = self._hub.loop.time()
 
     def resume_writing(self) -> None:
-        self.paused = False
+        self.paused = self._wants_room = False
         self._hub.has_room(self)
 
     def data_received(self, data: bytes) -> None:
@@ -382,6 +386,7 @@ class Connection(asyncio.Protocol):
         subscription = self.subscriptions.get(_raw(sid))
         if subscription is not None:
             self._push(subscription, _raw(subject), _raw(reply), headers, payload)
+            self._write_much()
 
     def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
         """Several messages of the room in a row."""
@@ -391,6 +396,7 @@ class Connection(asyncio.Protocol):
         if self.headers and not subscription.last:
             subscription.delivered += len(messages)
             self.send(wire.messages(_raw(subject), subscription.sid, messages))
+            self._write_much()
             return
         for headers, payload in messages:
             self.deliver(sid, subject, "", headers, payload)
@@ -424,6 +430,25 @@ class Connection(asyncio.Protocol):
         waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
         return waiting + self._out_bytes
 
+    def narrow(self) -> None:
+        """Leave little in the buffers below us: what stands there cannot be overtaken any more."""
+        if self._transport is None:
+            return
+        self._transport.set_write_buffer_limits(high=LINK_FULL_BYTES)
+        found = self._transport.get_extra_info("socket")
+        if found is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with contextlib.suppress(OSError):
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LINK_FULL_BYTES)
+
+    def want_room(self) -> None:
+        """More than `LINK_FULL_BYTES` waits: the transport is paused, or the turn ends with a write."""
+        self._wants_room = True
+
+    def _write_much(self) -> None:
+        """Write before the turn ends: the room sees then how much of it the system took."""
+        if self._out_bytes > LINK_FULL_BYTES and not self.paused:
+            self.write_out()
+
     def write_out(self) -> None:
         """Hand over what this turn put aside. Who has too much waiting already is cut off."""
         transport, out, size = self._transport, self._out, self._out_bytes
@@ -435,7 +460,8 @@ class Connection(asyncio.Protocol):
         transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out, self._out_bytes = [], 0
         self._sent_bytes += size
-        if size >= LARGE_WRITE_BYTES and not self.paused:
+        if self._wants_room and not self.paused:
+            self._wants_room = False
             self._hub.loop.call_soon(self._hub.has_room, self)
 
     def is_stuck(self, now_s: float, patience_s: float) -> bool:
@@ -457,6 +483,12 @@ class Connection(asyncio.Protocol):
     def peer_address(self) -> str:
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(peer[0]) if peer else ""
+
+    @property
+    def address(self) -> str:
+        """Where it comes from: host and port."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{f'[{peer[0]}]' if ':' in peer[0] else peer[0]}:{peer[1]}" if peer else ""
 
     def pause_reading(self) -> None:
         """Read nothing more until everyone who asked for that has called `resume_reading`."""

@@ -161,7 +161,7 @@ class NatsServer:
         return Connection(self, self._numbers)
 
     def joined(self, link: Connection) -> str:
-        link.address = network_of(link.peer_address)
+        link.network = network_of(link.peer_address)
         if self._lame or len(self.connections) >= self.options.connections_max:
             return TOO_MANY_CONNECTIONS
         if self.needs_auth and not self._may_log_in(link):
@@ -172,10 +172,10 @@ class NatsServer:
 
     def _may_log_in(self, link: Connection) -> bool:
         """Whether its address has few connections that have not logged in; this one is counted then."""
-        count = self._logins.get(link.address, 0)
+        count = self._logins.get(link.network, 0)
         if count >= LOGINS_MAX:
             return False
-        self._logins[link.address] = count + 1
+        self._logins[link.network] = count + 1
         self.loop.call_later(self.options.auth_timeout_s, self._expect_admitted, link)
         return True
 
@@ -190,9 +190,9 @@ class NatsServer:
             link.fail(AUTHENTICATION_TIMEOUT)
 
     def holds(self, link: Connection, more: int) -> bool:
-        held = self._unfinished.pop(link.address, 0) + more
+        held = self._unfinished.pop(link.network, 0) + more
         if held > 0:
-            self._unfinished[link.address] = held
+            self._unfinished[link.network] = held
         return held <= UNFINISHED_BYTES_MAX
 
     def gave_up(self, link: Connection) -> None:
@@ -201,7 +201,7 @@ class NatsServer:
                 self._subscriptions.remove(subscription.subject, subscription)
         link.subscriptions.clear()
         if self.needs_auth and not link.admitted and link in self.connections:
-            self._end_login(link.address)
+            self._end_login(link.network)
         if self._room is not None:
             attempt(self._room.closed, link)
 
@@ -265,9 +265,9 @@ class NatsServer:
         if user is None:
             return False
         if self.needs_auth and not link.admitted:
-            self._end_login(link.address)
+            self._end_login(link.network)
         link.user, link.admitted = user, True
-        link.client = client_of(user, link.address)
+        link.client = client_of(user, link.network)
         return True
 
     # ---- routing ---------------------------------------------------------------------------------------
@@ -281,6 +281,7 @@ class NatsServer:
             self._subscriptions.add(subscription.subject, subscription)
             return ""
         subscription.owned = True
+        link.narrow()
         group = subscription.group.decode("utf-8", "replace")
         return self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group) or ""
 

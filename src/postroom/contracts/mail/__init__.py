@@ -11,9 +11,11 @@ Rule 3: a private mailbox's id is its only key. It is shown to nobody who did no
 from collections.abc import Awaitable
 from typing import Protocol
 
+LINK_FULL_BYTES = 128 << 10  # that wait for a connection before the room hands it no more
+
 
 class Link(Protocol):
-    """One connection, as the room sees it. On a closed one both methods do nothing."""
+    """One connection, as the room sees it. On a closed one all methods do nothing."""
 
     @property
     def number(self) -> int:
@@ -32,8 +34,19 @@ class Link(Protocol):
         """What the client calls itself."""
 
     @property
+    def address(self) -> str:
+        """Where it comes from: host and port."""
+
+    @property
+    def headers(self) -> bool:
+        """Whether it can read headers."""
+
+    @property
     def pending_bytes(self) -> int:
-        """What waits for it. With too much it is cut off, so a long replay pauses until `drained`."""
+        """What waits for it. With more than `LINK_FULL_BYTES` the room pauses until `drained`."""
+
+    def want_room(self) -> None:
+        """Ask for a call of `Room.drained` when little waits for it. It is called at most once for that."""
 
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
         """Queue one message for a subscription. Never blocks."""

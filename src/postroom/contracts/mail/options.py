@@ -12,12 +12,12 @@ Storage = Literal["memory", "os", "group"]
 
 
 class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are what the mq9 design says; everything beyond it is off."""
+    """The defaults are what the mq9 design says, except that normal messages outlive the server's process."""
 
     critical: Storage = "group"
     urgent: Storage = "group"
     """Also for `high`."""
-    normal: Storage = "memory"
+    normal: Storage = "os"
     """Also for `low`."""
     envelope: Envelope = "auto"
     default_ttl_s: float = DEFAULT_TTL_S
@@ -33,6 +33,8 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     address."""
     client_quota_mailboxes: int = 100_000
     client_quota_agents: int = 1_000
+    group_window: int = 32
+    """Undeleted messages that a member of a queue group holds before the others get more; 0 is no limit."""
     dead_letter_after: int = 0
     """Failed deliveries to a group after which a message goes to the mailbox `ID.dead`; 0 is never."""
     receipts: bool = False

@@ -166,6 +166,7 @@ class Mailroom:
             sender=link.user,
             error_type=str(error.code),
             error=str(error),
+            detail=_client(link),
         )
 
     def _label(self, mail_id: str) -> str:
@@ -178,7 +179,12 @@ class Mailroom:
         except Exception as failed:  # noqa: BLE001 - the same
             error = _refusal(failed)
             self._shelves.tell(
-                "rejected", type="subscribe", sender=link.user, error_type=str(error.code), error=str(error)
+                "rejected",
+                type="subscribe",
+                sender=link.user,
+                error_type=str(error.code),
+                error=str(error),
+                detail=_client(link),
             )
             return f"{error} ({error.code})"
         self.flush()
@@ -259,7 +265,7 @@ class Mailroom:
 
     def stored(self, box: Box, letter: Letter, sender: str) -> None:
         self._tell_stored(box, [letter], sender)
-        self._listening.push(box, letter)
+        self._listening.push(box, [letter])
         self._pulling.stored(box)
 
     def _tell_stored(self, box: Box, letters: list[Letter], sender: str) -> None:
@@ -278,7 +284,7 @@ class Mailroom:
 
     def stored_many(self, box: Box, letters: list[Letter], sender: str) -> None:
         self._tell_stored(box, letters, sender)
-        self._listening.push_all(box, letters)
+        self._listening.push(box, letters)
         self._pulling.stored(box)
 
     def removed(self, box: Box, number: int) -> None:
@@ -295,10 +301,14 @@ class Mailroom:
         name, desc, public = body.name or "", body.desc or "", bool(body.public)
         if public and not name:
             raise Refused(400, "a public mailbox needs a name")
+        if name and not public:
+            raise Refused(
+                400, "a private mailbox has no name: anybody could guess it; the server makes its id"
+            )
         if len(desc) > mq9.DESC_CHARS_MAX:
             raise Refused(400, f"a description has at most {mq9.DESC_CHARS_MAX} characters")
         self._shelves.check_log("group")
-        if name and self._is_known(request, mq9.checked_name(name), public=public):
+        if name and self._is_known(request, mq9.checked_name(name)):
             return
         mail_id = name or self._shelves.private_id(mq9.checked_prefix(body.prefix) if body.prefix else "")
         box = self._shelves.open(
@@ -313,13 +323,13 @@ class Mailroom:
         box.creator_link = request.link.number
         self._shelves.commit("group", self._on_created, box, request, fail=self._on_uncreated)
 
-    def _is_known(self, request: _Request, name: str, *, public: bool) -> bool:
-        """Whether a living mailbox has this name; if so, the caller has its answer."""
+    def _is_known(self, request: _Request, name: str) -> bool:
+        """Whether a living public mailbox has this name; if so, the caller has its answer."""
         try:
             box = self._shelves.find(name)
         except Refused:
             return False
-        if public and not box.public:
+        if not box.public:
             raise Refused(409, "the name belongs to a mailbox that is not public")
         self._shelves.tell("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
         answer = replies.created(name, is_new=False)
@@ -477,6 +487,7 @@ class Mailroom:
             return
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
         shelves.check_log(storage)
+        self._listening.deleting(box, number)
         shelves.remove(box, number)
         shelves.tell(
             "deleted", queue=box.label, message_id=f"{box.label}/{number}", worker_id=request.link.user
@@ -561,3 +572,8 @@ class Mailroom:
     def _moved(self, box: Box, letter: Letter, dead: Box, moved: Letter) -> None:
         if self._shelves.arrived(dead, moved) and not box.gone:
             self._shelves.remove(box, letter.number)
+
+
+def _client(link: Link) -> dict[str, str]:
+    """Who was refused, for an event."""
+    return {"client": link.name, "address": link.address}

@@ -8,7 +8,7 @@ Rule 4: one tick does a bounded piece of work; the rest follows in the next turn
 
 import hashlib
 import math
-import secrets
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
@@ -214,10 +214,9 @@ class Shelves:
             heappush(self._deadlines, (expires_ns, "box", box.serial, 0))
 
     def private_id(self, prefix: str) -> str:
-        """Nobody guesses 128 random bits."""
-        digits = secrets.token_hex(16)
-        shape = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-        return f"{prefix}.{shape}" if prefix else shape
+        """A random UUID (version 4), which nobody guesses: it has 122 random bits."""
+        made = str(uuid.uuid4())
+        return f"{prefix}.{made}" if prefix else made
 
     def open(
         self,
