@@ -30,6 +30,7 @@ from postroom.system.handles import Closing, reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
 FOLDER_MODE = 0o755
+DISCOVERY_BYTES = 4096  # of a file that `discover` looks at
 REOPENS_MAX = 1000  # a name that changes its file this often under one append is not a bus
 DURABILITIES = ("os", "group", "fsync")
 
@@ -487,7 +488,7 @@ def _looks_like_bus(path: Path) -> bool:
     except (OSError, UnsafePath):
         return False
     try:
-        return os.pread(fd, len(buswire.START), 0) == buswire.START
+        return buswire.opens_like_bus(os.pread(fd, DISCOVERY_BYTES, 0))
     except OSError:  # a special file system that lets a file be opened but not read
         return False
     finally:
