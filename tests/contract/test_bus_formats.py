@@ -330,6 +330,51 @@ def test_a_header_is_built_as_yaml_builds_it(fields: dict[str, Any]) -> None:
         assert buswire._yaml_header(header) == expected
 
 
+# ---- what verify says ------------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_there_twice_is_reported_and_an_unordered_one_is_not(tmp_path: Path) -> None:
+    records = [
+        plain("b", SECOND),
+        plain("a", FIRST),
+        plain("c", THIRD),
+        plain("again", FIRST),
+        plain("b", SECOND),
+    ]
+    bus = written(tmp_path, *records[:3])
+    assert bus.verify().ok, "ids of foreign records may stand in any order"
+    bus = written(tmp_path, *records)
+    report = bus.verify()
+    starts = [0, *itertools.accumulate(len(record) + 1 for record in records)]
+    assert [(d.msg_id, d.offset, d.first_offset) for d in report.duplicates] == [
+        (FIRST, starts[3], starts[1]),
+        (SECOND, starts[4], starts[0]),
+    ]
+    assert (report.ok, report.messages, report.damaged) == (False, 5, ())
+
+
+def test_a_copy_of_a_record_of_ours_is_reported(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml")
+    made = bus.append(type="t", project_id="p", body="once")
+    record = bus.path.read_bytes()
+    bus.append(type="t", project_id="p", body="other")
+    bus.path.write_bytes(bus.path.read_bytes() + b"\n" + record)
+    assert [duplicate.msg_id for duplicate in bus.verify().duplicates] == [made]
+
+
+# ---- nesting -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [5_000, 1_000_000])
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? "])
+def test_a_header_of_any_depth_is_one_damaged_record(tmp_path: Path, depth: int, opening: str) -> None:
+    deep = plain("deep", SECOND).replace("run_id: r\n", f"meta: {opening * depth}\n")
+    bus = written(tmp_path, plain("one", FIRST), deep, plain("three", THIRD))
+    assert shown(bus.read()) == [(FIRST, "one"), (THIRD, "three")]
+    assert shown(bus.tail(1)) == [(THIRD, "three")]
+    assert [damage.offset for damage in bus.verify().damaged] == [len(plain("one", FIRST)) + 1]
+
+
 # ---- places ----------------------------------------------------------------------------------------------
 
 

@@ -217,9 +217,9 @@ def _may_be_delivered(message: BusMessage, data: bytes) -> bool:
             rest = rest.replace(b"\r\n", b"\n")
         header, _, body = rest.partition(b"\n---\n")
         header += b"\n"
-        if body != rest and re.search(rb"(?m)^msg_id: %b$" % msg_id, header):
-            if _checksum_fits(header, body) or _is_foreign(header):
-                return True
+        named = body != rest and re.search(rb"(?m)^msg_id: %b$" % msg_id, header)
+        if named and (_checksum_fits(header, body) or _is_foreign(header)):
+            return True
     return False
 
 

@@ -282,7 +282,7 @@ def rotate(shell: Shell, path: Path | None, root: Path | None, max_size: int | N
 @bus_option
 @click.pass_obj
 def verify(shell: Shell, path: Path | None) -> int:
-    """Check every record and list the damage.
+    """Check every record and list the damage, and ids that come twice.
 
     The exit code is 1 when there is any. Nothing is changed: damaged bytes stay where they are, and readers
     pass over them. Bytes of an unfinished record at the end are counted, and are no damage.
@@ -335,12 +335,15 @@ def print_messages(shell: Shell, messages: Iterable["BusMessage"]) -> None:
 
 
 def print_report(shell: Shell, report: "BusReport") -> None:
-    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
     if not shell.output.readable:
         import msgspec
 
-        shell.output.json_line({**msgspec.structs.asdict(report), "damaged": damaged, "ok": report.ok})
+        shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
         return
+    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
+    twice = [
+        {"offset": d.offset, "first_offset": d.first_offset, "msg_id": d.msg_id} for d in report.duplicates
+    ]
     verdict = (
         shell.output.style("ok", "bold", "green")
         if report.ok
@@ -355,6 +358,9 @@ def print_report(shell: Shell, report: "BusReport") -> None:
         shell.output.text(f"{report.torn_tail_bytes:,} bytes of an unfinished record at the end")
     if damaged:
         shell.output.rows(["offset", "length", "reason"], damaged, empty="")
+    if twice:
+        shell.output.text(f"{len(twice):,} records with the id of an earlier one")
+        shell.output.rows(["offset", "first_offset", "msg_id"], twice, empty="")
 
 
 # ---- rotating ----------------------------------------------------------------------------------

@@ -39,6 +39,14 @@ _UNKNOWN = -2  # equal to no size, and not to -1, which says that the file is go
 _sequence = itertools.count(1)
 
 
+class Duplicate(msgspec.Struct, frozen=True):
+    """A record with the id of an earlier one: a reader that goes on after that id passes what is between."""
+
+    msg_id: str
+    offset: int
+    first_offset: int
+
+
 class BusReport(msgspec.Struct, frozen=True):
     """What `Bus.verify` found."""
 
@@ -52,11 +60,12 @@ class BusReport(msgspec.Struct, frozen=True):
     damaged: tuple[Damage, ...]
     torn_tail_bytes: int
     """Bytes at the end that are not (yet) a whole record."""
+    duplicates: tuple[Duplicate, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged. A torn tail is no damage: nobody was told that it is stored."""
-        return not self.damaged
+        """Whether nothing is damaged and no id comes twice. A torn tail was never acknowledged: no damage."""
+        return not (self.damaged or self.duplicates)
 
 
 class Bus(Closing):
@@ -417,7 +426,13 @@ class Bus(Closing):
         messages = unchecked = end = 0
         legacy_line: int | None = 0
         damaged: list[Damage] = []
+        largest, unordered = "", set()
         for part in busfile.decode_from(fd, 0, 0):
+            for message in part.messages:
+                if message.msg_id > largest:  # no duplicate: all ids before are smaller
+                    largest = message.msg_id
+                else:
+                    unordered.add(message.msg_id)
             messages += len(part.messages)
             unchecked += part.unchecked
             damaged += part.damaged
@@ -435,6 +450,7 @@ class Bus(Closing):
             unchecked=unchecked,
             damaged=tuple(damaged),
             torn_tail_bytes=len(rest) if rest.strip() else 0,
+            duplicates=tuple(_duplicates(fd, unordered)) if unordered else (),
         )
 
     def _report(self, damaged: list[Damage]) -> None:
@@ -480,6 +496,17 @@ def discover(root: str | os.PathLike[str]) -> list[Path]:
             if not name.endswith(".archived") and _looks_like_bus(path):
                 found.append(path)
     return sorted(found)
+
+
+def _duplicates(fd: int, suspects: set[str]) -> Iterator[Duplicate]:
+    """Records whose id is a suspect and has been seen before. Memory is taken for the suspects alone."""
+    first_offsets: dict[str, int] = {}
+    for part in busfile.decode_from(fd, 0, 0):
+        for message, offset in zip(part.messages, part.starts, strict=True):
+            if message.msg_id in suspects:
+                first = first_offsets.setdefault(message.msg_id, offset)
+                if first != offset:
+                    yield Duplicate(message.msg_id, offset, first)
 
 
 def _looks_like_bus(path: Path) -> bool:
