@@ -298,7 +298,12 @@ def test_the_plain_records_of_a_real_file_need_no_parser(monkeypatch: pytest.Mon
     expected = decode(SAMPLE.read_bytes(), legacy_line=0)
     asked: list[bytes] = []
     real = buswire._yaml_header
-    monkeypatch.setattr(buswire, "_yaml_header", lambda header: asked.append(header) or real(header))
+
+    def counted(header: bytes) -> dict[str, Any]:
+        asked.append(header)
+        return real(header)
+
+    monkeypatch.setattr(buswire, "_yaml_header", counted)
     assert decode(SAMPLE.read_bytes(), legacy_line=0) == expected
     assert len(asked) == 3
 

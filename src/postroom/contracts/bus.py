@@ -18,14 +18,15 @@ from typing import Any
 import msgspec
 
 from postroom.core import buswire, ids
-from postroom.core.times import NANOS_PER_S, checked_seconds, epoch_ns_of, normal_utc, parse_utc, second_texts
+from postroom.core.times import NANOS_PER_S, checked_seconds, normal_utc, parse_utc, second_texts
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import busfile
 from postroom.logs.appendfile import AppendFile
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
 from postroom.system import lock
-from postroom.system.atomic import absolute_path, open_safely, sync_folder
+from postroom.system.atomic import absolute_path, is_path, open_safely, sync_folder
+from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
@@ -104,7 +105,7 @@ class Bus(Closing):
         self._poll_interval_s = poll_interval_s
         self._rotate_bytes = rotate_bytes
         self._durability: Durability = durability
-        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._now_ns = time.time_ns if clock is None else nanoseconds_of(clock)
         self._file = AppendFile(self._at, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
         self._mutex = threading.Lock()
         self._known_end = _UNKNOWN
@@ -164,7 +165,10 @@ class Bus(Closing):
 
     def append_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
         """Append messages, each given by `append`'s keywords, under one lock and with one write."""
-        messages = list(messages)
+        try:
+            messages = list(messages)
+        except TypeError:
+            raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}") from None
         batch = buswire.everyday_batch(messages)
         if batch is None:
             batch = buswire.batch(map(self._draft_of, messages))
@@ -264,8 +268,11 @@ class Bus(Closing):
 
     def _attachment(self, attachment: str | os.PathLike[str]) -> str:
         """The attachment's path relative to `root`, which it must not leave, symlinks included."""
-        text = os.fspath(attachment)
-        if not isinstance(text, str) or not text or "\0" in text:
+        try:
+            text = os.fspath(attachment)
+        except TypeError:
+            raise InvalidMessage(f"attachment must be a path, not {type(attachment).__name__}") from None
+        if not isinstance(text, str) or not text or not is_path(text):
             raise UnsafePath(f"attachment {text!r} is not a path")
         try:
             root = self.root.resolve()
@@ -525,10 +532,6 @@ def _looks_like_bus(path: Path) -> bool:
 _APPEND_KEYWORDS = frozenset(
     {"type", "project_id", "task_id", "run_id", "parents", "attachment", "body", "ts"}
 )
-
-
-def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
-    return lambda: epoch_ns_of(clock())
 
 
 def _instant(value: datetime | str | None) -> datetime | None:

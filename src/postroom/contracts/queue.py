@@ -22,7 +22,7 @@ from postroom.contracts import queuecheck
 from postroom.contracts.queuecheck import QueueReport
 from postroom.core import queuewire as wire
 from postroom.core.names import checked_name, is_name, plain
-from postroom.core.times import checked_seconds, epoch_ns_of, utc_text
+from postroom.core.times import checked_seconds, utc_text
 from postroom.errors import (
     DamagedState,
     InvalidMessage,
@@ -44,6 +44,7 @@ from postroom.settings import (
     queue_session,
 )
 from postroom.system.atomic import absolute_path, make_folder, replace_file
+from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
@@ -128,12 +129,14 @@ class Queue(Closing):
             raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
         if not checked_seconds("lock_timeout_s", lock_timeout_s):
             raise InvalidMessage(f"lock_timeout_s must be positive, not {lock_timeout_s!r}")
+        if not isinstance(disabled, bool):
+            raise InvalidMessage(f"disabled must be true or false, not {disabled!r}")
         self.root = absolute_path("the queue's root", queue_root(os.environ) if root is None else root)
         self.body_threshold = body_threshold
         self._durability: Durability = durability
         self._lock_timeout_s = lock_timeout_s
         self._switched_off = disabled
-        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._now_ns = time.time_ns if clock is None else nanoseconds_of(clock)
         self._audit = AuditFile(self.audit_path, durability)
         self._sessions: dict[str, SessionFiles] = {}
         self._opening = threading.Lock()
@@ -661,10 +664,6 @@ def _default_session() -> str:
 def _offsets(lines: list[bytes], start: int) -> list[int]:
     """Where each line starts. Only what is unusual needs to know."""
     return list(itertools.accumulate((len(line) + 1 for line in lines), initial=start))
-
-
-def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
-    return lambda: epoch_ns_of(clock())
 
 
 def _checked_limit(limit: object) -> int:
