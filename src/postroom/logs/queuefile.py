@@ -118,6 +118,7 @@ class SessionFiles:
         self._mutex = threading.Lock()
         self._known_end = -1
         self._look_again = 0.0
+        self._turn_ends = 0.0
         self._compactions = -1
 
     def __del__(self) -> None:
@@ -129,12 +130,8 @@ class SessionFiles:
 
     def _lock_current(self) -> int:
         """Take the file lock, with the thread lock held; gives the queue file's size."""
-        fd = self._lock_fd
-        if fd >= 0:
-            try:  # `lock.acquire`, spelled out: every send comes by
-                flock(fd, EXCLUSIVE_NOW)
-            except BlockingIOError:
-                lock.wait(fd, self._lock_timeout_s, self._lock_path)
+        if self._lock_fd >= 0:
+            self._take_turn(monotonic())
             size = self._file.current_size()
             if size >= 0:
                 return size
@@ -152,14 +149,22 @@ class SessionFiles:
             self._compactions = os.lseek(self._lock_fd, 0, os.SEEK_END)
             self._look_again = now + LOOK_EVERY_S
             return size
-        try:
-            flock(self._lock_fd, EXCLUSIVE_NOW)
-        except BlockingIOError:
-            lock.wait(self._lock_fd, self._lock_timeout_s, self._lock_path)
+        self._take_turn(now)
         if os.lseek(self._lock_fd, 0, os.SEEK_END) == self._compactions and self._file.has_name():
             return os.lseek(self._file.fd, 0, os.SEEK_END)
         self._look_again = 0.0
         return self._lock_changed()
+
+    def _take_turn(self, now: float) -> None:
+        """Take the file lock: at once while our turn lasts and it is free, else behind those who wait."""
+        if now < self._turn_ends:
+            try:
+                flock(self._lock_fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                pass  # the process that waits for its turn was faster
+            else:
+                return
+        self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
 
     def _lock_changed(self) -> int:
         """Nothing is open yet, or the queue file was compacted or removed: open what has the names now."""
@@ -167,7 +172,7 @@ class SessionFiles:
             self._drop()
             make_folder(self.folder, self._durability)
             self._lock_fd = open_safely(self._lock_path, os.O_RDWR | os.O_CREAT)
-            lock.acquire(self._lock_fd, self._lock_timeout_s, self._lock_path)
+            self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
             self._file.open()
             size = self._file.current_size()
             if size >= 0 and self._lock_is_current():
