@@ -383,6 +383,39 @@ def test_a_header_of_any_depth_is_one_damaged_record(tmp_path: Path, depth: int,
 # ---- places ----------------------------------------------------------------------------------------------
 
 
+def test_a_follower_learns_that_the_file_it_stood_in_was_removed(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
+    gaps: list[str] = []
+    first = bus.append(type="t", project_id="p", body="1")
+    follower = bus.follow(on_gap=gaps.append)
+    assert next(follower).msg_id == first
+    archive = bus.rotate()
+    second = bus.append(type="t", project_id="p", body="2")
+    assert (next(follower).msg_id, gaps) == (second, []), "a rotation leaves no gap"
+    lost = bus.rotate()
+    bus.append(type="t", project_id="p", body="3")
+    for path in (archive, lost, bus.rotate()):
+        assert path is not None
+        path.unlink()
+    fourth = bus.append(type="t", project_id="p", body="4")
+    assert (next(follower).msg_id, gaps) == (fourth, [second])
+    with pytest.raises(LookupError):
+        bus.read(second, archives=True)
+
+
+def test_a_file_that_was_written_anew_with_the_last_message_in_it_leaves_no_gap(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
+    gaps: list[str] = []
+    bus.append(type="t", project_id="p", body="1")
+    follower = bus.follow(on_gap=gaps.append)
+    next(follower)
+    copy = tmp_path / "copy"
+    copy.write_bytes(bus.path.read_bytes())
+    copy.replace(bus.path)
+    bus.append(type="t", project_id="p", body="2")
+    assert (next(follower).body, gaps) == ("2", [])
+
+
 @pytest.mark.parametrize("since", ["", " ", "\t\n", "\u3000"])
 def test_a_since_of_blanks_means_everything(tmp_path: Path, since: str) -> None:
     bus = written(tmp_path, plain("one", FIRST), plain("two", SECOND))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from postroom import Bus, Queue
 from postroom.system import lock
 from tests.waiting import until
 
-HOLD_S = 0.005  # longer than a turn may last
+HOLD_S = lock.TURN_S + 0.002
 WRITES = 20
 TURNS_A_WRITE_MAX = 4  # one that is going on, one that was faster to the gate, and two for a busy machine
 
@@ -32,6 +33,9 @@ class Turns:
     """How often the busy one had the lock."""
 
     taken = 0
+
+    def has_passed(self, number: int) -> bool:
+        return self.taken > number
 
 
 @contextmanager
@@ -56,8 +60,7 @@ def busy(work: Callable[[], object]) -> Iterator[Turns]:
 def turns_waited(turns: Turns, write: Callable[[], object]) -> int:
     waited = 0
     for _ in range(WRITES):
-        begun = turns.taken
-        until(lambda at=begun: turns.taken > at)
+        until(partial(turns.has_passed, turns.taken))
         before = turns.taken
         write()
         waited += turns.taken - before

@@ -331,23 +331,36 @@ class Bus(Closing):
         return []
 
     def follow(
-        self, since_id: str = "", *, archives: bool = False, stop: Callable[[], bool] | None = None
+        self,
+        since_id: str = "",
+        *,
+        archives: bool = False,
+        stop: Callable[[], bool] | None = None,
+        on_gap: Callable[[str], None] | None = None,
     ) -> Iterator[BusMessage]:
         """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true.
 
-        It is asked after each window of the file, and once in a poll interval while nothing comes.
+        `stop` is called after each window of the file, and once in a poll interval while nothing comes.
+        `on_gap` is called with the last id when the file of that message was removed: messages that were
+        archived behind it may be missing from what follows.
         """
-        for batches in self._passes(since_id, None, stop, archives=archives):
+        for batches in self._passes(since_id, None, stop, archives=archives, on_gap=on_gap):
             for batch in batches:
                 yield from batch
                 if stop is not None and stop():
                     return
 
     def _passes(
-        self, since_id: str, deadline: float | None, stop: Callable[[], bool] | None, *, archives: bool
+        self,
+        since_id: str,
+        deadline: float | None,
+        stop: Callable[[], bool] | None,
+        *,
+        archives: bool,
+        on_gap: Callable[[str], None] | None = None,
     ) -> Iterator[Iterator[list[BusMessage]]]:
         """What is new, each time something is: batches to be taken before the next pass."""
-        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
+        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives, on_gap=on_gap)
         watch = Watch(self._at, self._poll_interval_s)
         try:
             while True:

@@ -292,12 +292,21 @@ class BusReader:
 
     _place: Place | None = None
 
-    def __init__(self, path: Path, since_id: str, report: Report, *, search_archives: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        since_id: str,
+        report: Report,
+        *,
+        search_archives: bool,
+        on_gap: Callable[[str], None] | None = None,
+    ) -> None:
         if not isinstance(since_id, str):
             raise InvalidMessage(f"a since id must be text, not {type(since_id).__name__}")
         since_id = since_id if since_id.strip() else ""  # blanks name no message, as no text does
         self._path = path
         self._report = report
+        self._on_gap = on_gap
         self._last_id = since_id
         self._passed: frozenset[Path] = frozenset()
         if since_id:
@@ -386,13 +395,24 @@ class BusReader:
             behind = self._archives_behind(place)
             following = _open_place(behind[0] if behind else self._path)
             if behind and following is not None:
+                self._note_gap(place)
                 return following
             if not self._archives_behind(place):
                 if place is not None and following is not None and not self._was_archived(place):
-                    _stand_at(following, self._last_id)  # an editor wrote the file anew
+                    self._go_on_in_other_file(place, following)
                 return following
             if following is not None:
                 os.close(following.fd)
+
+    def _go_on_in_other_file(self, place: Place, following: Place) -> None:
+        """An editor wrote the file anew, with our last message in it, or it was removed."""
+        if not _stand_at(following, self._last_id):
+            self._note_gap(place)
+
+    def _note_gap(self, place: Place | None) -> None:
+        """Tell that the file we stood in is gone: files that came after it may be gone, too."""
+        if place is not None and self._on_gap is not None and not self._was_archived(place):
+            self._on_gap(self._last_id)
 
     def _was_archived(self, place: Place) -> bool:
         return any(_identity(archive) == place.identity for archive in archives(self._path))

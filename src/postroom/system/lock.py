@@ -24,13 +24,13 @@ from postroom.system.atomic import open_safely
 
 # A process may take the lock again without waiting for a while: processes that alternate at every append read
 # the end of the file anew each time. A turn, times the processes that wait, is what one of them waits.
-TURN_S = 0.003
+TURN_S = 0.01
 
 # A writer holds the lock for microseconds, so the first look again is worth it. One process alone waits for
 # the lock itself and may look often; those at the gate wait for whole turns.
 SPINS_BEFORE_SLEEP = 3
 SLEEP_FIRST_S = 0.000_1
-LOCK_SLEEP_LAST_S = 0.000_5
+LOCK_SLEEP_LAST_S = 0.000_2
 GATE_SLEEP_LAST_S = 0.004
 
 if sys.platform == "win32":
