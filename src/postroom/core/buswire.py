@@ -89,7 +89,7 @@ _OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
 
 # The plain header of conductor-loop's writer. Every value in it is text that YAML gives back unchanged:
 # words of letters and digits, or a quoted text without anything to unquote.
-_PLAIN_VALUE = rb"(?:[A-Za-z0-9](?:[A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
+_PLAIN_VALUE = rb"(?>[A-Za-z0-9](?:[A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
 _PLAIN_LAYOUT = re.compile(
     rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
     rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
@@ -360,9 +360,7 @@ def decode(
             break
         _note_gap(data, position, start, offset, out)
         out.consumed = start
-        position = _decode_plain(data, start, offset, out)
-        if position == start:
-            position = _decode_any(data, start, offset, out, at_file_end, settled_tail)
+        position = _decode_any(data, start, offset, out, at_file_end, settled_tail)
         if position < 0:
             break
         out.consumed = position
@@ -374,7 +372,10 @@ def decode(
 def _decode_any(
     data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
 ) -> int:
-    """Decode or skip the record at `start`; returns its end, or -1 when only more data can tell."""
+    """Decode the record at `start`, or skip it; returns its end, or -1 when only more data can tell.
+
+    Plain foreign records that follow each other are decoded together.
+    """
     try:
         return _decode_record(data, start, offset, out, at_file_end, settled_tail)
     except _Growing:
@@ -493,6 +494,8 @@ def _decode_record(
     match = _OURS.match(data, start)
     if match is not None:
         message, end = _ours(data, match)
+    elif (plain_end := _decode_plain(data, start, offset, out)) > start:
+        return plain_end
     else:
         message, end, checked = _foreign(data, start, at_file_end)
         if end == len(data) and not settled_tail and not checked:

@@ -117,10 +117,10 @@ def find_record(fd: int, msg_id: str) -> int:
                 return begin + found + 1
         if begin == 0 and data.startswith(start):
             return 0
-    return _find_unusual(fd, msg_id)
+    return -1
 
 
-def _find_unusual(fd: int, msg_id: str) -> int:
+def find_unusual_record(fd: int, msg_id: str) -> int:
     """Offset of a record whose lines end in CRLF, or whose id stands further down; -1 when there is none.
 
     Only reading from the start tells such a record from a body that quotes one. That is done when the id
@@ -373,7 +373,7 @@ class BusReader:
             return
         for start, msg_id in _ids_backward(place.fd):
             if msg_id <= self._last_id:
-                _stand_on(place, start, msg_id)
+                _stand_on(place, start)
                 self._last_id = msg_id
                 return
         place.position, place.last_start = 0, -1
@@ -467,19 +467,22 @@ def _stand_at(place: Place, msg_id: str) -> bool:
     if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
         return _stand_after_legacy(place, msg_id)
     found = find_record(place.fd, msg_id)
-    if found < 0:
-        return False
-    _stand_on(place, found, msg_id)
+    if found >= 0:
+        place.position = place.last_start = found
+        place.last_opening = b""
+    else:
+        found = find_unusual_record(place.fd, msg_id)
+        if found < 0:
+            return False
+        _stand_on(place, found)
     place.legacy_line = None
     return True
 
 
-def _stand_on(place: Place, start: int, msg_id: str) -> None:
-    """Move to the record at `start`, and remember what it looks like."""
+def _stand_on(place: Place, start: int) -> None:
+    """Move to a record that starts in any way, and remember how."""
     place.position = place.last_start = start
-    expected = _start_line(msg_id)
-    opening = os.pread(place.fd, max(OPENING_BYTES, len(expected)), start)
-    place.last_opening = b"" if opening.startswith(expected) else opening[:OPENING_BYTES]
+    place.last_opening = os.pread(place.fd, OPENING_BYTES, start)
 
 
 def _stand_after_legacy(place: Place, msg_id: str) -> bool:
