@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 
@@ -42,6 +43,8 @@ CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
 LOOK_EVERY_S = 0.1  # how long a send may still go to a file that was replaced by hand
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # our own want, which says nothing about a file
+T = TypeVar("T")
+
 CURSOR_SUFFIX = ".cursor"
 TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
@@ -206,6 +209,43 @@ class SessionFiles:
             finally:
                 if self._lock_fd >= 0:
                     flock(self._lock_fd, UNLOCK)
+
+    def look(self, work: Callable[["SessionFiles", int], T], is_sound: Callable[[T], bool]) -> T:
+        """What `work` finds in these files, up to the size that it is given. Writers are not kept waiting.
+
+        It is done without the lock, and counts when no compaction came in between and the result is sound.
+        Else it is done again with the lock: an append that is taken back, or a cursor that moves, can look
+        like damage to a reader that takes none.
+        """
+        fd = self.open_reader()
+        if fd >= 0:
+            view = SessionFiles(self.folder, self._durability, self._lock_timeout_s)
+            view._file.fd = fd
+            try:
+                result = view._look_unlocked(work)
+            finally:
+                view._forget()
+            if result is not None and is_sound(result):
+                return result
+        with self.locked() as size:
+            return work(self, size)
+
+    def _look_unlocked(self, work: Callable[["SessionFiles", int], T]) -> T | None:
+        """The result of `work`; None when the files changed their meaning under it, or seem damaged."""
+        try:
+            before = self._meaning()
+            result = work(self, os.fstat(self._file.fd).st_size)
+            return result if before is not None and self._meaning() == before else None
+        except (DamagedState, FileNotFoundError):
+            return None
+
+    def _meaning(self) -> tuple[int, int] | None:
+        """What tells whether offsets mean the same as before; None while a compaction is going on."""
+        if self._journal_path.exists() or not os.path.samestat(
+            os.lstat(self.messages), os.fstat(self._file.fd)
+        ):
+            return None
+        return self.epoch(), os.fstat(self._file.fd).st_ino
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""
