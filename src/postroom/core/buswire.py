@@ -87,16 +87,26 @@ _OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # behind a record, where a blank l
 _MSG_ID, _CRC = 1, 8  # groups of both
 _OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
 
-# The plain header of conductor-loop's writer. Every value in it is text that YAML gives back unchanged:
-# words of letters and digits, or a quoted text without anything to unquote.
-_PLAIN_VALUE = rb"(?>[A-Za-z0-9](?:[A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
-_PLAIN_LAYOUT = re.compile(
+# The plain header of conductor-loop's writer. Every key and value in it is text that YAML gives back
+# unchanged: words of letters and digits, or a quoted text without anything to unquote.
+_PLAIN_KEY = rb"(?>[A-Za-z_][A-Za-z0-9_-]*|\"[ !#-\[\]-~]*\")"
+_PLAIN_WORDS = rb"[A-Za-z0-9](?:(?:[A-Za-z0-9_./ -]|:(?=[A-Za-z0-9/]))*[A-Za-z0-9_./-])?"
+_PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
+_PLAIN_LIST = rb"((?:    - (?:K: V\n(?:      K: V\n)*|V\n))+)"
+
+
+def _plain_pattern(layout: bytes) -> re.Pattern[bytes]:
+    return re.compile(
+        layout.replace(b"LIST", _PLAIN_LIST).replace(b"K", _PLAIN_KEY).replace(b"V", _PLAIN_VALUE)
+    )
+
+
+_PLAIN_LAYOUT = _plain_pattern(
     rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
     rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
-    rb"(?:parents:\n((?:    - (?:msg_id: V\n(?:      kind: V\n)?|V\n))+))?---\n(?!msg_id: )".replace(
-        b"V", _PLAIN_VALUE
-    )
+    rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
 )
+_PLAIN_LINE = _plain_pattern(rb"    (- |  )?(?:(K): )?(V)\n")  # of a list or of a mapping
 _LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
 _LEGACY_TIME_CHARS_MAX = 64
 _KNOWN_KEYS = frozenset(
@@ -605,10 +615,10 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
     """
     messages, starts = out.messages, out.starts
     before = len(messages)
-    while match := _PLAIN_LAYOUT.match(data, start):
+    while match := _PLAIN_LAYOUT.match(data, start, start + HEADER_BYTES_MAX):
         body_start = match.end()
-        if body_start - start > HEADER_BYTES_MAX:
-            break
+        if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
+            break  # the pattern did not see how the body begins
         marker = data.find(b"\n---", body_start - 1)
         if not data.startswith(b"\nmsg_id: ", marker + 4) or marker < 0:
             break
@@ -628,15 +638,19 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
 
 
 def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
-    """The message of a plain header; None when its time does not exist."""
-    msg_id, ts, fields, issue_id, parents = match.groups()
+    """The message of a plain header; None when its time does not exist, or a parent has no id."""
+    msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
     try:
         moment = datetime.fromisoformat(ts.decode())
-    except ValueError:
+        ids, extra = ([], {}) if parents is None else _plain_parents(parents)
+    except (ValueError, KeyError, TypeError):
         return None
-    ids, extra = ([], {}) if parents is None else _plain_parents(parents)
     if issue_id is not None:
         extra["issue_id"] = _plain_text(issue_id)
+    if links is not None:
+        extra["links"] = _plain_items(links)
+    if meta is not None:
+        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in _PLAIN_LINE.findall(meta)}
     return BusMessage(
         msg_id.decode(),
         moment,
@@ -660,16 +674,22 @@ def _plain_text(raw: bytes) -> str:
     return (raw[1:-1] if raw[:1] in (b'"', b"'") else raw).decode()
 
 
+def _plain_items(lines: bytes) -> list[Any]:
+    """A list of texts, and of mappings whose lines stand below each other."""
+    items: list[Any] = []
+    for mark, key, value in _PLAIN_LINE.findall(lines):
+        if not key:
+            items.append(_plain_text(value))
+        elif mark == b"- ":
+            items.append({_plain_text(key): _plain_text(value)})
+        else:
+            items[-1][_plain_text(key)] = _plain_text(value)
+    return items
+
+
 def _plain_parents(lines: bytes) -> tuple[list[str], dict[str, Any]]:
     """Parent ids, and what `extra` says of parents that are objects."""
-    items: list[Any] = []
-    for line in lines[:-1].split(b"\n"):
-        if line.startswith(b"    - msg_id: "):
-            items.append({"msg_id": _plain_text(line[14:])})
-        elif line.startswith(b"    - "):
-            items.append(_plain_text(line[6:]))
-        else:
-            items[-1]["kind"] = _plain_text(line[12:])
+    items = _plain_items(lines)
     parents, detailed = _parents(items)
     return parents, {"parents": items} if detailed else {}
 
