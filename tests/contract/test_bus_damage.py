@@ -1,5 +1,6 @@
 """Damaged files: a message is delivered right or not at all, and nothing is changed or deleted."""
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -161,3 +162,83 @@ def test_damage_seen_only_because_a_failed_append_was_taken_back_while_reading_i
     reported += [damage for part in parts for damage in part.damaged]
     assert [message for part in parts for message in part.messages] == messages
     assert reported == []
+
+
+# ---- where damage begins and how long it is --------------------------------------------------------------
+
+JUNK = b"no record\n"
+
+
+def places(bus: Bus) -> list[bytes]:
+    """The bytes that `verify` calls damaged."""
+    data = bus.path.read_bytes()
+    return [data[damage.offset : damage.offset + damage.length] for damage in bus.verify().damaged]
+
+
+def records(bus: Bus) -> list[bytes]:
+    """Each record with the blank line behind it, if there is one."""
+    data = bus.path.read_bytes()
+    starts = [0, *(end + 1 for end in record_ends(bus)[:-1]), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def test_a_damaged_record_reaches_from_its_first_byte_to_the_next_record(bus: Bus) -> None:
+    for number, record in enumerate(whole := records(bus)):
+        damaged = record.replace(b"type: t", b"type: u")
+        bus.path.write_bytes(b"".join([*whole[:number], damaged, *whole[number + 1 :]]))
+        assert places(bus) == [damaged]
+
+
+def test_bytes_between_records_are_damage_from_the_first_to_the_last(bus: Bus) -> None:
+    first, *rest = records(bus)
+    assert first.endswith(b"\n\n")
+    bus.path.write_bytes(first[:-1] + JUNK + b"\n" + b"".join(rest))
+    assert places(bus) == [JUNK + b"\n"]
+
+
+def test_bytes_behind_the_last_record_are_damage_to_the_end_of_the_file(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    for tail in (JUNK, JUNK[:-1], b"\n" + JUNK):
+        bus.path.write_bytes(whole + tail)
+        assert places(bus) == [tail]
+        report = bus.verify()
+        assert (report.bytes, report.torn_tail_bytes) == (len(whole) + len(tail), 0)
+
+
+def test_an_unfinished_record_is_counted_from_its_first_byte(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    torn = records(bus)[0][:-10]
+    bus.path.write_bytes(whole + b"\n" + torn)
+    assert (bus.verify().damaged, bus.verify().torn_tail_bytes) == ((), len(torn))
+    bus.append(type="t", project_id="p", body="next")
+    assert places(bus) == [torn + b"\n\n"], "with the newlines that the next writer put behind it"
+
+
+def test_text_before_the_first_record_is_damage_line_by_line(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    bus.path.write_bytes(b"one\ntwo lines\n\n" + whole)
+    assert places(bus) == [b"one\n", b"two lines\n"]
+
+
+def test_a_first_record_without_its_first_line_is_damage_up_to_its_body(bus: Bus) -> None:
+    whole = bus.path.read_bytes()
+    bus.path.write_bytes(b"??" + whole[2:])
+    header, _, _ = whole.partition(b"\n---\n")
+    lines = [*(b"??" + header[2:] + b"\n").splitlines(keepends=True)]
+    body = b"plain\n\n"
+    assert places(bus) == [*lines[:-1], lines[-1] + b"---\n", body]
+
+
+def test_a_stretch_without_a_record_is_damage_up_to_where_one_may_begin(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up in parts, and these parts are all of it: none is left out, none counted twice."""
+    from postroom.core import buswire
+
+    monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
+    monkeypatch.setattr(busfile, "WINDOW_BYTES", 1500)
+    whole = bus.path.read_bytes()
+    junk = b"x" * 5000 + b"\n"
+    bus.path.write_bytes(whole[: record_ends(bus)[0]] + junk + whole[record_ends(bus)[0] :])
+    assert b"".join(places(bus)) == junk + b"\n"
+    assert len(places(bus)) > 1

@@ -1708,7 +1708,7 @@ def test_reopening_waits_for_a_thread_at_work(queue: Queue) -> None:
 def test_a_lock_that_stays_taken_is_a_timeout(queue: Queue, root: Path) -> None:
     queue.send("ask", "x")
     with Queue(root, lock_timeout_s=0.01) as hurried, queue._session(None).locked():
-        for call in (lambda: hurried.send("ask", "y"), lambda: hurried.poll("a"), hurried.status):
+        for call in (lambda: hurried.send("ask", "y"), lambda: hurried.poll("a"), hurried.expire):
             with pytest.raises(LockTimeout):
                 call()
     assert bodies(queue.poll("a")) == ["x"]
@@ -1740,3 +1740,44 @@ def test_threads_share_a_queue(queue: Queue) -> None:
     for number in range(4):
         received[number] += bodies(queue.poll(f"a{number}", session="s0"))
         assert sorted(received[number]) == everything
+
+
+def test_looking_takes_no_lock(queue: Queue, root: Path) -> None:
+    queue.send("ask", "x", to="ada")
+    queue.poll("bob")
+    with Queue(root, lock_timeout_s=0.01) as other, queue._session(None).locked():
+        assert other.status("default")["messages"] == 1
+        assert other.inbox("ada")["empty"] is False
+        assert other.inbox("bob")["empty"] is True
+        assert other.check().ok
+        assert [message["body"] for message in other.tail()] == ["x"]
+
+
+def test_looking_at_a_copy_creates_and_changes_nothing(queue: Queue, root: Path, tmp_path: Path) -> None:
+    queue.send("ask", "x")
+    copy = tmp_path / "copy"
+    (copy / "sessions" / "default").mkdir(parents=True)
+    lines = copy / "sessions" / "default" / "messages.jsonl"
+    lines.write_bytes((root / "sessions" / "default" / "messages.jsonl").read_bytes())
+    looking = Queue(copy)
+    assert (looking.status("default")["messages"], looking.inbox("ada")["empty"]) == (1, False)
+    assert looking.check().ok
+    assert [path.name for path in sorted(copy.rglob("*")) if path.is_file()] == ["messages.jsonl"]
+
+
+def test_looking_waits_for_the_lock_when_a_compaction_was_cut_off_or_something_is_damaged(
+    queue: Queue, root: Path
+) -> None:
+    queue.send("ask", "x")
+    with Queue(root, lock_timeout_s=0.01) as other, queue._session(None).locked():
+        journal = root / "sessions" / "default" / "expire.journal"
+        journal.write_text("{}")
+        for call in (other.status, lambda: other.inbox("ada"), other.check):
+            with pytest.raises(LockTimeout):
+                call()
+        journal.unlink()
+        with (root / "sessions" / "default" / "messages.jsonl").open("a") as file:
+            file.write("no message\n")
+        with pytest.raises(LockTimeout):  # perhaps an append that is just being taken back
+            other.check()
+    assert len(queue.check().unreadable) == 1

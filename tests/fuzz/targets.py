@@ -149,7 +149,8 @@ class BusTarget(Target):
     def check(self, data: bytes) -> None:
         decoded = buswire.decode(data, legacy_line=0)
         demand(0 <= decoded.consumed <= len(data), "consumed", decoded.consumed, "of", len(data))
-        demand(-1 <= decoded.last_start < max(len(data), 1), "last record at", decoded.last_start)
+        demand(len(decoded.starts) == len(decoded.messages), "messages without a place")
+        demand(all(0 <= start < len(data) for start in decoded.starts), "messages at", decoded.starts)
         demand(0 <= decoded.unchecked <= len(decoded.messages), decoded.unchecked, "unchecked")
         _check_damage(decoded.damaged, len(data))
         for message in decoded.messages:
@@ -210,10 +211,14 @@ def _may_be_delivered(message: BusMessage, data: bytes) -> bool:
     if message.msg_id.startswith(buswire.LEGACY_PREFIX):
         return message.body.encode("utf-8", "surrogateescape") in data
     msg_id = re.escape(message.msg_id.encode("utf-8", "surrogateescape"))
-    for match in re.finditer(rb"(?m)^---\nmsg_id: %b\n" % msg_id, data):
-        end = data.find(b"\n---\n", match.start() + 4)
-        header = data[match.start() + 4 : end + 1]
-        if end >= 0 and (_checksum_fits(header, data[end + 5 :]) or _is_foreign(header)):
+    for opening in re.finditer(rb"(?m)^---\r?\n", data):
+        rest = data[opening.end() :]
+        if b"\r" in opening[0]:
+            rest = rest.replace(b"\r\n", b"\n")
+        header, _, body = rest.partition(b"\n---\n")
+        header += b"\n"
+        named = body != rest and re.search(rb"(?m)^msg_id: %b$" % msg_id, header)
+        if named and (_checksum_fits(header, body) or _is_foreign(header)):
             return True
     return False
 

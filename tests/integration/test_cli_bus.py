@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -448,6 +449,61 @@ def test_follow_waits_for_a_file_and_ends_after_its_timeout(path: Path) -> None:
     ids = filled(path, 2)
     done = postroom("bus", "follow", "--bus", path, "--since", ids[0], "--timeout", "0.01")
     assert bodies(done) == ["text 1"]
+
+
+def follow(path: Path, *arguments: object) -> list[str]:
+    done = postroom("bus", "follow", "--bus", path, *arguments, "--timeout", "0.01")
+    assert (done.code, done.errors) == (0, "")
+    return bodies(done)
+
+
+def test_follow_starts_with_the_last_messages_if_asked(path: Path) -> None:
+    assert follow(path, "-n", 2) == follow(path, "--new") == []
+    filled(path, 3)
+    assert follow(path, "-n", 2) == ["text 1", "text 2"]
+    assert follow(path, "-n", 3) == follow(path, "-n", 9) == ["text 0", "text 1", "text 2"]
+    assert follow(path, "-n", 0) == follow(path, "--new") == []
+
+
+def test_follow_shows_one_type_and_counts_only_its_messages(path: Path) -> None:
+    bus = Bus(path)
+    for number in range(30):
+        bus.append(type="error" if number % 10 == 0 else "note", project_id="p", body=str(number))
+    assert follow(path, "--type", "error") == ["0", "10", "20"]
+    assert follow(path, "--type", "error", "-n", 2) == ["10", "20"]
+    assert follow(path, "--type", "error", "-n", 9) == ["0", "10", "20"]
+    assert follow(path, "--type", "nothing", "-n", 1) == []
+
+
+def test_follow_of_new_messages_prints_what_comes_after_it_started(path: Path) -> None:
+    filled(path, 2)
+    process = start("postroom", "bus", "follow", "--bus", path, "--new", "--type", "note")
+    poster = Bus(path)
+    printed = Event()
+
+    def keep_posting() -> None:  # until the follower, which takes a while to start, has seen one
+        while not printed.wait(0.05):
+            poster.append(type="other", project_id="p", body="passed over")
+            poster.append(type="note", project_id="p", body="new")
+
+    poster_thread = Thread(target=keep_posting)
+    poster_thread.start()
+    try:
+        assert read_line(process)["body"] == "new"
+    finally:
+        printed.set()
+        poster_thread.join()
+        process.terminate()
+        finish(process)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-n", 1, "--new"], ["--since", "X", "-n", 1], ["--since", "X", "--new"]]
+)
+def test_follow_takes_one_place_to_start_at(path: Path, arguments: list[object]) -> None:
+    done = postroom("bus", "follow", "--bus", path, *arguments)
+    assert done.code == 2
+    assert "not both" in done.errors
 
 
 def test_follow_ends_when_its_reader_is_gone_without_waiting_for_a_message(path: Path) -> None:

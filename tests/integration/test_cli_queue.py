@@ -108,6 +108,14 @@ def test_a_filtered_poll_passes_over_the_rest_unless_it_is_kept() -> None:
     assert texts(poll("c", "--topic", "status", "--topic", "ask")) == ["question", "fine"]
 
 
+def test_a_limited_poll_leaves_the_rest_for_the_next_one() -> None:
+    for number in range(3):
+        send("--topic", "ask", "--body", str(number))
+    assert texts(poll("a", "--limit", 2)) == ["0", "1"]
+    assert poll("a", "--limit", 0) == []
+    assert texts(poll("a", "--limit", 2)) == ["2"]
+
+
 def test_sessions_and_roots_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     send("--topic", "ask", "--body", "default")
     send("--topic", "ask", "--session", "night", "--body", "night")

@@ -485,3 +485,39 @@ def test_threads_share_one_fsync_and_its_failure(root: Path, disk: Disk) -> None
         survivors = bodies(queue.poll("a"))
         assert survivors[0] == "safe"
         assert survivors[1:] == [] if all(error.rolled_back for error in failed) else True
+
+
+@pytest.mark.parametrize("depth", [5_000, 1_000_000])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_nesting_of_any_depth_is_one_unreadable_line(
+    tmp_path: Path, depth: int, opening: str, closing: str
+) -> None:
+    queue = Queue(tmp_path)
+    queue.send("ask", "one")
+    files = queue._session(None)
+    deep = f"{opening * depth}1{closing * depth}"
+    message = f'{{"msg_id":"x","ts":"","from":"a","topic":"ask","body":"b","more":{deep}}}'
+    with files.messages.open("a") as file:
+        file.write(f'{deep}\n{opening * depth}\n{{"msg_id":{deep}}}\n{message}\n')
+    queue.send("ask", "two", ttl_s=0)
+    queue.send("ask", "three")
+    assert [found["body"] for found in queue.tail(9)] == ["one", "three"]
+    assert len(queue.check().unreadable) == queue.status("default")["unreadable"] == 4
+    assert queue.expire() == 1
+    assert len(queue.check().unreadable) == 4, "kept"
+    assert [found["body"] for found in queue.poll("ada")] == ["one", "three"]
+    assert queue.inbox("ada")["empty"]
+
+    for text in (deep, f'{{"topics":{deep},"taken":[]}}', opening * depth):
+        (files.cursors / "ada.topics").write_text(text)
+        with pytest.raises(DamagedState):
+            queue.poll("ada")
+        assert list(queue.check().cursors) == ["ada"]
+    queue.repair_cursor("ada", "end")
+    for name in ("expire.journal", "epoch"):
+        path = files.folder / name
+        path.write_text(deep)
+        assert queue.check().state
+        path.unlink()
+    assert queue.check().ok is False, "the unreadable lines are still there"
+    assert queue.poll("ada") == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from postroom.core.names import NAME_CHARS_MAX, checked_name, is_name
+from postroom.core.names import NAME_CHARS_MAX, checked_name, is_name, look_alike_fault
 from postroom.errors import InvalidName, Rejected
 
 GOOD = [
@@ -78,3 +78,59 @@ def test_the_error_carries_its_facts_and_is_a_value_error() -> None:
     assert isinstance(error, InvalidName)
     assert isinstance(error, Rejected)
     assert (error.kind, error.name) == ("recipient", "..")
+
+
+# ---- names of any text ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "builder",
+        "строитель",
+        "κατασκευή",
+        "Müller",
+        "漢字",
+        "漢字-bot",
+        "ひらがなとカタカナー",
+        "한국어",
+        "العربية",
+        "🤖",
+        "über-7",
+    ],
+)
+def test_a_name_of_one_script_is_taken(name: str) -> None:
+    assert look_alike_fault(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    {
+        "\u0430gent": "mixes letters of different scripts (cyrillic, latin)",
+        "build\u0435r": "mixes letters of different scripts (cyrillic, latin)",
+        "\u03bfps": "mixes letters of different scripts (greek, latin)",
+        "строитель\u03bf": "mixes letters of different scripts (cyrillic, greek)",
+        "a٣": "mixes letters of different scripts (arabic, latin)",
+        "\u0430\u0441\u0435": "has only letters that look like those of another script",
+        "\u0421\u0415\u041e-1": "has only letters that look like those of another script",
+        "\u039d\u0391\u03a4\u039f": "has only letters that look like those of another script",
+        "\uff41gent": "has characters in another form than the usual one",
+        "\U0001d41agent": "has characters in another form than the usual one",
+        "e\u0301": "has characters in another form than the usual one",
+        "bu\u200bilder": "has characters that nobody sees",
+        "x\u202ey": "has characters that nobody sees",
+    }.items(),
+)
+def test_a_name_that_can_be_taken_for_another_is_refused(name: str, fault: str) -> None:
+    assert look_alike_fault(name) == fault
+
+
+def test_mail_refuses_mailboxes_and_agents_with_such_names() -> None:
+    from postroom.core import mq9
+
+    with pytest.raises(mq9.Refused, match="the mailbox name mixes letters"):
+        mq9.checked_name("\u0430lerts")
+    with pytest.raises(mq9.Refused, match="the agent's name mixes letters"):
+        mq9.card('{"name": "\u0430gent"}'.encode())
+    assert mq9.checked_name("alerts") == "alerts"
+    assert mq9.card('{"name": "Агент 7"}'.encode())["name"] == "Агент 7"

@@ -27,7 +27,7 @@ from postroom.cli.shell import (
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, PostroomError
 
 if TYPE_CHECKING:
-    from postroom.contracts.bus import BusReport
+    from postroom.contracts.bus import Bus, BusReport
     from postroom.message import BusMessage
 
 TAIL_DEFAULT = 10
@@ -173,8 +173,20 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
     metavar="S",
     help="Stop after this many seconds.  [default: never]",
 )
+@click.option("-n", "count", type=COUNT, metavar="N", help="Start with the last N messages instead of all.")
+@click.option("--new", "only_new", is_flag=True, help="Start with the next message, as -n 0 does.")
+@click.option("--type", "kind", metavar="TYPE", help="Only messages of this type; -n counts these.")
 @click.pass_obj
-def follow(shell: Shell, path: Path | None, since_id: str, archives: bool, timeout_s: float | None) -> None:
+def follow(
+    shell: Shell,
+    path: Path | None,
+    since_id: str,
+    archives: bool,
+    timeout_s: float | None,
+    count: int | None,
+    only_new: bool,
+    kind: str | None,
+) -> None:
     """Print messages as they come.
 
     First those that are there, then new ones, also across rotations. Ends at a signal, after --timeout, or
@@ -183,8 +195,16 @@ def follow(shell: Shell, path: Path | None, since_id: str, archives: bool, timeo
     \b
     Example:
       postroom bus follow --bus bus.yaml | jq -r .body
+      postroom bus follow --bus bus.yaml --new --type error
     """
+    if only_new and count is not None:
+        raise click.UsageError("give -n or --new, not both")
+    count = 0 if only_new else count
+    if since_id and count is not None:
+        raise click.UsageError("give --since, or one of -n and --new, not both")
     log = shell.bus(path)
+    if count is not None:
+        since_id = before_last(log, count, kind)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def stop() -> bool:
@@ -192,6 +212,8 @@ def follow(shell: Shell, path: Path | None, since_id: str, archives: bool, timeo
 
     try:
         for message in log.follow(since_id, archives=archives, stop=stop):
+            if kind is not None and message.type != kind:
+                continue
             shell.output.bus_message(message)
             shell.output.flush()
     except Stopped:
@@ -282,7 +304,7 @@ def rotate(shell: Shell, path: Path | None, root: Path | None, max_size: int | N
 @bus_option
 @click.pass_obj
 def verify(shell: Shell, path: Path | None) -> int:
-    """Check every record and list the damage.
+    """Check every record and list the damage, and ids that come twice.
 
     The exit code is 1 when there is any. Nothing is changed: damaged bytes stay where they are, and readers
     pass over them. Bytes of an unfinished record at the end are counted, and are no damage.
@@ -326,6 +348,21 @@ def discover(shell: Shell, root: Path) -> None:
 add_json_option(bus)
 
 
+def before_last(log: "Bus", count: int, kind: str | None) -> str:
+    """The id after which the last `count` messages of a type follow; empty when that is the whole file."""
+    window = count + 1
+    while True:
+        messages = log.tail(window)
+        places = [at for at, message in enumerate(messages) if kind is None or message.type == kind]
+        whole = len(messages) < window
+        first = len(messages) if count == 0 else places[-count] if len(places) >= count else 0
+        if first > 0:
+            return messages[first - 1].msg_id
+        if whole:
+            return ""
+        window *= 2
+
+
 # ---- printing ----------------------------------------------------------------------------------
 
 
@@ -335,12 +372,15 @@ def print_messages(shell: Shell, messages: Iterable["BusMessage"]) -> None:
 
 
 def print_report(shell: Shell, report: "BusReport") -> None:
-    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
     if not shell.output.readable:
         import msgspec
 
-        shell.output.json_line({**msgspec.structs.asdict(report), "damaged": damaged, "ok": report.ok})
+        shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
         return
+    damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
+    twice = [
+        {"offset": d.offset, "first_offset": d.first_offset, "msg_id": d.msg_id} for d in report.duplicates
+    ]
     verdict = (
         shell.output.style("ok", "bold", "green")
         if report.ok
@@ -355,6 +395,9 @@ def print_report(shell: Shell, report: "BusReport") -> None:
         shell.output.text(f"{report.torn_tail_bytes:,} bytes of an unfinished record at the end")
     if damaged:
         shell.output.rows(["offset", "length", "reason"], damaged, empty="")
+    if twice:
+        shell.output.text(f"{len(twice):,} records with the id of an earlier one")
+        shell.output.rows(["offset", "first_offset", "msg_id"], twice, empty="")
 
 
 # ---- rotating ----------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ def poll(
     wait_s: float = 0.0,
     keep_filtered: bool = False,
     durability: str | None = None,
+    limit: int | None = None,
 ) -> None:
     """Print what is new for an agent.
 
@@ -143,6 +144,7 @@ def poll(
             chosen_session(shell, session),
             wait_s=wait_s,
             keep_filtered=keep_filtered,
+            limit=limit,
         )
     print_messages(shell, messages)
 
@@ -442,10 +444,17 @@ add(
         click.Option(
             ["--keep-filtered"], is_flag=True, help="Keep what --topic leaves out for a later poll."
         ),
+        click.Option(
+            ["--limit"],
+            type=COUNT,
+            metavar="N",
+            help="At most N messages; the rest stays for the next poll.  [default: all]",
+        ),
         durability_option(),
     ],
     "postroom queue poll --agent builder --wait 30",
     "postroom queue poll --agent builder --topic ask --keep-filtered",
+    "postroom queue poll --agent builder --limit 1",
 )
 add("tail", tail, tail_options(), "postroom queue tail -n 3 --session nightly")
 add("expire", expire, [session_option()], "postroom queue expire --session nightly")

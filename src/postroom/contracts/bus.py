@@ -18,24 +18,34 @@ from typing import Any
 import msgspec
 
 from postroom.core import buswire, ids
-from postroom.core.times import NANOS_PER_S, checked_seconds, epoch_ns_of, normal_utc, parse_utc, second_texts
+from postroom.core.times import NANOS_PER_S, checked_seconds, normal_utc, parse_utc, second_texts
 from postroom.errors import InvalidMessage, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import busfile
 from postroom.logs.appendfile import AppendFile
 from postroom.message import BusMessage, Damage, Durability
 from postroom.nudges.watch import Watch
 from postroom.system import lock
-from postroom.system.atomic import absolute_path, open_safely, sync_folder
+from postroom.system.atomic import absolute_path, is_path, open_safely, sync_folder
+from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
 FOLDER_MODE = 0o755
+DISCOVERY_BYTES = 4096  # of a file that `discover` looks at
 REOPENS_MAX = 1000  # a name that changes its file this often under one append is not a bus
 DURABILITIES = ("os", "group", "fsync")
 
 _log = logging.getLogger("postroom.bus")
 _UNKNOWN = -2  # equal to no size, and not to -1, which says that the file is gone
 _sequence = itertools.count(1)
+
+
+class Duplicate(msgspec.Struct, frozen=True):
+    """A record with the id of an earlier one: a reader that goes on after that id passes what is between."""
+
+    msg_id: str
+    offset: int
+    first_offset: int
 
 
 class BusReport(msgspec.Struct, frozen=True):
@@ -51,11 +61,12 @@ class BusReport(msgspec.Struct, frozen=True):
     damaged: tuple[Damage, ...]
     torn_tail_bytes: int
     """Bytes at the end that are not (yet) a whole record."""
+    duplicates: tuple[Duplicate, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged. A torn tail is no damage: nobody was told that it is stored."""
-        return not self.damaged
+        """Whether nothing is damaged and no id comes twice. A torn tail was never acknowledged: no damage."""
+        return not (self.damaged or self.duplicates)
 
 
 class Bus(Closing):
@@ -94,7 +105,7 @@ class Bus(Closing):
         self._poll_interval_s = poll_interval_s
         self._rotate_bytes = rotate_bytes
         self._durability: Durability = durability
-        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._now_ns = time.time_ns if clock is None else nanoseconds_of(clock)
         self._file = AppendFile(self._at, durability, file_mode=FILE_MODE, folder_mode=FOLDER_MODE)
         self._mutex = threading.Lock()
         self._known_end = _UNKNOWN
@@ -154,7 +165,10 @@ class Bus(Closing):
 
     def append_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
         """Append messages, each given by `append`'s keywords, under one lock and with one write."""
-        messages = list(messages)
+        try:
+            messages = list(messages)
+        except TypeError:
+            raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}") from None
         batch = buswire.everyday_batch(messages)
         if batch is None:
             batch = buswire.batch(map(self._draft_of, messages))
@@ -254,8 +268,11 @@ class Bus(Closing):
 
     def _attachment(self, attachment: str | os.PathLike[str]) -> str:
         """The attachment's path relative to `root`, which it must not leave, symlinks included."""
-        text = os.fspath(attachment)
-        if not isinstance(text, str) or not text or "\0" in text:
+        try:
+            text = os.fspath(attachment)
+        except TypeError:
+            raise InvalidMessage(f"attachment must be a path, not {type(attachment).__name__}") from None
+        if not isinstance(text, str) or not text or not is_path(text):
             raise UnsafePath(f"attachment {text!r} is not a path")
         try:
             root = self.root.resolve()
@@ -314,23 +331,36 @@ class Bus(Closing):
         return []
 
     def follow(
-        self, since_id: str = "", *, archives: bool = False, stop: Callable[[], bool] | None = None
+        self,
+        since_id: str = "",
+        *,
+        archives: bool = False,
+        stop: Callable[[], bool] | None = None,
+        on_gap: Callable[[str], None] | None = None,
     ) -> Iterator[BusMessage]:
         """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true.
 
-        It is asked after each window of the file, and once in a poll interval while nothing comes.
+        `stop` is called after each window of the file, and once in a poll interval while nothing comes.
+        `on_gap` is called with the last id when the file of that message was removed: messages that were
+        archived behind it may be missing from what follows.
         """
-        for batches in self._passes(since_id, None, stop, archives=archives):
+        for batches in self._passes(since_id, None, stop, archives=archives, on_gap=on_gap):
             for batch in batches:
                 yield from batch
                 if stop is not None and stop():
                     return
 
     def _passes(
-        self, since_id: str, deadline: float | None, stop: Callable[[], bool] | None, *, archives: bool
+        self,
+        since_id: str,
+        deadline: float | None,
+        stop: Callable[[], bool] | None,
+        *,
+        archives: bool,
+        on_gap: Callable[[str], None] | None = None,
     ) -> Iterator[Iterator[list[BusMessage]]]:
         """What is new, each time something is: batches to be taken before the next pass."""
-        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
+        reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives, on_gap=on_gap)
         watch = Watch(self._at, self._poll_interval_s)
         try:
             while True:
@@ -416,7 +446,13 @@ class Bus(Closing):
         messages = unchecked = end = 0
         legacy_line: int | None = 0
         damaged: list[Damage] = []
+        largest, unordered = "", set()
         for part in busfile.decode_from(fd, 0, 0):
+            for message in part.messages:
+                if message.msg_id > largest:  # no duplicate: all ids before are smaller
+                    largest = message.msg_id
+                else:
+                    unordered.add(message.msg_id)
             messages += len(part.messages)
             unchecked += part.unchecked
             damaged += part.damaged
@@ -434,6 +470,7 @@ class Bus(Closing):
             unchecked=unchecked,
             damaged=tuple(damaged),
             torn_tail_bytes=len(rest) if rest.strip() else 0,
+            duplicates=tuple(_duplicates(fd, unordered)) if unordered else (),
         )
 
     def _report(self, damaged: list[Damage]) -> None:
@@ -481,13 +518,24 @@ def discover(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(found)
 
 
+def _duplicates(fd: int, suspects: set[str]) -> Iterator[Duplicate]:
+    """Records whose id is a suspect and has been seen before. Memory is taken for the suspects alone."""
+    first_offsets: dict[str, int] = {}
+    for part in busfile.decode_from(fd, 0, 0):
+        for message, offset in zip(part.messages, part.starts, strict=True):
+            if message.msg_id in suspects:
+                first = first_offsets.setdefault(message.msg_id, offset)
+                if first != offset:
+                    yield Duplicate(message.msg_id, offset, first)
+
+
 def _looks_like_bus(path: Path) -> bool:
     try:
         fd = open_safely(path, os.O_RDONLY)
     except (OSError, UnsafePath):
         return False
     try:
-        return os.pread(fd, len(buswire.START), 0) == buswire.START
+        return buswire.opens_like_bus(os.pread(fd, DISCOVERY_BYTES, 0))
     except OSError:  # a special file system that lets a file be opened but not read
         return False
     finally:
@@ -497,10 +545,6 @@ def _looks_like_bus(path: Path) -> bool:
 _APPEND_KEYWORDS = frozenset(
     {"type", "project_id", "task_id", "run_id", "parents", "attachment", "body", "ts"}
 )
-
-
-def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
-    return lambda: epoch_ns_of(clock())
 
 
 def _instant(value: datetime | str | None) -> datetime | None:

@@ -22,7 +22,7 @@ from postroom.contracts import queuecheck
 from postroom.contracts.queuecheck import QueueReport
 from postroom.core import queuewire as wire
 from postroom.core.names import checked_name, is_name, plain
-from postroom.core.times import checked_seconds, epoch_ns_of, utc_text
+from postroom.core.times import checked_seconds, utc_text
 from postroom.errors import (
     DamagedState,
     InvalidMessage,
@@ -44,6 +44,7 @@ from postroom.settings import (
     queue_session,
 )
 from postroom.system.atomic import absolute_path, make_folder, replace_file
+from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
 POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
@@ -128,12 +129,14 @@ class Queue(Closing):
             raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
         if not checked_seconds("lock_timeout_s", lock_timeout_s):
             raise InvalidMessage(f"lock_timeout_s must be positive, not {lock_timeout_s!r}")
+        if not isinstance(disabled, bool):
+            raise InvalidMessage(f"disabled must be true or false, not {disabled!r}")
         self.root = absolute_path("the queue's root", queue_root(os.environ) if root is None else root)
         self.body_threshold = body_threshold
         self._durability: Durability = durability
         self._lock_timeout_s = lock_timeout_s
         self._switched_off = disabled
-        self._now_ns = time.time_ns if clock is None else _nanoseconds(clock)
+        self._now_ns = time.time_ns if clock is None else nanoseconds_of(clock)
         self._audit = AuditFile(self.audit_path, durability)
         self._sessions: dict[str, SessionFiles] = {}
         self._opening = threading.Lock()
@@ -462,20 +465,14 @@ class Queue(Closing):
         return sorted(name for name in names if is_name(name))
 
     def _status(self, files: SessionFiles) -> dict[str, Any]:
-        counts: dict[str, Any] = {
-            "messages": 0,
-            "expired": 0,
-            "by_topic": {},
-            "queue_bytes": 0,
-            "cursors": {},
-        }
-        counts["unreadable"] = 0
         if not files.exists():
-            return counts
+            return _counts()
         now_ns = self._now_ns()
-        with files.locked() as size:
+
+        def look(view: SessionFiles, size: int) -> dict[str, Any]:
+            counts = _counts()
             counts["queue_bytes"] = size
-            for _, line in files.lines(0, size):
+            for _, line in view.lines(0, size):
                 counts["messages"] += 1
                 message = wire.readable(line)
                 if message is None:
@@ -484,10 +481,12 @@ class Queue(Closing):
                 counts["expired"] += wire.is_expired(message, now_ns)
                 topic = message["topic"]
                 counts["by_topic"][topic] = counts["by_topic"].get(topic, 0) + 1
-            for agent_id in files.reading_agents():
+            for agent_id in view.reading_agents():
                 with suppress(DamagedState):
-                    counts["cursors"][agent_id] = files.reading_of(agent_id).cursor
-        return counts
+                    counts["cursors"][agent_id] = view.reading_of(agent_id).cursor
+            return counts
+
+        return files.look(look, lambda counts: not counts["unreadable"])
 
     def inbox(self, agent_id: str, session: str | None = None) -> dict[str, Any]:
         """A proof of how far an agent has read: `empty` is true only when no line has anything for it.
@@ -498,21 +497,25 @@ class Queue(Closing):
         files = self._session(session)
         if not files.exists():
             return {"cursor": 0, "high_water": 0, "epoch": 0, "topics": {}, "empty": True}
-        with files.locked() as size:
-            reading = files.trusted_reading(agent_id, size)
-            high_water = files.high_water(size)
-            start = reading.cursor
-            waiting = False
-            while not waiting and start < high_water:
-                found, start = self._scan(files, agent_id, None, reading, start, size, 1)
-                waiting = bool(found)
-            return {
-                "cursor": reading.cursor,
-                "high_water": high_water,
-                "epoch": files.epoch(),
-                "topics": dict(reading.topics),
-                "empty": not waiting,
-            }
+        return files.look(partial(self._inbox, agent_id), lambda _: True)
+
+    def _inbox(self, agent_id: str, files: SessionFiles, size: int) -> dict[str, Any]:
+        reading = files.trusted_reading(agent_id, size)
+        high_water = files.high_water(size)
+        start = reading.cursor
+        waiting = False
+        while not waiting and start < high_water:
+            found, start = self._scan(files, agent_id, None, reading, start, size, 1)
+            waiting = bool(found)
+        if files.reading_of(agent_id) != reading:
+            raise DamagedState(f"the cursor of {agent_id!r} moved while it was looked at")
+        return {
+            "cursor": reading.cursor,
+            "high_water": high_water,
+            "epoch": files.epoch(),
+            "topics": dict(reading.topics),
+            "empty": not waiting,
+        }
 
     # ---- agents --------------------------------------------------------------------------------
 
@@ -663,10 +666,6 @@ def _offsets(lines: list[bytes], start: int) -> list[int]:
     return list(itertools.accumulate((len(line) + 1 for line in lines), initial=start))
 
 
-def _nanoseconds(clock: Callable[[], datetime]) -> Callable[[], int]:
-    return lambda: epoch_ns_of(clock())
-
-
 def _checked_limit(limit: object) -> int:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise InvalidMessage(f"a number of messages must be 0 or more, not {limit!r}")
@@ -683,6 +682,13 @@ def _encoded_body(body: str) -> bytes:
     if len(raw) > wire.BODY_BYTES_MAX:
         raise InvalidMessage(f"the body is longer than {wire.BODY_BYTES_MAX} bytes: send a path instead")
     return raw
+
+
+def _counts() -> dict[str, Any]:
+    """What `status` counts, before anything is counted."""
+    return {
+        "messages": 0, "expired": 0, "by_topic": {}, "queue_bytes": 0, "cursors": {}, "unreadable": 0,
+    }  # fmt: skip
 
 
 def _fingerprint(path: Path) -> tuple[int, int] | None:

@@ -46,34 +46,33 @@ def check(files: SessionFiles) -> QueueReport:
     if not files.exists():
         return QueueReport(files.name, 0, (), {}, (), ())
     try:
-        return _check(files)
+        return files.look(_check, lambda report: report.ok)
     except DamagedState as error:  # without its journal or epoch nothing else can be judged
         return QueueReport(files.name, 0, (), {}, (), (), (str(error),))
 
 
-def _check(files: SessionFiles) -> QueueReport:
-    with files.locked() as size:
-        files.epoch()
-        messages = 0
-        unreadable = []
-        bodies: dict[str, QueueMessage] = {}
-        for offset, line in files.lines(0, size):
-            messages += 1
-            try:
-                message = wire.decode_line(line)
-            except wire.Unreadable as error:
-                unreadable.append(Damage(offset, len(line) + 1, str(error)))
-                continue
-            if wire.in_side_file(message):
-                bodies[message["msg_id"]] = message
-        return QueueReport(
-            session=files.name,
-            messages=messages,
-            unreadable=tuple(unreadable),
-            cursors=dict(_damaged_cursors(files, size)),
-            bodies=tuple(_damaged_bodies(files, bodies)),
-            unused_bodies=tuple(sorted(_body_ids(files) - set(bodies))),
-        )
+def _check(files: SessionFiles, size: int) -> QueueReport:
+    files.epoch()
+    messages = 0
+    unreadable = []
+    bodies: dict[str, QueueMessage] = {}
+    for offset, line in files.lines(0, size):
+        messages += 1
+        try:
+            message = wire.decode_line(line)
+        except wire.Unreadable as error:
+            unreadable.append(Damage(offset, len(line) + 1, str(error)))
+            continue
+        if wire.in_side_file(message):
+            bodies[message["msg_id"]] = message
+    return QueueReport(
+        session=files.name,
+        messages=messages,
+        unreadable=tuple(unreadable),
+        cursors=dict(_damaged_cursors(files, size)),
+        bodies=tuple(_damaged_bodies(files, bodies)),
+        unused_bodies=tuple(sorted(_body_ids(files) - set(bodies))),
+    )
 
 
 def _damaged_cursors(files: SessionFiles, size: int) -> Iterator[tuple[str, str]]:

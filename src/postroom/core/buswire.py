@@ -1,11 +1,13 @@
 """The bus file format: YAML documents that a person can read and that no body can forge.
 
-Rule 1: a record starts only at a line `---` that is directly followed by `msg_id: `, and never right
-        behind a checksum line: there it closes a header, and the body happens to begin like a record.
-Rule 2: what we write carries `body_bytes` and `crc`, always both. A record with one of them alone, or
+Rule 1: a record starts at a separator line `---` whose following lines are a header: `msg_id: ` comes first
+        (what conductor-loop and we write), or a YAML key comes first and `msg_id:` further down.
+Rule 2: a separator right behind a checksum line never starts a record: it closes a header, and the body
+        happens to begin like one. No body that we write holds a separator line, so none forges a record.
+Rule 3: what we write carries `body_bytes` and `crc`, always both. A record with one of them alone, or
         with a checksum that does not fit, is damage: it is named, skipped and left where it is.
-Rule 3: a record without either is foreign (conductor-loop wrote it): its body runs to the next record.
-Rule 4: a record that the data ends in is not judged; it may still be on its way.
+Rule 4: a record without either is foreign (conductor-loop wrote it): its body runs to the next record.
+Rule 5: a record that the data ends in is not judged; it may still be on its way.
 """
 
 import json
@@ -40,12 +42,24 @@ START = b"---\nmsg_id: "
 MARKER = b"\n" + START
 LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
+OPENING_BYTES = 256  # by which a reader finds a record again that starts in another way
 _PASSED_BEHIND_BODY = b"\n-"  # the dash: a record's first line that is glued to a body is not one
-_HEADER_END = b"\n---\n"
 _SEPARATOR = b"---\n"
+_ID_KEY = b"msg_id: "
 _CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
 
+# A separator line, a line that can begin a header, and the lines that say that a header is meant.
+_SEPARATOR_LINE = re.compile(rb"---\r?\n")
+_NEXT_SEPARATOR = re.compile(rb"\n---\r?\n")
+_NEXT_OPENING = re.compile(rb"""\n---\r?\n(?=[A-Za-z_"'{#%])""")
+_FIRST_LINE = re.compile(rb"""["']?[A-Za-z_][\w-]*["']?[ \t]*:(?=[ \t\r\n])|[{#%]""")
+_ID_CLAIM = re.compile(rb"""(?m)^[ \t{?]*["']?msg_id["']?[ \t]*:""")
+_FIELD_CLAIM = re.compile(rb"(?m)^(ts|type|project_id):[ \t]")
+_FIELDS_CLAIMED_MIN = 2
+_ID_LINE = re.compile(rb"(?m)^msg_id:.*$")
+
 # A body line that a reader could take for a separator, and the same line after escaping.
+_BARE_SEPARATOR = re.compile(rb"(?m)^---\r*$")
 _SEPARATOR_LIKE = re.compile(rb"(?m)^---(?= *\r*$)")
 _ESCAPED = re.compile(rb"(?m)^--- (?= *\r*$)")
 _ESCAPE_LINE = "body_escape: dash-space\n"
@@ -71,7 +85,28 @@ _OUR_LAYOUT = (
 _OURS = re.compile(_OUR_LAYOUT)
 _OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # behind a record, where a blank line parts it from the next
 _MSG_ID, _CRC = 1, 8  # groups of both
-_OUR_KEYS = re.compile(rb"\n(?:body_bytes|crc):")
+_OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
+
+# The plain header of conductor-loop's writer. Every key and value in it is text that YAML gives back
+# unchanged: words of letters and digits, or a quoted text without anything to unquote.
+_PLAIN_KEY = rb"(?>[A-Za-z_][A-Za-z0-9_-]*|\"[ !#-\[\]-~]*\")"
+_PLAIN_WORDS = rb"[A-Za-z0-9](?:(?:[A-Za-z0-9_./ -]|:(?=[A-Za-z0-9/]))*[A-Za-z0-9_./-])?"
+_PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
+_PLAIN_LIST = rb"((?:    - (?:K: V\n(?:      K: V\n)*|V\n))+)"
+
+
+def _plain_pattern(layout: bytes) -> re.Pattern[bytes]:
+    return re.compile(
+        layout.replace(b"LIST", _PLAIN_LIST).replace(b"K", _PLAIN_KEY).replace(b"V", _PLAIN_VALUE)
+    )
+
+
+_PLAIN_LAYOUT = _plain_pattern(
+    rb"---\nmsg_id: ([A-Za-z0-9][A-Za-z0-9_.-]*)\nts: (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?Z)\n"
+    rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
+    rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
+)
+_PLAIN_LINE = _plain_pattern(rb"    (- |  )?(?:(K): )?(V)\n")  # of a list or of a mapping
 _LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
 _LEGACY_TIME_CHARS_MAX = 64
 _KNOWN_KEYS = frozenset(
@@ -289,8 +324,10 @@ class Decoded(msgspec.Struct):
     damaged: list[Damage] = []
     consumed: int = 0
     """Bytes that are settled. What follows them is shown again, with more behind it."""
-    last_start: int = -1
-    """File offset of the last message; -1 when there is none."""
+    starts: list[int] = []
+    """File offsets of the messages."""
+    last_opening: bytes = b""
+    """The first bytes of the last message's record, when they are not `START` and its id."""
     legacy_line: int | None = None
     """Lines already seen of the part before the first record; None once that part is over."""
     unchecked: int = 0
@@ -304,6 +341,10 @@ class _Damaged(Exception):
 
 class _Unfinished(Exception):
     """The data ends inside the record."""
+
+
+class _Growing(_Unfinished):
+    """The data ends in a foreign record, which has no length."""
 
 
 def decode(
@@ -324,25 +365,38 @@ def decode(
         position = _decode_legacy(data, offset, out, at_file_end=at_file_end)
     while position < len(data):
         position = _decode_ours(data, position, offset, out)
-        start = _next_start(data, position)
+        start = _next_start(data, position, at_file_end)
         if start < 0:
             break
         _note_gap(data, position, start, offset, out)
         out.consumed = start
-        try:
-            position = _decode_record(data, start, offset, out, at_file_end, settled_tail)
-        except _Unfinished:
-            if out.held_back or _next_start(data, start + len(START), start) < 0:
-                break
-            position = _skip_damaged(data, start, offset, out, "cut short", at_file_end)
-        except _Damaged as reason:
-            position = _skip_damaged(data, start, offset, out, str(reason), at_file_end)
-            if position < 0:
-                break
+        position = _decode_any(data, start, offset, out, at_file_end, settled_tail)
+        if position < 0:
+            break
         out.consumed = position
     if not at_file_end and len(data) - out.consumed > RECORD_BYTES_MAX:
         _give_up_on_rest(data, offset, out)
     return out
+
+
+def _decode_any(
+    data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
+) -> int:
+    """Decode the record at `start`, or skip it; returns its end, or -1 when only more data can tell.
+
+    Plain foreign records that follow each other are decoded together.
+    """
+    try:
+        return _decode_record(data, start, offset, out, at_file_end, settled_tail)
+    except _Growing:
+        return -1
+    except _Unfinished:
+        if _start_behind(data, start, at_file_end) < 0:
+            return -1
+        reason = "cut short"
+    except _Damaged as error:
+        reason = str(error)
+    return _skip_damaged(data, start, offset, out, reason, at_file_end)
 
 
 def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
@@ -350,41 +404,93 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
 
     Returns the end of the last of them. What stands there is for the general way to judge.
     """
-    messages = out.messages
+    messages, starts = out.messages, out.starts
     while match := _OURS_NEXT.match(data, position):
         try:
             message, end = _ours(data, match)
         except (_Unfinished, _Damaged):
             break
         messages.append(message)
-        out.last_start = offset + position + 1
+        starts.append(offset + position + 1)
         position = end
-    out.consumed = max(out.consumed, position)
+    if position > out.consumed:
+        out.consumed = position
+        out.last_opening = b""
     return position
 
 
-def _next_start(data: bytes, position: int, settled: int | None = None) -> int:
-    """Offset of the next record start from `position` on. What stands before `settled` is read already."""
-    if settled is None and data.startswith(START, position):
-        return position  # right behind a whole record, also when the newline between them is gone
-    floor = position if settled is None else settled
-    found = data.find(MARKER, max(position - 1, 0))
-    while found > 0 and found - CHECKSUM_LINE_BYTES >= floor and closes_header(data, found):
-        found = data.find(MARKER, found + 1)
-    return found + 1 if found >= 0 else -1
+def _next_start(data: bytes, position: int, at_file_end: bool, floor: int | None = None) -> int:
+    """Offset of the next record start from `position` on; -1 when there is none, or none yet.
+
+    Bytes before `floor` (default: `position`) belong to an earlier record and say nothing about a separator.
+    """
+    if floor is None:
+        if data.startswith(START, position):
+            return position  # right behind a whole record, also when the newline between them is gone
+        floor = position
+        if not position and _SEPARATOR_LINE.match(data) and _opens_record(data, 0, at_file_end):
+            return 0
+    search_from = max(position - 1, 0)
+    while found := _NEXT_OPENING.search(data, search_from):
+        marker = search_from = found.start()
+        search_from += 1
+        if marker - CHECKSUM_LINE_BYTES >= floor and closes_header(data, marker):
+            continue
+        opens = _opens_record(data, marker + 1, at_file_end)
+        if opens is None:
+            return -1
+        if opens:
+            return marker + 1
+    return -1
+
+
+def _start_behind(data: bytes, start: int, at_file_end: bool) -> int:
+    """Offset of the record start behind a record at `start` that cannot be read; -1 when there is none."""
+    try:
+        body_start = _header_closing(data, start, at_file_end).end()
+    except (_Unfinished, _Damaged):
+        return _next_start(data, start + len(_SEPARATOR), at_file_end, start)
+    return _next_start(data, body_start, at_file_end, body_start)
+
+
+def _opens_record(data: bytes, start: int, at_file_end: bool) -> bool | None:
+    """Whether the separator line at `start` has a header behind it; None when the data ends too early.
+
+    A header that cannot be read counts: it is damage to report, and no part of the body in front of it.
+    """
+    begin = data.index(b"\n", start) + 1
+    if data.startswith(_ID_KEY, begin):
+        return True
+    closing = _NEXT_SEPARATOR.search(data, begin - 1, begin + HEADER_BYTES_MAX)
+    if closing is None and not at_file_end and len(data) - begin < HEADER_BYTES_MAX:
+        return None
+    header = data[begin : closing.start() + 1 if closing is not None else begin + HEADER_BYTES_MAX]
+    if not _FIRST_LINE.match(header):
+        return False
+    if _ID_CLAIM.search(header):
+        return True
+    return closing is not None and len(set(_FIELD_CLAIM.findall(header))) >= _FIELDS_CLAIMED_MIN
+
+
+def opens_like_bus(data: bytes) -> bool:
+    """Whether the first bytes of a file are the start of a record."""
+    return _SEPARATOR_LINE.match(data) is not None and bool(_opens_record(data, 0, at_file_end=True))
 
 
 def may_grow_into_record(rest: bytes) -> bool:
     """Whether the last bytes of a file are blank or the beginning of a record."""
-    begun = rest.lstrip(b"\n")
-    return START.startswith(begun[: len(START)])
+    begun = rest.lstrip(b"\r\n")
+    return START.startswith(begun[: len(START)]) or (
+        _SEPARATOR_LINE.match(begun) is not None and bool(_opens_record(begun, 0, at_file_end=True))
+    )
 
 
 def closes_header(data: bytes, marker: int) -> bool:
     """Whether the separator at `marker` ends one of our headers, with a body behind it like `msg_id: ...`."""
-    if data.endswith(b"\n", 0, marker):
+    end = marker - data.endswith(b"\r", 0, marker)
+    if data.endswith(b"\n", 0, end):
         return False  # a blank line stands before every record that we write
-    return _CHECKSUM_LINE.fullmatch(data, max(0, marker - CHECKSUM_LINE_BYTES), marker) is not None
+    return _CHECKSUM_LINE.fullmatch(data, max(0, end - CHECKSUM_LINE_BYTES), end) is not None
 
 
 def _note_gap(data: bytes, position: int, start: int, offset: int, out: Decoded) -> None:
@@ -398,15 +504,23 @@ def _decode_record(
     match = _OURS.match(data, start)
     if match is not None:
         message, end = _ours(data, match)
+    elif (plain_end := _decode_plain(data, start, offset, out)) > start:
+        return plain_end
     else:
-        message, end = _foreign(data, start, at_file_end)
-        if end == len(data) and not settled_tail:
+        message, end, checked = _foreign(data, start, at_file_end)
+        if end == len(data) and not settled_tail and not checked:
             out.held_back = True
-            raise _Unfinished
-        out.unchecked += 1
+            raise _Growing
+        out.unchecked += not checked
     out.messages.append(message)
-    out.last_start = offset + start
+    out.starts.append(offset + start)
+    out.last_opening = _unusual_opening(data, start)
     return end
+
+
+def _unusual_opening(data: bytes, start: int) -> bytes:
+    """The first bytes of a record; empty when they are those that `START` and its id make."""
+    return b"" if data.startswith(START, start) else data[start : start + OPENING_BYTES]
 
 
 def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
@@ -424,9 +538,9 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
         # No body holds a record's start: one inside means that the writer was killed and others went on.
-        cut = data.find(MARKER, body_start, end) >= 0
+        cut = _start_between(data, body_start, end)
         raise _Damaged("cut short" if cut else "the checksum does not fit")
-    if START in body and (body.startswith(START) or MARKER in body):
+    if b"---" in body and _BARE_SEPARATOR.search(body):
         # We never write that. Whoever did wants readers that come from the end to see another record here.
         raise _Damaged("a record starts inside it")
     if escaped is not None:
@@ -442,6 +556,10 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
         ), end
     except (ValueError, InvalidMessage) as error:
         raise _Damaged(f"a header line cannot be read: {error}") from error
+
+
+def _start_between(data: bytes, begin: int, end: int) -> bool:
+    return 0 <= _next_start(data[:end], begin, at_file_end=True, floor=begin) < end
 
 
 def _texts(fields: bytes) -> tuple[str, str, str, str]:
@@ -472,7 +590,7 @@ def _moment(raw: bytes) -> datetime:
 
 def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
     """The end of a damaged record is the next record's start, or unknown (-1) until there is one."""
-    following = _next_start(data, start + len(START), start)
+    following = _start_behind(data, start, at_file_end)
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
         return -1
     end = following if following >= 0 else len(data)
@@ -490,40 +608,166 @@ def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
 # ---- foreign records: what conductor-loop itself writes -------------------------------------------
 
 
-def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int]:
-    header_end = data.find(_HEADER_END, start + 4)
-    following = _next_start(data, start + len(START), start)
-    if header_end < 0 or 0 <= following <= header_end + 1:
-        return _unclosed_header(data, start, following)
-    header = data[start + 4 : header_end + 1]
-    if _OUR_KEYS.search(header):
-        raise _Damaged("length and checksum do not stand where we write them")
+def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
+    """Records in the plain shape of conductor-loop's writer, one after the other, without a YAML parser.
+
+    Returns the start of the first record with another shape, or of the last one in the data.
+    """
+    messages, starts = out.messages, out.starts
+    before = len(messages)
+    while match := _PLAIN_LAYOUT.match(data, start, start + HEADER_BYTES_MAX):
+        body_start = match.end()
+        if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
+            break  # the pattern did not see how the body begins
+        marker = data.find(b"\n---", body_start - 1)
+        if not data.startswith(b"\nmsg_id: ", marker + 4) or marker < 0:
+            break
+        if data.startswith(b"\ncrc: ", max(0, marker - CHECKSUM_LINE_BYTES)):
+            break
+        message = _plain_message(match, data[body_start:marker].removesuffix(b"\n"))
+        if message is None:
+            break
+        messages.append(message)
+        starts.append(offset + start)
+        start = marker + 1
+    if start > out.consumed:
+        out.unchecked += len(messages) - before
+        out.consumed = start
+        out.last_opening = b""
+    return start
+
+
+def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
+    """The message of a plain header; None when its time does not exist, or a parent has no id."""
+    msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
+    try:
+        moment = datetime.fromisoformat(ts.decode())
+        ids, extra = ([], {}) if parents is None else _plain_parents(parents)
+    except (ValueError, KeyError, TypeError):
+        return None
+    if issue_id is not None:
+        extra["issue_id"] = _plain_text(issue_id)
+    if links is not None:
+        extra["links"] = _plain_items(links)
+    if meta is not None:
+        extra["meta"] = {_plain_text(key): _plain_text(value) for _, key, value in _PLAIN_LINE.findall(meta)}
+    return BusMessage(
+        msg_id.decode(),
+        moment,
+        *(_common_plain_texts(fields) if len(fields) <= _COMMON_BYTES_MAX else _plain_texts(fields)),
+        ids,
+        "",
+        body.decode("utf-8", "surrogateescape"),
+        extra,
+    )
+
+
+def _plain_texts(fields: bytes) -> tuple[str, str, str, str]:
+    kind, project, task, run = (_plain_text(line.partition(b": ")[2]) for line in fields[:-1].split(b"\n"))
+    return kind, project, task, run
+
+
+_common_plain_texts = lru_cache(maxsize=1024)(_plain_texts)
+
+
+def _plain_text(raw: bytes) -> str:
+    return (raw[1:-1] if raw[:1] in (b'"', b"'") else raw).decode()
+
+
+def _plain_items(lines: bytes) -> list[Any]:
+    """A list of texts, and of mappings whose lines stand below each other."""
+    items: list[Any] = []
+    for mark, key, value in _PLAIN_LINE.findall(lines):
+        if not key:
+            items.append(_plain_text(value))
+        elif mark == b"- ":
+            items.append({_plain_text(key): _plain_text(value)})
+        else:
+            items[-1][_plain_text(key)] = _plain_text(value)
+    return items
+
+
+def _plain_parents(lines: bytes) -> tuple[list[str], dict[str, Any]]:
+    """Parent ids, and what `extra` says of parents that are objects."""
+    items = _plain_items(lines)
+    parents, detailed = _parents(items)
+    return parents, {"parents": items} if detailed else {}
+
+
+def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int, bool]:
+    """The message of a foreign record, its end, and whether a checksum covers it."""
+    closing = _header_closing(data, start, at_file_end)
+    following = _next_start(data, closing.end(), at_file_end, closing.end())
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
-        raise _Unfinished
+        raise _Growing
     end = following if following >= 0 else len(data)
-    body = data[header_end + len(_HEADER_END) : end]
+    if data.startswith(b"---\r", start):
+        message, checked = _converted(data[start:end], followed=following >= 0)
+        return message, end, checked
+    header = data[start + len(_SEPARATOR) : closing.start() + 1]
+    body = data[closing.end() : end]
     if following >= 0:
-        body = body.removesuffix(b"\n")  # the separator in front of the next record
-    message = _foreign_message(header, body.removesuffix(b"\n"))
-    if not header.startswith(b"msg_id: %b\n" % message.msg_id.encode("utf-8", "surrogateescape")):
-        raise _Damaged("the id is not written plainly, so that no reader could go on from it")
-    return message, end
+        body = _without_blank_line(body, converted=data.startswith(b"---\r", following))
+    return _foreign_message(header, body.removesuffix(b"\n")), end, False
 
 
-def _unclosed_header(data: bytes, start: int, following: int) -> tuple[BusMessage, int]:
-    if following >= 0 or len(data) - start > HEADER_BYTES_MAX:
+def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[bytes]:
+    """The separator line that closes the header of the record at `start` and starts no record itself."""
+    closing = _NEXT_SEPARATOR.search(data, data.index(b"\n", start))
+    if closing is None and len(data) - start <= HEADER_BYTES_MAX:
+        raise _Unfinished
+    if closing is None:
         raise _Damaged("the header has no end")
-    raise _Unfinished
+    marker = closing.start()
+    if data.startswith(_ID_KEY, closing.end()) and not closes_header(data, marker):
+        raise _Damaged("the header has no end")
+    if data.endswith((b"\n", b"\n\r"), start, marker):  # a blank line: writers put one in front of a record
+        opens = _opens_record(data, marker + 1, at_file_end)
+        if opens is None:
+            raise _Unfinished
+        if opens:
+            raise _Damaged("the header has no end")
+    return closing
+
+
+def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
+    """A record whose lines end in CRLF, because a program that converts text files went over the whole file.
+
+    It is read with the conversion undone, and a record of ours has to fit its checksum then.
+    """
+    record = record.replace(b"\r\n", b"\n")
+    match = _OURS.match(record)
+    if match is not None:
+        message, end = _ours(record, match)
+        if record[end:].strip():
+            raise _Damaged("text that is no record follows it")
+        return message, True
+    closing = _NEXT_SEPARATOR.search(record)
+    if closing is None:
+        raise _Damaged("the header has no end")
+    body = record[closing.end() :]
+    if followed:
+        body = body.removesuffix(b"\n")
+    return _foreign_message(record[len(_SEPARATOR) : closing.start() + 1], body.removesuffix(b"\n")), False
+
+
+def _without_blank_line(body: bytes, *, converted: bool) -> bytes:
+    """A body without the blank line in front of the next record, whose lines may end in CRLF."""
+    if converted and (body.endswith(b"\n\r\n") or body == b"\r\n"):
+        return body.removesuffix(b"\r\n")
+    return body.removesuffix(b"\n")
 
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:
+    if _OUR_KEYS.search(header):
+        raise _Damaged("length and checksum do not stand where we write them")
     fields = _yaml_header(header)
     try:
         parents, detailed = _parents(fields.get("parents"))
         extra = {key: value for key, value in fields.items() if key not in _KNOWN_KEYS}
         if detailed:
             extra["parents"] = fields["parents"]
-        return BusMessage(
+        message = BusMessage(
             _as_text(fields["msg_id"]),
             parse_utc(_as_text(fields["ts"])),
             _as_text(fields.get("type")),
@@ -537,6 +781,9 @@ def _foreign_message(header: bytes, body: bytes) -> BusMessage:
         )
     except (KeyError, TypeError, InvalidMessage) as error:
         raise _Damaged(f"a header field is missing or malformed: {error}") from error
+    if _ID_LINE.findall(header) != [_ID_KEY + message.msg_id.encode("utf-8", "surrogateescape")]:
+        raise _Damaged("the id is not written plainly, so that no reader could go on from it")
+    return message
 
 
 def _as_text(value: Any) -> str:
@@ -563,26 +810,40 @@ def _yaml_header(header: bytes) -> dict[str, Any]:
     if len(header) > HEADER_BYTES_MAX:
         raise _Damaged("the header is over the limit")
     try:
-        _refuse_tricks(header)
-        fields = yaml.load(header, Loader=_Loader)  # noqa: S506 - builds text, lists and dicts only
+        fields = _built(yaml.parse(header, Loader=_Loader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _Damaged("the header is not YAML") from error
-    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+    if not isinstance(fields, dict):
         raise _Damaged("the header is not a mapping")
     return fields
 
 
-def _refuse_tricks(header: bytes) -> None:
-    depth = 0
-    for event in yaml.parse(header, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):
-            raise _Damaged("the header uses aliases")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > YAML_DEPTH_MAX:
+def _built(events: Iterable[yaml.Event]) -> Any:
+    """The one document of a YAML stream, built in a loop that limits its depth, with every scalar as text."""
+    documents: list[Any] = []
+    stack: list[tuple[list[Any], bool]] = [(documents, False)]
+    for event in events:
+        if isinstance(event, yaml.ScalarEvent):
+            stack[-1][0].append(event.value)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            if len(stack) > YAML_DEPTH_MAX:
                 raise _Damaged("the header is nested too deeply")
+            stack.append(([], isinstance(event, yaml.MappingStartEvent)))
         elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+            items, is_mapping = stack.pop()
+            stack[-1][0].append(_mapping(items) if is_mapping else items)
+        elif isinstance(event, yaml.AliasEvent):
+            raise _Damaged("the header uses aliases")
+    if len(documents) > 1:
+        raise _Damaged("the header is not YAML")
+    return documents[0] if documents else None
+
+
+def _mapping(items: list[Any]) -> dict[str, Any]:
+    """Keys and values that alternate. The last value of a repeated key counts."""
+    if not all(isinstance(key, str) for key in items[::2]):
+        raise _Damaged("the header is not YAML")
+    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 # ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` in front of the first record --------------------
@@ -614,7 +875,7 @@ def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool)
         message = _legacy_message(line, out.legacy_line)
         if message is not None:
             out.messages.append(message)
-            out.last_start = offset + position
+            out.starts.append(offset + position)
             out.unchecked += 1
         elif line.strip():
             out.damaged.append(Damage(offset + position, len(line), "text before the first record"))

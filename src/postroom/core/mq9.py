@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import msgspec
 
 from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Word
+from postroom.core.names import look_alike_fault
 from postroom.core.times import SECONDS_MAX
 from postroom.errors import PostroomError
 
@@ -135,6 +136,8 @@ def checked_name(name: str) -> str:
         )
     if name.rpartition(".")[2] in RANKS:
         raise Refused(400, f"a mailbox name cannot end in one of the words {', '.join(RANKS)}")
+    if fault := look_alike_fault(name):
+        raise Refused(400, f"the mailbox name {fault}")
     return name
 
 
@@ -289,6 +292,8 @@ def card(payload: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body is not a JSON object: {error}") from error
     if not agent_names(found):
         raise Refused(400, "an agent needs a name or a mailbox")
+    if fault := look_alike_fault(agent_names(found)[0]):
+        raise Refused(400, f"the agent's name {fault}")
     return found
 
 

@@ -156,7 +156,11 @@ def checked_topics(topics: str | Iterable[str] | None) -> frozenset[str] | None:
     """A topic filter, None for all."""
     if topics is None:
         return None
-    chosen = [topics] if isinstance(topics, str) else list(topics)
+    try:
+        chosen = [topics] if isinstance(topics, str) else list(topics)
+    except TypeError:
+        msg = f"topics must be a topic or a list of topics, not {type(topics).__name__}"
+        raise TopicError(msg) from None
     if not chosen:
         msg = "the topic filter is empty: leave it out to get every topic"
         raise TopicError(msg)

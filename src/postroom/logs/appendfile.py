@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from postroom.errors import HandleDead, LockTimeout, UnsafePath, WriteFailed
@@ -46,6 +47,7 @@ class AppendFile:
         self._group = GroupSync()
         self._unsynced: deque[_Unsynced] = deque()
         self._group_rolled_back = False
+        self._turn_ends = 0.0
 
     def __del__(self) -> None:
         self._drop()  # nobody closed it: as a file object would
@@ -87,10 +89,13 @@ class AppendFile:
         fd = self.fd
         if fd < 0:
             return -1
-        try:
-            lock.flock(fd, lock.EXCLUSIVE_NOW)
-        except BlockingIOError:
-            lock.wait(fd, timeout_s, self.path)
+        if monotonic() < self._turn_ends:
+            try:
+                lock.flock(fd, lock.EXCLUSIVE_NOW)
+            except BlockingIOError:
+                self._turn_ends = lock.take_turn(fd, timeout_s, self.path)
+        else:
+            self._turn_ends = lock.take_turn(fd, timeout_s, self.path)
         try:
             info = os.lstat(self._encoded_name)
         except FileNotFoundError:

@@ -18,6 +18,7 @@ from postroom.core.buswire import (
     CHECKSUM_LINE_BYTES,
     LEGACY_PREFIX,
     MARKER,
+    OPENING_BYTES,
     RECORD_BYTES_MAX,
     START,
     Decoded,
@@ -40,6 +41,8 @@ SETTLE_PATIENCE_S = 0.05
 SETTLE_PAUSE_S = 0.001
 
 _NEWLINE = 0x0A
+_SEPARATOR = b"---"
+_ID_LINE = b"\nmsg_id: "
 _ARCHIVE_TAIL = re.compile(r"\.(\d{8}-\d{6})(?:-(\d{4,}))?\.archived", re.ASCII)
 
 
@@ -117,6 +120,25 @@ def find_record(fd: int, msg_id: str) -> int:
     return -1
 
 
+def find_unusual_record(fd: int, msg_id: str) -> int:
+    """Offset of a record whose lines end in CRLF, or whose id stands further down; -1 when there is none.
+
+    Only reading from the start tells such a record from a body that quotes one. That is done when the id
+    stands in a line of its own somewhere.
+    """
+    line = b"\nmsg_id: " + msg_id.encode("utf-8", "surrogatepass")
+    for _, data in _backward(fd, len(line) + 1):
+        if line + b"\n" in data or line + b"\r\n" in data:
+            break
+    else:
+        return -1
+    found = -1
+    for part in decode_from(fd, 0, 0):
+        for message, start in zip(part.messages, part.starts, strict=True):
+            found = start if message.msg_id == msg_id else found
+    return found
+
+
 def _start_line(msg_id: str) -> bytes:
     """The first bytes of the record with this id. No record has an id that cannot be encoded."""
     return START + msg_id.encode("utf-8", "surrogatepass") + b"\n"
@@ -131,7 +153,7 @@ def _starts_record(fd: int, begin: int, data: bytes, found: int) -> bool:
 
 
 def start_of_last(fd: int, n: int) -> int:
-    """Offset of the n-th last record start; 0 when the file has fewer."""
+    """Offset of the n-th last record that starts as we write it; 0 when the file has fewer."""
     left = n
     for begin, data in _backward(fd, len(MARKER) - 1):
         position = len(data)
@@ -162,15 +184,18 @@ def last_id_and_byte(fd: int, size: int) -> tuple[str, bytes]:
 
 
 def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:
-    """Offsets and ids of records, from the last to the first; one may come twice."""
+    """Offsets and ids of records that start with their id, from the last to the first; one may come twice."""
     for begin, data in _backward(fd, ID_BYTES_MAX):
         position = len(data)
-        while (position := data.rfind(MARKER, 0, position)) >= 0:
-            end = data.find(b"\n", position + len(MARKER))
-            if end >= 0 and _starts_record(fd, begin, data, position):
-                yield begin + position + 1, data[position + len(MARKER) : end].decode("utf-8", "replace")
-        if begin == 0 and data.startswith(START) and b"\n" in data[len(START) :]:
-            yield 0, data[len(START) : data.index(b"\n", len(START))].decode("utf-8", "replace")
+        while (position := data.rfind(_ID_LINE, 0, position)) >= 0:
+            id_start = position + len(_ID_LINE)
+            id_end = data.find(b"\n", id_start)
+            start = position - len(_SEPARATOR) - data.endswith(b"\r", 0, position)
+            if id_end < 0 or start < 0 or not data.startswith(_SEPARATOR, start):
+                continue
+            behind_newline = start > 0 and data[start - 1] == _NEWLINE
+            if begin + start == 0 or (behind_newline and _starts_record(fd, begin, data, start - 1)):
+                yield begin + start, data[id_start:id_end].removesuffix(b"\r").decode("utf-8", "replace")
 
 
 def _backward(fd: int, overlap: int) -> Iterator[tuple[int, bytes]]:
@@ -258,6 +283,8 @@ class Place(msgspec.Struct):
     position: int = 0
     legacy_line: int | None = 0
     last_start: int = -1
+    last_opening: bytes = b""
+    """The first bytes of the record at `last_start`, when they are not `START` and its id."""
 
 
 class BusReader:
@@ -265,11 +292,21 @@ class BusReader:
 
     _place: Place | None = None
 
-    def __init__(self, path: Path, since_id: str, report: Report, *, search_archives: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        since_id: str,
+        report: Report,
+        *,
+        search_archives: bool,
+        on_gap: Callable[[str], None] | None = None,
+    ) -> None:
         if not isinstance(since_id, str):
             raise InvalidMessage(f"a since id must be text, not {type(since_id).__name__}")
+        since_id = since_id if since_id.strip() else ""  # blanks name no message, as no text does
         self._path = path
         self._report = report
+        self._on_gap = on_gap
         self._last_id = since_id
         self._passed: frozenset[Path] = frozenset()
         if since_id:
@@ -318,7 +355,7 @@ class BusReader:
                 # The first record after locating `since_id` is that record itself.
                 if place.last_start == start and messages[0].msg_id == self._last_id:
                     messages = messages[1:]
-                place.last_start = part.last_start
+                place.last_start, place.last_opening = part.starts[-1], part.last_opening
                 self._last_id = part.messages[-1].msg_id
             if messages:
                 yield messages
@@ -330,13 +367,13 @@ class BusReader:
         """
         if place.last_start < 0 or self._last_id.startswith(LEGACY_PREFIX):
             return
-        expected = _start_line(self._last_id)
+        expected = place.last_opening or _start_line(self._last_id)
         whole = os.fstat(place.fd).st_size >= place.position
         if whole and os.pread(place.fd, len(expected), place.last_start) == expected:
             return
         for start, msg_id in _ids_backward(place.fd):
             if msg_id <= self._last_id:
-                place.position = place.last_start = start
+                _stand_on(place, start)
                 self._last_id = msg_id
                 return
         place.position, place.last_start = 0, -1
@@ -358,13 +395,24 @@ class BusReader:
             behind = self._archives_behind(place)
             following = _open_place(behind[0] if behind else self._path)
             if behind and following is not None:
+                self._note_gap(place)
                 return following
             if not self._archives_behind(place):
                 if place is not None and following is not None and not self._was_archived(place):
-                    _stand_at(following, self._last_id)  # an editor wrote the file anew
+                    self._go_on_in_other_file(place, following)
                 return following
             if following is not None:
                 os.close(following.fd)
+
+    def _go_on_in_other_file(self, place: Place, following: Place) -> None:
+        """An editor wrote the file anew, with our last message in it, or it was removed."""
+        if not _stand_at(following, self._last_id):
+            self._note_gap(place)
+
+    def _note_gap(self, place: Place | None) -> None:
+        """Tell that the file we stood in is gone: files that came after it may be gone, too."""
+        if place is not None and self._on_gap is not None and not self._was_archived(place):
+            self._on_gap(self._last_id)
 
     def _was_archived(self, place: Place) -> bool:
         return any(_identity(archive) == place.identity for archive in archives(self._path))
@@ -419,11 +467,22 @@ def _stand_at(place: Place, msg_id: str) -> bool:
     if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
         return _stand_after_legacy(place, msg_id)
     found = find_record(place.fd, msg_id)
-    if found < 0:
-        return False
-    place.position = place.last_start = found
+    if found >= 0:
+        place.position = place.last_start = found
+        place.last_opening = b""
+    else:
+        found = find_unusual_record(place.fd, msg_id)
+        if found < 0:
+            return False
+        _stand_on(place, found)
     place.legacy_line = None
     return True
+
+
+def _stand_on(place: Place, start: int) -> None:
+    """Move to a record that starts in any way, and remember how."""
+    place.position = place.last_start = start
+    place.last_opening = os.pread(place.fd, OPENING_BYTES, start)
 
 
 def _stand_after_legacy(place: Place, msg_id: str) -> bool:

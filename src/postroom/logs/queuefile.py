@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 
@@ -42,6 +43,8 @@ CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
 LOOK_EVERY_S = 0.1  # how long a send may still go to a file that was replaced by hand
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # our own want, which says nothing about a file
+T = TypeVar("T")
+
 CURSOR_SUFFIX = ".cursor"
 TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
@@ -118,6 +121,7 @@ class SessionFiles:
         self._mutex = threading.Lock()
         self._known_end = -1
         self._look_again = 0.0
+        self._turn_ends = 0.0
         self._compactions = -1
 
     def __del__(self) -> None:
@@ -129,12 +133,8 @@ class SessionFiles:
 
     def _lock_current(self) -> int:
         """Take the file lock, with the thread lock held; gives the queue file's size."""
-        fd = self._lock_fd
-        if fd >= 0:
-            try:  # `lock.acquire`, spelled out: every send comes by
-                flock(fd, EXCLUSIVE_NOW)
-            except BlockingIOError:
-                lock.wait(fd, self._lock_timeout_s, self._lock_path)
+        if self._lock_fd >= 0:
+            self._take_turn(monotonic())
             size = self._file.current_size()
             if size >= 0:
                 return size
@@ -152,14 +152,22 @@ class SessionFiles:
             self._compactions = os.lseek(self._lock_fd, 0, os.SEEK_END)
             self._look_again = now + LOOK_EVERY_S
             return size
-        try:
-            flock(self._lock_fd, EXCLUSIVE_NOW)
-        except BlockingIOError:
-            lock.wait(self._lock_fd, self._lock_timeout_s, self._lock_path)
+        self._take_turn(now)
         if os.lseek(self._lock_fd, 0, os.SEEK_END) == self._compactions and self._file.has_name():
             return os.lseek(self._file.fd, 0, os.SEEK_END)
         self._look_again = 0.0
         return self._lock_changed()
+
+    def _take_turn(self, now: float) -> None:
+        """Take the file lock: at once while our turn lasts and it is free, else behind those who wait."""
+        if now < self._turn_ends:
+            try:
+                flock(self._lock_fd, EXCLUSIVE_NOW)
+            except BlockingIOError:
+                pass  # the process that waits for its turn was faster
+            else:
+                return
+        self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
 
     def _lock_changed(self) -> int:
         """Nothing is open yet, or the queue file was compacted or removed: open what has the names now."""
@@ -167,7 +175,7 @@ class SessionFiles:
             self._drop()
             make_folder(self.folder, self._durability)
             self._lock_fd = open_safely(self._lock_path, os.O_RDWR | os.O_CREAT)
-            lock.acquire(self._lock_fd, self._lock_timeout_s, self._lock_path)
+            self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
             self._file.open()
             size = self._file.current_size()
             if size >= 0 and self._lock_is_current():
@@ -201,6 +209,43 @@ class SessionFiles:
             finally:
                 if self._lock_fd >= 0:
                     flock(self._lock_fd, UNLOCK)
+
+    def look(self, work: Callable[["SessionFiles", int], T], is_sound: Callable[[T], bool]) -> T:
+        """What `work` finds in these files, up to the size that it is given. Writers are not kept waiting.
+
+        It is done without the lock, and counts when no compaction came in between and the result is sound.
+        Else it is done again with the lock: an append that is taken back, or a cursor that moves, can look
+        like damage to a reader that takes none.
+        """
+        fd = self.open_reader()
+        if fd >= 0:
+            view = SessionFiles(self.folder, self._durability, self._lock_timeout_s)
+            view._file.fd = fd
+            try:
+                result = view._look_unlocked(work)
+            finally:
+                view._forget()
+            if result is not None and is_sound(result):
+                return result
+        with self.locked() as size:
+            return work(self, size)
+
+    def _look_unlocked(self, work: Callable[["SessionFiles", int], T]) -> T | None:
+        """The result of `work`; None when the files changed their meaning under it, or seem damaged."""
+        try:
+            before = self._meaning()
+            result = work(self, os.fstat(self._file.fd).st_size)
+            return result if before is not None and self._meaning() == before else None
+        except (DamagedState, FileNotFoundError):
+            return None
+
+    def _meaning(self) -> tuple[int, int] | None:
+        """What tells whether offsets mean the same as before; None while a compaction is going on."""
+        if self._journal_path.exists() or not os.path.samestat(
+            os.lstat(self.messages), os.fstat(self._file.fd)
+        ):
+            return None
+        return self.epoch(), os.fstat(self._file.fd).st_ino
 
     def exists(self) -> bool:
         """Whether anything was ever written here."""

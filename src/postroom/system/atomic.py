@@ -24,12 +24,23 @@ SAFE_FLAGS = (
 
 def absolute_path(what: str, path: str | os.PathLike[str]) -> Path:
     """A path that keeps its meaning: agents change their folder, and their files must not move with them."""
-    text = os.fspath(path)
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise InvalidMessage(f"{what} must be a path, not {type(path).__name__}") from None
     if not text.strip():
         raise InvalidMessage(f"{what} is empty")
-    if not isinstance(text, str) or "\0" in text:
+    if not isinstance(text, str) or not is_path(text):
         raise InvalidMessage(f"{what} {text!r} is not a path")
     return Path.cwd() / text
+
+
+def is_path(text: str) -> bool:
+    """Whether the system can be asked for a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> int:

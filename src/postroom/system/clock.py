@@ -7,7 +7,12 @@ one boot means nothing in the next.
 import os
 import time
 import uuid
+from collections.abc import Callable
+from datetime import datetime
 from typing import Protocol
+
+from postroom.core.times import epoch_ns_of
+from postroom.errors import InvalidMessage
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -50,3 +55,17 @@ def _read_boot_id() -> str:
         # Elsewhere: the moment of the start, as well as it can be told, coarse enough to stay the same.
         started_s = time.time() - time.monotonic()
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{os.uname().nodename}-{round(started_s, -1):.0f}"))
+
+
+def nanoseconds_of(clock: Callable[[], datetime]) -> Callable[[], int]:
+    """A clock that gives nanoseconds since 1970, made of one that gives aware datetimes."""
+    if not callable(clock):
+        raise InvalidMessage(f"clock must be a callable that returns a datetime, not {clock!r}")
+
+    def now_ns() -> int:
+        moment = clock()
+        if not isinstance(moment, datetime):
+            raise InvalidMessage(f"clock must return an aware datetime, not {moment!r}")
+        return epoch_ns_of(moment)
+
+    return now_ns
