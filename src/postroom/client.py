@@ -246,6 +246,7 @@ class TaskClient:
         self._headers = {"Authorization": f"Bearer {_header_text(token)}", "Content-Type": "application/json"}
         self._leases: OrderedDict[str, int] = OrderedDict()
         self._leases_lock = threading.Lock()
+        self._beats: dict[int, _Beats] = {}  # by lease
         self._shifts: set[_Shift] = set()
 
     def __repr__(self) -> str:
@@ -310,7 +311,7 @@ class TaskClient:
     def complete_task(self, task: str | Task, decision: Any = None, *, lease: int | None = None) -> None:
         """The task is done, and this is the decision. Then the harness is nudged to look at it."""
         word = self._word(task, lease, decision=decision)
-        self.request("POST", "/queue/complete", word)
+        self._say_last("/queue/complete", word)
         with contextlib.suppress(TaskClientError):  # the harness looks at its interval, too
             nudge = {"task_id": word["task_id"]}
             self.request("POST", "/harness/result", nudge, timeout_s=RESULT_NUDGE_TIMEOUT_S, retries=0)
@@ -324,11 +325,22 @@ class TaskClient:
     ) -> None:
         """The task failed. The harness tries it again after a pause, or buries it."""
         wish = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
-        self.request("POST", "/queue/fail", self._word(task, lease, error=error, **wish))
+        self._say_last("/queue/fail", self._word(task, lease, error=error, **wish))
 
     def release_task(self, task: str | Task, *, lease: int | None = None) -> None:
         """Give the task back untouched."""
-        self.request("POST", "/queue/release", self._word(task, lease))
+        self._say_last("/queue/release", self._word(task, lease))
+
+    def _say_last(self, path: str, word: dict[str, Any]) -> None:
+        """Send the word that ends a lease. A heartbeat that arrives after it is refused: that is no loss."""
+        beats = self._beats.get(word["lease"]) or _Beats()
+        beats.last_word_sent = True
+        try:
+            self.request("POST", path, word)
+        except Refused:
+            beats.last_word_sent = False
+            raise
+        beats.over.set()
 
     def _word(self, task: str | Task, lease: int | None, **facts: Any) -> dict[str, Any]:
         if isinstance(task, Task):
@@ -341,30 +353,33 @@ class TaskClient:
     @contextlib.contextmanager
     def kept_alive(self, task: Task) -> Iterator[Task]:
         """Heartbeats from a thread while the block runs. `task.lost` is set when it is ours no longer."""
-        over = threading.Event()
-        threading.Thread(target=self._beat, args=(task, over), name="heartbeat", daemon=True).start()
+        beats = self._beats[task.lease] = _Beats()
+        threading.Thread(target=self._beat, args=(task, beats), name="heartbeat", daemon=True).start()
         try:
             yield task
         finally:
-            over.set()
+            beats.over.set()
+            self._beats.pop(task.lease, None)
 
-    def _beat(self, task: Task, over: threading.Event) -> None:
+    def _beat(self, task: Task, beats: "_Beats") -> None:
         every_s = min(self.heartbeat_every_s, task.lease_s / BEATS_A_LEASE)
         heard = time.monotonic()
         pause_s = every_s
-        while not over.wait(pause_s):
+        while not beats.over.wait(pause_s):
             asked = time.monotonic()
             try:
                 self._heartbeat_once(task, min(self.timeout_s, every_s))
                 heard, pause_s = asked, every_s
             except (StaleLease, UnknownTask, WrongState) as error:
-                self._lose(task, over, str(error))
-                return
+                pause_s = every_s
+                if not beats.last_word_sent:  # else the answer to the last word tells whether it came in time
+                    self._lose(task, beats, f"is lost: {error}")
+                    return
             except TaskClientError as error:
                 _log.warning("no heartbeat for task %s: %s", task.task_id, error)
                 pause_s = min(every_s, PAUSE_S_MAX)
                 if time.monotonic() - heard > task.lease_s:
-                    self._lose(task, over, "nobody confirmed its lease in time")
+                    self._lose(task, beats, _unconfirmed(beats))
                     return
 
     def _heartbeat_once(self, task: Task, timeout_s: float) -> None:
@@ -372,9 +387,9 @@ class TaskClient:
         self.request("POST", "/queue/heartbeat", self._word(task, None), timeout_s=timeout_s, retries=0)
 
     @staticmethod
-    def _lose(task: Task, over: threading.Event, reason: str) -> None:
-        if not over.is_set():  # after the last word a late beat finds no lease, as it should
-            _log.warning("task %s is lost: %s", task.task_id, reason)
+    def _lose(task: Task, beats: "_Beats", what: str) -> None:
+        if not beats.over.is_set():
+            _log.warning("task %s %s", task.task_id, what)
             task.lost.set()
 
     # ---- the same, for asyncio -----------------------------------------------------------------
@@ -490,6 +505,21 @@ class TaskClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Beats:
+    """The heartbeats of one lease. They are sent until it is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.last_word_sent = False
+        """Set before the last word leaves, and cleared when the harness refuses it."""
+
+
+def _unconfirmed(beats: _Beats) -> str:
+    if beats.last_word_sent:
+        return "has a last word that nobody confirmed in time: whether it arrived is not known"
+    return "is lost: nobody confirmed its lease in time"
 
 
 def _pause_s(attempt: int, retry_after_s: float) -> float:
