@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from postroom.errors import (
     StoreDamaged,
     WriteFailed,
 )
-from postroom.message import Envelope
+from postroom.message import Durability, Envelope
 from postroom.stores import batches, sqlite, sqliteverbs
 from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
 from postroom.stores.eventruns import UNTOLD_MAX
@@ -646,6 +647,30 @@ def test_only_what_asks_for_it_is_synced(store: SqliteStore, disk: FaultyDisk) -
     assert disk.calls == 2
     complete(store, name, dict(claim(store, 1))[name])  # its end is as durable as its beginning
     assert disk.calls == 4
+
+
+@pytest.mark.parametrize("name", [{"key": "delivery-93"}, {"message_id": "t-1"}], ids=["key", "id"])
+@pytest.mark.parametrize("first", ["os", "group", "fsync"])
+@pytest.mark.parametrize("second", ["os", "group", "fsync"])
+def test_a_repeated_enqueue_is_answered_after_the_first_record_is_synced(
+    path: Path, disk: FaultyDisk, name: dict[str, str], first: Durability, second: Durability
+) -> None:
+    """The first enqueue may come from a process that was killed between its commit and its fsync."""
+    killed, store = SqliteStore(path), SqliteStore(path)
+    insert(store, b"other")
+    disk.failing = True
+    with suppress(WriteFailed):
+        insert(killed, b"1", durability=first, **name)
+    disk.failing = False
+    synced = disk.calls
+    [message_id] = insert(store, b"1", durability=second, **name)
+    assert store.find(ByIds((message_id,)))[0].durability == first
+    assert disk.calls - synced == (0 if first == second == "os" else 1)
+    synced = disk.calls
+    assert insert(store, b"2", b"3", durability=second, **name) == [message_id] * 2
+    assert disk.calls - synced == (0 if first == second == "os" else 1)
+    killed.close()
+    store.close()
 
 
 def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(

@@ -231,10 +231,14 @@ class Transaction(ABC):
         return Accepted(message_id, duplicate=False)
 
     def _dropped(self, message_id: str, envelope: Envelope) -> Accepted:
-        # The first one may have been stored by a process that died before its fsync.
+        """Answer a repeated enqueue. That acknowledges the first record, so it is synced as its class says.
+
+        The first record may have been stored by a process that died before its fsync, or that is still in it.
+        """
         self.synced = self.synced or envelope.durability != "os"
         with suppress(UnknownTask):  # perhaps only its key is remembered: then there is nothing to tell about
             [found] = self.find(ByIds((message_id,)))
+            self.synced = self.synced or found.durability != "os"
             if found.queue != envelope.queue:
                 raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
             self._record_event(lifecycle.duplicate(found, self.moment(), envelope.key))
