@@ -416,13 +416,33 @@ def test_a_file_of_a_newer_version_is_refused_and_left_alone(store: SqliteStore,
     assert rows == (1,)
 
 
-def test_a_file_that_is_no_database_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
-    path.write_bytes(b"these are notes of somebody" * 100)
-    with pytest.raises(StoreDamaged, match="is damaged"):
+@pytest.mark.parametrize("text", [b"root:x:0:0::/root:/bin/sh\n", b"these are notes of somebody" * 100])
+def test_a_file_that_is_no_database_is_refused_and_left_alone(
+    store: SqliteStore, path: Path, text: bytes
+) -> None:
+    path.write_bytes(text)
+    for look in (lambda: insert(store, b"1"), store.count):
+        with pytest.raises(StoreDamaged, match="is not a store of tasks: it is no SQLite database"):
+            look()
+    assert path.read_bytes() == text
+    assert os.listdir(path.parent) == [path.name]  # nothing is put beside it
+
+
+def test_a_database_of_another_program_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
+    other = sqlite3.connect(path)
+    other.executescript("CREATE TABLE bookmarks (url TEXT); PRAGMA user_version = 1")
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreDamaged, match="it is the database of another program"):
         insert(store, b"1")
-    with pytest.raises(StoreDamaged):
-        store.count()
-    assert path.read_bytes() == b"these are notes of somebody" * 100
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_folder_in_place_of_the_file_is_refused(store: SqliteStore, path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(StoreDamaged, match="is not a file"):
+        insert(store, b"1")
 
 
 def test_a_damaged_page_is_said(store: SqliteStore, path: Path) -> None:

@@ -168,7 +168,20 @@ def test_a_payload_and_a_decision_come_from_an_option_a_file_or_stdin(
 DATA = ["--data", "data"]
 WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "nowhere": (["status"], "--data"),
-    "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data"),
+    "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data and --url name two places"),
+    "file in place of a folder": (["enqueue", "--data", "data/queue.db", "--agent", "a"], "is a file"),
+    "payload that is no text": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", '"\udcff"'],
+        "not UTF-8 text",
+    ),
+    "delay over its limit": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "1e13"],
+        "delay_s must be a number of seconds from 0 to 31622400, not 10000000000000.0",
+    ),
+    "delay a little over its limit": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "31622401"],
+        "delay_s must be a number of seconds from 0 to 31622400, not 31622401.0",
+    ),
     "no token": (["status", "--url", "http://127.0.0.1:1"], "POSTROOM_TOKEN"),
     "no address": (["status", "--url", "here", "--token", "x"], "address"),
     "bad token": (["status", "--url", "http://127.0.0.1:1", "--token", "a\nb"], "ASCII"),
@@ -202,6 +215,34 @@ def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
     done = postroom("tasks", *arguments)
     assert (done.code, done.raw) == (2, b"")
     assert expected in done.error
+    assert "codec" not in done.error
+    assert "\\n" not in done.error
+
+
+def test_the_choices_of_a_missing_option_stand_on_the_same_line() -> None:
+    done = postroom("queue", "send")
+    assert (done.code, done.raw) == (2, b"")
+    assert "'--topic'. Choose from: answer, ask," in done.error
+    assert "\\n" not in done.error
+    assert "\\t" not in done.error
+
+
+def test_a_settings_file_that_is_no_text_is_said_in_words() -> None:
+    Path("postroom.toml").write_bytes(b"\xff\xfe")
+    done = postroom("bus", "tail", "--bus", "bus.yaml")
+    assert (done.code, done.raw) == (2, b"")
+    assert "postroom.toml is not TOML: byte 0 (0xff) is not UTF-8 text" in done.error
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("enqueue", "--agent", "a", "--payload", "1")])
+def test_a_system_file_as_the_store_is_refused_and_untouched(arguments: tuple[str, ...]) -> None:
+    Path("data").mkdir()
+    Path("data/queue.db").write_bytes(b"root:x:0:0::/root:/bin/sh\n")
+    done = postroom("tasks", arguments[0], "--data", "data", *arguments[1:])
+    assert (done.code, done.raw) == (1, b"")
+    assert "is not a store of tasks: it is no SQLite database" in done.error
+    assert os.listdir("data") == ["queue.db"]
+    assert Path("data/queue.db").read_bytes() == b"root:x:0:0::/root:/bin/sh\n"
 
 
 def test_what_a_harness_refuses_as_wrong_is_exit_code_2_too(

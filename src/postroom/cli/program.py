@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from typing import IO, Any
 
+from postroom.errors import reason
+
 OUTPUT_BYTES_MAX = 1024 * 1024  # what a result may have
 ERROR_LINES = 10  # of stderr that tell why it failed
 ERROR_BYTES = 4_000
@@ -109,5 +111,5 @@ def _decoded(out: IO[bytes]) -> Any:
     text = out.read()
     try:
         return msgspec.json.decode(text) if text.strip() else None
-    except msgspec.DecodeError as error:
-        raise ProgramFailed(f"what it printed is not JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProgramFailed(f"what it printed is not JSON: {reason(error)}") from None

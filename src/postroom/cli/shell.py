@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 
 from postroom.cli.render import Form, Output, OutputFailed, warn
-from postroom.errors import EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, InvalidMessage, PostroomError, exit_code
+from postroom.errors import (
+    EXIT_OK,
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+    InvalidMessage,
+    PostroomError,
+    exit_code,
+    reason,
+)
 
 if TYPE_CHECKING:
     from postroom.contracts.bus import Bus
@@ -31,6 +39,7 @@ CONFIG_VARIABLE = "POSTROOM_CONFIG"
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
 COUNT_MAX = 1_000_000_000  # of messages in one answer
 COUNT = click.IntRange(0, COUNT_MAX)
+ANY_PATH = click.Path()
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -253,6 +262,8 @@ def sentence(error: BaseException) -> str:
         return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, PostroomError):
         return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"what was read is not text: {reason(error)}"
     return f"unexpected {type(error).__name__}: {error} (set {TRACE_VARIABLE}=1 to see where)"
 
 
@@ -268,7 +279,8 @@ def _misused(program: str, error: click.ClickException) -> int:
             click.echo(error.format_message(), err=True)
         return EXIT_USAGE
     hint = f"; try '{context.command_path} --help'" if context is not None else ""
-    return _failed(program, error.format_message().rstrip(".") + hint, error.exit_code)
+    said = " ".join(error.format_message().split())  # click puts choices on lines of their own
+    return _failed(program, said.rstrip(".") + hint, error.exit_code)
 
 
 # ---- options that several commands have -------------------------------------------------------
@@ -295,12 +307,10 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def path_option(
-    *names: str, metavar: str, text: str, required: bool = False
+    *names: str, metavar: str, text: str, required: bool = False, kind: click.Path = ANY_PATH
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that names a file or a folder."""
-    return click.option(
-        *names, type=click.Path(), callback=as_path, required=required, metavar=metavar, help=text
-    )
+    return click.option(*names, type=kind, callback=as_path, required=required, metavar=metavar, help=text)
 
 
 def parse_wait(text: str) -> float:

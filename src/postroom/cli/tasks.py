@@ -23,7 +23,7 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.errors import EXIT_USAGE, InvalidMessage
+from postroom.errors import EXIT_USAGE, InvalidMessage, reason
 
 if TYPE_CHECKING:
     from postroom.client import TaskClient
@@ -149,7 +149,9 @@ def place(
     create: bool = False,
 ) -> Iterator[Folder | Remote]:
     """Where the tasks are: in a folder, or behind an address."""
-    if (data is None) == (url is None):
+    if data is not None and url is not None:
+        raise click.UsageError("--data and --url name two places for the tasks: give one of them")
+    if data is None and url is None:
         raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
     if data is not None:
         shell.show_warnings()
@@ -200,9 +202,10 @@ def refusals() -> Iterator[None]:
 # ---- options -------------------------------------------------------------------------------------------
 
 
-data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.")
+FOLDER = click.Path(file_okay=False)
+data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.", kind=FOLDER)
 needed_data_option = path_option(
-    "--data", metavar="DIR", text="The data folder of the harness.", required=True
+    "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
 )
 url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
 token_option = click.option(
@@ -256,7 +259,7 @@ def read_json(option: str, text: str | None, file: str | None, default: Any = ..
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidMessage(f"{given} is not JSON: {error}") from None
+        raise InvalidMessage(f"{given} is not JSON: {reason(error)}") from None
     except RecursionError:
         raise InvalidMessage(f"{given} is nested too deeply") from None
 

@@ -294,8 +294,8 @@ class Tasks(Closing):
         max_retries: int | None,
         durability: Durability | None,
     ) -> Envelope:
-        if delay_s != 0 and checked_seconds("delay_s", delay_s) > DELAY_S_MAX:
-            raise InvalidMessage(f"delay_s must be at most {DELAY_S_MAX:g}, not {delay_s!r}")
+        if delay_s != 0:
+            checked_seconds("delay_s", delay_s, DELAY_S_MAX)
         if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
             raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
         queue = checked_name("agent", agent)
@@ -381,8 +381,7 @@ class Tasks(Closing):
         checked_name("agent", agent)
         if type(limit) is not int or not 1 <= limit <= CLAIM_MAX:
             raise InvalidMessage(f"limit must be from 1 to {CLAIM_MAX}, not {limit!r}")
-        if not LEASE_S_MIN <= checked_seconds("lease_s", lease_s) <= LEASE_S_MAX:
-            raise InvalidMessage(f"lease_s must be from {LEASE_S_MIN:g} to {LEASE_S_MAX:g}, not {lease_s!r}")
+        checked_seconds("lease_s", lease_s, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
         holder = agent if worker is None else _text("worker", worker)
         return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
 
@@ -429,8 +428,8 @@ class Tasks(Closing):
         self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
     ) -> None:
         """The task failed: it is tried again after a pause, or becomes a dead letter."""
-        if retry_in_s is not None and checked_seconds("retry_in_s", retry_in_s) > DELAY_S_MAX:
-            raise InvalidMessage(f"retry_in_s must be at most {DELAY_S_MAX:g}, not {retry_in_s!r}")
+        if retry_in_s is not None:
+            checked_seconds("retry_in_s", retry_in_s, DELAY_S_MAX)
         token, text, kind = _token(lease), _text("error", error, limit=None), _text("error_type", error_type)
 
         def decide(record: Record, moment: Moment) -> Step | None:

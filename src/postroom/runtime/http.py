@@ -36,6 +36,7 @@ from postroom.errors import (
     UnknownTask,
     UnsafePath,
     WrongState,
+    reason,
 )
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
@@ -197,7 +198,7 @@ def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidMessage(f"the body is not JSON: {error}") from None
+        raise InvalidMessage(f"the body is not JSON: {reason(error)}") from None
 
 
 def _decode_query(query: bytes, kind: type) -> Any:

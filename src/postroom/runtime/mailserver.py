@@ -20,7 +20,7 @@ from postroom.contracts.feeds import MAIL_EVENTS
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.room import Mailroom
 from postroom.core.mailbox import Letter
-from postroom.errors import InvalidSetting, LockTimeout, Unavailable
+from postroom.errors import InvalidSetting, LockTimeout, Unavailable, reason
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
@@ -172,7 +172,7 @@ def read_users(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"cannot read the users in {path}: {error}") from None
+        raise InvalidSetting(f"cannot read the users in {path}: {reason(error)}") from None
     users: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         user, colon, password = line.strip().partition(":")

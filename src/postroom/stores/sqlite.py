@@ -105,6 +105,8 @@ WAL_BYTES_MAX = 64 * 1024 * 1024  # the file is cut to this after it was moved
 CACHE_KIB = 64 * 1024
 BALLAST_BYTES = 4 * 1024 * 1024
 
+OUR_TABLES = {"facts", "queues", "records", "keys", "events"}
+
 _log = logging.getLogger("postroom.store")
 
 
@@ -340,6 +342,11 @@ class SqliteStore:
     def _attempt(self, jobs: list[_Job[Any]], *, refill: bool = True) -> bool:
         if self._dead:
             raise HandleDead(self.path)
+        if self._cursor is None:
+            try:
+                _check_kind(self.path)  # before anything is put beside a file that is not ours
+            except (apsw.Error, OSError) as error:
+                self._translate(error)
         if refill and not self._ballast.whole:
             self._refill_ballast(jobs)
         try:
@@ -923,6 +930,29 @@ def _frozen(connection: apsw.Connection) -> Iterator[None]:
 
 def _library_version() -> tuple[int, ...]:
     return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse a file that another program wrote, before a byte of it changes.
+
+    SQLite itself has to read it: closing a descriptor of ours would end this process's locks on the file.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise StoreDamaged(f"{path} is not a file, so it cannot be a store of tasks")
+    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
+    try:
+        tables = {name for (name,) in ask(connection, "SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    except apsw.NotADBError:
+        raise StoreDamaged(
+            f"{path} is not a store of tasks: it is no SQLite database, or its beginning is damaged"
+        ) from None
+    finally:
+        connection.close()
+    if tables and not tables.issuperset(OUR_TABLES):
+        raise StoreDamaged(f"{path} is not a store of tasks: it is the database of another program")
 
 
 def _connect(path: Path) -> apsw.Connection:
