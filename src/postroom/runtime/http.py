@@ -352,6 +352,11 @@ ROUTES: Sequence[_Served] = (
         WORD_BYTES_MAX,
     ),
     _Served(
+        Route("POST", "/result", "The same, by foreman's name", {202: (TaskAnswer,)}, _WORD, (ResultBody,)),
+        "result",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
         Route("POST", "/tasks/{id}/cancel", "Nobody shall work on it", {202: (TaskAnswer,)}, _OPERATOR),
         "cancel",
         operators_only=True,
