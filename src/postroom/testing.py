@@ -149,6 +149,15 @@ class FaultyStore:
         self.store.on_ready = told
 
     @property
+    def on_ended(self) -> Callable[[], None] | None:
+        """As the store that it wraps has it."""
+        return self.store.on_ended
+
+    @on_ended.setter
+    def on_ended(self, told: Callable[[], None] | None) -> None:
+        self.store.on_ended = told
+
+    @property
     def trouble(self) -> str:
         """What the store says of itself."""
         return self.store.trouble

@@ -61,12 +61,14 @@ from postroom.runtime.bodies import (
     LinesAnswer,
     NewBusMessage,
     NewTask,
+    NewTaskAnswer,
     NewTasks,
+    NewTasksAnswer,
     NextBody,
     ResultBody,
+    ShowQuery,
     StatusAnswer,
     TaskAnswer,
-    TasksAnswer,
 )
 from postroom.runtime.buses import Buses
 from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
@@ -338,13 +340,12 @@ ROUTES: Sequence[_Served] = (
             "POST",
             "/queue/enqueue",
             "Store one task, or several",
-            {201: (TaskAnswer, TasksAnswer)},
+            {201: (NewTaskAnswer, NewTasksAnswer)},
             (400, 401, 403, 413, 429, 503),
             (NewTask, NewTasks),
         ),
         "enqueue",
         ENQUEUE_BYTES_MAX,
-        operators_only=True,
     ),
     _Served(
         Route("POST", "/harness/result", "A result may be there", {202: (TaskAnswer,)}, _WORD, (ResultBody,)),
@@ -366,7 +367,17 @@ ROUTES: Sequence[_Served] = (
         "retry",
         operators_only=True,
     ),
-    _Served(Route("GET", "/tasks/{id}", "A task and its history", {200: (TaskInfo,)}, _LOOK), "show"),
+    _Served(
+        Route(
+            "GET",
+            "/tasks/{id}",
+            "A task and its history, at once or when it has ended",
+            {200: (TaskInfo,)},
+            _LOOK,
+            query=ShowQuery,
+        ),
+        "show",
+    ),
     _Served(
         Route("GET", "/tasks", "Tasks by acceptance", {200: (LinesAnswer,)}, _LOOK, query=FindQuery), "find"
     ),

@@ -157,6 +157,8 @@ class Transaction(ABC):
         self.counts: dict[tuple[str, Counted], int] = {}
         self.synced = False
         """Whether something in it asks for an fsync."""
+        self.ended = False
+        """Whether a record came to its end."""
 
     def moment(self) -> Moment:
         """Now, for one decision."""
@@ -241,6 +243,8 @@ class Transaction(ABC):
             self.synced = self.synced or found.durability != "os"
             if found.queue != envelope.queue:
                 raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
+            if self.sender_of(found) != envelope.sender:
+                raise InvalidMessage(f"the id {message_id!r} is taken by a task of another sender")
             self._record_event(lifecycle.duplicate(found, self.moment(), envelope.key))
         return Accepted(message_id, duplicate=True)
 
@@ -407,6 +411,8 @@ class Transaction(ABC):
                 self._count(queue, target, n)
             if target == "QUEUED":
                 self.ready.add(queue)
+            elif target in lifecycle.ENDED:
+                self.ended = True
             if durability != "os":
                 self.synced = True
 
@@ -435,6 +441,10 @@ class Transaction(ABC):
     @abstractmethod
     def known_by_key(self, queue: str, key: str) -> str | None:
         """The message that came in under this idempotency key."""
+
+    def sender_of(self, record: Record) -> str:  # noqa: ARG002 - a store of one sender needs no more
+        """The agent that sent a message; empty for what operators and the library enqueue."""
+        return ""
 
     @abstractmethod
     def depth(self, queue: str) -> int:
@@ -471,6 +481,8 @@ class Store(Protocol):
     url: str
     on_ready: Callable[[set[str]], None] | None
     """Called after each commit with the queues in which something new can be claimed."""
+    on_ended: Callable[[], None] | None
+    """Called after each commit in which a record came to its end."""
 
     @property
     def trouble(self) -> str:

@@ -197,6 +197,7 @@ class SqliteStore:
         self._suspect = False
         """Whether the file has to be looked through before it is trusted again."""
         self.on_ready: Callable[[set[str]], None] | None = None
+        self.on_ended: Callable[[], None] | None = None
         self.queue_rows: dict[str, tuple[float, tuple[int, Limits]]] = {}
         self._resting: list[threading.Lock] = []
         self._file = (0, 0)
@@ -464,11 +465,13 @@ class SqliteStore:
             self._checkpoints.look(writer)
 
     def _announce(self, transaction: SqliteTransaction) -> None:
-        """Make it durable as its class says, then tell whoever waits for something to claim."""
+        """Make it durable as its class says, then wake who waits for work, and who waits for a result."""
         if transaction.synced:
             self._sync()
         if transaction.ready and self.on_ready is not None:
             self.on_ready(transaction.ready)
+        if transaction.ended and self.on_ended is not None:
+            self.on_ended()
 
     def _sync(self) -> None:
         """Make the commit durable. The WAL is all that has to be: a checkpoint syncs for itself."""
@@ -614,7 +617,7 @@ class SqliteStore:
             except UnknownTask:
                 return None
             row = ask(connection, STORED, (record.seq,))[0]
-        kind, parent, key, delay_ns, ttl_ns, priority, payload, result, trail = row
+        kind, parent, key, delay_ns, ttl_ns, priority, payload, result, trail, sender = row
         envelope = Envelope(
             message_id=message_id,
             queue=record.queue,
@@ -627,6 +630,7 @@ class SqliteStore:
             delay_ns=delay_ns,
             ttl_ns=ttl_ns,
             durability=record.durability,
+            sender=sender or "",
         )
         first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
         with self._translated():

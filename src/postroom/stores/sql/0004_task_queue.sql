@@ -1,3 +1,6 @@
+-- Which agent sent a task to another; NULL for what operators and the library enqueue.
+ALTER TABLE records ADD COLUMN sender TEXT;
+
 -- Every task as a row of foreman's table `task_queue`, to read with any SQLite tool. A view cannot be written to, so a
 -- task changes by way of its lease alone. The harness's own queue of decisions is left out. Times are RFC 3339 in UTC.
 CREATE VIEW task_queue AS
