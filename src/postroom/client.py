@@ -16,6 +16,7 @@ Rule 4: no secret is logged or shown.
     │   ├── StaleLease       the task is no longer ours: stop working on it
     │   └── WrongState       the task is not in a state in which this can be done
     ├── NotHeld              this client was never given the task, and no lease was named
+    ├── NoResult             a task that was asked for ended without a result, or not in time
     └── Unreachable          nobody answered, or only with an excuse: trying again can work
 """
 
@@ -34,17 +35,20 @@ import socketserver
 import threading
 import time
 import urllib.parse
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
 LEASE_S = 300.0
+LEASE_AT_WORK_S = 75.0  # `work` sends heartbeats, so a dead worker is found out sooner
 TIMEOUT_S = 10.0  # of one answer, the time of a long poll added
 RETRIES = 4
 HEARTBEAT_EVERY_S = 25.0
@@ -65,6 +69,8 @@ NUDGE_BODY_BYTES_MAX = 64 * 1024
 NUDGE_READ_S = 5.0
 NUDGES_AT_ONCE_MAX = 16
 ERROR_CHARS_MAX = 8_000  # of a handler's error that is reported
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("postroom.client")
 _encode = msgspec.json.Encoder().encode
@@ -110,6 +116,16 @@ class NotHeld(TaskClientError):
         super().__init__(f"this client was not given task {task_id!r}: name its lease")
 
 
+class NoResult(TaskClientError):
+    """A task that was asked for has no result. `task` is how it stood last."""
+
+    def __init__(self, task: "TaskInfo") -> None:
+        self.task = task
+        why = f": {task.errors[-1]}" if task.errors else ""
+        end = f"ended as {task.status}{why}" if task.ended else f"has not ended in time: it is {task.status}"
+        super().__init__(f"task {task.task_id} of {task.agent} {end}")
+
+
 class Unreachable(TaskClientError):
     """No answer, or one that says to come back later."""
 
@@ -148,6 +164,47 @@ class _GivenTask(msgspec.Struct, frozen=True):
 
 class _GivenTasks(msgspec.Struct, frozen=True):
     tasks: list[_GivenTask]
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """How a task stands, as its sender, its agent and operators see it."""
+
+    task_id: str
+    agent: str
+    status: str
+    state: str
+    payload: Any = None
+    result: Any = None
+    errors: list[str] = []
+    attempt: int = 0
+    retry_count: int = 0
+    sender: str = ""
+    type: str = ""
+    parent: str = ""
+    created_at: datetime | None = None
+    claimed_at: datetime | None = None
+    completed_at: datetime | None = None
+    last_heartbeat: datetime | None = None
+    lease_ends_at: datetime | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody will work on it any more: it has a result, or it failed for good."""
+        return self.state in _ENDED
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has a result."""
+        return self.state in _SUCCEEDED
+
+
+_SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
+_ENDED = (*_SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    task_id: str
+    warning: str = ""
 
 
 class _ErrorAnswer(msgspec.Struct, frozen=True):
@@ -392,6 +449,72 @@ class TaskClient:
             _log.warning("task %s %s", task.task_id, what)
             task.lost.set()
 
+    # ---- sending -------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        agent: str,
+        payload: Any,
+        *,
+        task_id: str | None = None,
+        delay_s: float = 0.0,
+        idempotency_key: str | None = None,
+        type: str = "",  # noqa: A002 - the protocol's word
+        parent: str = "",
+        max_retries: int | None = None,
+    ) -> str:
+        """Send a task to an agent and return its id: for operators, and agents that may send to it."""
+        # With an id of our own the call can be repeated: the same id stores one task.
+        wish: dict[str, Any] = {
+            "agent": agent,
+            "payload": payload,
+            "task_id": task_id or f"t-{uuid.uuid4().hex}",
+            "delay_s": delay_s,
+            "type": type,
+            "parent": parent,
+        }
+        if idempotency_key is not None:
+            wish["idempotency_key"] = idempotency_key
+        if max_retries is not None:
+            wish["max_retries"] = max_retries
+        stored = self._answer(self.request("POST", "/queue/enqueue", wish), _Stored)
+        if stored.warning:
+            _log.warning("task %s: %s", stored.task_id, stored.warning)
+        return stored.task_id
+
+    def get(self, task_id: str) -> TaskInfo:
+        """How a task stands. Raises `UnknownTask` when it is neither ours nor sent by us."""
+        return self._answer(self.request("GET", _task_path(task_id)), TaskInfo)
+
+    def wait(self, task_id: str, timeout_s: float | None = None) -> TaskInfo:
+        """Return the task when it has ended, or as it is when `timeout_s` has passed."""
+        if timeout_s is not None and not 0 <= timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be a number of seconds, 0 or more, or None, not {timeout_s!r}")
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            wait_s = min(max(0.0, deadline - time.monotonic()), WAIT_S_MAX)
+            path = f"{_task_path(task_id)}?wait_s={wait_s:.3f}"
+            answer = self.request("GET", path, timeout_s=self.timeout_s + wait_s)
+            task = self._answer(answer, TaskInfo)
+            if task.ended or time.monotonic() >= deadline:
+                return task
+
+    def ask(self, agent: str, payload: Any, *, timeout_s: float | None = None, **wishes: Any) -> Any:
+        """Send a task to an agent, wait for its result and return it. `wishes` are as for `enqueue`.
+
+        Raises `NoResult` when the task fails for good, or when `timeout_s` has passed.
+        """
+        task = self.wait(self.enqueue(agent, payload, **wishes), timeout_s)
+        if not task.succeeded:
+            raise NoResult(task)
+        return task.result
+
+    def _answer(self, answer: Any, kind: type[_T]) -> _T:
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise Refused(f"the answer of {self._connections.url} does not fit: {error}") from None
+
     # ---- the same, for asyncio -----------------------------------------------------------------
 
     async def anext_task(self, wait_s: float = 0.0, lease_s: float = LEASE_S) -> Task | None:
@@ -423,6 +546,15 @@ class TaskClient:
     ) -> None:
         await asyncio.to_thread(self.fail_task, task, error, retry_in_s, lease=lease)
 
+    async def aenqueue(self, agent: str, payload: Any, **wishes: Any) -> str:
+        return await asyncio.to_thread(self.enqueue, agent, payload, **wishes)
+
+    async def aget(self, task_id: str) -> TaskInfo:
+        return await asyncio.to_thread(self.get, task_id)
+
+    async def aask(self, agent: str, payload: Any, *, timeout_s: float | None = None, **wishes: Any) -> Any:
+        return await asyncio.to_thread(self.ask, agent, payload, timeout_s=timeout_s, **wishes)
+
     async def arelease_task(self, task: str | Task, *, lease: int | None = None) -> None:
         await asyncio.to_thread(self.release_task, task, lease=lease)
 
@@ -435,7 +567,7 @@ class TaskClient:
         nudge_port: int | None = None,
         nudge_host: str = "127.0.0.1",
         concurrency: int = 1,
-        lease_s: float = LEASE_S,
+        lease_s: float = LEASE_AT_WORK_S,
         grace_s: float = GRACE_S,
         until_empty: bool = False,
     ) -> None:
@@ -533,6 +665,10 @@ def _json(what: str, value: Any) -> bytes:
         return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refused(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _task_path(task_id: str) -> str:
+    return f"/tasks/{urllib.parse.quote(task_id, safe='')}"
 
 
 def _count(name: str, number: int) -> int:
