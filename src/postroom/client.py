@@ -142,6 +142,20 @@ class TaskFailed(Exception):
         super().__init__(error)
 
 
+class StopWork(Exception):
+    """What a handler raises when no task can be handled: its task goes back untouched, and `work` ends."""
+
+
+class TaskEnd(NamedTuple):
+    """How `work` was done with one task."""
+
+    task: "Task"
+    outcome: str
+    """completed, failed, released, or lost."""
+    duration_s: float
+    error: str = ""
+
+
 _BY_NAME = {"StaleLease": StaleLease, "UnknownTask": UnknownTask, "WrongState": WrongState}
 _BY_STATUS = {401: NotAllowed, 403: NotAllowed}
 _TOO_MANY = 429
@@ -570,6 +584,7 @@ class TaskClient:
         lease_s: float = LEASE_AT_WORK_S,
         grace_s: float = GRACE_S,
         until_empty: bool = False,
+        on_end: Callable[[TaskEnd], None] | None = None,
     ) -> None:
         """Give every task to `handler`, until SIGTERM, SIGINT or `stop()`.
 
@@ -578,11 +593,12 @@ class TaskClient:
 
         Idle, it waits at the harness. With a `nudge_port` it waits at home instead: for `POST /task` there,
         and for `poll_every_s`. When the end is asked for, nothing more is taken; what is held has `grace_s`
-        to finish and is then given back. With `until_empty` it ends when there is nothing to take.
+        to finish and is then given back. With `until_empty` it ends when there is nothing to take. A handler
+        that raises `StopWork` ends it, too. `on_end` is called after each task, in the handler's thread.
         """
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ValueError(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
-        shift = _Shift(self, handler, concurrency, lease_s, grace_s, until_empty)
+        shift = _Shift(self, handler, concurrency, lease_s, grace_s, until_empty, on_end)
         self._shifts.add(shift)
         try:
             shift.run(None if nudge_port is None else (nudge_host, nudge_port))
@@ -818,6 +834,14 @@ class _Wakes:
             return self._changed.wait_for(lambda: self.count != seen, timeout_s)
 
 
+class _LastWord(NamedTuple):
+    """What is to be said about a task, and what that means."""
+
+    say: Callable[[], None]
+    outcome: str
+    error: str = ""
+
+
 class _Shift:
     """One call of `TaskClient.work`.
 
@@ -833,8 +857,10 @@ class _Shift:
         lease_s: float,
         grace_s: float,
         until_empty: bool,
+        on_end: Callable[[TaskEnd], None] | None,
     ) -> None:
         self._client = client
+        self._on_end = on_end
         self._handler = handler
         self._slots = slots
         self._lease_s = lease_s
@@ -951,13 +977,23 @@ class _Shift:
 
     def _handle(self, task: Task) -> None:
         self._held[task.lease] = task
+        begun = time.monotonic()
         try:
             with self._client.kept_alive(task):
-                self._say(task, self._last_word(task))
+                word = self._last_word(task)
+                outcome = word.outcome if self._say(task, word.say) else "lost"
+        except BaseException:
+            self._report(TaskEnd(task, "released", time.monotonic() - begun))
+            raise
         finally:
             self._held.pop(task.lease, None)
+        self._report(TaskEnd(task, outcome, time.monotonic() - begun, word.error))
 
-    def _last_word(self, task: Task) -> Callable[[], None]:
+    def _report(self, end: TaskEnd) -> None:
+        if self._on_end is not None:
+            self._on_end(end)
+
+    def _last_word(self, task: Task) -> "_LastWord":
         """Run the handler; what is to be said about it."""
         try:
             decision = self._handler(task)
@@ -965,30 +1001,36 @@ class _Shift:
                 decision = asyncio.run(decision)
         except TaskFailed as failure:
             error, retry_in_s = str(failure)[:ERROR_CHARS_MAX], failure.retry_in_s
-            return lambda: self._client.fail_task(task, error, retry_in_s)
+            return _LastWord(lambda: self._client.fail_task(task, error, retry_in_s), "failed", error)
+        except StopWork:
+            self._give_back(task)
+            raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it is the task's failure and not ours
             error = f"{type(failure).__name__}: {failure}"[:ERROR_CHARS_MAX]
-            return lambda: self._client.fail_task(task, error)
+            return _LastWord(lambda: self._client.fail_task(task, error), "failed", error)
         except BaseException:
             self._give_back(task)
             raise
-        return lambda: self._client.complete_task(task, decision)
+        return _LastWord(lambda: self._client.complete_task(task, decision), "completed")
 
-    def _say(self, task: Task, word: Callable[[], None]) -> None:
-        """Work that is done is not thrown away while its lease can be shown."""
+    def _say(self, task: Task, word: Callable[[], None]) -> bool:
+        """Whether the last word was accepted. It is repeated while its lease can be shown."""
         while True:
             try:
-                return word()
+                word()
             except NotAllowed:
                 raise
             except (StaleLease, UnknownTask, WrongState) as error:
-                return _log.warning("task %s went to somebody else: %s", task.task_id, error)
+                _log.warning("task %s went to somebody else: %s", task.task_id, error)
+                return False
             except Refused as error:
                 word = partial(self._fail_quietly, task, str(error))  # such as a decision that is no JSON
             except Unreachable as error:
                 _log.warning("task %s waits with its last word: %s", task.task_id, error)
                 if task.lost.wait(PAUSE_S_MAX):
-                    return None
+                    return False
+            else:
+                return True
 
     def _fail_quietly(self, task: Task, reason: str) -> None:
         try:

@@ -140,6 +140,7 @@ class TaskLine(msgspec.Struct, frozen=True):
     state: State
     attempt: int
     created_at: datetime
+    ended_at: datetime | None
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
@@ -618,6 +619,7 @@ class Tasks(Closing):
             TaskLine(
                 record.seq, record.message_id, record.queue, STATUS[record.state], record.state,
                 record.attempt, _moment(record.created_us),
+                _moment(record.ended_us) if record.ended_us else None,
             )
             for record in records
         ]  # fmt: skip
