@@ -328,7 +328,7 @@ def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
 
 BAD_LINES = {
     "no JSON": (b'{"payload": 1}\n{', "line 2 of --batch is not a JSON object"),
-    "no text": (b'"\xff"', "line 1 of --batch is not a JSON object: byte 0 (0xff) is not UTF-8 text"),
+    "no text": (b'{"payload": "\xff"}', "line 1 of --batch is not a JSON object: byte 0 (0xff) is not UTF-8"),
     "no object": (b"[1]", "line 1 of --batch is not a JSON object"),
     "unknown key": (b'{"payload": 1, "colour": 2}', "line 1 of --batch has 'colour', which no task has"),
     "no payload": (b'{"agent": "a"}', "line 1 of --batch has no payload"),
@@ -458,6 +458,8 @@ def test_agents_and_their_tokens() -> None:
 def test_people_get_tables_and_records(tmp_path: Path) -> None:
     data = ("--data", tmp_path / "data")
     payload = json.dumps({"title": "evil \x1b[31m title"})
+    with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
+        tasks.status()
     task_id = tasks_command("enqueue", *data, "--agent", "triage", "--payload", payload)["task_id"]
     shown = {
         name: run_on_terminal("postroom", "tasks", *arguments, *data)
@@ -639,8 +641,8 @@ def test_a_worker_takes_its_whole_program_with_it(tmp_path: Path, number: int) -
         until(pids.exists)
         process.send_signal(number)
         finish(process)
-    for pid in map(int, pids.read_text().split()):
-        until(lambda pid=pid: not runs(pid))
+    group = [int(pid) for pid in pids.read_text().split()]
+    until(lambda: not any(runs(pid) for pid in group))
 
 
 def runs(pid: int) -> bool:
