@@ -12,7 +12,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -156,6 +156,15 @@ class FaultyStore:
     @on_ended.setter
     def on_ended(self, told: Callable[[], None] | None) -> None:
         self.store.on_ended = told
+
+    @property
+    def on_notable(self) -> Callable[[Sequence[Event]], None] | None:
+        """As the store that it wraps has it."""
+        return self.store.on_notable
+
+    @on_notable.setter
+    def on_notable(self, told: Callable[[Sequence[Event]], None] | None) -> None:
+        self.store.on_notable = told
 
     @property
     def trouble(self) -> str:

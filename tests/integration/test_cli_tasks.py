@@ -515,6 +515,18 @@ def test_a_harness_executes_decisions_with_a_program_and_ends_at_a_signal(tmp_pa
     assert harness.tokens["a"] not in "".join(log)
 
 
+def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-lease-s", "5") as harness, harness.tasks() as tasks:
+        for _ in range(2):
+            tasks.enqueue(agent="a", payload=1)
+        with harness.client("a") as client:
+            given = [client.next_task(lease_s=lease_s) for lease_s in (300.0, 2.0)]
+        assert [task.lease_s for task in given if task is not None] == [5.0, 2.0]
+    for wrong in ("0", "99999999"):
+        done = finish(start("postroom", "tasks", "serve", *DATA, "--max-lease-s", wrong, "--port", "0"))
+        assert (done.code, "lease_s_max must be" in done.error) == (2, True)
+
+
 def test_a_port_that_is_taken_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
     done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
     assert done.code == 1

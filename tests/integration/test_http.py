@@ -780,6 +780,18 @@ def test_metrics_are_prometheus_text(server: Server) -> None:
         assert line.startswith("# TYPE ") or float(line.rpartition(" ")[2]) >= 0
 
 
+def test_lapses_and_duplicates_are_in_the_log(server: Server) -> None:
+    task_id = server.enqueue(task_id="logged-1", max_retries=0)
+    server.enqueue(task_id=task_id, max_retries=0)
+    server.claim(lease_s=0.3, worker="sleepy")  # and nobody asks again: the sweep finds it
+
+    def told() -> list[str]:
+        return [line["event"] for line in server.lines if line.get("task_id") == task_id]
+
+    until(lambda: "dead_letter" in told())
+    assert told() == ["enqueued", "duplicate", "enqueued", "claimed", "lease_lapsed", "dead_letter"]
+
+
 def test_no_token_and_no_payload_in_the_log(server: Server) -> None:
     secret = "a secret payload"  # noqa: S105 - what must not be logged
     server.enqueue("triage", secret)

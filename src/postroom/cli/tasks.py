@@ -37,6 +37,8 @@ LEASE_S_DEFAULT = 300.0  # as the contract has it, without importing it
 LEASE_AT_WORK_S_DEFAULT = 75.0  # as the client has it
 BATCH_TASKS = 1_000  # of a file that go into one commit
 BATCH_BYTES = 8 * 1024 * 1024  # of lines that go into one request
+LEASE_S_MAX = 2_592_000.0  # as the contract has it
+CONCURRENCY_DEFAULT = 4  # decisions at the same time
 LIST_DEFAULT = 100
 PAGE = 1_000  # of tasks that are looked at together
 PORT = click.IntRange(0, 65535)
@@ -374,10 +376,20 @@ def tasks() -> None:
     metavar="FOLDER",
     text="Take every event there, in a process beside; see `postroom audit ship`.",
 )
+@click.option(
+    "--max-lease-s", "lease_s_max", type=parse_wait, default=LEASE_S_MAX, show_default=True, metavar="S",
+    help="The longest lease that is given. Who asks for a longer one gets this.",
+)  # fmt: skip
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",
+    help="How many decisions are executed at the same time.",
+)  # fmt: skip
+@click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
 @durability_option("group")
 @click.pass_obj
 def serve(
     shell: Shell,
+    /,
     data: Path,
     host: str,
     port: int,
@@ -385,6 +397,7 @@ def serve(
     nudge_hosts: tuple[str, ...],
     audit: Path | None,
     durability: Any,
+    **terms: Any,
 ) -> None:
     """Run the harness: HTTP for the agents, and the loops behind it.
 
@@ -412,7 +425,7 @@ def serve(
         try:
             run_server(
                 data, host=host, port=port, execute=acting, allowed_nudge_hosts=nudge_hosts, ready=say_where,
-                durability=durability or "group",
+                durability=durability or "group", **terms,
             )  # fmt: skip
         finally:
             end_programs()

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from postroom.contracts.tasks import (
     DECISIONS,
+    LEASE_S_MAX,
     STATUS,
     AgentStatus,
     Status,
@@ -151,6 +152,8 @@ class Desk:
         self.buses = buses
         self.journal = journal
         self.openapi_json = b"{}"
+        self.lease_s_max = LEASE_S_MAX
+        """A longer wish is cut to this; the answer says how long the lease is."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
@@ -195,7 +198,8 @@ class Desk:
         agent = _owner(call)
         if agent is None:
             raise InvalidMessage("an operator has to name the agent whose tasks it wants")
-        terms = self._terms(agent, body.limit, body.lease_s, body.worker)
+        lease_s = min(body.lease_s, self.lease_s_max)
+        terms = self._terms(agent, body.limit, lease_s, body.worker)
         if body.wait_s:
             claimed = await self._wait(call, terms, body.wait_s)
         else:
@@ -203,6 +207,7 @@ class Desk:
         if not claimed:
             return NOTHING
         self.stir()
+        self.harness.lease_given(lease_s)
         for task in claimed:
             self.journal.write("claimed", task_id=task.task_id, agent=agent, attempt=task.attempt)
         shown = [_shown(task) for task in claimed]

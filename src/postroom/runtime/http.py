@@ -24,7 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
-from postroom.contracts.tasks import TaskInfo, Tasks
+from postroom.contracts.tasks import LEASE_S_MAX, LEASE_S_MIN, TaskInfo, Tasks
+from postroom.core.times import checked_seconds
 from postroom.errors import (
     InvalidMessage,
     PostroomError,
@@ -516,6 +517,7 @@ def create_app(
     journal: Journal | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
+    lease_s_max: float = LEASE_S_MAX,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application; its loops run from its start to its end.
 
@@ -536,6 +538,7 @@ def create_app(
     async def opened(app: TasksApp) -> AsyncIterator[None]:
         desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability), journal)
         desk.openapi_json = app.openapi_json
+        desk.lease_s_max = lease_s_max
         harness.start()
         try:
             yield
@@ -559,10 +562,18 @@ def serve(
     durability: Durability = "group",
     drain_every_s: float = DRAIN_EVERY_S,
     sweep_every_s: float = SWEEP_EVERY_S,
+    lease_s_max: float = LEASE_S_MAX,
+    concurrency: int = 1,
+    in_order: bool = False,
     journal: Journal | None = None,
     ready: Callable[[int], None] | None = None,
 ) -> None:
-    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to."""
+    """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to.
+
+    No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the same time, with
+    `in_order` those of one agent one after the other.
+    """
+    checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     make_folder(data, "os")
     journal = Journal() if journal is None else journal
     agents = Agents(data)
@@ -575,10 +586,18 @@ def serve(
             drain_every_s=drain_every_s,
             sweep_every_s=sweep_every_s,
             allowed_nudge_hosts=allowed_nudge_hosts,
+            concurrency=concurrency,
+            in_order=in_order,
             journal=journal,
         )
         app = create_app(
-            data, tasks, agents=agents, harness=harness, journal=journal, bus_durability=durability
+            data,
+            tasks,
+            agents=agents,
+            harness=harness,
+            journal=journal,
+            bus_durability=durability,
+            lease_s_max=lease_s_max,
         )
 
         def started() -> None:

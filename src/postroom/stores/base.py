@@ -43,9 +43,9 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """Every live lease of a queue, the first to run out first."""
+    """Every live lease of a queue, of all when None, the first to run out first."""
 
-    queue: str
+    queue: str | None
     limit: int
 
 
@@ -159,6 +159,8 @@ class Transaction(ABC):
         """Whether something in it asks for an fsync."""
         self.ended = False
         """Whether a record came to its end."""
+        self.notable: Sequence[Event] = ()
+        """What went another way than straight: see `lifecycle.is_notable`."""
 
     def moment(self) -> Moment:
         """Now, for one decision."""
@@ -404,6 +406,7 @@ class Transaction(ABC):
             moves[move] = moves.get(move, 0) + 1
             events += step.events
         self.keep(events)
+        self._note(events)
         for (queue, source, target, durability), n in moves.items():
             if source != target:
                 if source is not None:
@@ -418,7 +421,13 @@ class Transaction(ABC):
 
     def _record_event(self, event: Event) -> None:
         self.keep([event])
+        self._note([event])
         self.number += 1
+
+    def _note(self, events: Iterable[Event]) -> None:
+        notable = [event for event in events if lifecycle.is_notable(event)]
+        if notable:
+            self.notable = [*self.notable, *notable]
 
     def _count(self, queue: str, state: Counted, change: int) -> None:
         key = (queue, state)
@@ -483,6 +492,8 @@ class Store(Protocol):
     """Called after each commit with the queues in which something new can be claimed."""
     on_ended: Callable[[], None] | None
     """Called after each commit in which a record came to its end."""
+    on_notable: Callable[[Sequence[Event]], None] | None
+    """Called after each commit with those of its events that a person may have to know."""
 
     @property
     def trouble(self) -> str:

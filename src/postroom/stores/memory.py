@@ -92,6 +92,7 @@ class MemoryStore:
         self._outbox: Outbox | None = None
         self.on_ready: Callable[[set[str]], None] | None = None
         self.on_ended: Callable[[], None] | None = None
+        self.on_notable: Callable[[Sequence[Event]], None] | None = None
         reset_after_fork(self)
 
     # ---- writing -------------------------------------------------------------------------------
@@ -109,6 +110,8 @@ class MemoryStore:
             self.on_ready(transaction.ready)
         if transaction.ended and self.on_ended is not None:
             self.on_ended()
+        if transaction.notable and self.on_notable is not None:
+            self.on_notable(transaction.notable)
         return result
 
     def _commit(self, transaction: "MemoryTransaction") -> None:

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import resources
 from itertools import islice
@@ -198,6 +198,7 @@ class SqliteStore:
         """Whether the file has to be looked through before it is trusted again."""
         self.on_ready: Callable[[set[str]], None] | None = None
         self.on_ended: Callable[[], None] | None = None
+        self.on_notable: Callable[[Sequence[Event]], None] | None = None
         self.queue_rows: dict[str, tuple[float, tuple[int, Limits]]] = {}
         self._resting: list[threading.Lock] = []
         self._file = (0, 0)
@@ -472,6 +473,8 @@ class SqliteStore:
             self.on_ready(transaction.ready)
         if transaction.ended and self.on_ended is not None:
             self.on_ended()
+        if transaction.notable and self.on_notable is not None:
+            self.on_notable(transaction.notable)
 
     def _sync(self) -> None:
         """Make the commit durable. The WAL is all that has to be: a checkpoint syncs for itself."""

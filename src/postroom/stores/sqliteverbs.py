@@ -133,6 +133,7 @@ class SqliteTransaction(Transaction):
 
     synced = False  # in the class, as what every commit sets costs every commit
     ended = False
+    notable: Sequence[Event] = ()
     changes = 0
     _new_end = 0
 
