@@ -24,7 +24,7 @@ from postroom.core.retry import RetryPolicy
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
 from postroom.message import Durability, Envelope, Event, Moment, Record, State, Step
-from postroom.nudges.bell import Bell
+from postroom.nudges.bell import QUIET_S, Bell
 from postroom.stores.base import (
     CLAIM_MAX,
     PURGE_BATCH_MAX,
@@ -346,7 +346,7 @@ class Tasks(Closing):
             self.bell.ring(queue)
 
     def _ring_ended(self) -> None:
-        self.bell.ring(ENDED_BELL)
+        self.bell.ring_seldom_heard(ENDED_BELL)
 
     def run_many(self, calls: Sequence[Callable[["Tasks"], Any]], *, makes_room: bool = True) -> list[Any]:
         """Run calls on these tasks in one commit; gives each one's result, or the error that it raised.
@@ -590,10 +590,11 @@ class Tasks(Closing):
     def _wait_for_end(self, task_id: str, deadline: float) -> None:
         woken = threading.Event()
         with self.bell.heard_by(ENDED_BELL, woken.set):
-            pause_s = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
+            pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
             while not self.ended([task_id]) and (left_s := deadline - time.monotonic()) > 0:
                 woken.wait(min(left_s, pause_s))
                 woken.clear()
+                pause_s = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
 
     def ended(self, task_ids: Sequence[str]) -> set[str]:
         """Which of these tasks have come to their end. One that is not kept any more counts as ended."""

@@ -11,6 +11,7 @@ from itertools import islice
 
 from postroom.contracts.tasks import ENDED_BELL, LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, Tasks
 from postroom.errors import Unavailable
+from postroom.nudges.bell import QUIET_S
 from postroom.runtime.waiting import WAITERS_MAX, Waiting
 
 GATHER_S = 0.005  # one look for all tasks that end within this
@@ -62,8 +63,10 @@ class Endings:
     async def _run(self) -> None:
         try:
             with self._waiting.hear(ENDED_BELL, self._news.set):
+                pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
                 while self._waiters:
-                    await self._look()
+                    await self._look(pause_s)
+                    pause_s = LOOK_AGAIN_S if self._tasks.bell.reaches_others else LOOK_AGAIN_DEAF_S
         except Exception as error:  # noqa: BLE001 - each request gets it as its answer
             for waiters in self._waiters.values():
                 for ended in waiters:
@@ -72,13 +75,12 @@ class Endings:
         finally:
             self._loop = None
 
-    async def _look(self) -> None:
+    async def _look(self, pause_s: float) -> None:
         self._news.clear()
         asked = iter([*self._waiters])
         while task_ids := list(islice(asked, TASKS_A_LOOK)):
             for task_id in await self._read(lambda ids=task_ids: self._tasks.ended(ids)):  # type: ignore[misc]
                 self._tell(task_id)
-        pause_s = LOOK_AGAIN_S if self._tasks.bell.reaches_others else LOOK_AGAIN_DEAF_S
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._news.wait()
