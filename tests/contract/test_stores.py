@@ -1,12 +1,15 @@
 """Every store keeps the contract; then what SQLite has to prove: processes, threads, disks and damage."""
 
+import itertools
 import os
 import sqlite3
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -650,6 +653,72 @@ def test_a_disk_that_is_full_from_the_start_is_said(small_disk: Path) -> None:
     insert(store, b"1")
     assert store.count() == {"q": {"QUEUED": 1}}
     store.close()
+
+
+# ---- turns -----------------------------------------------------------------------------------------
+
+MESSAGES = 25
+SLOW_S = 0.01  # a commit on a slow disk, longer than a turn at the lock
+
+
+class Poller:
+    """Asks for work in a tight loop on a slow disk, and counts its commits where everybody sees them."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+        self._memory = mmap(-1, 16)  # shared with forked children
+
+    @property
+    def commits(self) -> int:
+        return int.from_bytes(self._memory[:8], "little")
+
+    def ask_until_told(self) -> None:
+        for number in itertools.count(1):
+            if self._memory[8]:
+                return
+            self._store.write(self._look)
+            self._memory[:8] = number.to_bytes(8, "little")
+
+    @staticmethod
+    def _look(transaction: Transaction) -> None:
+        transaction.claim(Claim("nothing", "poller", 1, NANOS_PER_S))
+        time.sleep(SLOW_S)
+
+    def stop(self) -> None:
+        self._memory[8] = 1
+
+
+def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
+    """How many commits the poller made while a sender stored its messages one by one."""
+    while not poller.commits:
+        time.sleep(SLOW_S)
+    before = poller.commits
+    for number in range(MESSAGES):
+        insert(sender, b"%d" % number)
+    made = poller.commits - before
+    poller.stop()
+    return made
+
+
+def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
+    """A poller that comes back stands behind the sender: they take turns, on a slow disk as well."""
+    sender, poller = SqliteStore(path), Poller(SqliteStore(path))
+    insert(sender, b"first")
+    sender.close()
+    child = children.start(poller.ask_until_told)
+    made = commits_while_sending(poller, sender)
+    children.wait(child)
+    assert made <= 2 * MESSAGES
+    sender.close()
+
+
+def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteStore) -> None:
+    insert(store, b"first")
+    poller = Poller(store)
+    thread = in_background(poller.ask_until_told)
+    made = commits_while_sending(poller, store)
+    thread.join(LONG_S)
+    assert made <= 2 * MESSAGES
 
 
 @pytest.fixture
