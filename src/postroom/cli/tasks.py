@@ -1032,7 +1032,7 @@ def find(shell: Shell, /, data: Path | None, url: str | None, token: str | None,
 
 
 @tasks.command()
-@click.argument("task_id", metavar="[TASK_ID]", required=False)
+@click.argument("task_id", metavar="TASK_ID", required=False)
 @where_options
 @click.option("--all-dead", is_flag=True, help="Every dead letter, instead of one task.")
 @click.option("--agent", metavar="NAME", help="Every dead letter of this agent.")
