@@ -16,6 +16,7 @@ Rule 4: no secret is logged or shown.
     │   ├── StaleLease       the task is no longer ours: stop working on it
     │   └── WrongState       the task is not in a state in which this can be done
     ├── NotHeld              this client was never given the task, and no lease was named
+    ├── NoResult             a task that was asked for ended without a result, or not in time
     └── Unreachable          nobody answered, or only with an excuse: trying again can work
 """
 
@@ -34,17 +35,20 @@ import socketserver
 import threading
 import time
 import urllib.parse
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
 LEASE_S = 300.0
+LEASE_AT_WORK_S = 75.0  # `work` sends heartbeats, so a dead worker is found out sooner
 TIMEOUT_S = 10.0  # of one answer, the time of a long poll added
 RETRIES = 4
 HEARTBEAT_EVERY_S = 25.0
@@ -65,6 +69,8 @@ NUDGE_BODY_BYTES_MAX = 64 * 1024
 NUDGE_READ_S = 5.0
 NUDGES_AT_ONCE_MAX = 16
 ERROR_CHARS_MAX = 8_000  # of a handler's error that is reported
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("postroom.client")
 _encode = msgspec.json.Encoder().encode
@@ -110,6 +116,16 @@ class NotHeld(TaskClientError):
         super().__init__(f"this client was not given task {task_id!r}: name its lease")
 
 
+class NoResult(TaskClientError):
+    """A task that was asked for has no result. `task` is how it stood last."""
+
+    def __init__(self, task: "TaskInfo") -> None:
+        self.task = task
+        why = f": {task.errors[-1]}" if task.errors else ""
+        end = f"ended as {task.status}{why}" if task.ended else f"has not ended in time: it is {task.status}"
+        super().__init__(f"task {task.task_id} of {task.agent} {end}")
+
+
 class Unreachable(TaskClientError):
     """No answer, or one that says to come back later."""
 
@@ -124,6 +140,20 @@ class TaskFailed(Exception):
     def __init__(self, error: str, retry_in_s: float | None = None) -> None:
         self.retry_in_s = retry_in_s
         super().__init__(error)
+
+
+class StopWork(Exception):
+    """What a handler raises when no task can be handled: its task goes back untouched, and `work` ends."""
+
+
+class TaskEnd(NamedTuple):
+    """How `work` was done with one task."""
+
+    task: "Task"
+    outcome: str
+    """completed, failed, released, or lost."""
+    duration_s: float
+    error: str = ""
 
 
 _BY_NAME = {"StaleLease": StaleLease, "UnknownTask": UnknownTask, "WrongState": WrongState}
@@ -148,6 +178,47 @@ class _GivenTask(msgspec.Struct, frozen=True):
 
 class _GivenTasks(msgspec.Struct, frozen=True):
     tasks: list[_GivenTask]
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """How a task stands, as its sender, its agent and operators see it."""
+
+    task_id: str
+    agent: str
+    status: str
+    state: str
+    payload: Any = None
+    result: Any = None
+    errors: list[str] = []
+    attempt: int = 0
+    retry_count: int = 0
+    sender: str = ""
+    type: str = ""
+    parent: str = ""
+    created_at: datetime | None = None
+    claimed_at: datetime | None = None
+    completed_at: datetime | None = None
+    last_heartbeat: datetime | None = None
+    lease_ends_at: datetime | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody will work on it any more: it has a result, or it failed for good."""
+        return self.state in _ENDED
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has a result."""
+        return self.state in _SUCCEEDED
+
+
+_SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
+_ENDED = (*_SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    task_id: str
+    warning: str = ""
 
 
 class _ErrorAnswer(msgspec.Struct, frozen=True):
@@ -246,6 +317,7 @@ class TaskClient:
         self._headers = {"Authorization": f"Bearer {_header_text(token)}", "Content-Type": "application/json"}
         self._leases: OrderedDict[str, int] = OrderedDict()
         self._leases_lock = threading.Lock()
+        self._beats: dict[int, _Beats] = {}  # by lease
         self._shifts: set[_Shift] = set()
 
     def __repr__(self) -> str:
@@ -310,7 +382,7 @@ class TaskClient:
     def complete_task(self, task: str | Task, decision: Any = None, *, lease: int | None = None) -> None:
         """The task is done, and this is the decision. Then the harness is nudged to look at it."""
         word = self._word(task, lease, decision=decision)
-        self.request("POST", "/queue/complete", word)
+        self._say_last("/queue/complete", word)
         with contextlib.suppress(TaskClientError):  # the harness looks at its interval, too
             nudge = {"task_id": word["task_id"]}
             self.request("POST", "/harness/result", nudge, timeout_s=RESULT_NUDGE_TIMEOUT_S, retries=0)
@@ -324,11 +396,22 @@ class TaskClient:
     ) -> None:
         """The task failed. The harness tries it again after a pause, or buries it."""
         wish = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
-        self.request("POST", "/queue/fail", self._word(task, lease, error=error, **wish))
+        self._say_last("/queue/fail", self._word(task, lease, error=error, **wish))
 
     def release_task(self, task: str | Task, *, lease: int | None = None) -> None:
         """Give the task back untouched."""
-        self.request("POST", "/queue/release", self._word(task, lease))
+        self._say_last("/queue/release", self._word(task, lease))
+
+    def _say_last(self, path: str, word: dict[str, Any]) -> None:
+        """Send the word that ends a lease. A heartbeat that arrives after it is refused: that is no loss."""
+        beats = self._beats.get(word["lease"]) or _Beats()
+        beats.last_word_sent = True
+        try:
+            self.request("POST", path, word)
+        except Refused:
+            beats.last_word_sent = False
+            raise
+        beats.over.set()
 
     def _word(self, task: str | Task, lease: int | None, **facts: Any) -> dict[str, Any]:
         if isinstance(task, Task):
@@ -341,30 +424,33 @@ class TaskClient:
     @contextlib.contextmanager
     def kept_alive(self, task: Task) -> Iterator[Task]:
         """Heartbeats from a thread while the block runs. `task.lost` is set when it is ours no longer."""
-        over = threading.Event()
-        threading.Thread(target=self._beat, args=(task, over), name="heartbeat", daemon=True).start()
+        beats = self._beats[task.lease] = _Beats()
+        threading.Thread(target=self._beat, args=(task, beats), name="heartbeat", daemon=True).start()
         try:
             yield task
         finally:
-            over.set()
+            beats.over.set()
+            self._beats.pop(task.lease, None)
 
-    def _beat(self, task: Task, over: threading.Event) -> None:
+    def _beat(self, task: Task, beats: "_Beats") -> None:
         every_s = min(self.heartbeat_every_s, task.lease_s / BEATS_A_LEASE)
         heard = time.monotonic()
         pause_s = every_s
-        while not over.wait(pause_s):
+        while not beats.over.wait(pause_s):
             asked = time.monotonic()
             try:
                 self._heartbeat_once(task, min(self.timeout_s, every_s))
                 heard, pause_s = asked, every_s
             except (StaleLease, UnknownTask, WrongState) as error:
-                self._lose(task, over, str(error))
-                return
+                pause_s = every_s
+                if not beats.last_word_sent:  # else the answer to the last word tells whether it came in time
+                    self._lose(task, beats, f"is lost: {error}")
+                    return
             except TaskClientError as error:
                 _log.warning("no heartbeat for task %s: %s", task.task_id, error)
                 pause_s = min(every_s, PAUSE_S_MAX)
                 if time.monotonic() - heard > task.lease_s:
-                    self._lose(task, over, "nobody confirmed its lease in time")
+                    self._lose(task, beats, _unconfirmed(beats))
                     return
 
     def _heartbeat_once(self, task: Task, timeout_s: float) -> None:
@@ -372,10 +458,76 @@ class TaskClient:
         self.request("POST", "/queue/heartbeat", self._word(task, None), timeout_s=timeout_s, retries=0)
 
     @staticmethod
-    def _lose(task: Task, over: threading.Event, reason: str) -> None:
-        if not over.is_set():  # after the last word a late beat finds no lease, as it should
-            _log.warning("task %s is lost: %s", task.task_id, reason)
+    def _lose(task: Task, beats: "_Beats", what: str) -> None:
+        if not beats.over.is_set():
+            _log.warning("task %s %s", task.task_id, what)
             task.lost.set()
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        agent: str,
+        payload: Any,
+        *,
+        task_id: str | None = None,
+        delay_s: float = 0.0,
+        idempotency_key: str | None = None,
+        type: str = "",  # noqa: A002 - the protocol's word
+        parent: str = "",
+        max_retries: int | None = None,
+    ) -> str:
+        """Send a task to an agent and return its id: for operators, and agents that may send to it."""
+        # With an id of our own the call can be repeated: the same id stores one task.
+        wish: dict[str, Any] = {
+            "agent": agent,
+            "payload": payload,
+            "task_id": task_id or f"t-{uuid.uuid4().hex}",
+            "delay_s": delay_s,
+            "type": type,
+            "parent": parent,
+        }
+        if idempotency_key is not None:
+            wish["idempotency_key"] = idempotency_key
+        if max_retries is not None:
+            wish["max_retries"] = max_retries
+        stored = self._answer(self.request("POST", "/queue/enqueue", wish), _Stored)
+        if stored.warning:
+            _log.warning("task %s: %s", stored.task_id, stored.warning)
+        return stored.task_id
+
+    def get(self, task_id: str) -> TaskInfo:
+        """How a task stands. Raises `UnknownTask` when it is neither ours nor sent by us."""
+        return self._answer(self.request("GET", _task_path(task_id)), TaskInfo)
+
+    def wait(self, task_id: str, timeout_s: float | None = None) -> TaskInfo:
+        """Return the task when it has ended, or as it is when `timeout_s` has passed."""
+        if timeout_s is not None and not 0 <= timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be a number of seconds, 0 or more, or None, not {timeout_s!r}")
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            wait_s = min(max(0.0, deadline - time.monotonic()), WAIT_S_MAX)
+            path = f"{_task_path(task_id)}?wait_s={wait_s:.3f}"
+            answer = self.request("GET", path, timeout_s=self.timeout_s + wait_s)
+            task = self._answer(answer, TaskInfo)
+            if task.ended or time.monotonic() >= deadline:
+                return task
+
+    def ask(self, agent: str, payload: Any, *, timeout_s: float | None = None, **wishes: Any) -> Any:
+        """Send a task to an agent, wait for its result and return it. `wishes` are as for `enqueue`.
+
+        Raises `NoResult` when the task fails for good, or when `timeout_s` has passed.
+        """
+        task = self.wait(self.enqueue(agent, payload, **wishes), timeout_s)
+        if not task.succeeded:
+            raise NoResult(task)
+        return task.result
+
+    def _answer(self, answer: Any, kind: type[_T]) -> _T:
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise Refused(f"the answer of {self._connections.url} does not fit: {error}") from None
 
     # ---- the same, for asyncio -----------------------------------------------------------------
 
@@ -408,6 +560,15 @@ class TaskClient:
     ) -> None:
         await asyncio.to_thread(self.fail_task, task, error, retry_in_s, lease=lease)
 
+    async def aenqueue(self, agent: str, payload: Any, **wishes: Any) -> str:
+        return await asyncio.to_thread(self.enqueue, agent, payload, **wishes)
+
+    async def aget(self, task_id: str) -> TaskInfo:
+        return await asyncio.to_thread(self.get, task_id)
+
+    async def aask(self, agent: str, payload: Any, *, timeout_s: float | None = None, **wishes: Any) -> Any:
+        return await asyncio.to_thread(self.ask, agent, payload, timeout_s=timeout_s, **wishes)
+
     async def arelease_task(self, task: str | Task, *, lease: int | None = None) -> None:
         await asyncio.to_thread(self.release_task, task, lease=lease)
 
@@ -420,9 +581,10 @@ class TaskClient:
         nudge_port: int | None = None,
         nudge_host: str = "127.0.0.1",
         concurrency: int = 1,
-        lease_s: float = LEASE_S,
+        lease_s: float = LEASE_AT_WORK_S,
         grace_s: float = GRACE_S,
         until_empty: bool = False,
+        on_end: Callable[[TaskEnd], None] | None = None,
     ) -> None:
         """Give every task to `handler`, until SIGTERM, SIGINT or `stop()`.
 
@@ -431,11 +593,12 @@ class TaskClient:
 
         Idle, it waits at the harness. With a `nudge_port` it waits at home instead: for `POST /task` there,
         and for `poll_every_s`. When the end is asked for, nothing more is taken; what is held has `grace_s`
-        to finish and is then given back. With `until_empty` it ends when there is nothing to take.
+        to finish and is then given back. With `until_empty` it ends when there is nothing to take. A handler
+        that raises `StopWork` ends it, too. `on_end` is called after each task, in the handler's thread.
         """
         if not 1 <= concurrency <= CONCURRENCY_MAX:
             raise ValueError(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
-        shift = _Shift(self, handler, concurrency, lease_s, grace_s, until_empty)
+        shift = _Shift(self, handler, concurrency, lease_s, grace_s, until_empty, on_end)
         self._shifts.add(shift)
         try:
             shift.run(None if nudge_port is None else (nudge_host, nudge_port))
@@ -492,6 +655,21 @@ class TaskClient:
         self.close()
 
 
+class _Beats:
+    """The heartbeats of one lease. They are sent until it is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.last_word_sent = False
+        """Set before the last word leaves, and cleared when the harness refuses it."""
+
+
+def _unconfirmed(beats: _Beats) -> str:
+    if beats.last_word_sent:
+        return "has a last word that nobody confirmed in time: whether it arrived is not known"
+    return "is lost: nobody confirmed its lease in time"
+
+
 def _pause_s(attempt: int, retry_after_s: float) -> float:
     """Random, so that a hundred agents do not come back in the same moment."""
     longest_s = min(PAUSE_S_MAX, FIRST_PAUSE_S * 2**attempt)
@@ -503,6 +681,10 @@ def _json(what: str, value: Any) -> bytes:
         return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refused(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _task_path(task_id: str) -> str:
+    return f"/tasks/{urllib.parse.quote(task_id, safe='')}"
 
 
 def _count(name: str, number: int) -> int:
@@ -652,6 +834,14 @@ class _Wakes:
             return self._changed.wait_for(lambda: self.count != seen, timeout_s)
 
 
+class _LastWord(NamedTuple):
+    """What is to be said about a task, and what that means."""
+
+    say: Callable[[], None]
+    outcome: str
+    error: str = ""
+
+
 class _Shift:
     """One call of `TaskClient.work`.
 
@@ -667,8 +857,10 @@ class _Shift:
         lease_s: float,
         grace_s: float,
         until_empty: bool,
+        on_end: Callable[[TaskEnd], None] | None,
     ) -> None:
         self._client = client
+        self._on_end = on_end
         self._handler = handler
         self._slots = slots
         self._lease_s = lease_s
@@ -785,13 +977,23 @@ class _Shift:
 
     def _handle(self, task: Task) -> None:
         self._held[task.lease] = task
+        begun = time.monotonic()
         try:
             with self._client.kept_alive(task):
-                self._say(task, self._last_word(task))
+                word = self._last_word(task)
+                outcome = word.outcome if self._say(task, word.say) else "lost"
+        except BaseException:
+            self._report(TaskEnd(task, "released", time.monotonic() - begun))
+            raise
         finally:
             self._held.pop(task.lease, None)
+        self._report(TaskEnd(task, outcome, time.monotonic() - begun, word.error))
 
-    def _last_word(self, task: Task) -> Callable[[], None]:
+    def _report(self, end: TaskEnd) -> None:
+        if self._on_end is not None:
+            self._on_end(end)
+
+    def _last_word(self, task: Task) -> "_LastWord":
         """Run the handler; what is to be said about it."""
         try:
             decision = self._handler(task)
@@ -799,30 +1001,36 @@ class _Shift:
                 decision = asyncio.run(decision)
         except TaskFailed as failure:
             error, retry_in_s = str(failure)[:ERROR_CHARS_MAX], failure.retry_in_s
-            return lambda: self._client.fail_task(task, error, retry_in_s)
+            return _LastWord(lambda: self._client.fail_task(task, error, retry_in_s), "failed", error)
+        except StopWork:
+            self._give_back(task)
+            raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it is the task's failure and not ours
             error = f"{type(failure).__name__}: {failure}"[:ERROR_CHARS_MAX]
-            return lambda: self._client.fail_task(task, error)
+            return _LastWord(lambda: self._client.fail_task(task, error), "failed", error)
         except BaseException:
             self._give_back(task)
             raise
-        return lambda: self._client.complete_task(task, decision)
+        return _LastWord(lambda: self._client.complete_task(task, decision), "completed")
 
-    def _say(self, task: Task, word: Callable[[], None]) -> None:
-        """Work that is done is not thrown away while its lease can be shown."""
+    def _say(self, task: Task, word: Callable[[], None]) -> bool:
+        """Whether the last word was accepted. It is repeated while its lease can be shown."""
         while True:
             try:
-                return word()
+                word()
             except NotAllowed:
                 raise
             except (StaleLease, UnknownTask, WrongState) as error:
-                return _log.warning("task %s went to somebody else: %s", task.task_id, error)
+                _log.warning("task %s went to somebody else: %s", task.task_id, error)
+                return False
             except Refused as error:
                 word = partial(self._fail_quietly, task, str(error))  # such as a decision that is no JSON
             except Unreachable as error:
                 _log.warning("task %s waits with its last word: %s", task.task_id, error)
                 if task.lost.wait(PAUSE_S_MAX):
-                    return None
+                    return False
+            else:
+                return True
 
     def _fail_quietly(self, task: Task, reason: str) -> None:
         try:

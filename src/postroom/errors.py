@@ -255,6 +255,15 @@ EXIT_CODES: dict[type[BaseException], int] = {
 """The first class in an error's family that is named here decides."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error of a decoder says, in words for a user."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} (0x{error.object[error.start]:02x}) is not UTF-8 text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error)
+
+
 def exit_code(error: BaseException) -> int:
     """What the command line returns for an error."""
     return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), EXIT_RUNTIME)

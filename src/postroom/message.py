@@ -129,6 +129,8 @@ class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ttl_ns: int = 0
     """How long it may wait for its first delivery; 0 for ever."""
     durability: Durability = "os"
+    sender: str = ""
+    """The agent that sent it; empty when an operator or the library did."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta
 
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, reason
 from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 
 DEFAULT_SESSION = "default"
@@ -377,12 +377,8 @@ def _document(config: Path) -> dict[str, Any]:
         return tomllib.loads(config.read_text("utf-8"))
     except OSError as error:
         raise InvalidSetting(f"cannot read {config}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"{config} is not TOML: it is not UTF-8") from None
-    except RecursionError:
-        raise InvalidSetting(f"{config} is not TOML that can be read: it is nested too deeply") from None
-    except ValueError as error:  # also a number of more digits than Python reads
-        raise InvalidSetting(f"{config} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+        raise InvalidSetting(f"{config} is not TOML: {reason(error)}") from None
 
 
 def _entries(

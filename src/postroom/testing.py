@@ -12,7 +12,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -147,6 +147,24 @@ class FaultyStore:
     @on_ready.setter
     def on_ready(self, told: Callable[[set[str]], None] | None) -> None:
         self.store.on_ready = told
+
+    @property
+    def on_ended(self) -> Callable[[], None] | None:
+        """As the store that it wraps has it."""
+        return self.store.on_ended
+
+    @on_ended.setter
+    def on_ended(self, told: Callable[[], None] | None) -> None:
+        self.store.on_ended = told
+
+    @property
+    def on_notable(self) -> Callable[[Sequence[Event]], None] | None:
+        """As the store that it wraps has it."""
+        return self.store.on_notable
+
+    @on_notable.setter
+    def on_notable(self, told: Callable[[Sequence[Event]], None] | None) -> None:
+        self.store.on_notable = told
 
     @property
     def trouble(self) -> str:
@@ -954,6 +972,32 @@ class StoreContract(ABC):
             with _raises(KeyError):
                 store.write(lambda transaction: [transaction.insert([_envelope()]), _fails()])
             assert len(told) == 4
+
+    def test_who_waits_for_a_result_is_told_after_the_commit(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            told: list[bool] = []
+            store.on_ended = lambda: told.append(True)
+            _put_in(store, 3, max_retries=0)
+            first, second, third = _claim(store, 3)
+            _release(store, *_ids(third))
+            assert told == []
+            _complete(store, *_ids(first))
+            _fail(store, *_ids(second))  # a dead letter
+            store.write(lambda transaction: transaction.apply(ByIds((third.message_id,)), lifecycle.cancel))
+            assert told == [True] * 3
+
+    def test_the_sender_is_kept_and_a_name_belongs_to_its_sender(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            sent = [_envelope(sender="planner"), _envelope(sender="planner", message_id="x"), _envelope()]
+            ids = [accepted.message_id for accepted in _insert(store, *sent)]
+            ids += [accepted.message_id for accepted in _insert(store, _envelope(sender="critic"))]
+            stored = [store.read(message_id) for message_id in ids]
+            senders = [each and each.envelope.sender for each in stored]
+            assert senders == ["planner", "planner", "", "critic"]
+            assert [accepted.duplicate for accepted in _insert(store, sent[1])] == [True]
+            for other in ("", "critic"):
+                with _raises(InvalidMessage):
+                    _insert(store, _envelope(sender=other, message_id="x"))
 
     # ---- keeping -------------------------------------------------------------------------------
 

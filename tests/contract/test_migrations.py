@@ -4,12 +4,18 @@ Each holds, in queue `triage`: a waiting task, one with a name of its own and a 
 one that failed before, a completed one, a dead letter, and a cancelled one.
 """
 
+import json
 import shutil
+import sqlite3
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from postroom import Tasks
+from postroom.contracts.tasks import DECISIONS, STATUS, TaskInfo
 from postroom.errors import StoreDamaged, WriteFailed
 from postroom.stores import sqlite
 from postroom.testing import ManualClock
@@ -83,3 +89,85 @@ def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(
             tasks.enqueue(agent="triage", payload=1)
     with open_tasks(old_store) as tasks:
         assert len(tasks.find()) == 7
+
+
+# ---- foreman's table ---------------------------------------------------------------------------------
+
+COLUMNS = [
+    "task_id", "agent_url", "status", "payload", "created_at", "claimed_at", "completed_at", "result",
+    "retry_count", "last_heartbeat",
+]  # fmt: skip
+
+
+def foreman_rows(path: Path) -> list[dict[str, Any]]:
+    """The view as any SQLite program sees it: here the one of the standard library."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(row) for row in connection.execute("SELECT * FROM task_queue ORDER BY created_at")]
+
+
+def as_foreman(info: TaskInfo) -> dict[str, Any]:
+    def text(moment: datetime | None) -> str | None:
+        return None if moment is None else f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
+
+    return {
+        "task_id": info.task_id,
+        "agent_url": info.agent,
+        "status": info.status,
+        "payload": json.dumps(info.payload),
+        "created_at": text(info.created_at),
+        "claimed_at": text(info.claimed_at),
+        "completed_at": text(info.completed_at),
+        "result": None if info.result is None else json.dumps(info.result, separators=(",", ":")),
+        "retry_count": info.retry_count,
+        "last_heartbeat": text(info.last_heartbeat),
+    }
+
+
+def by_id(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["task_id"]: row for row in rows}
+
+
+def test_a_store_of_an_earlier_version_has_foremans_table(old_store: Path) -> None:
+    with open_tasks(old_store) as tasks:
+        expected = [as_foreman(tasks.get(line.task_id)) for line in tasks.find()]
+    rows = foreman_rows(old_store)
+    assert list(rows[0]) == COLUMNS
+    assert by_id(rows) == by_id(expected)
+    assert {row["status"] for row in rows} == {"pending", "claimed", "completed", "failed", "cancelled"}
+
+
+def test_foremans_table_follows_every_state_and_leaves_decisions_out(tmp_path: Path) -> None:
+    path = tmp_path / "queue.db"
+    with open_tasks(path) as tasks:
+        task_id = tasks.enqueue(agent="triage", payload="claimed and done")
+        [task] = tasks.claim(agent="triage")
+        tasks.heartbeat(task.task_id, task.lease)
+        tasks.complete(task.task_id, task.lease, {"label": "bug"})
+        tasks.open_decision(task_id)
+        [decision] = tasks.claim(agent=DECISIONS)
+        tasks.settle(decision)
+        [row] = foreman_rows(path)
+        assert row == as_foreman(tasks.get(task_id))
+        assert row["status"] == "done"
+
+
+def test_foremans_status_of_each_state_is_the_contracts(tmp_path: Path) -> None:
+    path = tmp_path / "queue.db"
+    with open_tasks(path) as tasks:
+        for state in STATUS:
+            tasks.enqueue(agent="triage", payload=1, task_id=state)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE records SET state = message_id")
+        connection.commit()
+    assert {row["task_id"]: row["status"] for row in foreman_rows(path)} == STATUS
+
+
+@pytest.mark.parametrize(
+    "statement", ["UPDATE task_queue SET status = 'done'", "DELETE FROM task_queue"], ids=["update", "delete"]
+)
+def test_foremans_table_can_only_be_read(old_store: Path, statement: str) -> None:
+    with open_tasks(old_store) as tasks:
+        tasks.status()
+    with closing(sqlite3.connect(old_store)) as connection, pytest.raises(sqlite3.Error, match="view"):
+        connection.execute(statement)

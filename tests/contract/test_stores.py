@@ -1,11 +1,15 @@
 """Every store keeps the contract; then what SQLite has to prove: processes, threads, disks and damage."""
 
+import itertools
 import os
 import sqlite3
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from postroom.errors import (
     StoreDamaged,
     WriteFailed,
 )
-from postroom.message import Envelope
+from postroom.message import Durability, Envelope
 from postroom.stores import batches, sqlite, sqliteverbs
 from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
 from postroom.stores.eventruns import UNTOLD_MAX
@@ -415,13 +419,33 @@ def test_a_file_of_a_newer_version_is_refused_and_left_alone(store: SqliteStore,
     assert rows == (1,)
 
 
-def test_a_file_that_is_no_database_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
-    path.write_bytes(b"these are notes of somebody" * 100)
-    with pytest.raises(StoreDamaged, match="is damaged"):
+@pytest.mark.parametrize("text", [b"root:x:0:0::/root:/bin/sh\n", b"these are notes of somebody" * 100])
+def test_a_file_that_is_no_database_is_refused_and_left_alone(
+    store: SqliteStore, path: Path, text: bytes
+) -> None:
+    path.write_bytes(text)
+    for look in (lambda: insert(store, b"1"), store.count):
+        with pytest.raises(StoreDamaged, match="is not a store of tasks: it is no SQLite database"):
+            look()
+    assert path.read_bytes() == text
+    assert os.listdir(path.parent) == [path.name]  # nothing is put beside it
+
+
+def test_a_database_of_another_program_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
+    other = sqlite3.connect(path)
+    other.executescript("CREATE TABLE bookmarks (url TEXT); PRAGMA user_version = 1")
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreDamaged, match="it is the database of another program"):
         insert(store, b"1")
-    with pytest.raises(StoreDamaged):
-        store.count()
-    assert path.read_bytes() == b"these are notes of somebody" * 100
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_folder_in_place_of_the_file_is_refused(store: SqliteStore, path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(StoreDamaged, match="is not a file"):
+        insert(store, b"1")
 
 
 def test_a_damaged_page_is_said(store: SqliteStore, path: Path) -> None:
@@ -631,6 +655,72 @@ def test_a_disk_that_is_full_from_the_start_is_said(small_disk: Path) -> None:
     store.close()
 
 
+# ---- turns -----------------------------------------------------------------------------------------
+
+MESSAGES = 25
+SLOW_S = 0.01  # a commit on a slow disk, longer than a turn at the lock
+
+
+class Poller:
+    """Asks for work in a tight loop on a slow disk, and counts its commits where everybody sees them."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+        self._memory = mmap(-1, 16)  # shared with forked children
+
+    @property
+    def commits(self) -> int:
+        return int.from_bytes(self._memory[:8], "little")
+
+    def ask_until_told(self) -> None:
+        for number in itertools.count(1):
+            if self._memory[8]:
+                return
+            self._store.write(self._look)
+            self._memory[:8] = number.to_bytes(8, "little")
+
+    @staticmethod
+    def _look(transaction: Transaction) -> None:
+        transaction.claim(Claim("nothing", "poller", 1, NANOS_PER_S))
+        time.sleep(SLOW_S)
+
+    def stop(self) -> None:
+        self._memory[8] = 1
+
+
+def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
+    """How many commits the poller made while a sender stored its messages one by one."""
+    while not poller.commits:
+        time.sleep(SLOW_S)
+    before = poller.commits
+    for number in range(MESSAGES):
+        insert(sender, b"%d" % number)
+    made = poller.commits - before
+    poller.stop()
+    return made
+
+
+def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
+    """A poller that comes back stands behind the sender: they take turns, on a slow disk as well."""
+    sender, poller = SqliteStore(path), Poller(SqliteStore(path))
+    insert(sender, b"first")
+    sender.close()
+    child = children.start(poller.ask_until_told)
+    made = commits_while_sending(poller, sender)
+    children.wait(child)
+    assert made <= 2 * MESSAGES
+    sender.close()
+
+
+def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteStore) -> None:
+    insert(store, b"first")
+    poller = Poller(store)
+    thread = in_background(poller.ask_until_told)
+    made = commits_while_sending(poller, store)
+    thread.join(LONG_S)
+    assert made <= 2 * MESSAGES
+
+
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
     return FaultyDisk(monkeypatch)
@@ -646,6 +736,30 @@ def test_only_what_asks_for_it_is_synced(store: SqliteStore, disk: FaultyDisk) -
     assert disk.calls == 2
     complete(store, name, dict(claim(store, 1))[name])  # its end is as durable as its beginning
     assert disk.calls == 4
+
+
+@pytest.mark.parametrize("name", [{"key": "delivery-93"}, {"message_id": "t-1"}], ids=["key", "id"])
+@pytest.mark.parametrize("first", ["os", "group", "fsync"])
+@pytest.mark.parametrize("second", ["os", "group", "fsync"])
+def test_a_repeated_enqueue_is_answered_after_the_first_record_is_synced(
+    path: Path, disk: FaultyDisk, name: dict[str, str], first: Durability, second: Durability
+) -> None:
+    """The first enqueue may come from a process that was killed between its commit and its fsync."""
+    killed, store = SqliteStore(path), SqliteStore(path)
+    insert(store, b"other")
+    disk.failing = True
+    with suppress(WriteFailed):
+        insert(killed, b"1", durability=first, **name)
+    disk.failing = False
+    synced = disk.calls
+    [message_id] = insert(store, b"1", durability=second, **name)
+    assert store.find(ByIds((message_id,)))[0].durability == first
+    assert disk.calls - synced == (0 if first == second == "os" else 1)
+    synced = disk.calls
+    assert insert(store, b"2", b"3", durability=second, **name) == [message_id] * 2
+    assert disk.calls - synced == (0 if first == second == "os" else 1)
+    killed.close()
+    store.close()
 
 
 def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(

@@ -12,7 +12,7 @@ import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
 from postroom.contracts import tasks as module
-from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX, Retention, Task
+from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX, Retention, Task, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -634,6 +634,110 @@ def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no
     assert (on_disk.get(later).result, on_disk.get(task_id).status) == ("woken", "pending")
     os.close(asleep)
     os.close(fall_asleep)
+
+
+@pytest.mark.parametrize("how", ["complete", "fail", "cancel"])
+def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_rings: None) -> None:
+    tasks = Tasks.open(url)
+    task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
+    got: list[TaskInfo] = []
+    waiting = in_background(lambda: got.append(tasks.wait(task_id)))
+    while not tasks.bell._listeners:
+        waiting.join(0.001)
+    task = take(tasks)
+    tasks.heartbeat(task_id, task.lease)
+    match how:
+        case "complete":
+            tasks.complete(task_id, task.lease, {"label": "bug"})
+        case "fail":
+            tasks.fail(task_id, task.lease, "no")
+        case "cancel":
+            tasks.cancel(task_id)
+    waiting.join(LONG_S)
+    [info] = got
+    assert info == tasks.get(task_id)
+    assert info.ended
+    assert info.result == ({"label": "bug"} if how == "complete" else None)
+    assert tasks.wait(task_id, 0) == info  # one that has ended is not waited for
+    assert tasks.bell._listeners == {}
+    tasks.close()
+
+
+def test_a_wait_for_a_result_hears_another_process(
+    on_disk: Tasks, only_rings: None, no_child_left: None
+) -> None:
+    task_id = on_disk.enqueue(agent="a", payload=1)
+    on_disk.claim(agent="b", wait_s=0.01)
+    if not on_disk.bell.reaches_others:
+        pytest.skip("a ring of another process was NOT tested: this system has no inotify")
+    begin, begun = os.pipe()
+
+    def child() -> None:
+        os.read(begin, 1)
+        task = take(on_disk)
+        on_disk.complete(task_id, task.lease, "done elsewhere")
+        on_disk.close()
+
+    pid = children.start(child)
+    got: list[TaskInfo] = []
+    waiting = in_background(lambda: got.append(on_disk.wait(task_id, FOR_EVER_S)))
+    while not on_disk.bell._listeners:
+        waiting.join(0.001)
+    os.write(begun, b"!")
+    waiting.join(LONG_S)
+    children.wait(pid)
+    assert [info.result for info in got] == ["done elsewhere"]
+    os.close(begin)
+    os.close(begun)
+
+
+def test_a_wait_for_a_result_that_takes_too_long_gives_the_task_as_it_is(tasks: Tasks) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    assert tasks.wait(task_id, 0.01).status == "pending"
+    take(tasks)
+    info = tasks.wait(task_id, 0)
+    assert (info.status, info.ended) == ("claimed", False)
+    with pytest.raises(UnknownTask):
+        tasks.wait("nothing", 0.01)
+    with pytest.raises(InvalidMessage, match="timeout_s must be"):
+        tasks.wait(task_id, -1)
+
+
+def test_a_lost_ring_delays_a_result_and_no_more(url: str) -> None:
+    tasks = Tasks.open(url)
+    task_id = tasks.enqueue(agent="a", payload=1)
+    tasks.store.on_ended = None
+    got: list[TaskInfo] = []
+    waiting = in_background(lambda: got.append(tasks.wait(task_id)))
+    task = take(tasks)
+    tasks.complete(task_id, task.lease, "late")
+    waiting.join(LONG_S)
+    assert [info.result for info in got] == ["late"]
+    tasks.close()
+
+
+def test_a_task_shows_when_its_lease_ends(tasks: Tasks, clock: ManualClock) -> None:
+    task_id = tasks.enqueue(agent="a", payload=1)
+    assert tasks.get(task_id).lease_ends_at is None
+    task = take(tasks, lease_s=60.0)
+    claimed = tasks.get(task_id)
+    assert claimed.claimed_at is not None
+    assert claimed.lease_ends_at == claimed.claimed_at + timedelta(seconds=60)
+    clock.advance(10)
+    tasks.heartbeat(task_id, task.lease)
+    assert tasks.get(task_id).lease_ends_at == claimed.lease_ends_at + timedelta(seconds=10)
+    tasks.complete(task_id, task.lease)
+    assert tasks.get(task_id).lease_ends_at is None
+
+
+def test_keys_belong_to_their_sender(tasks: Tasks) -> None:
+    new: dict[str, Any] = {"agent": "a", "payload": 1, "idempotency_key": "issue-7"}
+    ids = [tasks.enqueue(**new, sender=sender) for sender in ("planner", "critic", "")]
+    assert len(set(ids)) == 3
+    assert [tasks.enqueue(**new, sender=sender) for sender in ("planner", "critic", "")] == ids
+    assert [tasks.get(task_id).sender for task_id in ids] == ["planner", "critic", ""]
+    with pytest.raises(InvalidName):
+        tasks.enqueue(agent="a", payload=1, sender="a:b")
 
 
 @pytest.mark.parametrize("how", ["enqueue", "release", "fail", "retry"])

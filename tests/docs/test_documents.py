@@ -304,7 +304,9 @@ def call(contract: type, name: str) -> str:
             parts.append("*")
         default = parameter.default
         shown = f'"{default}"' if isinstance(default, str) else repr(default)
-        parts.append(parameter.name if default is parameter.empty else f"{parameter.name}={shown}")
+        star = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        plain = f"{star}{parameter.name}"
+        parts.append(plain if default is parameter.empty else f"{parameter.name}={shown}")
     return f"{contract.__name__ if name == '__init__' else name}({', '.join(parts)})"
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +18,17 @@ import pytest
 from postroom import Tasks
 from postroom.cli import tasks as commands
 from postroom.cli.program import ProgramFailed, run_program
+from postroom.core.times import parse_utc
 from postroom.message import State
-from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start
+from tests.integration.commandline import (
+    HANG_GUARD_S,
+    Result,
+    finish,
+    isolate,
+    postroom,
+    run_on_terminal,
+    start,
+)
 from tests.integration.harnesses import Harness, serving
 from tests.waiting import until
 
@@ -40,14 +51,18 @@ def both_ways(
 ) -> tuple[str, ...]:
     """The options that say where the tasks are."""
     if request.param == "folder":
+        with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
+            tasks.status()
         return ("--data", str(tmp_path / "data"))
     monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
     return ("--url", harness.url)
 
 
 @pytest.fixture
-def agent(request: pytest.FixtureRequest) -> str:
-    return f"agent-{abs(hash(request.node.nodeid))}"
+def agent(request: pytest.FixtureRequest, harness: Harness) -> str:
+    name = f"agent-{abs(hash(request.node.nodeid))}"
+    harness.token(name)
+    return name
 
 
 def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
@@ -131,6 +146,89 @@ def test_cancel_and_retry(where: tuple[str, ...], agent: str) -> None:
     assert tasks_command("next", *where, "--agent", agent)["task_id"] == task_id
 
 
+def test_a_result_is_waited_for(where: tuple[str, ...], agent: str) -> None:
+    new = ("enqueue", *where, "--agent", agent, "--payload", '{"issue": 7}')
+    task_id = tasks_command(*new)["task_id"]
+    pending = postroom("tasks", "wait", task_id, *where, "--timeout", "0.05")
+    assert (pending.code, pending.line["status"]) == (1, "pending")
+    assert pending.error == f"postroom: task {task_id} has not ended: it is pending"
+    waiting = start("postroom", "tasks", "wait", task_id, *where)
+    task = tasks_command("next", *where, "--agent", agent)
+    tasks_command("complete", task_id, *where, "--lease", task["lease"], "--decision", '{"label": "bug"}')
+    done = finish(waiting)
+    assert (done.code, done.errors) == (0, "")
+    assert done.line == {
+        "task_id": task_id, "agent": agent, "status": "completed", "state": "COMPLETED",
+        "result": {"label": "bug"}, "errors": [],
+    }  # fmt: skip
+    asking = start("postroom", "tasks", *new, "--wait", "--timeout", "60", "--max-retries", "0")
+    asked = tasks_command("next", *where, "--agent", agent, "--wait-s", 60)
+    tasks_command("fail", asked["task_id"], *where, "--lease", asked["lease"], "--error", "no such label")
+    failed = finish(asking)
+    assert (failed.code, failed.line["errors"]) == (1, ["no such label"])
+    assert "ended as failed" in failed.error
+
+
+def test_a_task_shows_its_lease_and_every_time_in_one_form(where: tuple[str, ...], agent: str) -> None:
+    task_id = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1")["task_id"]
+    tasks_command("next", *where, "--agent", agent, "--lease-s", 60)
+    shown = tasks_command("show", task_id, *where)
+    listed = postroom("tasks", "list", *where, "--agent", agent).line
+    times = [shown[name] for name in ("created_at", "claimed_at", "last_heartbeat", "lease_ends_at")]
+    times += [event["at"] for event in shown["history"]]
+    times.append(listed["created_at"])
+    for text in times:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", text), text
+    assert parse_utc(shown["lease_ends_at"]) - parse_utc(shown["claimed_at"]) == timedelta(seconds=60)
+
+
+def test_tasks_come_in_as_lines(where: tuple[str, ...], agent: str) -> None:
+    other = f"{agent}-x"
+    lines = [{"payload": n} for n in range(3)] + [{"payload": 3, "agent": agent, "type": "last"}]
+    text = "\n\n".join(map(json.dumps, lines)).encode()
+    done = postroom("tasks", "enqueue", *where, "--agent", agent, "--batch", "-", stdin=text)
+    assert (done.code, done.errors) == (0, "")
+    taken = postroom("tasks", "next", *where, "--agent", agent, "--limit", 10).lines
+    assert [task["payload"] for task in taken] == [0, 1, 2, 3]
+    assert [task["task_id"] for task in taken] == [line["task_id"] for line in done.lines]
+    Path("tasks.jsonl").write_text('{"payload": 1}\n')
+    ids = postroom("tasks", "enqueue", *where, "--agent", other, "--batch", "tasks.jsonl", "--id-only")
+    shown = tasks_command("show", ids.out.strip(), *where)
+    assert (shown["agent"], shown["payload"]) == (other, 1)
+
+
+def test_many_lines_are_several_commits(where: tuple[str, ...], agent: str) -> None:
+    lines = b"".join(b'{"payload": %d}\n' % n for n in range(commands.BATCH_TASKS + 5))
+    done = postroom("tasks", "enqueue", *where, "--agent", agent, "--batch", "-", stdin=lines)
+    assert (done.code, len(done.lines)) == (0, commands.BATCH_TASKS + 5)
+    assert tasks_command("status", *where)["agents"][agent]["depth"] == commands.BATCH_TASKS + 5
+
+
+def test_dead_letters_are_tried_again_together(where: tuple[str, ...], agent: str) -> None:
+    new = ("enqueue", *where, "--agent", agent, "--payload", "1", "--max-retries", "0")
+    ids = [tasks_command(*new)["task_id"] for _ in range(3)]
+    alive = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1", "--delay-s", 60)["task_id"]
+
+    def kill_all() -> None:
+        for task in postroom("tasks", "next", *where, "--agent", agent, "--limit", 10).lines:
+            tasks_command("fail", task["task_id"], *where, "--lease", task["lease"], "--error", "no")
+
+    def tried_again(*which: object) -> list[str]:
+        done = postroom("tasks", "retry", *where, *which)
+        assert (done.code, done.errors) == (0, "")
+        return [line["task_id"] for line in done.lines]
+
+    kill_all()
+    assert tried_again("--agent", f"{agent}-other") == []
+    assert tried_again("--agent", agent, "--since", "2100-01-01T00:00:00Z") == []
+    assert tried_again("--agent", agent, "--since", "2020-01-01T00:00:00Z") == ids
+    kill_all()
+    assert tried_again("--agent", agent) == ids
+    kill_all()
+    assert set(ids) <= set(tried_again("--all-dead"))
+    assert tasks_command("show", alive, *where)["state"] == "SCHEDULED"
+
+
 def test_stale_leases_and_unknown_tasks_are_one_sentence(where: tuple[str, ...], agent: str) -> None:
     task_id = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1")["task_id"]
     lease = tasks_command("next", *where, "--agent", agent)["lease"]
@@ -169,7 +267,20 @@ def test_a_payload_and_a_decision_come_from_an_option_a_file_or_stdin(
 DATA = ["--data", "data"]
 WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "nowhere": (["status"], "--data"),
-    "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data"),
+    "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data and --url name two places"),
+    "file in place of a folder": (["enqueue", "--data", "data/queue.db", "--agent", "a"], "is a file"),
+    "payload that is no text": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", '"\udcff"'],
+        "not UTF-8 text",
+    ),
+    "delay over its limit": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "1e13"],
+        "delay_s must be a number of seconds from 0 to 31622400, not 10000000000000.0",
+    ),
+    "delay a little over its limit": (
+        ["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "31622401"],
+        "delay_s must be a number of seconds from 0 to 31622400, not 31622401.0",
+    ),
     "no token": (["status", "--url", "http://127.0.0.1:1"], "POSTROOM_TOKEN"),
     "no address": (["status", "--url", "here", "--token", "x"], "address"),
     "bad token": (["status", "--url", "http://127.0.0.1:1", "--token", "a\nb"], "ASCII"),
@@ -182,6 +293,15 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "bad agent": (["enqueue", *DATA, "--agent", "../x", "--payload", "1"], "'../x'"),
     "bad id": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--task-id", "a b"], "'a b'"),
     "endless delay": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "inf"], "inf"),
+    "batch and payload": (["enqueue", *DATA, "--batch", "-", "--payload", "1"], "--batch"),
+    "retry of nothing": (["retry", *DATA], "--all-dead"),
+    "retry of one and all": (["retry", "t1", "--all-dead", *DATA], "--all-dead"),
+    "retry since no time": (["retry", *DATA, "--since", "yesterday"], "RFC 3339"),
+    "endless timeout": (["wait", "t1", *DATA, "--timeout", "inf"], "inf"),
+    "work at two places": (
+        ["work", *DATA, "--url", "http://x", "--agent", "a", "--exec", "true"],
+        "two places",
+    ),
     "no lease": (["complete", "t1", *DATA], "--lease"),
     "lease that is no number": (["complete", "t1", *DATA, "--lease", "x"], "--lease"),
     "no task": (["show", *DATA], "TASK_ID"),
@@ -203,6 +323,87 @@ def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
     done = postroom("tasks", *arguments)
     assert (done.code, done.raw) == (2, b"")
     assert expected in done.error
+    assert "codec" not in done.error
+    assert "\\n" not in done.error
+
+
+BAD_LINES = {
+    "no JSON": (b'{"payload": 1}\n{', "line 2 of --batch is not a JSON object"),
+    "no text": (b'{"payload": "\xff"}', "line 1 of --batch is not a JSON object: byte 0 (0xff) is not UTF-8"),
+    "no object": (b"[1]", "line 1 of --batch is not a JSON object"),
+    "unknown key": (b'{"payload": 1, "colour": 2}', "line 1 of --batch has 'colour', which no task has"),
+    "no payload": (b'{"agent": "a"}', "line 1 of --batch has no payload"),
+    "no agent": (b'{"payload": 1}', "line 1 of --batch names no agent"),
+    "a wrong value": (b'{"agent": "a", "payload": 1, "delay_s": -1}', "delay_s must be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_named_and_nothing_of_its_batch_is_stored(case: str) -> None:
+    lines, expected = BAD_LINES[case]
+    with Tasks.open("sqlite:///data/queue.db") as tasks:
+        tasks.status()
+        agent = [] if case == "no agent" else ["--agent", "a"]
+        done = postroom("tasks", "enqueue", *DATA, *agent, "--batch", "-", stdin=lines)
+        assert (done.code, done.raw) == (2, b"")
+        assert expected in done.error
+        assert tasks.find() == []
+
+
+def test_a_new_store_and_an_agent_that_nobody_registered_are_said() -> None:
+    new = ("enqueue", *DATA, "--payload", "1", "--agent")
+    first = postroom("tasks", *new, "a")
+    assert (first.code, bool(first.line["task_id"])) == (0, True)
+    assert first.error == "postroom: warning: there was no store in data: a new one is made"
+    assert postroom("tasks", *new, "b").errors == ""  # a folder without registered agents needs none
+    tasks_command("agent", "add", "a", *DATA)
+    assert postroom("tasks", *new, "a").errors == ""
+    stranger = postroom("tasks", *new, "b")
+    assert (stranger.code, stranger.error) == (0, "postroom: warning: no agent 'b' is registered in data")
+
+
+def test_a_harness_warns_of_an_agent_that_nobody_registered(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_TOKEN", harness.tokens["boss"])
+    done = postroom("tasks", "enqueue", "--url", harness.url, "--agent", "nobody-knows", "--payload", "1")
+    assert (done.code, bool(done.line["task_id"])) == (0, True)
+    assert done.error == "postroom: warning: no agent 'nobody-knows' is registered here"
+
+
+def test_a_token_alone_and_who_may_be_sent_to(harness: Harness) -> None:
+    added = postroom("tasks", "agent", "add", "planner", *DATA, "--may-send-to", "critic", "--token-only")
+    assert re.fullmatch(r"pr_[\w-]{43}\n", added.out)
+    tasks_command("agent", "add", "critic", *DATA)
+    planner, critic = postroom("tasks", "agent", "list", *DATA).lines
+    assert (planner["may_send_to"], critic["may_send_to"]) == (["critic"], [])
+    assert planner["created"].endswith("Z")
+
+
+def test_the_choices_of_a_missing_option_stand_on_the_same_line() -> None:
+    done = postroom("queue", "send")
+    assert (done.code, done.raw) == (2, b"")
+    assert "'--topic'. Choose from: answer, ask," in done.error
+    assert "\\n" not in done.error
+    assert "\\t" not in done.error
+
+
+def test_a_settings_file_that_is_no_text_is_said_in_words() -> None:
+    Path("postroom.toml").write_bytes(b"\xff\xfe")
+    done = postroom("bus", "tail", "--bus", "bus.yaml")
+    assert (done.code, done.raw) == (2, b"")
+    assert "postroom.toml is not TOML: byte 0 (0xff) is not UTF-8 text" in done.error
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("enqueue", "--agent", "a", "--payload", "1")])
+def test_a_system_file_as_the_store_is_refused_and_untouched(arguments: tuple[str, ...]) -> None:
+    Path("data").mkdir()
+    Path("data/queue.db").write_bytes(b"root:x:0:0::/root:/bin/sh\n")
+    done = postroom("tasks", arguments[0], "--data", "data", *arguments[1:])
+    assert (done.code, done.raw) == (1, b"")
+    assert "is not a store of tasks: it is no SQLite database" in done.error
+    assert os.listdir("data") == ["queue.db"]
+    assert Path("data/queue.db").read_bytes() == b"root:x:0:0::/root:/bin/sh\n"
 
 
 def test_what_a_harness_refuses_as_wrong_is_exit_code_2_too(
@@ -258,6 +459,8 @@ def test_agents_and_their_tokens() -> None:
 def test_people_get_tables_and_records(tmp_path: Path) -> None:
     data = ("--data", tmp_path / "data")
     payload = json.dumps({"title": "evil \x1b[31m title"})
+    with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
+        tasks.status()
     task_id = tasks_command("enqueue", *data, "--agent", "triage", "--payload", payload)["task_id"]
     shown = {
         name: run_on_terminal("postroom", "tasks", *arguments, *data)
@@ -313,6 +516,18 @@ def test_a_harness_executes_decisions_with_a_program_and_ends_at_a_signal(tmp_pa
     assert harness.tokens["a"] not in "".join(log)
 
 
+def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-lease-s", "5") as harness, harness.tasks() as tasks:
+        for _ in range(2):
+            tasks.enqueue(agent="a", payload=1)
+        with harness.client("a") as client:
+            given = [client.next_task(lease_s=lease_s) for lease_s in (300.0, 2.0)]
+        assert [task.lease_s for task in given if task is not None] == [5.0, 2.0]
+    for wrong in ("0", "99999999"):
+        done = finish(start("postroom", "tasks", "serve", *DATA, "--max-lease-s", wrong, "--port", "0"))
+        assert (done.code, "lease_s_max must be" in done.error) == (2, True)
+
+
 def test_a_port_that_is_taken_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
     done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
     assert done.code == 1
@@ -345,7 +560,8 @@ def test_any_program_can_be_an_agent(harness: Harness, agent: str) -> None:
     with harness.tasks() as tasks:
         ids = [tasks.enqueue(agent=agent, payload=n) for n in (1, 2)]
         done = finish(work(harness, agent, python(code), "--until-empty"))
-        assert (done.code, done.raw, done.errors) == (0, b"", "")
+        assert (done.code, done.errors) == (0, "")
+        assert [(line["task_id"], line["outcome"]) for line in done.lines] == [(i, "completed") for i in ids]
         results = [tasks.get(task_id).result for task_id in ids]
         assert [result[0] for result in results] == [2, 4]
         assert results[0][1] == ["attempt", "lease", "lease_s", "parent", "payload", "task_id", "type"]
@@ -366,7 +582,7 @@ FAILURES = {
     "signal": ("kill -9 $$", "signal 9"),
     "no JSON": ("echo hello", "not JSON"),
     "too much": ("yes | head -c 2000000", "more than 1048576 bytes"),
-    "no such program": ("/nonexistent/program", "exit code 127"),
+    "no UTF-8": ("printf '\"\\377\"'", "not JSON: byte 0 (0xff) is not UTF-8 text"),
 }
 
 
@@ -375,10 +591,79 @@ def test_a_program_that_fails_fails_the_task_and_says_why(harness: Harness, agen
     command, expected = FAILURES[case]
     with harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1, max_retries=0)
-        assert finish(work(harness, agent, command, "--until-empty")).code == 0
+        done = finish(work(harness, agent, command, "--until-empty"))
+        assert (done.code, done.line["outcome"]) == (0, "failed")
         task = tasks.get(task_id)
         assert task.status == "failed"
         assert expected in task.errors[0]
+        assert done.line["error"] == task.errors[0]
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_a_program_that_cannot_be_run_ends_the_worker_and_fails_no_task(
+    harness: Harness, agent: str, tmp_path: Path, code: int
+) -> None:
+    program = tmp_path / "program"
+    if code == 126:
+        program.write_text("#!/bin/sh\n")  # and not executable
+    with harness.tasks() as tasks:
+        task_id = tasks.enqueue(agent=agent, payload=1, max_retries=0)
+        done = finish(work(harness, agent, str(program)))
+        assert (done.code, done.line["outcome"]) == (1, "released")
+        assert f"the program cannot be run, and no task has failed: exit code {code}" in done.error
+        assert (tasks.get(task_id).status, tasks.get(task_id).retry_count) == ("pending", 0)
+
+
+def test_a_folder_is_worked_on_without_a_harness(tmp_path: Path) -> None:
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
+        good, bad = (tasks.enqueue(agent="a", payload=n, max_retries=0) for n in (1, 2))
+        command = python("import json, sys; n = json.load(sys.stdin)['payload']; print(10 / (2 - n))")
+        where = ("--data", tmp_path, "--agent", "a", "--exec", command)
+        done = finish(start("postroom", "tasks", "work", *where, "--until-empty"))
+        assert (done.code, done.errors) == (0, "")
+        outcomes = {line["task_id"]: line["outcome"] for line in done.lines}
+        assert outcomes == {good: "completed", bad: "failed"}
+        assert (tasks.get(good).result, tasks.get(bad).status) == (10.0, "failed")
+        assert "ZeroDivisionError" in tasks.get(bad).errors[0]
+        process = start("postroom", "tasks", "work", *where)  # waits for more, and ends when it is told to
+        later = tasks.enqueue(agent="a", payload=1)
+        assert tasks.wait(later, HANG_GUARD_S).result == 10.0
+        process.terminate()
+        assert finish(process).code == 0
+
+
+def test_a_terminal_gets_a_line_for_each_task(tmp_path: Path) -> None:
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
+        task_id = tasks.enqueue(agent="a", payload=1)
+        where = ("--data", tmp_path, "--agent", "a")
+        shown = run_on_terminal("postroom", "tasks", "work", *where, "--exec", "true", "--until-empty")
+        assert (shown.code, text(shown).startswith(f"{task_id}  completed  attempt 1  ")) == (0, True)
+        waited = run_on_terminal("postroom", "tasks", "wait", task_id, "--data", tmp_path)
+        assert "completed" in text(waited)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_a_worker_takes_its_whole_program_with_it(tmp_path: Path, number: int) -> None:
+    """Also the children that the program started, whatever ends the worker."""
+    pids = tmp_path / "pids"
+    command = f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
+    with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
+        tasks.enqueue(agent="a", payload=1)
+        where = ("--data", tmp_path, "--agent", "a", "--grace-s", "0")
+        process = start("postroom", "tasks", "work", *where, "--exec", command)
+        until(pids.exists)
+        process.send_signal(number)
+        finish(process)
+    group = [int(pid) for pid in pids.read_text().split()]
+    until(lambda: not any(runs(pid) for pid in group))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process still does something; a dead one may wait for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_the_token_is_not_handed_down(harness: Harness, agent: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from postroom import Tasks
 from postroom import client as module
-from postroom.client import NotAllowed, StaleLease, Task, TaskClient, UnknownTask
+from postroom.client import NoResult, NotAllowed, StaleLease, Task, TaskClient, TaskFailed, UnknownTask
 from tests.integration.commandline import HANG_GUARD_S
 from tests.integration.harnesses import Harness, serving
 from tests.waiting import until
@@ -124,6 +124,36 @@ def test_stale_leases_unknown_tasks_and_wrong_tokens_have_errors_of_their_own(
         with liar, pytest.raises(NotAllowed):
             liar.next_task()
         assert tasks.get(task_id).status == "claimed"
+
+
+def test_agents_ask_each_other(harness: Harness, agent: str) -> None:
+    """The planner asks while it works; the critic answers, and fails when it is asked to."""
+    planner, critic = f"{agent}-planner", f"{agent}-critic"
+    harness.tokens[planner] = harness.agents.add(planner, may_send_to=[critic])
+
+    def judge(task: Task) -> Any:
+        if task.payload == "fail":
+            raise TaskFailed("no opinion")
+        return {"about": task.payload}
+
+    with harness.client(planner) as asking, harness.client(critic) as answering:
+        with working(answering, judge):
+            assert asking.ask(critic, "a plan", timeout_s=HANG_GUARD_S) == {"about": "a plan"}
+            with pytest.raises(NoResult, match="ended as failed: no opinion") as none:
+                asking.ask(critic, "fail", timeout_s=HANG_GUARD_S, max_retries=0)
+            assert (none.value.task.sender, none.value.task.agent) == (planner, critic)
+            assert asyncio.run(asking.aask(critic, 1, timeout_s=HANG_GUARD_S)) == {"about": 1}
+        task_id = asking.enqueue(critic, "later", type="note", idempotency_key="once")
+        assert asking.enqueue(critic, "later", type="note", idempotency_key="once") == task_id
+        assert (asking.get(task_id).status, asking.wait(task_id, 0.05).ended) == ("pending", False)
+        with pytest.raises(NoResult, match="has not ended in time: it is pending"):
+            asking.ask(critic, "unanswered", timeout_s=0)
+        with pytest.raises(NotAllowed, match=f"may not send to '{planner}'"):
+            answering.enqueue(planner, "back")
+        with harness.client(agent) as other, pytest.raises(UnknownTask):
+            other.get(task_id)
+        with pytest.raises(ValueError, match="timeout_s"):
+            asking.wait(task_id, -1)
 
 
 def test_the_same_from_asyncio(harness: Harness, agent: str) -> None:

@@ -1,22 +1,27 @@
 """The harness's loops on real stores, on a clock that the test moves. Few tests need threads."""
 
+import io
 import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS, Task
-from postroom.errors import StaleLease, Unavailable
+from postroom.core.retry import RetryPolicy
+from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
 from postroom.runtime.agents import Agents
-from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness
+from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness, Loop
 from postroom.runtime.journal import Journal
+from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
+from tests.faultydisk import in_background
 from tests.waiting import until
 
 HANG_GUARD_S = 30.0
@@ -277,6 +282,240 @@ def test_a_beat_keeps_the_lease_of_what_is_executed(room: Room) -> None:
     harness.step()
     assert room.status(task_id) == "done"
     assert harness.status().loops["drain"].errors == 0
+
+
+# ---- several at the same time, and in order --------------------------------------------------------
+
+
+@contextmanager
+def threaded(room: Room, execute: Execute, **terms: Any) -> Iterator[Harness]:
+    """A harness whose loops and executions run in threads."""
+    harness = Harness(room.tasks, agents=room.agents, execute=execute, **terms)
+    harness.start()
+    try:
+        yield harness
+    finally:
+        harness.stop()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Room]:
+    """A room with a clock that runs, and retries that follow at once."""
+    retry = RetryPolicy(max_retries=2, first_delay_s=0.01)
+    with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}", retry=retry) as tasks:
+        yield Room(tmp_path, ManualClock(), tasks, Agents(tmp_path))
+
+
+def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
+    together = threading.Barrier(3)
+
+    def execute(_: Task) -> None:
+        together.wait(HANG_GUARD_S)
+
+    done = [live.completed(n) for n in range(6)]
+    with threaded(live, execute, concurrency=3) as harness:
+        for task_id in done:
+            until(lambda task_id=task_id: live.status(task_id) == "done")  # type: ignore[misc]
+        until(lambda: harness.status().executing == [])
+        assert harness.status().executed == 6
+        assert harness.status().loops["drain"].errors == 0
+
+
+def test_in_order_the_results_of_an_agent_wait_for_each_other_and_for_nobody_else(live: Room) -> None:
+    """The first decision of the slow agent fails twice. Its others wait, those of another agent do not."""
+    slow = [live.completed(n, "slow") for n in range(4)]
+    quick = [live.completed(n, "quick") for n in range(4)]
+    executed: list[tuple[str, int]] = []
+    failures = iter([True, True])
+    others_done = threading.Event()
+
+    def execute(decision: Task) -> None:
+        agent = live.tasks.get(decision.parent).agent
+        if agent == "slow":
+            assert others_done.wait(HANG_GUARD_S)
+            if next(failures, False):
+                raise ValueError("not yet")
+        executed.append((agent, decision.payload))
+        if len(executed) == len(quick):
+            others_done.set()
+
+    with threaded(live, execute, concurrency=3, in_order=True):
+        until(lambda: all(live.status(task_id) == "done" for task_id in slow + quick))
+    assert executed == [("quick", n) for n in range(4)] + [("slow", n) for n in range(4)]
+
+
+def test_in_order_a_dead_decision_stands_in_nobodys_way(live: Room) -> None:
+    bad, good = live.completed("bad"), live.completed("good")
+
+    def execute(decision: Task) -> None:
+        if decision.payload == "bad":
+            raise ValueError("never")
+
+    with threaded(live, execute, concurrency=2, in_order=True):
+        until(lambda: live.status(good) == "done")
+    assert live.status(bad) == "completed"
+    [dead] = live.tasks.find(agent=DECISIONS, state="DEAD_LETTER")
+    assert live.tasks.get(dead.task_id).parent == bad
+
+
+def test_in_order_a_decision_that_another_harness_settles_lets_the_next_go_on(room: Room) -> None:
+    first, second = room.completed("first"), room.completed("second")
+    executed: list[object] = []
+
+    def execute(decision: Task) -> None:
+        if decision.payload == "first":
+            raise ValueError("not here")
+        executed.append(decision.payload)
+
+    harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
+    harness.step()
+    assert executed == []  # the second waits, and keeps its lease
+    room.clock.advance(1)
+    [decision] = room.tasks.claim(agent=DECISIONS)
+    room.tasks.settle(decision)
+    harness.wake()
+    harness.step()
+    assert executed == ["second"]
+    assert [room.status(task_id) for task_id in (first, second)] == ["done", "done"]
+
+
+def test_what_waits_for_its_turn_is_given_back_at_the_end(live: Room) -> None:
+    live.completed(1)
+    live.completed(2)
+    began, end = threading.Event(), threading.Event()
+
+    def execute(_: Task) -> None:
+        began.set()
+        assert end.wait(HANG_GUARD_S)
+
+    harness = Harness(live.tasks, agents=live.agents, execute=execute, concurrency=2, in_order=True)
+    harness.start()
+    assert began.wait(HANG_GUARD_S)
+    until(lambda: live.tasks.status().agents[DECISIONS].in_flight == 2)
+    end.set()
+    harness.stop()
+    states = live.tasks.status().agents[DECISIONS].states
+    assert states.get("PROCESSING", 0) == 0
+
+
+def test_an_execution_that_is_cut_off_by_the_end_is_no_failure(live: Room) -> None:
+    live.completed(1)
+    began, stopping = threading.Event(), threading.Event()
+
+    def execute(_: Task) -> None:
+        began.set()
+        assert stopping.wait(HANG_GUARD_S)
+        raise ValueError("the program was ended")
+
+    harness = Harness(live.tasks, agents=live.agents, execute=execute, concurrency=2)
+    harness.start()
+    assert began.wait(HANG_GUARD_S)
+    ending = in_background(harness.stop)
+    until(lambda: harness._drain.stopping)
+    stopping.set()
+    ending.join(HANG_GUARD_S)
+    [decision] = live.tasks.find(agent=DECISIONS)
+    assert (decision.state, live.tasks.get(decision.task_id).retry_count) == ("QUEUED", 0)
+
+
+def test_a_beat_keeps_the_lease_of_what_waits_for_its_turn(room: Room) -> None:
+    room.completed("first")
+    room.completed("second")
+
+    def execute(_: Task) -> None:
+        raise ValueError("not yet")
+
+    harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
+    harness.step()
+    for _ in range(4):
+        room.clock.advance(DECISION_LEASE_S * 2 / 3)
+        harness.beat()
+    room.tasks.sweep()
+    assert room.tasks.status().agents[DECISIONS].lapses == 0
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 257, 1.0, True])
+def test_concurrency_has_limits(room: Room, wrong: Any) -> None:
+    with pytest.raises(InvalidMessage, match="concurrency must be from 1 to 256"):
+        Harness(room.tasks, agents=room.agents, concurrency=wrong)
+
+
+# ---- leases that end ---------------------------------------------------------------------------------
+
+
+def test_the_sweep_follows_a_short_lease_that_was_just_given(room: Room) -> None:
+    """Every 60 s would show it as claimed for up to a minute."""
+    harness = room.harness(None)
+    harness.step()
+    task_id = room.tasks.enqueue(agent="triage", payload=1)
+    room.tasks.claim(agent="triage", lease_s=2.0)
+    harness.lease_given(2.0)
+    room.clock.advance(1)
+    harness.step()
+    assert room.status(task_id) == "claimed"
+    room.clock.advance(1)
+    harness.step()
+    assert room.status(task_id) == "pending"
+
+
+def test_the_sweep_follows_the_leases_that_it_finds(room: Room) -> None:
+    ids = [room.tasks.enqueue(agent=f"agent-{n}", payload=n) for n in range(3)]
+    for n, lease_s in enumerate((9.0, 5.0, 700.0)):
+        room.tasks.claim(agent=f"agent-{n}", lease_s=lease_s)
+    harness = room.harness(None)
+    shown = []
+    for _ in range(10):
+        harness.step()
+        shown.append([room.status(task_id) for task_id in ids].count("claimed"))
+        room.clock.advance(1)
+    assert shown == [3, 3, 3, 3, 3, 2, 2, 2, 2, 1]
+
+
+def test_short_leases_do_not_make_the_sweep_spin(room: Room) -> None:
+    harness = room.harness(None)
+    harness.step()
+    runs = harness.status().loops["sweep"].runs
+    for _ in range(100):
+        harness.lease_given(0.001)
+        harness.step()
+    assert harness.status().loops["sweep"].runs == runs
+
+
+def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
+    turns = threading.Semaphore(0)
+    loop = Loop("test", 3_600.0, turns.release, SystemClock())
+    loop.start()
+    try:
+        assert turns.acquire(timeout=HANG_GUARD_S)
+        loop.look_again_in(0.01)
+        assert turns.acquire(timeout=HANG_GUARD_S)
+        loop.wake()
+        assert turns.acquire(timeout=HANG_GUARD_S)
+    finally:
+        loop.stop()
+        loop.join(HANG_GUARD_S)
+
+
+def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    journal = Journal(stream)
+    harness = Harness(live.tasks, agents=live.agents, journal=journal)
+    harness.start()
+    new: dict[str, Any] = {"agent": "triage", "payload": "a secret", "task_id": "t-1", "max_retries": 1}
+    live.tasks.enqueue(**new)
+    live.tasks.enqueue(**new)
+    live.tasks.claim(agent="triage", lease_s=0.001, worker="sleepy")
+    until(lambda: live.tasks.sweep() or live.status("t-1") == "pending")
+    [task] = live.tasks.claim(agent="triage", worker="w")
+    live.tasks.fail(task.task_id, task.lease, "a secret error")
+    harness.stop()
+    journal.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    told = [(line["event"], line["attempt"]) for line in lines if line["task_id"] == "t-1"]
+    assert told == [("duplicate", 0), ("lease_lapsed", 1), ("requeued", 1), ("dead_letter", 2)]
+    assert {line["agent"] for line in lines if line["task_id"] == "t-1"} == {"triage"}
+    assert next(line for line in lines if line["event"] == "lease_lapsed")["worker"] == "sleepy"
+    assert "secret" not in stream.getvalue()
 
 
 # ---- zombies ---------------------------------------------------------------------------------------

@@ -196,6 +196,7 @@ EVERY_ROUTE = [
     ("POST", "/queue/release"),
     ("POST", "/queue/enqueue"),
     ("POST", "/harness/result"),
+    ("POST", "/result"),
     ("POST", "/tasks/x/cancel"),
     ("POST", "/tasks/x/retry"),
     ("GET", "/tasks/x"),
@@ -312,8 +313,9 @@ def test_an_unknown_id_is_refused(server: Server, path: str, rest: dict[str, Any
 def test_another_agents_task_is_not_seen(server: Server) -> None:
     task_id = server.enqueue("review", "secret")
     assert server.get("triage", f"/tasks/{task_id}").status == 404
-    assert server.post("triage", "/harness/result", task_id=task_id).status == 404
-    assert server.post("review", "/harness/result", task_id=task_id).status == 202
+    for path in ("/harness/result", "/result"):  # foreman's seed has the second name
+        assert server.post("triage", path, task_id=task_id).status == 404
+        assert server.post("review", path, task_id=task_id).status == 202
     assert task_id not in server.get("triage", "/tasks").body.decode()
     status = server.get("triage", "/queue/status").json
     assert set(status["agents"]) <= {"triage"}
@@ -577,6 +579,105 @@ def test_a_long_poll_ends_empty_handed(server: Server) -> None:
     assert server.post("triage", "/queue/next", wait_s=0.1).status == 204
 
 
+def test_a_result_is_waited_for(server: Server) -> None:
+    task_id = server.enqueue()
+    polls = [in_thread(lambda: server.get("boss", f"/tasks/{task_id}?wait_s=30")) for _ in range(3)]
+    until(lambda: waiting(server) == 3)
+    task = server.claim()
+    server.post("triage", "/queue/complete", task_id=task_id, lease=task["lease"], decision={"label": "bug"})
+    for thread, answers in polls:
+        thread.join(HANG_GUARD_S)
+        assert (answers[0].status, answers[0].json["result"]) == (200, {"label": "bug"})
+    assert waiting(server) == 0
+    assert server.get("boss", f"/tasks/{task_id}?wait_s=30").json["result"] == {"label": "bug"}
+
+
+def test_a_result_of_another_process_is_heard(server: Server) -> None:
+    task_id = server.enqueue()
+    thread, answers = in_thread(lambda: server.get("triage", f"/tasks/{task_id}?wait_s=30"))
+    until(lambda: waiting(server) == 1)
+    with server.tasks() as tasks:
+        tasks.cancel(task_id)
+    thread.join(HANG_GUARD_S)
+    assert answers[0].json["status"] == "cancelled"
+
+
+def test_a_wait_that_is_too_short_gives_the_task_as_it_is(server: Server) -> None:
+    task_id = server.enqueue()
+    assert server.get("boss", f"/tasks/{task_id}?wait_s=0.05").json["status"] == "pending"
+    lease_s = 60.0
+    server.claim(lease_s=lease_s)
+    shown = server.get("boss", f"/tasks/{task_id}?wait_s=0.05").json
+    assert shown["status"] == "claimed"
+    assert shown["lease_ends_at"] > shown["claimed_at"]
+    for query in ("wait_s=31", "wait_s=-1", "wait_s=x", "wait=1"):
+        assert server.get("boss", f"/tasks/{task_id}?{query}").status == 400
+
+
+def test_who_waits_for_a_result_and_leaves_is_forgotten(server: Server) -> None:
+    task_id = server.enqueue()
+    connection = server.connect()
+    token = {"Authorization": f"Bearer {server.tokens['boss']}"}
+    connection.request("GET", f"/tasks/{task_id}?wait_s=30", headers=token)
+    until(lambda: waiting(server) == 1)
+    connection.close()
+    until(lambda: waiting(server) == 0)
+
+
+# ---- agents that send ------------------------------------------------------------------------------
+
+
+def test_an_agent_sends_to_those_it_may_and_reads_what_it_sent(server: Server) -> None:
+    server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
+    sent = server.post("planner", "/queue/enqueue", agent="triage", payload=1, idempotency_key="k")
+    assert sent.status == 201
+    task_id = sent.json["task_id"]
+    shown = server.get("planner", f"/tasks/{task_id}").json
+    assert (shown["sender"], shown["agent"]) == ("planner", "triage")
+    assert server.get("triage", f"/tasks/{task_id}").status == 200  # its agent
+    assert server.get("boss", f"/tasks/{task_id}").status == 200
+    assert server.get("review", f"/tasks/{task_id}").status == 404  # neither
+    task = server.claim("triage")
+    thread, answers = in_thread(lambda: server.get("planner", f"/tasks/{task_id}?wait_s=30"))
+    word = {"task_id": task_id, "lease": task["lease"]}
+    assert server.post("planner", "/queue/complete", **word, decision=0).status == 404  # it only reads
+    server.post("triage", "/queue/complete", **word, decision="done")
+    thread.join(HANG_GUARD_S)
+    assert answers[0].json["result"] == "done"
+    server.agents.remove("planner")
+
+
+def test_a_refusal_to_send_names_the_permission_that_lacks(server: Server) -> None:
+    server.tokens["critic"] = server.agents.add("critic", may_send_to=["triage"])
+    tasks = [{"agent": "triage", "payload": 1}, {"agent": "review", "payload": 1}]
+    for body in ({"agent": "review", "payload": 1}, {"tasks": tasks}):
+        refused = server.send("critic", "POST", "/queue/enqueue", body)
+        assert refused.status == 403
+        assert "agent 'critic' may not send to 'review'" in refused.json["message"]
+        assert "--may-send-to review" in refused.json["message"]
+    assert server.post("critic", "/queue/enqueue", agent="triage", payload=1, sender="boss").status == 400
+    assert server.post("triage", "/queue/next").status == 204  # nothing of it was stored
+    server.agents.remove("critic")
+
+
+def test_a_name_that_another_sender_has_taken_is_refused(server: Server) -> None:
+    server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
+    task_id = server.enqueue(task_id="taken-by-the-boss")
+    refused = server.post("planner", "/queue/enqueue", agent="triage", payload=1, task_id=task_id)
+    assert (refused.status, "another sender" in refused.json["message"]) == (400, True)
+    assert server.get("planner", f"/tasks/{task_id}").status == 404
+    server.agents.remove("planner")
+
+
+def test_a_task_for_an_agent_that_nobody_registered_is_stored_with_a_warning(server: Server) -> None:
+    one = server.post("boss", "/queue/enqueue", agent="nobody", payload=1)
+    assert (one.status, one.json["warning"]) == (201, "no agent 'nobody' is registered here")
+    many = [{"agent": agent, "payload": 1} for agent in ("triage", "nobody", "noone")]
+    several = server.post("boss", "/queue/enqueue", tasks=many)
+    assert several.json["warning"] == "no agent 'nobody', 'noone' is registered here"
+    assert set(server.post("boss", "/queue/enqueue", agent="triage", payload=1).json) == {"task_id"}
+
+
 def test_many_who_wait_get_one_task_each(server: Server) -> None:
     polls = [in_thread(lambda: server.post("triage", "/queue/next", wait_s=30)) for _ in range(12)]
     tasks = [{"agent": "triage", "payload": number} for number in range(12)]
@@ -709,6 +810,18 @@ def test_metrics_are_prometheus_text(server: Server) -> None:
     assert 'postroom_requests_total{route="/queue/next",status="200"}' in text
     for line in text.splitlines():
         assert line.startswith("# TYPE ") or float(line.rpartition(" ")[2]) >= 0
+
+
+def test_lapses_and_duplicates_are_in_the_log(server: Server) -> None:
+    task_id = server.enqueue(task_id="logged-1", max_retries=0)
+    server.enqueue(task_id=task_id, max_retries=0)
+    server.claim(lease_s=0.3, worker="sleepy")  # and nobody asks again: the sweep finds it
+
+    def told() -> list[str]:
+        return [line["event"] for line in server.lines if line.get("task_id") == task_id]
+
+    until(lambda: "dead_letter" in told())
+    assert told() == ["enqueued", "duplicate", "enqueued", "claimed", "lease_lapsed", "dead_letter"]
 
 
 def test_no_token_and_no_payload_in_the_log(server: Server) -> None:

@@ -300,11 +300,14 @@ def test_streams_of_one_agent_leave_room_for_others(server: Server) -> None:
 def test_long_polls_of_one_agent_leave_room_for_others(server: Server) -> None:
     body = b'{"wait_s": 30}'
     server.tokens["poller"] = server.agents.add("poller")
+    server.enqueue("poller")
+    held = server.claim("poller")
     poll = head("POST", "/queue/next", server.tokens["poller"]) + b"Content-Length: %d\r\n\r\n" % len(body)
     with many(server, POLLS_A_TOKEN_MAX, poll + body):
         refused = server.post("poller", "/queue/next", wait_s=30)
         assert (refused.status, refused.json["error"]) == (429, "TooMany")
         assert int(refused.headers["retry-after"]) >= 1
+        assert server.get("poller", f"/tasks/{held['task_id']}?wait_s=30").status == 429
         assert server.post("poller", "/queue/next").status == 204
         server.enqueue("triage")
         assert server.claim("triage", wait_s=30)

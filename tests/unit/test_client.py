@@ -508,24 +508,84 @@ def test_a_lease_that_nobody_confirms_for_its_whole_length_counts_as_lost() -> N
         assert task.lost.wait(HANG_GUARD_S)
 
 
-def test_a_late_beat_after_the_last_word_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
-    arrived, answer = threading.Event(), threading.Event()
+def crossing(last_word: str) -> tuple[Callable[[Request], Answer], threading.Event]:
+    """A harness that accepts the last word while a heartbeat is under way, and then refuses the heartbeat."""
+    beating, accepted, refused = threading.Event(), threading.Event(), threading.Event()
 
-    def say(_: Request) -> Answer:
-        arrived.set()
-        answer.wait(HANG_GUARD_S)
-        return REFUSALS["stale"][0]
+    def say(request: Request) -> Answer:
+        if request.path == "/queue/heartbeat":
+            if beating.is_set():
+                refused.set()  # a second one: the client has read the refusal of the first
+            beating.set()
+            accepted.wait(HANG_GUARD_S)
+            return REFUSALS["stale"][0]
+        if request.path == last_word:
+            accepted.set()
+            refused.wait(HANG_GUARD_S)
+        return ACCEPTED
+
+    return say, beating
+
+
+@pytest.mark.parametrize("verb", ["complete", "fail", "release"])
+def test_a_heartbeat_that_crosses_the_last_word_is_no_loss(
+    verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say, beating = crossing(f"/queue/{verb}")
+    with harness(say) as server, client_of(server, heartbeat_every_s=0.01, timeout_s=20.0) as client:
+        task = held(lease_s=60.0)
+        with client.kept_alive(task):
+            assert beating.wait(HANG_GUARD_S)
+            words = {
+                "complete": lambda: client.complete_task(task, 1),
+                "fail": lambda: client.fail_task("t1", "no", lease=task.lease),
+                "release": lambda: client.release_task(task),
+            }
+            words[verb]()
+    assert not task.lost.is_set()
+    assert caplog.text == ""
+
+
+def test_a_worker_whose_heartbeat_crosses_its_completion_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    crossed, beating = crossing("/queue/complete")
+    tasks = [given(), NONE]
+
+    def say(request: Request) -> Answer:
+        return tasks.pop(0) if request.path == "/queue/next" else crossed(request)
 
     with harness(say) as server, client_of(server, heartbeat_every_s=0.01, timeout_s=20.0) as client:
-        task, over = held(lease_s=60.0), threading.Event()
-        beat = threading.Thread(target=client._beat, args=(task, over))
-        beat.start()
-        assert arrived.wait(HANG_GUARD_S)
-        over.set()
-        answer.set()
-        beat.join()
-    assert not task.lost.is_set()
+        client.work(lambda _: beating.wait(HANG_GUARD_S), until_empty=True)
+    assert "/queue/complete" in server.paths()
+    assert caplog.text == ""
+
+
+def test_a_last_word_that_is_refused_leaves_the_lease_to_the_heartbeats() -> None:
+    refuse_beats = threading.Event()
+
+    def say(request: Request) -> Answer:
+        if request.path == "/queue/complete":
+            return Answer(400, {"error": "InvalidMessage", "message": "the result is too long"})
+        return REFUSALS["stale"][0] if refuse_beats.is_set() else ACCEPTED
+
+    kept = held(lease_s=UNHURRIED_S)
+    with harness(say) as server, client_of(server) as client, client.kept_alive(kept) as task:
+        with pytest.raises(Refused, match="too long"):
+            client.complete_task(task, 1)
+        refuse_beats.set()
+        assert task.lost.wait(HANG_GUARD_S)
+
+
+def test_a_last_word_that_nobody_confirms_is_not_called_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    with harness(NONE) as server:
+        pass
+    with client_of(server, retries=0) as client, client.kept_alive(held()) as task:
+        with pytest.raises(Unreachable):
+            client.complete_task(task, 1)
+        assert task.lost.wait(HANG_GUARD_S)
     assert "is lost" not in caplog.text
+    assert "whether it arrived is not known" in caplog.text
 
 
 # ---- asyncio -----------------------------------------------------------------------------------------------

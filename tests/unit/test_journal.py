@@ -30,7 +30,7 @@ def test_every_line_is_an_object_with_the_same_first_fields() -> None:
     journal.write("stopped")
     journal.close()
     first, second = lines_of(stream)
-    assert first.pop("ts").endswith("+00:00")
+    assert first.pop("ts").endswith("Z")
     assert first == {"event": "claimed", "task_id": "t-1", "agent": "triage", "attempt": 2}
     assert list(second)[:4] == ["ts", "event", "task_id", "agent"]
 

@@ -196,7 +196,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\xff", "is not TOML: it is not UTF-8"), (b"a = " + b"[" * 50_000, "it is nested too deeply")],
+    [
+        (b"\xff", r"is not TOML: byte 0 \(0xff\) is not UTF-8 text"),
+        (b"a = " + b"[" * 50_000, "it is nested too deeply"),
+    ],
 )
 def test_a_file_of_the_wrong_kind_is_one_plain_sentence(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "postroom.toml").write_bytes(content)

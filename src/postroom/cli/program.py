@@ -2,7 +2,8 @@
 
 Rule 1: its files are temporary ones, no pipes: a program that reads nothing or prints a lot blocks nobody.
 Rule 2: it is a process group of its own, and the whole group ends when its work is no longer wanted.
-Rule 3: none outlives us, unless we are killed: `end_programs` is the last thing that its caller does.
+Rule 3: none outlives us: `end_programs` is the last thing that its caller does, and a guard in the group ends
+        it when we are killed.
 Rule 4: it inherits the environment without our token.
 """
 
@@ -11,8 +12,11 @@ import signal
 import subprocess
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any
+
+from postroom.errors import reason
 
 OUTPUT_BYTES_MAX = 1024 * 1024  # what a result may have
 ERROR_LINES = 10  # of stderr that tell why it failed
@@ -21,6 +25,10 @@ LOOK_EVERY_S = 0.2  # at whether its work is still wanted
 TERM_GRACE_S = 5.0
 TOKEN_VARIABLE = "POSTROOM_TOKEN"  # noqa: S105 - the name of a variable
 SHELL = "/bin/sh"
+# The guard reads a pipe of ours. A line says that the program has ended, the pipe's end says that we have. It
+# is no child of the program, which may wait for all of its children.
+GUARD = '( (if read -r _ < "/dev/fd/$2"; then exit 0; fi; kill -KILL 0) & ); exec /bin/sh -c "$1"'
+CANNOT_RUN = (126, 127)  # exit codes of a shell: the program cannot be executed, or is not there
 
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -30,10 +38,14 @@ class ProgramFailed(Exception):
     """It ended with a failure, was ended, or printed what is not JSON."""
 
 
+class CannotRun(ProgramFailed):
+    """The shell could not execute it, or did not find it."""
+
+
 def run_program(command: str, given: Any, unwanted: threading.Event | None = None) -> Any:
     """Run a command line of the shell with `given` as JSON on its stdin; what it printed, decoded.
 
-    Nothing printed is null. Raises `ProgramFailed`.
+    Nothing printed is null. Raises `ProgramFailed`, and `CannotRun` when there is no such program.
     """
     import msgspec
 
@@ -42,16 +54,18 @@ def run_program(command: str, given: Any, unwanted: threading.Event | None = Non
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as errors,
+        _guard_pipe() as guarded,
     ):
         stdin.write(msgspec.json.encode(given) + b"\n")
         stdin.seek(0)
         process = subprocess.Popen(  # noqa: S603 - running what the user names is the purpose
-            [SHELL, "-c", command],
+            [SHELL, "-c", GUARD, SHELL, command, str(guarded)],
             stdin=stdin,
             stdout=out,
             stderr=errors,
             env=environ,
             start_new_session=True,
+            pass_fds=(guarded,),
         )
         _running.add(process)
         try:
@@ -60,8 +74,21 @@ def run_program(command: str, given: Any, unwanted: threading.Event | None = Non
             _end(process)
             _running.discard(process)
         if process.returncode != 0:
-            raise ProgramFailed(_why(process.returncode, errors))
+            kind = CannotRun if process.returncode in CANNOT_RUN else ProgramFailed
+            raise kind(_why(process.returncode, errors))
         return _decoded(out)
+
+
+@contextmanager
+def _guard_pipe() -> Iterator[int]:
+    """The reading end of a pipe whose other end only this process has. A line in it lets the guard go."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+        os.write(writing, b"\n")
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def end_programs() -> None:
@@ -109,5 +136,5 @@ def _decoded(out: IO[bytes]) -> Any:
     text = out.read()
     try:
         return msgspec.json.decode(text) if text.strip() else None
-    except msgspec.DecodeError as error:
-        raise ProgramFailed(f"what it printed is not JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProgramFailed(f"what it printed is not JSON: {reason(error)}") from None

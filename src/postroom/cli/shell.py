@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 
 from postroom.cli.render import Form, Output, OutputFailed, warn
-from postroom.errors import EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, InvalidMessage, PostroomError, exit_code
+from postroom.errors import (
+    EXIT_OK,
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+    InvalidMessage,
+    PostroomError,
+    exit_code,
+    reason,
+)
 
 if TYPE_CHECKING:
     from postroom.contracts.bus import Bus
@@ -39,6 +47,7 @@ _PLAIN_WORDS = (
     (re.compile(r"is not in the range (\S+)<=x<=(\S+?)(\.?)$"), r"is not a number from \1 to \2\3"),
     (re.compile(r"is not in the range x>=(\S+?)(\.?)$"), r"is not a number from \1 on\2"),
 )
+ANY_PATH = click.Path()
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -261,6 +270,8 @@ def sentence(error: BaseException) -> str:
         return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, PostroomError):
         return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"what was read is not text: {reason(error)}"
     return f"unexpected {type(error).__name__}: {error} (set {TRACE_VARIABLE}=1 to see where)"
 
 
@@ -310,12 +321,10 @@ def as_path(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def path_option(
-    *names: str, metavar: str, text: str, required: bool = False
+    *names: str, metavar: str, text: str, required: bool = False, kind: click.Path = ANY_PATH
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that names a file or a folder."""
-    return click.option(
-        *names, type=click.Path(), callback=as_path, required=required, metavar=metavar, help=text
-    )
+    return click.option(*names, type=kind, callback=as_path, required=required, metavar=metavar, help=text)
 
 
 def parse_wait(text: str) -> float:

@@ -7,13 +7,14 @@ the same results: `Folder` speaks to the contract, `Remote` to the HTTP protocol
 import os
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.program import TOKEN_VARIABLE, ProgramFailed, end_programs, run_program
+from postroom.cli.program import TOKEN_VARIABLE, CannotRun, ProgramFailed, end_programs, run_program
+from postroom.cli.render import OutputFailed, rfc3339, warn
 from postroom.cli.shell import (
     HELP_OPTIONS,
     Decorated,
@@ -23,10 +24,10 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.errors import EXIT_USAGE, InvalidMessage
+from postroom.errors import EXIT_USAGE, InvalidMessage, UnknownTask, WrongState, reason
 
 if TYPE_CHECKING:
-    from postroom.client import TaskClient
+    from postroom.client import TaskClient, TaskEnd
     from postroom.contracts.tasks import Task, Tasks
 
 DATABASE = "queue.db"
@@ -34,12 +35,24 @@ HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 8800
 BUS_MAX_BYTES_DEFAULT = 1 << 30
 LEASE_S_DEFAULT = 300.0  # as the contract has it, without importing it
+LEASE_AT_WORK_S_DEFAULT = 75.0  # as the client has it
+BATCH_TASKS = 1_000  # of a file that go into one commit
+BATCH_BYTES = 8 * 1024 * 1024  # of lines that go into one request
+LEASE_S_MAX = 2_592_000.0  # as the contract has it
+CONCURRENCY_DEFAULT = 4  # decisions at the same time
 LIST_DEFAULT = 100
+PAGE = 1_000  # of tasks that are looked at together
 PORT = click.IntRange(0, 65535)
 STATES = (
     "SCHEDULED", "QUEUED", "PROCESSING", "RETRYING", "COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER",
     "CANCELLED", "EXPIRED", "QUARANTINED",
 )  # fmt: skip
+SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
+ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
+BATCH_KEYS = {
+    "agent", "payload", "task_id", "delay_s", "idempotency_key", "type", "parent", "max_retries",
+    "durability",
+}  # fmt: skip
 _WRONG_CALL = (400, 413)  # a harness's answers that the command line is to blame for
 
 
@@ -55,11 +68,28 @@ class WrongRemoteCall(click.ClickException):
 class Folder:
     """The tasks of a data folder."""
 
-    def __init__(self, tasks: "Tasks") -> None:
+    def __init__(self, shell: Shell, data: Path, tasks: "Tasks") -> None:
+        self._shell = shell
+        self._data = data
         self.tasks = tasks
 
-    def enqueue(self, task: dict[str, Any]) -> str:
-        return self.tasks.enqueue(**task)
+    def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
+        task_ids = self.tasks.enqueue_many(tasks)
+        self._warn_of_strangers({task["agent"] for task in tasks})
+        return task_ids
+
+    def _warn_of_strangers(self, agents: set[str]) -> None:
+        """Warn of agents that nobody registered. A folder without any registered agent needs none."""
+        from postroom.runtime.agents import FILE_NAME, Agents
+
+        if not (self._data / FILE_NAME).exists():
+            return
+        known = {agent.name for agent in Agents(self._data).list()}
+        for agent in sorted(agents - known):
+            warn(self._shell.program, f"warning: no agent {agent!r} is registered in {self._data}")
+
+    def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
+        return _plain(self.tasks.wait(task_id, timeout_s))
 
     def take(self, agent: str | None, worker: str | None, **terms: Any) -> list[dict[str, Any]]:
         if agent is None:
@@ -85,17 +115,24 @@ class Folder:
 class Remote:
     """The tasks of a harness, over HTTP."""
 
-    def __init__(self, client: "TaskClient", agent: str | None) -> None:
+    def __init__(self, shell: Shell, client: "TaskClient", agent: str | None) -> None:
+        self._shell = shell
         self._client = client
         self._agent = {} if agent is None else {"agent": agent}
 
-    def enqueue(self, task: dict[str, Any]) -> str:
+    def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
         import uuid
 
         # With an id of our own the call can be repeated: the same id stores one task.
-        named = {**task, "task_id": task["task_id"] or f"t-{uuid.uuid4().hex}"}
-        wanted = {key: value for key, value in named.items() if value is not None}
-        return str(self._client.request("POST", "/queue/enqueue", wanted)["task_id"])
+        named = [{**task, "task_id": task.get("task_id") or f"t-{uuid.uuid4().hex}"} for task in tasks]
+        wanted = [{key: value for key, value in task.items() if value is not None} for task in named]
+        answer = self._client.request("POST", "/queue/enqueue", {"tasks": wanted})
+        if answer.get("warning"):
+            warn(self._shell.program, f"warning: {answer['warning']}")
+        return list(answer["task_ids"])
+
+    def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
+        return _plain(self._client.wait(task_id, timeout_s))
 
     def take(self, _agent: str | None, _worker: str | None, **terms: Any) -> list[dict[str, Any]]:
         """The client knows whose and by whom."""
@@ -150,15 +187,23 @@ def place(
     create: bool = False,
 ) -> Iterator[Folder | Remote]:
     """Where the tasks are: in a folder, or behind an address."""
-    if (data is None) == (url is None):
-        raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
+    check_place(data, url)
     if data is not None:
         shell.show_warnings()
+        if create and not (data / DATABASE).exists():
+            warn(shell.program, f"warning: there was no store in {data}: a new one is made")
         with open_folder(data, create=create) as tasks:
-            yield Folder(tasks)
+            yield Folder(shell, data, tasks)
         return
     with open_client(str(url), agent or "", token, worker=worker) as client, refusals():
-        yield Remote(client, agent)
+        yield Remote(shell, client, agent)
+
+
+def check_place(data: Path | None, url: str | None) -> None:
+    if data is not None and url is not None:
+        raise click.UsageError("--data and --url name two places for the tasks: give one of them")
+    if data is None and url is None:
+        raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
 
 
 def open_folder(data: Path, *, create: bool = False) -> "Tasks":
@@ -201,9 +246,10 @@ def refusals() -> Iterator[None]:
 # ---- options -------------------------------------------------------------------------------------------
 
 
-data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.")
+FOLDER = click.Path(file_okay=False)
+data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.", kind=FOLDER)
 needed_data_option = path_option(
-    "--data", metavar="DIR", text="The data folder of the harness.", required=True
+    "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
 )
 url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
 token_option = click.option(
@@ -218,13 +264,25 @@ task_argument = click.argument("task_id", metavar="TASK_ID")
 lease_option = click.option(
     "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
 )
-lease_s_option = click.option(
-    "--lease-s",
+
+
+def lease_s_option(default: float) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--lease-s",
+        type=parse_wait,
+        default=default,
+        show_default=True,
+        metavar="S",
+        help="How long it is ours without a heartbeat.",
+    )
+
+
+timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
     type=parse_wait,
-    default=LEASE_S_DEFAULT,
-    show_default=True,
     metavar="S",
-    help="How long it is ours without a heartbeat.",
+    help="Wait at most so many seconds.  [default: until the task has ended]",
 )
 
 
@@ -235,6 +293,16 @@ def durability_option(default: str) -> Callable[[Decorated], Decorated]:
         help="When a task counts as stored: in the page cache, or after an fsync (shared with others, or its "
         f"own).  [default: {default}]",
     )
+
+
+def parse_time(text: str) -> Any:
+    """An instant, as RFC 3339 has it."""
+    from postroom.core.times import parse_utc
+
+    try:
+        return parse_utc(text)
+    except InvalidMessage as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def read_json(option: str, text: str | None, file: str | None, default: Any = ...) -> Any:
@@ -257,7 +325,7 @@ def read_json(option: str, text: str | None, file: str | None, default: Any = ..
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidMessage(f"{given} is not JSON: {error}") from None
+        raise InvalidMessage(f"{given} is not JSON: {reason(error)}") from None
     except RecursionError:
         raise InvalidMessage(f"{given} is nested too deeply") from None
 
@@ -317,10 +385,20 @@ def tasks() -> None:
     metavar="FOLDER",
     text="Take every event there, in a process beside; see `postroom audit ship`.",
 )
+@click.option(
+    "--max-lease-s", "lease_s_max", type=parse_wait, default=LEASE_S_MAX, show_default=True, metavar="S",
+    help="The longest lease that is given. Who asks for a longer one gets this.",
+)  # fmt: skip
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",
+    help="How many decisions are executed at the same time.",
+)  # fmt: skip
+@click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
 @durability_option("group")
 @click.pass_obj
 def serve(
     shell: Shell,
+    /,
     data: Path,
     host: str,
     port: int,
@@ -329,6 +407,7 @@ def serve(
     bus_max_bytes: int,
     audit: Path | None,
     durability: Any,
+    **terms: Any,
 ) -> None:
     """Run the harness: HTTP for the agents, and the loops behind it.
 
@@ -359,7 +438,7 @@ def serve(
             run_server(
                 data, host=host, port=port, execute=acting, allowed_nudge_hosts=nudge_hosts, ready=say_where,
                 durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=shipping(shell, data, audit),
+                beside=shipping(shell, data, audit), **terms,
             )  # fmt: skip
         finally:
             end_programs()
@@ -411,7 +490,7 @@ def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
 
 @tasks.command()
 @where_options
-@needed_agent_option
+@click.option("--agent", metavar="NAME", help="Whose queue. With --batch, of lines that name none.")
 @click.option("--payload", metavar="JSON", help="What is to be done, any JSON.")
 @click.option("--payload-file", metavar="FILE", help="Take the payload from a file; - is stdin.")
 @click.option("--task-id", metavar="ID", help="Its id; the same id stores one task.  [default: a new one]")
@@ -426,6 +505,9 @@ def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
 )
 @durability_option("os; a harness's own with --url")
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
+@click.option("--batch", metavar="FILE", help="Store a task for each JSON line of a file; - is stdin.")
+@click.option("--wait", "waits", is_flag=True, help="Wait for the result and print it.")
+@timeout_option
 @click.pass_obj
 def enqueue(
     shell: Shell,
@@ -437,22 +519,128 @@ def enqueue(
     payload_file: str | None,
     kind: str,
     id_only: bool,
+    batch: str | None,
+    waits: bool,
+    timeout_s: float | None,
     **fields: Any,
 ) -> None:
-    """Store one task and print its id.
+    """Store a task and print its id.
+
+    With --batch each line is an object with agent, payload, and what else a task may have: task_id,
+    idempotency_key, delay_s, type, parent, max_retries. With --wait the exit code is 1 when there is no
+    result.
 
     \b
     Example:
       postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
       postroom tasks enqueue --data run --agent triage --key delivery-93 --payload-file event.json
+      postroom tasks enqueue --data run --agent triage --batch tasks.jsonl
+      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}' --wait --timeout 60
     """
+    if batch is not None:
+        if payload is not None or payload_file is not None or waits:
+            raise click.UsageError("--batch has its payloads in its lines, and does not wait for them")
+        with place(shell, data, url, token, create=True) as there:
+            for tasks in read_batch(batch, fields["agent"]):
+                print_ids(shell, there.enqueue(tasks), id_only)
+        return
+    if fields["agent"] is None:
+        raise click.UsageError("Missing option '--agent'")
     task = {**fields, "type": kind, "payload": read_json("--payload", payload, payload_file)}
     with place(shell, data, url, token, create=True) as there:
-        task_id = there.enqueue(task)
-    if id_only or shell.output.readable:
-        shell.output.sentence(task_id)
+        task_ids = there.enqueue([task])
+        ended = there.wait(task_ids[0], timeout_s) if waits else None
+    if ended is None:
+        print_ids(shell, task_ids, id_only)
     else:
-        shell.output.json_line({"task_id": task_id})
+        print_end(shell, ended)
+
+
+def read_batch(file: str, agent: str | None) -> Iterator[list[dict[str, Any]]]:
+    """The tasks of a file of JSON lines, in pieces that fit into one commit."""
+    import sys
+
+    with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as lines:
+        tasks: list[dict[str, Any]] = []
+        size = 0
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            tasks.append(batch_line(number, line, agent))
+            size += len(line)
+            if len(tasks) == BATCH_TASKS or size >= BATCH_BYTES:
+                yield tasks
+                tasks, size = [], 0
+        if tasks:
+            yield tasks
+
+
+def batch_line(number: int, line: bytes, agent: str | None) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        task = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"line {number} of --batch is not a JSON object: {reason(error)}") from None
+    for name in task.keys() - BATCH_KEYS:
+        raise InvalidMessage(f"line {number} of --batch has {name!r}, which no task has")
+    if "payload" not in task:
+        raise InvalidMessage(f"line {number} of --batch has no payload")
+    if agent is None and "agent" not in task:
+        raise InvalidMessage(f"line {number} of --batch names no agent, and there is no --agent")
+    return task if "agent" in task else {"agent": agent, **task}
+
+
+def print_ids(shell: Shell, task_ids: list[str], id_only: bool) -> None:
+    for task_id in task_ids:
+        if id_only or shell.output.readable:
+            shell.output.sentence(task_id)
+        else:
+            shell.output.json_line({"task_id": task_id})
+
+
+@tasks.command()
+@task_argument
+@where_options
+@timeout_option
+@click.pass_obj
+def wait(
+    shell: Shell,
+    task_id: str,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    timeout_s: float | None,
+) -> None:
+    """Wait until a task has ended and print its result.
+
+    The exit code is 0 when there is a result, and 1 when the task failed, was cancelled, or has not ended in
+    time.
+
+    \b
+    Example:
+      postroom tasks wait t-1 --data run --timeout 60
+    """
+    with place(shell, data, url, token) as there:
+        ended = there.wait(task_id, timeout_s)
+    print_end(shell, ended)
+
+
+def print_end(shell: Shell, task: Mapping[str, Any]) -> None:
+    """How a task has ended, or how it stands; raises when there is no result."""
+    import json
+
+    facts = {name: task[name] for name in ("task_id", "agent", "status", "state", "result", "errors")}
+    if shell.output.readable:
+        result = json.dumps(task["result"], indent=2, ensure_ascii=False)
+        head = [task["task_id"], task["agent"], task["status"]]
+        shell.output.record(head, {"errors": task["errors"]}, result if task["state"] in SUCCEEDED else "")
+    else:
+        shell.output.json_line(facts)
+    if task["state"] not in SUCCEEDED:
+        shell.output.flush()
+        how = "ended as" if task["state"] in ENDED else "has not ended: it is"
+        raise click.ClickException(f"task {task['task_id']} {how} {task['status']}")
 
 
 # ---- the words of an agent -----------------------------------------------------------------------------
@@ -472,7 +660,7 @@ def enqueue(
 @click.option(
     "--wait-s", type=parse_wait, default=0.0, metavar="S", help="Wait up to so many seconds for the first."
 )
-@lease_s_option
+@lease_s_option(LEASE_S_DEFAULT)
 @click.option("--worker", metavar="NAME", help="Who takes it, for the status.")
 @click.pass_obj
 def take(
@@ -641,22 +829,22 @@ def release(
 
 
 @tasks.command()
-@click.option("--url", required=True, metavar="URL", help="The address of the harness.")
+@where_options
 @needed_agent_option
-@token_option
 @click.option(
     "--exec",
     "command",
     required=True,
     metavar="CMD",
     help="A command of the shell: the task as JSON on its stdin, the decision as JSON on its stdout. Ending "
-    "with anything but 0 fails the task, with the last lines of stderr as the error.",
+    "with anything but 0 fails the task, with the last lines of stderr as the error; 126 and 127 (it cannot "
+    "be executed, or is not there) end the worker instead.",
 )
 @click.option(
     "--concurrency", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
     help="How many tasks at the same time.",
 )  # fmt: skip
-@lease_s_option
+@lease_s_option(LEASE_AT_WORK_S_DEFAULT)
 @click.option("--nudge-port", type=PORT, metavar="N", help="Wait at this port for nudges of the harness.")
 @click.option(
     "--nudge-host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to wait for them."
@@ -675,7 +863,8 @@ def release(
 def work(
     shell: Shell,
     /,
-    url: str,
+    data: Path | None,
+    url: str | None,
     agent: str,
     token: str | None,
     command: str,
@@ -683,30 +872,79 @@ def work(
     worker: str | None,
     **terms: Any,
 ) -> None:
-    """Be an agent: run a program for every task.
+    """Be an agent: run a program for every task, and print a line about each.
 
-    Heartbeats are sent while it runs. SIGTERM lets it finish, and then ends.
+    Works through a harness, or on a data folder without one. Heartbeats are sent while the program runs.
+    SIGTERM lets it finish, and then ends. A worker that is killed takes its program with it.
 
     \b
     Example:
       export POSTROOM_TOKEN=pr_...
       postroom tasks work --url http://127.0.0.1:8800 --agent triage --exec './triage.py'
-      postroom tasks work --url http://127.0.0.1:8800 --agent echo --exec 'jq .payload' --until-empty
+      postroom tasks work --data run --agent echo --exec 'jq .payload' --until-empty
     """
-    from postroom.client import TaskFailed
+    from postroom.client import StopWork, TaskFailed
 
     def handler(task: Any) -> Any:
         try:
             return run_program(command, _given(task), task.lost)
+        except CannotRun as error:
+            raise StopWork(f"the program cannot be run, and no task has failed: {error}") from None
         except ProgramFailed as error:
             raise TaskFailed(str(error)) from None
 
+    check_place(data, url)
     shell.show_warnings()
-    with open_client(url, agent, token, poll_every_s=poll_every_s, worker=worker) as client, refusals():
+    options = {"poll_every_s": poll_every_s, "worker": worker}
+    with working_client(shell, data, url, agent, token, options) as client, refusals():
         try:
-            client.work(handler, **terms)
+            client.work(handler, on_end=print_ends(shell, agent), **terms)
+        except StopWork as error:
+            raise click.ClickException(str(error)) from None
         finally:
             end_programs()
+
+
+@contextmanager
+def working_client(
+    shell: Shell, data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
+) -> "Iterator[TaskClient]":
+    """A worker's client: to a harness, or to a data folder itself."""
+    if data is None:
+        with open_client(str(url), agent, token, **options) as client:
+            yield client
+        return
+    from postroom.cli.localclient import LocalClient
+    from postroom.core.names import checked_name
+
+    checked_name("agent", agent)
+    if not (data / DATABASE).exists():
+        warn(shell.program, f"warning: there was no store in {data}: a new one is made")
+    with open_folder(data, create=True) as tasks:
+        yield LocalClient(tasks, agent, **options)
+
+
+def print_ends(shell: Shell, agent: str) -> "Callable[[TaskEnd], None]":
+    """Prints a line for each task that a worker is done with."""
+    import threading
+
+    mutex = threading.Lock()
+
+    def print_one(end: "TaskEnd") -> None:
+        facts = {
+            "task_id": end.task.task_id, "agent": agent, "attempt": end.task.attempt,
+            "outcome": end.outcome, "duration_s": round(end.duration_s, 3),
+        }  # fmt: skip
+        sentence = f"{end.task.task_id}  {end.outcome}  attempt {end.task.attempt}  {end.duration_s:.1f} s"
+        if end.error:
+            facts["error"] = end.error
+            sentence += f"  {end.error.splitlines()[0]}"
+        # Who reads the lines may go away: the work goes on.
+        with mutex, suppress(OSError, OutputFailed):
+            shell.output.facts(facts, sentence)
+            shell.output.flush()
+
+    return print_one
 
 
 # ---- looking -------------------------------------------------------------------------------------------
@@ -755,17 +993,17 @@ def show(shell: Shell, task_id: str, data: Path | None, url: str | None, token: 
     """
     with place(shell, data, url, token) as there:
         task = there.show(task_id)
+    task["history"] = [{"at": event_time(event), **event} for event in task["history"]]
     if not shell.output.readable:
         shell.output.json_line(task)
         return
     history = task.pop("history")
     shell.output.record([task.pop("task_id"), task.pop("agent"), task.pop("status")], task, "")
-    rows = [{**event, "at": event_time(event), "error": event.get("error")} for event in history]
+    rows = [{**event, "error": event.get("error")} for event in history]
     shell.output.rows(["seq", "at", "kind", "state", "attempt", "worker_id", "error"], rows, empty="")
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    from postroom.cli.render import rfc3339
     from postroom.core.times import EPOCH, MICROSECOND
 
     return rfc3339(EPOCH + event["ts_us"] * MICROSECOND)
@@ -807,19 +1045,61 @@ def find(shell: Shell, /, data: Path | None, url: str | None, token: str | None,
 
 
 @tasks.command()
-@task_argument
+@click.argument("task_id", metavar="TASK_ID", required=False)
 @where_options
+@click.option("--all-dead", is_flag=True, help="Every dead letter, instead of one task.")
+@click.option("--agent", metavar="NAME", help="Every dead letter of this agent.")
+@click.option(
+    "--since", type=parse_time, metavar="TIME", help="Every task that died since then, as RFC 3339 has it."
+)
 @click.pass_obj
-def retry(shell: Shell, task_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+def retry(
+    shell: Shell,
+    task_id: str | None,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    all_dead: bool,
+    agent: str | None,
+    since: Any,
+) -> None:
     """Try a dead, cancelled or expired task again, with all its retries.
+
+    Or all dead letters at once: --all-dead, --agent and --since say which.
 
     \b
     Example:
       postroom tasks retry t-1 --data run
+      postroom tasks retry --all-dead --data run
+      postroom tasks retry --agent triage --since 2026-11-17T08:00:00Z --data run
     """
+    from postroom import client
+
+    many = all_dead or agent is not None or since is not None
+    if many == (task_id is not None):
+        raise click.UsageError("give one TASK_ID, or say which dead letters: --all-dead, --agent, --since")
     with place(shell, data, url, token) as there:
-        there.order("retry", task_id)
-    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} waits again")
+        for found in dead_letters(there, agent, since) if task_id is None else [task_id]:
+            try:
+                there.order("retry", found)
+            except (WrongState, UnknownTask, client.WrongState, client.UnknownTask) as error:
+                if task_id is not None:
+                    raise
+                warn(shell.program, f"warning: {error}")  # somebody else was faster
+                continue
+            shell.output.facts({"task_id": found, "said": "retry"}, f"{found} waits again")
+
+
+def dead_letters(there: Folder | Remote, agent: str | None, since: Any) -> Iterator[str]:
+    """The ids of dead letters, in the order the tasks were accepted."""
+    from postroom.core.times import parse_utc
+
+    after = 0
+    while page := there.find(agent=agent, state="DEAD_LETTER", after=after, limit=PAGE):
+        for line in page:
+            if since is None or parse_utc(line["ended_at"]) >= since:
+                yield line["task_id"]
+        after = page[-1]["seq"]
 
 
 @tasks.command()
@@ -860,8 +1140,23 @@ def agent() -> None:
 @needed_data_option
 @click.option("--url", metavar="URL", help="Where it listens for nudges.")
 @click.option("--operator", is_flag=True, help="It may see and do everything, in every queue.")
+@click.option(
+    "--may-send-to",
+    multiple=True,
+    metavar="NAME",
+    help="An agent that it may send tasks to. May be repeated.",
+)
+@click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
-def add(shell: Shell, name: str, data: Path, url: str | None, operator: bool) -> None:
+def add(
+    shell: Shell,
+    name: str,
+    data: Path,
+    url: str | None,
+    operator: bool,
+    may_send_to: tuple[str, ...],
+    token_only: bool,
+) -> None:
     """Make an agent known and print its token.
 
     The token is shown this once; only its checksum is kept.
@@ -869,13 +1164,18 @@ def add(shell: Shell, name: str, data: Path, url: str | None, operator: bool) ->
     \b
     Example:
       postroom tasks agent add triage --data run --url http://127.0.0.1:9001
-      export POSTROOM_TOKEN=$(postroom tasks agent add boss --data run --operator | jq -r .token)
+      postroom tasks agent add planner --data run --may-send-to critic --may-send-to coder
+      export POSTROOM_TOKEN=$(postroom tasks agent add boss --data run --operator --token-only)
     """
     from postroom.runtime.agents import Agents
 
     role = "operator" if operator else "agent"
-    token = Agents(data).add(name, url, role=role)  # type: ignore[arg-type]
-    shell.output.facts({"name": name, "role": role, "url": url, "token": token}, token)
+    token = Agents(data).add(name, url, role=role, may_send_to=may_send_to)  # type: ignore[arg-type]
+    if token_only:
+        shell.output.sentence(token)
+        return
+    facts = {"name": name, "role": role, "url": url, "may_send_to": list(may_send_to), "token": token}
+    shell.output.facts(facts, token)
 
 
 @agent.command(name="list")
@@ -891,10 +1191,13 @@ def list_agents(shell: Shell, data: Path) -> None:
     from postroom.runtime.agents import Agents
 
     rows = [
-        {"name": known.name, "role": known.role, "url": known.url, "created": known.created}
+        {
+            "name": known.name, "role": known.role, "url": known.url,
+            "may_send_to": list(known.may_send_to), "created": rfc3339(known.created),
+        }
         for known in Agents(data).list()
-    ]
-    shell.output.rows(["name", "role", "url", "created"], rows, empty="nobody is known yet")
+    ]  # fmt: skip
+    shell.output.rows(["name", "role", "url", "may_send_to", "created"], rows, empty="nobody is known yet")
 
 
 @agent.command()

@@ -24,7 +24,7 @@ from postroom.core.retry import RetryPolicy
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
 from postroom.message import Durability, Envelope, Event, Moment, Record, State, Step
-from postroom.nudges.bell import Bell
+from postroom.nudges.bell import QUIET_S, Bell
 from postroom.stores.base import (
     CLAIM_MAX,
     PURGE_BATCH_MAX,
@@ -60,6 +60,8 @@ TIDY_EVERY_S = 60.0
 KEEP_FINISHED_S = 7 * 86_400.0
 KEEP_DEAD_S = 90 * 86_400.0
 KEEP_KEYS_S = 30 * 86_400.0
+ENDED_BELL = ".ended"  # no agent has a name that begins with a dot
+"""The bell that is rung when a task has come to its end."""
 DECISIONS = "harness.decisions"
 """The queue of results that the harness has to act on."""
 
@@ -115,8 +117,17 @@ class TaskInfo(msgspec.Struct, frozen=True):
     type: str
     parent: str
     idempotency_key: str
+    sender: str
+    """The agent that sent it; empty when an operator or the library did."""
+    lease_ends_at: datetime | None
+    """When its holder loses it without a further heartbeat; None when nobody holds it."""
     errors: list[str]
     history: list[Event]
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody will work on it any more: it has a result, or it failed for good."""
+        return self.state in lifecycle.ENDED
 
 
 class TaskLine(msgspec.Struct, frozen=True):
@@ -129,6 +140,7 @@ class TaskLine(msgspec.Struct, frozen=True):
     state: State
     attempt: int
     created_at: datetime
+    ended_at: datetime | None
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
@@ -180,6 +192,7 @@ class _NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parent: Any = ""
     max_retries: Any = None
     durability: Any = None
+    sender: Any = ""
 
 
 def _differ_in_payload_alone(one: _NewTask, other: _NewTask) -> bool:
@@ -193,6 +206,7 @@ def _differ_in_payload_alone(one: _NewTask, other: _NewTask) -> bool:
         and one.parent is other.parent
         and one.max_retries is other.max_retries
         and one.durability is other.durability
+        and one.sender is other.sender
     )
 
 
@@ -218,6 +232,7 @@ class Tasks(Closing):
         self._durability: Durability = durability
         self.bell = Bell(_bell_folder(store.url))
         store.on_ready = self._ring
+        store.on_ended = self._ring_ended
         self._calls = 0
         self._tidied = time.monotonic()
         self._purged_to = 0
@@ -253,10 +268,11 @@ class Tasks(Closing):
         parent: str = "",
         max_retries: int | None = None,
         durability: Durability | None = None,
+        sender: str = "",
     ) -> str:
         """Store one task and return its id. The same `task_id` or `idempotency_key` stores one task."""
         envelope = self._envelope(
-            agent, payload, task_id, delay_s, idempotency_key, type, parent, max_retries, durability
+            agent, payload, task_id, delay_s, idempotency_key, type, parent, max_retries, durability, sender
         )
         return self._insert([envelope])[0].message_id
 
@@ -276,7 +292,7 @@ class Tasks(Closing):
             envelopes.append(
                 self._envelope(
                     new.agent, new.payload, new.task_id, new.delay_s, new.idempotency_key, new.type,
-                    new.parent, new.max_retries, new.durability,
+                    new.parent, new.max_retries, new.durability, new.sender,
                 )
             )  # fmt: skip
             last = new
@@ -293,9 +309,10 @@ class Tasks(Closing):
         parent: str,
         max_retries: int | None,
         durability: Durability | None,
+        sender: str,
     ) -> Envelope:
-        if delay_s != 0 and checked_seconds("delay_s", delay_s) > DELAY_S_MAX:
-            raise InvalidMessage(f"delay_s must be at most {DELAY_S_MAX:g}, not {delay_s!r}")
+        if delay_s != 0:
+            checked_seconds("delay_s", delay_s, DELAY_S_MAX)
         if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
             raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
         queue = checked_name("agent", agent)
@@ -311,10 +328,11 @@ class Tasks(Closing):
             message_id="" if task_id is None else checked_name("task id", task_id),
             type=kind if kind == "" else _text("type", kind),
             parent_message_id=parent if parent == "" else _text("parent", parent),
-            key="" if key is None else _key(key),
+            key="" if key is None else _key(key, sender),
             max_retries=self._retry.max_retries if max_retries is None else max_retries,
             delay_ns=round(delay_s * NANOS_PER_S) if delay_s else 0,
             durability=durability,
+            sender=sender if sender == "" else checked_name("sender", sender),
         )
 
     def _insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
@@ -326,6 +344,9 @@ class Tasks(Closing):
     def _ring(self, queues: set[str]) -> None:
         for queue in queues:
             self.bell.ring(queue)
+
+    def _ring_ended(self) -> None:
+        self.bell.ring_seldom_heard(ENDED_BELL)
 
     def run_many(self, calls: Sequence[Callable[["Tasks"], Any]], *, makes_room: bool = True) -> list[Any]:
         """Run calls on these tasks in one commit; gives each one's result, or the error that it raised.
@@ -381,8 +402,7 @@ class Tasks(Closing):
         checked_name("agent", agent)
         if type(limit) is not int or not 1 <= limit <= CLAIM_MAX:
             raise InvalidMessage(f"limit must be from 1 to {CLAIM_MAX}, not {limit!r}")
-        if not LEASE_S_MIN <= checked_seconds("lease_s", lease_s) <= LEASE_S_MAX:
-            raise InvalidMessage(f"lease_s must be from {LEASE_S_MIN:g} to {LEASE_S_MAX:g}, not {lease_s!r}")
+        checked_seconds("lease_s", lease_s, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
         holder = agent if worker is None else _text("worker", worker)
         return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
 
@@ -429,8 +449,8 @@ class Tasks(Closing):
         self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
     ) -> None:
         """The task failed: it is tried again after a pause, or becomes a dead letter."""
-        if retry_in_s is not None and checked_seconds("retry_in_s", retry_in_s) > DELAY_S_MAX:
-            raise InvalidMessage(f"retry_in_s must be at most {DELAY_S_MAX:g}, not {retry_in_s!r}")
+        if retry_in_s is not None:
+            checked_seconds("retry_in_s", retry_in_s, DELAY_S_MAX)
         token, text, kind = _token(lease), _text("error", error, limit=None), _text("error_type", error_type)
 
         def decide(record: Record, moment: Moment) -> Step | None:
@@ -553,9 +573,38 @@ class Tasks(Closing):
             type=envelope.type,
             parent=envelope.parent_message_id,
             idempotency_key=envelope.key,
+            sender=envelope.sender,
+            lease_ends_at=_lease_ends_at(record),
             errors=[event.error for event in stored.history if event.error and event.kind != "dead_letter"],
             history=stored.history,
         )
+
+    def wait(self, task_id: str, timeout_s: float | None = None) -> TaskInfo:
+        """Return the task when it has come to its end, or as it is when `timeout_s` has passed."""
+        deadline = math.inf if timeout_s is None else checked_seconds("timeout_s", timeout_s)
+        deadline += time.monotonic()
+        if not self.get(task_id).ended and time.monotonic() < deadline:
+            self._wait_for_end(task_id, deadline)
+        return self.get(task_id)
+
+    def _wait_for_end(self, task_id: str, deadline: float) -> None:
+        woken = threading.Event()
+        with self.bell.heard_by(ENDED_BELL, woken.set):
+            pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
+            while not self.ended([task_id]) and (left_s := deadline - time.monotonic()) > 0:
+                woken.wait(min(left_s, pause_s))
+                woken.clear()
+                pause_s = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
+
+    def ended(self, task_ids: Sequence[str]) -> set[str]:
+        """Which of these tasks have come to their end. One that is not kept any more counts as ended."""
+        try:
+            records = self.store.find(ByIds(tuple(task_ids)))
+        except UnknownTask:
+            if len(task_ids) == 1:
+                return set(task_ids)
+            return {task_id for task_id in task_ids if self.ended([task_id])}
+        return {record.message_id for record in records if record.state in lifecycle.ENDED}
 
     def find(
         self, *, agent: str | None = None, state: State | None = None, after: int = 0, limit: int = 100
@@ -571,6 +620,7 @@ class Tasks(Closing):
             TaskLine(
                 record.seq, record.message_id, record.queue, STATUS[record.state], record.state,
                 record.attempt, _moment(record.created_us),
+                _moment(record.ended_us) if record.ended_us else None,
             )
             for record in records
         ]  # fmt: skip
@@ -807,11 +857,12 @@ def _text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> st
     return value
 
 
-def _key(key: object) -> str:
+def _key(key: object, sender: str) -> str:
+    """Each sender has keys of its own: the same key of two senders is two tasks."""
     text = _text("idempotency_key", key, limit=KEY_CHARS_MAX)
     if not text:
         raise InvalidMessage("idempotency_key is empty: leave it out instead")
-    return text
+    return f"{sender}:{text}" if sender else text
 
 
 def _task(delivery: Delivery) -> Task:
@@ -829,6 +880,13 @@ def _task(delivery: Delivery) -> Task:
 
 def _moment(us: int) -> datetime:
     return EPOCH + us * MICROSECOND
+
+
+def _lease_ends_at(record: Record) -> datetime | None:
+    """By the clock for people; whether the lease is over is decided by the store's own clock."""
+    if record.state != "PROCESSING":
+        return None
+    return _moment(record.heartbeat_us + record.lease_ns // 1000)
 
 
 def _bell_folder(url: str) -> Path | None:

@@ -370,6 +370,14 @@ def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
 
 # ---- what happened ---------------------------------------------------------------------------------
 
+_NOTABLE: Final = frozenset({"lease_lapsed", "retry_scheduled", "dead_letter", "duplicate"})
+
+
+def is_notable(event: Event) -> bool:
+    """Whether a person may have to know: a lapse, a retry, a dead letter, a duplicate, a second enqueue."""
+    return event.kind in _NOTABLE or (event.attempt > 0 and event.kind == "enqueued")
+
+
 _STRAIGHT: Final = frozenset({"created", "dequeued", "execution_completed", "heartbeat"})
 
 

@@ -15,7 +15,7 @@ import msgspec
 from postroom.core import mq9
 from postroom.core import natswire as wire
 from postroom.core.mailbox import RANKS
-from postroom.errors import InvalidMessage, MailRefused, MailUnavailable
+from postroom.errors import InvalidMessage, MailRefused, MailUnavailable, reason
 
 CREATE = b"$mq9.AI.MAILBOX.CREATE"
 LIST = "$mq9.AI.MAILBOX.LIST."
@@ -49,7 +49,7 @@ class MailMessage(NamedTuple):
         try:
             return msgspec.json.decode(self.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidMessage(f"the payload is not JSON: {error}") from None
+            raise InvalidMessage(f"the payload is not JSON: {reason(error)}") from None
 
 
 class Listed(NamedTuple):

@@ -15,7 +15,7 @@ import msgspec
 
 from postroom.core.names import checked_name, plain
 from postroom.core.times import SECONDS_MAX, checked_seconds, epoch_ns_of, parse_utc
-from postroom.errors import InvalidMessage, InvalidName, TopicError
+from postroom.errors import InvalidMessage, InvalidName, TopicError, reason
 from postroom.message import QueueMessage
 
 TOPICS = frozenset({"ask", "answer", "broadcast", "spawn-request", "status"})
@@ -71,7 +71,7 @@ def decode_line(line: bytes) -> QueueMessage:
     try:
         message = _decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"not a message: {error}") from None
+        raise Unreadable(f"not a message: {reason(error)}") from None
     # The keys that may be missing and those that only we may say: eight of both are not the eight.
     if len(message) == _SEED_KEYS and "to" in message and "in_reply_to" in message and "ttl_s" in message:
         return message

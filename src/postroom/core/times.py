@@ -12,8 +12,8 @@ from postroom.errors import InvalidMessage
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NANOS_PER_S = 1_000_000_000
 SECONDS_MAX = 10**12  # for ever: 30,000 years, and still a number that JSON and every clock can hold
-SHOWN_BELOW = 10**20  # a number in an error
 MICROSECOND = timedelta(microseconds=1)
+SHOWN_CHARS = 60  # of a wrong value, in an error
 
 _RFC3339 = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
@@ -62,18 +62,26 @@ def _instant_text(moment: datetime) -> str:
         raise InvalidMessage(msg) from error
 
 
-def _shown_number(number: float) -> str:
-    """A number in an error; one with more digits than anybody reads is left out."""
-    return str(number) if isinstance(number, float) or abs(number) < SHOWN_BELOW else "a larger number"
-
-
-def checked_seconds(name: str, seconds: object) -> float:
-    """A length of time that ends."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= SECONDS_MAX:
-        shown = _shown_number(seconds) if isinstance(seconds, int | float) else type(seconds).__name__
-        msg = f"{name} must be a number of seconds from 0 to {SECONDS_MAX:g}, not {shown}"
-        raise InvalidMessage(msg)
+def checked_seconds(
+    name: str, seconds: object, longest_s: float = SECONDS_MAX, *, shortest_s: float = 0
+) -> float:
+    """A length of time within its limits."""
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not shortest_s <= seconds <= longest_s
+    ):
+        limits = f"from {shortest_s:.15g} to {longest_s:.15g}"
+        raise InvalidMessage(f"{name} must be a number of seconds {limits}, not {_shown(seconds)}")
     return float(seconds) if isinstance(seconds, float) else int(seconds)
+
+
+def _shown(value: object) -> str:
+    """A value that was refused. A long text is cut, and so is a number of more digits than Python prints."""
+    if isinstance(value, int) and abs(value) > SECONDS_MAX:
+        return "a larger number" if value > 0 else "a smaller number"
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def normal_utc(value: datetime | str) -> str:

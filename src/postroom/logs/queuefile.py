@@ -21,7 +21,7 @@ import msgspec
 
 from postroom.core import queuewire as wire
 from postroom.core.names import checked_name
-from postroom.errors import DamagedState, InvalidName, Unavailable, UnsafePath, WriteFailed
+from postroom.errors import DamagedState, InvalidName, Unavailable, UnsafePath, WriteFailed, reason
 from postroom.logs.appendfile import AppendFile
 from postroom.message import Durability, QueueMessage
 from postroom.system import lock
@@ -398,7 +398,7 @@ class SessionFiles:
             return Reading(cursor)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UnsafePath) as error:
             raise DamagedState(
-                f"{path} cannot be read ({error}): mend it with `postroom queue repair`"
+                f"{path} cannot be read ({reason(error)}): mend it with `postroom queue repair`"
             ) from error
         return Reading(cursor, ahead.topics, ahead.taken)
 
@@ -565,8 +565,8 @@ class SessionFiles:
             journal = msgspec.json.decode(read_file(self._journal_path), type=Journal)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedState(
-                f"{self._journal_path} cannot be read ({error}): move it away, then set every cursor of this "
-                "session with `postroom queue repair`"
+                f"{self._journal_path} cannot be read ({reason(error)}): move it away, then set every cursor "
+                "of this session with `postroom queue repair`"
             ) from error
         if os.lstat(self.messages).st_ino == journal.inode:  # a device's number can change at a reboot
             self._apply(journal)

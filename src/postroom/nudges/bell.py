@@ -9,6 +9,7 @@ import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from postroom.system.handles import reset_after_fork
 
 OPEN_FILES_MAX = 256  # of queues that were rung last
 MARKS = 4096  # bytes of a bell's file
+QUIET_S = 0.02  # for how long a bell that is seldom heard does not look for waiters of other processes
 _EVENT = struct.Struct("iIII")
 
 Listener = Callable[[], None]
@@ -36,11 +38,12 @@ class Bell:
         self._mutex = threading.Lock()
         self._listeners: dict[str, set[Listener]] = {}
         self._files: dict[str, int] = {}
+        self._quiet_until: dict[str, float] = {}
         self._watching = False
         self._stop_fd = -1
 
-    def ring(self, queue: str) -> None:
-        """Wake whoever waits for this queue. Never fails: who waits looks again by itself."""
+    def ring(self, queue: str) -> bool:
+        """Wake whoever waits for this queue; whether another process waits. Never fails: they look again."""
         if queue in self._listeners:
             self._call(queue)
         if self._folder is not None:
@@ -49,8 +52,20 @@ class Bell:
                 # Its length first: where nobody ever waited it is empty, and that costs a quarter of a read.
                 if os.lseek(fd, 0, os.SEEK_END) and b"\1" in os.pread(fd, MARKS, 0):
                     os.utime(fd)
+                    return True
             except OSError:  # a ring may be lost; and no `suppress`, since every enqueue comes by
                 pass
+        return False
+
+    def ring_seldom_heard(self, queue: str) -> None:
+        """As `ring`, for what is rung far more often than it is waited for.
+
+        While nobody waits it looks for waiters of other processes only every `QUIET_S`. Who begins to wait
+        looks again after that.
+        """
+        now = time.monotonic()
+        if queue in self._listeners or now >= self._quiet_until.get(queue, 0.0):
+            self._quiet_until[queue] = 0.0 if self.ring(queue) else now + QUIET_S
 
     def _open(self, queue: str) -> int:
         with self._mutex:

@@ -10,7 +10,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ TOKEN_PREFIX = "pr_"  # noqa: S105 - what every token begins with, and no token
 TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 AGENTS_MAX = 10_000
+MAY_SEND_TO_MAX = 1_000  # agents that one agent may send to
 LOCK_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.2  # thousands of requests a second need not each look at the file
 
@@ -44,6 +45,8 @@ class Agent(msgspec.Struct, frozen=True):
     url: str | None
     token_sha256: str
     created: datetime
+    may_send_to: tuple[str, ...] = ()
+    """Agents that it may send tasks to. An operator may send to all."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -52,6 +55,7 @@ class Identity(msgspec.Struct, frozen=True):
     name: str
     role: Role
     url: str | None = None
+    may_send_to: tuple[str, ...] = ()
 
     @property
     def is_operator(self) -> bool:
@@ -69,9 +73,10 @@ class _Known(NamedTuple):
     looks: tuple[int, int, int]
     agents: tuple[Agent, ...]
     by_digest: dict[str, tuple[str, Identity]]
+    names: frozenset[str]
 
 
-_NOBODY = _Known((0, 0, 0), (), {})
+_NOBODY = _Known((0, 0, 0), (), {}, frozenset())
 _encoder = msgspec.json.Encoder()
 _decode = msgspec.json.Decoder(_File).decode
 
@@ -85,7 +90,9 @@ class Agents:
         self._known = _NOBODY
         self._looked = -LOOK_EVERY_S
 
-    def add(self, name: str, url: str | None = None, role: Role = "agent") -> str:
+    def add(
+        self, name: str, url: str | None = None, role: Role = "agent", may_send_to: Iterable[str] = ()
+    ) -> str:
         """A new agent or operator; gives its token, which nothing keeps."""
         checked_name("agent", name)
         if name == DECISIONS:
@@ -93,13 +100,16 @@ class Agents:
         if role not in ("agent", "operator"):
             raise InvalidMessage(f"role must be agent or operator, not {role!r}")
         checked = None if url is None else checked_url(url)
+        targets = tuple(dict.fromkeys(checked_name("agent", target) for target in may_send_to))
+        if len(targets) > MAY_SEND_TO_MAX:
+            raise InvalidMessage(f"an agent may send to at most {MAY_SEND_TO_MAX} agents by name")
         token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
         with self._changing() as agents:
             if any(agent.name == name for agent in agents):
                 raise InvalidMessage(f"there is an agent {name!r} already: remove it first")
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, and no more are kept")
-            agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC)))
+            agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC), targets))
         return token
 
     def remove(self, name: str) -> None:
@@ -123,6 +133,11 @@ class Agents:
         known = self._known if now < self._looked + LOOK_EVERY_S else self._read()
         found = known.by_digest.get(digest) or self._read().by_digest.get(digest)
         return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
+
+    def knows(self, name: str) -> bool:
+        """Whether an agent or operator of this name is registered."""
+        known = self._known if time.monotonic() < self._looked + LOOK_EVERY_S else self._read()
+        return name in known.names or name in self._read().names
 
     def with_url(self) -> dict[str, str]:
         """Where each agent that has an address listens for nudges."""
@@ -163,10 +178,14 @@ class Agents:
         except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
             raise StoreDamaged(f"{self._path} is not a list of agents: {error}") from error
         by_digest = {
-            agent.token_sha256: (agent.token_sha256, Identity(agent.name, agent.role, agent.url))
+            agent.token_sha256: (
+                agent.token_sha256,
+                Identity(agent.name, agent.role, agent.url, agent.may_send_to),
+            )
             for agent in agents
         }
-        return _Known(looks, tuple(agents), by_digest)
+        names = frozenset(agent.name for agent in agents)
+        return _Known(looks, tuple(agents), by_digest, names)
 
 
 def _digest(token: str) -> str:

@@ -123,6 +123,12 @@ class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ts: str | None = None
 
 
+class ShowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /tasks/{id}`: with `wait_s` the answer comes when the task has ended, or when that has passed."""
+
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+
+
 class FindQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`GET /tasks`."""
 
@@ -162,10 +168,18 @@ class TaskAnswer(msgspec.Struct, frozen=True):
     task_id: str
 
 
-class TasksAnswer(msgspec.Struct, frozen=True):
-    """The ids of several new tasks."""
+class NewTaskAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The id of a new task, and what the sender should know about it."""
+
+    task_id: str
+    warning: str = ""
+
+
+class NewTasksAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ids of several new tasks, and what the sender should know about them."""
 
     task_ids: list[str]
+    warning: str = ""
 
 
 class ClaimedTask(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from postroom.contracts.tasks import (
     DECISIONS,
+    LEASE_S_MAX,
     STATUS,
     AgentStatus,
     Status,
@@ -50,15 +51,18 @@ from postroom.runtime.bodies import (
     LinesAnswer,
     NewBusMessage,
     NewTask,
+    NewTaskAnswer,
     NewTasks,
+    NewTasksAnswer,
     NextBody,
     ResetNotice,
     ResultBody,
+    ShowQuery,
     StatusAnswer,
     TaskAnswer,
-    TasksAnswer,
 )
 from postroom.runtime.buses import Buses
+from postroom.runtime.endings import Endings
 from postroom.runtime.harness import Harness
 from postroom.runtime.journal import Journal
 from postroom.runtime.openapi import EVENT_STREAM, JSON
@@ -164,6 +168,8 @@ class Desk:
         self.buses = buses
         self.journal = journal
         self.openapi_json = b"{}"
+        self.lease_s_max = LEASE_S_MAX
+        """A longer wish is cut to this; the answer says how long the lease is."""
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
@@ -173,6 +179,7 @@ class Desk:
         self.waiting = Waiting(tasks, self.writer, self.read, self._loop)
         self._health_looked = -HEALTH_LOOK_S
         self._health_parts: dict[str, str] = {}
+        self.endings = Endings(tasks, self.read, self.waiting)
         self._stirred = self._loop.create_future()
         self._streams = Shares("event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE)
         self._polls = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
@@ -215,7 +222,8 @@ class Desk:
         agent = _owner(call)
         if agent is None:
             raise InvalidMessage("an operator has to name the agent whose tasks it wants")
-        terms = self._terms(agent, body.limit, body.lease_s, body.worker)
+        lease_s = min(body.lease_s, self.lease_s_max)
+        terms = self._terms(agent, body.limit, lease_s, body.worker)
         if body.wait_s:
             claimed = await self._wait(call, terms, body.wait_s)
         else:
@@ -223,6 +231,7 @@ class Desk:
         if not claimed:
             return NOTHING
         self.stir()
+        self.harness.lease_given(lease_s)
         for task in claimed:
             self.journal.write("claimed", task_id=task.task_id, agent=agent, attempt=task.attempt)
         shown = [_shown(task) for task in claimed]
@@ -302,17 +311,29 @@ class Desk:
         self.journal.write(event, task_id=task_id, agent=call.identity.name)
         return Reply(202, _encode(TaskAnswer(task_id)))
 
-    # ---- what operators do ---------------------------------------------------------------------
+    # ---- what operators do, and agents that may send ------------------------------------------
 
     async def enqueue(self, call: Call) -> Reply:
         many = isinstance(call.body, NewTasks)
         new: list[NewTask] = call.body.tasks if many else [call.body]
         keywords = [msgspec.structs.asdict(task) for task in new]
+        agents = {task.agent for task in new}
+        if not call.identity.is_operator:
+            _check_may_send(call.identity, agents)
+            for task in keywords:
+                task["sender"] = call.identity.name
+        warning = self._unregistered(agents)
         task_ids: list[str] = await self.writer.submit(lambda tasks: tasks.enqueue_many(keywords))
         self.stir()
-        for task, task_id in zip(new, task_ids, strict=True):
-            self.journal.write("enqueued", task_id=task_id, agent=task.agent)
-        return Reply(201, _encode(TasksAnswer(task_ids) if many else TaskAnswer(task_ids[0])))
+        for added, task_id in zip(new, task_ids, strict=True):
+            self.journal.write("enqueued", task_id=task_id, agent=added.agent)
+        answer = NewTasksAnswer(task_ids, warning) if many else NewTaskAnswer(task_ids[0], warning)
+        return Reply(201, _encode(answer))
+
+    def _unregistered(self, agents: set[str]) -> str:
+        """A warning about agents that have no token here, and so may never take what is sent to them."""
+        missing = sorted(agent for agent in agents if not self.agents.knows(agent))
+        return f"no agent {', '.join(map(repr, missing))} is registered here" if missing else ""
 
     async def cancel(self, call: Call) -> Reply:
         task_id = call.in_path("id")
@@ -335,11 +356,32 @@ class Desk:
     # ---- looking -------------------------------------------------------------------------------
 
     async def show(self, call: Call) -> Reply:
+        query: ShowQuery = call.query
+        info = await self._readable(call)
+        if query.wait_s and not info.ended:
+            await self._wait_for_end(call, info.task_id, query.wait_s)
+            info = await self._readable(call)
+        return Reply(200, _encode(info))
+
+    async def _readable(self, call: Call) -> TaskInfo:
+        """A task, for its agent, its sender and operators; unknown to everybody else."""
         task_id, owner = call.in_path("id"), _own_queue(call.identity)
         info = await self.read(lambda: self.tasks.get(task_id))
-        if owner is not None and info.agent != owner:
+        if owner is not None and owner not in (info.agent, info.sender):
             raise UnknownTask(task_id)
-        return Reply(200, _encode(info))
+        return info
+
+    async def _wait_for_end(self, call: Call, task_id: str, wait_s: float) -> None:
+        """A long poll for a result. It counts in the token's share, as one for a task does."""
+        self._polls.take(call.identity)
+        gone = asyncio.ensure_future(_gone(call.receive))
+        try:
+            await self.endings.wait(task_id, wait_s, gone)
+            if gone.done():
+                raise Gone
+        finally:
+            self._polls.give_back(call.identity)
+            gone.cancel()
 
     async def find(self, call: Call) -> Reply:
         query: FindQuery = call.query
@@ -557,6 +599,16 @@ def _size(path: Path) -> tuple[int, int]:
 def _own_queue(identity: Identity) -> str | None:
     """The one queue that somebody sees; None for all."""
     return None if identity.is_operator else identity.name
+
+
+def _check_may_send(identity: Identity, agents: set[str]) -> None:
+    for agent in sorted(agents - set(identity.may_send_to)):
+        raise Refusal(
+            403,
+            "Forbidden",
+            f"agent {identity.name!r} may not send to {agent!r}: its token lacks the permission "
+            f"(postroom tasks agent add {identity.name} --may-send-to {agent})",
+        )
 
 
 def _owner(call: Call) -> str | None:

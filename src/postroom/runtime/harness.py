@@ -3,11 +3,12 @@
 Rule 1: a loop survives every exception. It counts it, keeps the last one for the status, and goes on.
 Rule 2: a task is done after its decision was executed, never before.
 Rule 3: a decision that cannot be executed is retried like any task, and ends in the dead letters.
-Rule 4: a nudge only makes a loop look earlier. With all of them lost, the intervals find everything.
+Rule 4: a decision is executed in one thread at a time, and keeps its lease while it waits for that.
+Rule 5: a nudge only makes a loop look earlier. With all of them lost, the intervals find everything.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -16,17 +17,19 @@ import msgspec
 
 from postroom.contracts.tasks import DECISIONS, Task, Tasks
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import HandleDead, PostroomError, Rejected
+from postroom.errors import HandleDead, InvalidMessage, PostroomError, Rejected, StaleLease, UnknownTask
 from postroom.message import Event
 from postroom.runtime.agents import Agents
+from postroom.runtime.executions import CONCURRENCY_MAX, Executions
 from postroom.runtime.journal import Journal, where
 from postroom.runtime.nudger import NUDGE_TIMEOUT_S, Nudger
-from postroom.stores.base import PURGE_BATCH_MAX
+from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Leased
 from postroom.system.atomic import read_file, replace_file
 from postroom.system.clock import Clock, SystemClock
 
 DRAIN_EVERY_S = 10.0
-SWEEP_EVERY_S = 60.0
+SWEEP_EVERY_S = 60.0  # and sooner when a lease ends
+SWEEP_PAUSE_S = 0.25  # between two sweeps for leases that end one after the other
 DECISION_LEASE_S = 30.0  # after which another harness executes what a killed one had begun
 EVENTS_A_READ = 1_000
 DECISIONS_A_COMMIT = 50
@@ -55,8 +58,8 @@ class HarnessStatus(msgspec.Struct, frozen=True):
     loops: dict[str, LoopStatus]
     executed: int
     """Decisions since the start."""
-    executing: str
-    """The decision that is being executed, or nothing."""
+    executing: list[str]
+    """The decisions that are being executed."""
     nudges_sent: int
     nudges_failed: int
 
@@ -79,6 +82,8 @@ class Loop:
         self._clock = clock
         self._due_ns = 0
         self._woken = threading.Event()
+        self._sooner = threading.Event()
+        """Set when the next turn may be earlier than the thread waits for."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._runs = 0
@@ -95,6 +100,7 @@ class Loop:
     def wake(self) -> None:
         """Look now. May be called from anywhere, any number of times."""
         self._woken.set()
+        self._sooner.set()
 
     def due_in_s(self) -> float:
         """How long until the next turn."""
@@ -103,8 +109,11 @@ class Loop:
         return max(0.0, (self._due_ns - self._clock.boot_ns()) / NANOS_PER_S)
 
     def look_again_in(self, pause_s: float) -> None:
-        """Have the next turn earlier than the interval says."""
-        self._due_ns = min(self._due_ns, self._clock.boot_ns() + round(pause_s * NANOS_PER_S))
+        """Have the next turn earlier than the interval says. May be called from anywhere."""
+        due_ns = self._clock.boot_ns() + round(pause_s * NANOS_PER_S)
+        if due_ns < self._due_ns:
+            self._due_ns = due_ns
+            self._sooner.set()
 
     def turn(self) -> None:
         """Do the work once. It may raise what it likes."""
@@ -133,12 +142,14 @@ class Loop:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self.turn()
-            self._woken.wait(self.due_in_s())
+            while not self._stopping.is_set() and (left_s := self.due_in_s()) > 0:
+                self._sooner.wait(left_s)
+                self._sooner.clear()
 
     def stop(self) -> None:
         """End after the turn that is under way."""
         self._stopping.set()
-        self._woken.set()
+        self._sooner.set()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end."""
@@ -161,7 +172,8 @@ class Harness:
 
     `execute` acts on one decision: its payload is the result, its parent the task. Without it, results stay
     completed until a harness with one comes along. `start` runs the loops in threads; `step` runs what is due
-    on the clock, in the caller's.
+    on the clock, in the caller's. `concurrency` is how many decisions are executed at the same time once it
+    is started; `in_order` keeps those of one agent in the order of its results.
     """
 
     def __init__(
@@ -175,9 +187,13 @@ class Harness:
         nudge_timeout_s: float = NUDGE_TIMEOUT_S,
         allowed_nudge_hosts: Iterable[str] = (),
         lease_s: float = DECISION_LEASE_S,
+        concurrency: int = 1,
+        in_order: bool = False,
         clock: Clock | None = None,
         journal: Journal | None = None,
     ) -> None:
+        if type(concurrency) is not int or not 1 <= concurrency <= CONCURRENCY_MAX:
+            raise InvalidMessage(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
         self._tasks = tasks
         self._agents = agents
         self._execute = execute
@@ -191,9 +207,17 @@ class Harness:
         self._nudged_to: int | None = None
         self._heard: dict[str, AbstractContextManager[None]] = {}
         self._held = ExitStack()
-        self._executing: Task | None = None
+        self._executions = Executions(
+            self._act_on,
+            agent_of=self._agent_of,
+            has_room=self.wake,
+            concurrency=concurrency,
+            in_order=in_order,
+        )
         self._executed = 0
-        clock = SystemClock() if clock is None else clock
+        self._counting = threading.Lock()
+        self._clock = clock = SystemClock() if clock is None else clock
+        self._purge_ns = 0
         self._drain = Loop("drain", drain_every_s, self.drain, clock)
         self._sweep = Loop("sweep", sweep_every_s, self.sweep, clock)
         self._nudge = Loop("nudge", drain_every_s, self.nudge_agents, clock)
@@ -212,7 +236,10 @@ class Harness:
         """Run every loop in a thread of its own."""
         if self._nudged_to is None:
             self._nudged_to = self._tasks.store.newest_event()  # what comes from now on is new
+        if self._journal is not None:
+            self._tasks.store.on_notable = self._log_events
         if self._execute is not None:
+            self._executions.start()
             self._held.enter_context(self._tasks.bell.heard_by(DECISIONS, self._drain.wake))
             self._beat.start()
         for loop in self._loops:
@@ -222,8 +249,13 @@ class Harness:
         """End the loops. A decision that is being executed then is executed again by the next harness."""
         for loop in (*self._loops, self._beat):
             loop.stop()
-        for loop in (*self._loops, self._beat):
+        for loop in self._loops:
             loop.join(timeout_s)
+        for decision in self._executions.stop(timeout_s):
+            with suppress(PostroomError):
+                self._tasks.release(decision.task_id, decision.lease)
+        self._beat.join(timeout_s)
+        self._tasks.store.on_notable = None
         self._nudger.close()
         self._held.close()
         for heard in self._heard.values():
@@ -242,11 +274,10 @@ class Harness:
 
     def status(self) -> HarnessStatus:
         """What the loops have done, and what went wrong."""
-        executing = self._executing
         return HarnessStatus(
             loops={loop.name: loop.status() for loop in self._loops},
             executed=self._executed,
-            executing="" if executing is None else executing.task_id,
+            executing=[decision.task_id for decision in self._executions.executing],
             nudges_sent=self._nudger.sent,
             nudges_failed=self._nudger.failed,
         )
@@ -260,15 +291,21 @@ class Harness:
 
     def drain(self) -> None:
         """Make decisions of new results, and execute them until there is none."""
-        execute = self._execute
-        if execute is None:
+        if self._execute is None:
             return
+        self._executions.advance(self._tasks.ended)
         while not self._drain.stopping:
             self.open_decisions()
-            claimed = self._tasks.claim(agent=DECISIONS, lease_s=self._lease_s, worker=WORKER)
+            room = self._executions.room()
+            if not room:
+                return  # the end of an execution wakes this loop
+            claimed = self._tasks.claim(
+                agent=DECISIONS, limit=room, lease_s=self._lease_s, worker=WORKER
+            )  # fmt: skip
             if not claimed:
                 break
-            self._act_on(claimed[0], execute)
+            for decision in claimed:
+                self._executions.begin(decision)
         waits_ns = self._tasks.store.next_work_ns(DECISIONS)
         if waits_ns is not None:
             self._drain.look_again_in(waits_ns / NANOS_PER_S)
@@ -298,39 +335,57 @@ class Harness:
             elif outcome is not None:
                 self._say("decision_opened", task_id=task_id, decision=outcome)
 
-    def _act_on(self, decision: Task, execute: Execute) -> None:
-        self._executing = decision
+    def _act_on(self, decision: Task) -> bool:
+        """Execute a decision and say how it went; whether that was its end."""
         try:
-            execute(decision)
+            return self._executed_and_settled(decision)
+        except PostroomError as error:  # of the store: its lease runs out, and it is executed again
+            self._drain.failed(error)
+            return False
+
+    def _executed_and_settled(self, decision: Task) -> bool:
+        execute = self._execute
+        try:
+            if execute is not None:
+                execute(decision)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an executor raises, see rule 1
+            if self._drain.stopping:  # whoever ends the harness ends its programs, too: that is no failure
+                self._tasks.release(decision.task_id, decision.lease)
+                return False
             self._drain.failed(error)
             self._say(
                 "decision_failed", task_id=decision.parent, decision=decision.task_id, error=where(error)
             )
-            self._give_back(decision, error)
-            return
-        finally:
-            self._executing = None
-        self._settle(decision)
-
-    def _settle(self, decision: Task) -> None:
+            return self._give_back(decision, error)
         self._tasks.settle(decision)
-        self._executed += 1
+        with self._counting:
+            self._executed += 1
         self._say("decision_executed", task_id=decision.parent, decision=decision.task_id)
+        return True
 
-    def _give_back(self, decision: Task, error: BaseException) -> None:
+    def _give_back(self, decision: Task, error: BaseException) -> bool:
+        """The execution failed: whether it was the last attempt."""
+        self._tasks.fail(
+            decision.task_id, decision.lease, _sentence(error), error_type=type(error).__name__
+        )  # fmt: skip
+        return bool(self._tasks.ended([decision.task_id]))
+
+    def _agent_of(self, decision: Task) -> str:
+        """The agent whose result a decision is; what has no task any more is in nobody's way."""
         try:
-            self._tasks.fail(
-                decision.task_id, decision.lease, _sentence(error), error_type=type(error).__name__
-            )
-        except PostroomError as refused:  # then its lease runs out, which counts the same
-            self._drain.failed(refused)
+            [record] = self._tasks.store.find(ByIds((decision.parent,)))
+        except UnknownTask:
+            return decision.task_id
+        return record.queue
 
     def beat(self) -> None:
-        """Keep the lease of what is being executed."""
-        decision = self._executing
-        if decision is not None:
-            self._tasks.heartbeat(decision.task_id, decision.lease)
+        """Keep the leases of what is being executed, and of what waits for that."""
+        for decision in self._executions.held:
+            try:
+                self._tasks.heartbeat(decision.task_id, decision.lease)
+            except StaleLease:
+                if decision in self._executions.held:  # else it was settled meanwhile
+                    raise
 
     def _load_position(self) -> Position:
         """Where the last harness stood, if it stood in this very store; else the beginning."""
@@ -390,11 +445,28 @@ class Harness:
     # ---- the rest ------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Put back what has run out, and forget what is over."""
+        """Put back what has run out, and forget what is over. The next turn is when the next lease ends."""
         for _ in range(SWEEPS_MAX):
             if self._tasks.sweep() < PURGE_BATCH_MAX or self._sweep.stopping:
                 break
-        self._tasks.purge()
+        for record in self._tasks.store.find(Leased(None, 1)):
+            left_s = (record.lease_until - self._tasks.store.steady_ns()) / NANOS_PER_S
+            self._sweep.look_again_in(max(SWEEP_PAUSE_S, left_s))
+        if self._clock.boot_ns() >= self._purge_ns:
+            self._purge_ns = self._clock.boot_ns() + round(self._sweep.every_s * NANOS_PER_S)
+            self._tasks.purge()
+
+    def lease_given(self, lease_s: float) -> None:
+        """A task was claimed: look again when its lease ends without a heartbeat."""
+        if lease_s < self._sweep.every_s:
+            self._sweep.look_again_in(max(SWEEP_PAUSE_S, lease_s))
+
+    def _log_events(self, events: Sequence[Event]) -> None:
+        """Lapses, retries, dead letters and duplicates, as lines of the log."""
+        for event in events:
+            facts = {"worker": event.worker_id} if event.worker_id else {}
+            name = "requeued" if event.kind == "enqueued" else event.kind
+            self._say(name, task_id=event.message_id, agent=event.queue, attempt=event.attempt, **facts)
 
     def _loop_failed(self, loop: str, error: BaseException) -> None:
         self._say("loop_error", loop=loop, error=where(error))

@@ -26,7 +26,8 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
-from postroom.contracts.tasks import TaskInfo, Tasks
+from postroom.contracts.tasks import LEASE_S_MAX, LEASE_S_MIN, TaskInfo, Tasks
+from postroom.core.times import checked_seconds
 from postroom.errors import (
     BusFull,
     InvalidMessage,
@@ -40,6 +41,7 @@ from postroom.errors import (
     UnknownTask,
     UnsafePath,
     WrongState,
+    reason,
 )
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
@@ -64,12 +66,14 @@ from postroom.runtime.bodies import (
     LinesAnswer,
     NewBusMessage,
     NewTask,
+    NewTaskAnswer,
     NewTasks,
+    NewTasksAnswer,
     NextBody,
     ResultBody,
+    ShowQuery,
     StatusAnswer,
     TaskAnswer,
-    TasksAnswer,
 )
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
 from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
@@ -210,10 +214,8 @@ def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
-    except RecursionError:
-        raise InvalidMessage("the body is nested too deeply") from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise InvalidMessage(f"the body is not JSON: {error}") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(f"the body is not JSON: {reason(error)}") from None
 
 
 def _decode_query(query: bytes, kind: type) -> Any:
@@ -352,16 +354,20 @@ ROUTES: Sequence[_Served] = (
             "POST",
             "/queue/enqueue",
             "Store one task, or several",
-            {201: (TaskAnswer, TasksAnswer)},
+            {201: (NewTaskAnswer, NewTasksAnswer)},
             (400, 401, 403, 413, 429, 503),
             (NewTask, NewTasks),
         ),
         "enqueue",
         ENQUEUE_BYTES_MAX,
-        operators_only=True,
     ),
     _Served(
         Route("POST", "/harness/result", "A result may be there", {202: (TaskAnswer,)}, _WORD, (ResultBody,)),
+        "result",
+        WORD_BYTES_MAX,
+    ),
+    _Served(
+        Route("POST", "/result", "The same, by foreman's name", {202: (TaskAnswer,)}, _WORD, (ResultBody,)),
         "result",
         WORD_BYTES_MAX,
     ),
@@ -375,7 +381,17 @@ ROUTES: Sequence[_Served] = (
         "retry",
         operators_only=True,
     ),
-    _Served(Route("GET", "/tasks/{id}", "A task and its history", {200: (TaskInfo,)}, _LOOK), "show"),
+    _Served(
+        Route(
+            "GET",
+            "/tasks/{id}",
+            "A task and its history, at once or when it has ended",
+            {200: (TaskInfo,)},
+            _LOOK,
+            query=ShowQuery,
+        ),
+        "show",
+    ),
     _Served(
         Route("GET", "/tasks", "Tasks by acceptance", {200: (LinesAnswer,)}, _LOOK, query=FindQuery), "find"
     ),
@@ -518,6 +534,7 @@ def create_app(
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
+    lease_s_max: float = LEASE_S_MAX,
 ) -> TasksApp:
     """The server of a data folder as an ASGI application; its loops run from its start to its end.
 
@@ -538,6 +555,7 @@ def create_app(
     async def opened(app: TasksApp) -> AsyncIterator[None]:
         desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal)
         desk.openapi_json = app.openapi_json
+        desk.lease_s_max = lease_s_max
         harness.start()
         try:
             yield
@@ -562,6 +580,9 @@ def serve(
     bus_max_bytes: int = BUS_BYTES_MAX,
     drain_every_s: float = DRAIN_EVERY_S,
     sweep_every_s: float = SWEEP_EVERY_S,
+    lease_s_max: float = LEASE_S_MAX,
+    concurrency: int = 1,
+    in_order: bool = False,
     journal: Journal | None = None,
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
@@ -569,8 +590,10 @@ def serve(
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port that is listened to.
 
     `beside` is entered once the server has its port and its folder. When the server cannot start, no folder
-    is left that was not there before.
+    is left that was not there before. No lease is longer than `lease_s_max`. `concurrency` decisions are
+    executed at the same time; with `in_order`, those of one agent one after the other.
     """
+    checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     journal = Journal() if journal is None else journal
     with (
         _listen(host, port) as listening,
@@ -587,6 +610,8 @@ def serve(
             drain_every_s=drain_every_s,
             sweep_every_s=sweep_every_s,
             allowed_nudge_hosts=allowed_nudge_hosts,
+            concurrency=concurrency,
+            in_order=in_order,
             journal=journal,
         )
         app = create_app(
@@ -597,6 +622,7 @@ def serve(
             journal=journal,
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,
+            lease_s_max=lease_s_max,
         )
 
         def started() -> None:

@@ -102,7 +102,8 @@ class Journal:
 
 
 def _text(line: dict[str, Any]) -> str:
-    line["ts"] = datetime.fromtimestamp(line["ts"], UTC).isoformat(timespec="milliseconds")
+    moment = datetime.fromtimestamp(line["ts"], UTC)
+    line["ts"] = moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
     for name, value in line.items():
         if isinstance(value, str) and len(value) > FIELD_CHARS_MAX:
             line[name] = value[:FIELD_CHARS_MAX]

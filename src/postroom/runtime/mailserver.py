@@ -21,7 +21,7 @@ import msgspec
 from postroom.contracts.mail.options import MailOptions
 from postroom.contracts.mail.room import Mailroom
 from postroom.core.mailbox import Letter
-from postroom.errors import InvalidSetting, LockTimeout, Unavailable, UnsafePath
+from postroom.errors import InvalidSetting, LockTimeout, Unavailable, UnsafePath, reason
 from postroom.logs import eventfiles
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import RunSoon
@@ -233,10 +233,8 @@ def read_users(path: Path) -> dict[str, str]:
     """Passwords by user, from a file with lines such as `ada:secret`."""
     try:
         lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"cannot read the users in {path}: it is not UTF-8") from None
-    except OSError as error:
-        raise InvalidSetting(f"cannot read the users in {path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"cannot read the users in {path}: {reason(error)}") from None
     users: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         user, colon, password = line.strip().partition(":")

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from postroom.core.events import AuditEvent, decode_lines, from_line
-from postroom.errors import InvalidMessage, UnsafePath
+from postroom.errors import InvalidMessage, UnsafePath, reason
 from postroom.sinks.chain import Chain, Entry, read_chain
 from postroom.sinks.index import Index, IndexDamaged, key_of
 from postroom.sinks.layout import OPEN, chain_locked, index_path, numbered, open_path
@@ -251,7 +251,7 @@ class Segments:
             return from_line(line)
         except msgspec.DecodeError as error:
             self.bad_lines += 1
-            self._tell(f"the line at byte {at} of {opened.name} is left out: {error}")
+            self._tell(f"the line at byte {at} of {opened.name} is left out: {reason(error)}")
             return None
 
     # ---- finding -------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """Every live lease of a queue, the first to run out first."""
+    """Every live lease of a queue, of all when None, the first to run out first."""
 
-    queue: str
+    queue: str | None
     limit: int
 
 
@@ -161,6 +161,10 @@ class Transaction(ABC):
         self.counts: dict[tuple[str, Counted], int] = {}
         self.synced = False
         """Whether something in it asks for an fsync."""
+        self.ended = False
+        """Whether a record came to its end."""
+        self.notable: Sequence[Event] = ()
+        """What went another way than straight: see `lifecycle.is_notable`."""
 
     def moment(self) -> Moment:
         """Now, for one decision."""
@@ -235,12 +239,18 @@ class Transaction(ABC):
         return Accepted(message_id, duplicate=False)
 
     def _dropped(self, message_id: str, envelope: Envelope) -> Accepted:
-        # The first one may have been stored by a process that died before its fsync.
+        """Answer a repeated enqueue. That acknowledges the first record, so it is synced as its class says.
+
+        The first record may have been stored by a process that died before its fsync, or that is still in it.
+        """
         self.synced = self.synced or envelope.durability != "os"
         with suppress(UnknownTask):  # perhaps only its key is remembered: then there is nothing to tell about
             [found] = self.find(ByIds((message_id,)))
+            self.synced = self.synced or found.durability != "os"
             if found.queue != envelope.queue:
                 raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
+            if self.sender_of(found) != envelope.sender:
+                raise InvalidMessage(f"the id {message_id!r} is taken by a task of another sender")
             self._record_event(lifecycle.duplicate(found, self.moment(), envelope.key))
         return Accepted(message_id, duplicate=True)
 
@@ -400,6 +410,7 @@ class Transaction(ABC):
             moves[move] = moves.get(move, 0) + 1
             events += step.events
         self.keep(events)
+        self._note(events)
         for (queue, source, target, durability), n in moves.items():
             if source != target:
                 if source is not None:
@@ -407,12 +418,20 @@ class Transaction(ABC):
                 self._count(queue, target, n)
             if target == "QUEUED":
                 self.ready.add(queue)
+            elif target in lifecycle.ENDED:
+                self.ended = True
             if durability != "os":
                 self.synced = True
 
     def _record_event(self, event: Event) -> None:
         self.keep([event])
+        self._note([event])
         self.number += 1
+
+    def _note(self, events: Iterable[Event]) -> None:
+        notable = [event for event in events if lifecycle.is_notable(event)]
+        if notable:
+            self.notable = [*self.notable, *notable]
 
     def _count(self, queue: str, state: Counted, change: int) -> None:
         key = (queue, state)
@@ -435,6 +454,10 @@ class Transaction(ABC):
     @abstractmethod
     def known_by_key(self, queue: str, key: str) -> str | None:
         """The message that came in under this idempotency key."""
+
+    def sender_of(self, record: Record) -> str:  # noqa: ARG002 - a store of one sender needs no more
+        """The agent that sent a message; empty for what operators and the library enqueue."""
+        return ""
 
     @abstractmethod
     def depth(self, queue: str) -> int:
@@ -471,6 +494,10 @@ class Store(Protocol):
     url: str
     on_ready: Callable[[set[str]], None] | None
     """Called after each commit with the queues in which something new can be claimed."""
+    on_ended: Callable[[], None] | None
+    """Called after each commit in which a record came to its end."""
+    on_notable: Callable[[Sequence[Event]], None] | None
+    """Called after each commit with those of its events that a person may have to know."""
 
     @property
     def trouble(self) -> str:

@@ -12,7 +12,7 @@ ALIKE_PAYLOAD_BYTES = 16 * 1024  # of one that is stored together with others: S
 
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
-    "ttl_ns", "durability",
+    "ttl_ns", "durability", "sender",
 )  # fmt: skip
 """What new records have in common that one statement can store: everything but number and payload."""
 

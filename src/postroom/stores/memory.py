@@ -91,6 +91,8 @@ class MemoryStore:
         self._number = 1
         self._outbox: Outbox | None = None
         self.on_ready: Callable[[set[str]], None] | None = None
+        self.on_ended: Callable[[], None] | None = None
+        self.on_notable: Callable[[Sequence[Event]], None] | None = None
         reset_after_fork(self)
 
     # ---- writing -------------------------------------------------------------------------------
@@ -106,6 +108,10 @@ class MemoryStore:
             self._commit(transaction)
         if transaction.ready and self.on_ready is not None:
             self.on_ready(transaction.ready)
+        if transaction.ended and self.on_ended is not None:
+            self.on_ended()
+        if transaction.notable and self.on_notable is not None:
+            self.on_notable(transaction.notable)
         return result
 
     def _commit(self, transaction: "MemoryTransaction") -> None:
@@ -344,6 +350,9 @@ class MemoryTransaction(Transaction):
     def known_by_key(self, queue: str, key: str) -> str | None:
         found = self._store.keys.get((queue, key))
         return found[0] if found else None
+
+    def sender_of(self, record: Record) -> str:
+        return self._store.rows[record.message_id].envelope.sender
 
     def is_past(self, queue: str) -> bool:
         return bool(self.find(Overdue(queue, 1)) or self.find(Due(queue, 1)))

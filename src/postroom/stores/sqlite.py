@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import resources
 from itertools import islice
@@ -104,6 +104,8 @@ GROUP_MAX = 256  # callers whose work goes into one commit
 WAL_BYTES_MAX = 64 * 1024 * 1024  # the file is cut to this after it was moved
 CACHE_KIB = 64 * 1024
 BALLAST_BYTES = 4 * 1024 * 1024
+
+OUR_TABLES = {"facts", "queues", "records", "keys", "events"}
 
 _log = logging.getLogger("postroom.store")
 
@@ -195,6 +197,8 @@ class SqliteStore:
         self._suspect = False
         """Whether the file has to be looked through before it is trusted again."""
         self.on_ready: Callable[[set[str]], None] | None = None
+        self.on_ended: Callable[[], None] | None = None
+        self.on_notable: Callable[[Sequence[Event]], None] | None = None
         self.queue_rows: dict[str, tuple[float, tuple[int, Limits]]] = {}
         self._resting: list[threading.Lock] = []
         self._file = (0, 0)
@@ -340,6 +344,11 @@ class SqliteStore:
     def _attempt(self, jobs: list[_Job[Any]], *, refill: bool = True) -> bool:
         if self._dead:
             raise HandleDead(self.path)
+        if self._cursor is None:
+            try:
+                _check_kind(self.path)  # before anything is put beside a file that is not ours
+            except (apsw.Error, OSError) as error:
+                self._translate(error)
         if refill and not self._ballast.whole:
             self._refill_ballast(jobs)
         try:
@@ -457,11 +466,15 @@ class SqliteStore:
             self._checkpoints.look(writer)
 
     def _announce(self, transaction: SqliteTransaction) -> None:
-        """Make it durable as its class says, then tell whoever waits for something to claim."""
+        """Make it durable as its class says, then wake who waits for work, and who waits for a result."""
         if transaction.synced:
             self._sync()
         if transaction.ready and self.on_ready is not None:
             self.on_ready(transaction.ready)
+        if transaction.ended and self.on_ended is not None:
+            self.on_ended()
+        if transaction.notable and self.on_notable is not None:
+            self.on_notable(transaction.notable)
 
     def _sync(self) -> None:
         """Make the commit durable. The WAL is all that has to be: a checkpoint syncs for itself."""
@@ -608,7 +621,7 @@ class SqliteStore:
             except UnknownTask:
                 return None
             row = ask(connection, STORED, (record.seq,))[0]
-        kind, parent, key, delay_ns, ttl_ns, priority, payload, result, trail = row
+        kind, parent, key, delay_ns, ttl_ns, priority, payload, result, trail, sender = row
         envelope = Envelope(
             message_id=message_id,
             queue=record.queue,
@@ -621,6 +634,7 @@ class SqliteStore:
             delay_ns=delay_ns,
             ttl_ns=ttl_ns,
             durability=record.durability,
+            sender=sender or "",
         )
         first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
         with self._translated():
@@ -924,6 +938,29 @@ def _frozen(connection: apsw.Connection) -> Iterator[None]:
 
 def _library_version() -> tuple[int, ...]:
     return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse a file that another program wrote, before a byte of it changes.
+
+    SQLite itself has to read it: closing a descriptor of ours would end this process's locks on the file.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise StoreDamaged(f"{path} is not a file, so it cannot be a store of tasks")
+    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
+    try:
+        tables = {name for (name,) in ask(connection, "SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    except apsw.NotADBError:
+        raise StoreDamaged(
+            f"{path} is not a store of tasks: it is no SQLite database, or its beginning is damaged"
+        ) from None
+    finally:
+        connection.close()
+    if tables and not tables.issuperset(OUR_TABLES):
+        raise StoreDamaged(f"{path} is not a store of tasks: it is the database of another program")
 
 
 def _connect(path: Path) -> apsw.Connection:

@@ -55,6 +55,7 @@ from postroom.stores.sql.queries import (
     LEASED_ROW,
     QUEUE,
     READY,
+    SENDER,
     SET_FACT,
     UPDATE_PLAIN,
     UPDATE_RESULT,
@@ -131,6 +132,8 @@ class SqliteTransaction(Transaction):
     """The primitives in SQL."""
 
     synced = False  # in the class, as what every commit sets costs every commit
+    ended = False
+    notable: Sequence[Event] = ()
     changes = 0
     _new_end = 0
 
@@ -239,6 +242,9 @@ class SqliteTransaction(Transaction):
         rows = ask(self._cursor, query, (number, key))
         return str(rows[0][0]) if rows else None
 
+    def sender_of(self, record: Record) -> str:
+        return str(ask(self._cursor, SENDER, (record.seq,))[0][0] or "")
+
     # ---- the hot verbs, in as few words of SQL as they need ----------------------------------------
     # They do what `Transaction` does by way of `lifecycle`, without a Python object for each step on the way.
 
@@ -254,7 +260,8 @@ class SqliteTransaction(Transaction):
             left = room[queue] if queue in room else limits.max_depth - self._waiting(queue, number)
             room[queue] = left - len(run)
             longest = max([len(envelope.payload) for envelope in run])
-            if left < len(run) or first.message_id or first.key or longest > limits.max_payload_bytes:
+            given = first.message_id or first.key or first.sender
+            if left < len(run) or given or longest > limits.max_payload_bytes:
                 return super().insert(envelopes)  # names and keys of callers, and saying what is wrong
         if len(runs) == 1:
             return self._insert_alike(runs[0])
@@ -267,6 +274,7 @@ class SqliteTransaction(Transaction):
         if (
             e.message_id
             or e.key
+            or e.sender
             or len(e.payload) > limits.max_payload_bytes
             or self._waiting(e.queue, number) >= limits.max_depth
         ):
@@ -418,6 +426,7 @@ class SqliteTransaction(Transaction):
             self.synced = True
         self._count(queue, "PROCESSING", -len(rows))
         self._count(queue, "COMPLETED", len(rows))
+        self.ended = True
 
     def _write_results(self, results: list[bytes], numbers: list[int]) -> None:
         first, wall_us = self.number, self.wall_us
@@ -569,7 +578,7 @@ def _new_row(record: Record, queue: int, envelope: Envelope) -> tuple[Any, ...]:
         record.max_retries, 0, "", 0, LANE_DELAYED if delayed else record.priority,
         record.due if delayed else record.place, record.ready_at, record.expires, record.durability,
         record.created_us, 0, 0, 0, envelope.type, envelope.parent_message_id, envelope.key,
-        envelope.delay_ns, envelope.ttl_ns, envelope.priority, envelope.payload,
+        envelope.delay_ns, envelope.ttl_ns, envelope.priority, envelope.payload, envelope.sender or None,
     )  # fmt: skip
 
 

@@ -33,8 +33,11 @@ NEW = (
     f"INSERT INTO records ({RECORD_COLUMNS}, type, parent_message_id, key, delay_ns, ttl_ns, "
     "first_priority, payload, room)"
 )
-INSERT = f"{NEW} VALUES ({', '.join('?' * 28)}, zeroblob({ROOM_BYTES})) ON CONFLICT DO NOTHING"
-# Without a name and a key. What is the same for every new record is no parameter: each one costs time.
+INSERT = (
+    f"{NEW.removesuffix(')')}, sender) VALUES ({', '.join('?' * 28)}, zeroblob({ROOM_BYTES}), ?) "
+    "ON CONFLICT DO NOTHING"
+)
+# Without a name, a key and a sender. What every new record has is no parameter: each one costs time.
 NEW_VALUES = (
     "{seq}, NULL, ?2, ?3, ?4, {seq}, 0, 0, ?5, 0, '', 0, ?6, ifnull(?7, {seq}), ?8, ?9, ?10, ?11, 0, 0, 0, "
     f"?12, ?13, '', ?14, ?15, ?4, {{payload}}, zeroblob({ROOM_BYTES})"
@@ -56,7 +59,7 @@ UPDATE_TRAIL = (
     f"{UPDATE}, trail = CASE WHEN length(trail) > {TRAIL_CHARS_MAX} THEN trail "
     "ELSE coalesce(trail, '') || ? END WHERE seq = ?"
 )
-REST = "type, parent_message_id, key, delay_ns, ttl_ns, first_priority, payload, result, trail"
+REST = "type, parent_message_id, key, delay_ns, ttl_ns, first_priority, payload, result, trail, sender"
 STORED = f"SELECT {REST} FROM records WHERE seq = ?"
 HEAD = "SELECT ready_at FROM records WHERE queue = ? AND lane = ? ORDER BY turn LIMIT 1"
 TOLD_TO = "SELECT coalesce(max(seq), 0) FROM events"
@@ -82,6 +85,7 @@ FIRST_PAST = (
     f"SELECT (SELECT min(turn) FROM records WHERE queue = ?1 AND lane = {LANE_DELAYED}), "
     f"(SELECT min(turn) FROM records WHERE queue = ?1 AND lane = {LANE_LEASED})"
 )
+SENDER = "SELECT sender FROM records WHERE seq = ?"
 PAYLOADS = "SELECT seq, payload FROM records WHERE seq > ? AND seq <= ?"
 COUNTED = "SELECT value FROM facts WHERE name = 'counted'"
 HEADS = (

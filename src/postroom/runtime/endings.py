@@ -1,0 +1,89 @@
+"""Long polls for results: many requests that wait for tasks to end, without a thread each.
+
+All of them share one loop. It looks at every task that somebody waits for: when the bell rings because a task
+has ended, and now and then because a ring may be lost.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import islice
+
+from postroom.contracts.tasks import ENDED_BELL, LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, Tasks
+from postroom.nudges.bell import QUIET_S
+from postroom.runtime.waiting import Waiting
+
+GATHER_S = 0.005  # one look for all tasks that end within this
+TASKS_A_LOOK = 500
+
+Read = Callable[[Callable[[], set[str]]], Awaitable[set[str]]]
+"""Runs a look at the store where it may block."""
+
+
+class Endings:
+    """The requests of a server that wait for tasks to end."""
+
+    def __init__(self, tasks: Tasks, read: Read, waiting: Waiting) -> None:
+        self._tasks = tasks
+        self._read = read
+        self._waiting = waiting
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._news = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def wait(self, task_id: str, wait_s: float, gone: "asyncio.Future[None]") -> None:
+        """Return when the task has ended, `wait_s` has passed, or whoever asked is `gone`."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(task_id, set()).add(ended)
+        self._waiting.count += 1
+        self._news.set()
+        if self._loop is None:
+            self._loop = asyncio.ensure_future(self._run())
+        try:
+            await asyncio.wait(
+                (ended, gone, self._waiting.ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended.done():
+                ended.result()
+        finally:
+            self._waiting.count -= 1
+            self._leave(task_id, ended)
+
+    def _leave(self, task_id: str, ended: "asyncio.Future[None]") -> None:
+        waiters = self._waiters.get(task_id, set())
+        waiters.discard(ended)
+        if not waiters:
+            self._waiters.pop(task_id, None)
+        if not self._waiters:
+            self._news.set()  # the loop has nothing left to look for
+
+    async def _run(self) -> None:
+        try:
+            with self._waiting.hear(ENDED_BELL, self._news.set):
+                pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
+                while self._waiters:
+                    await self._look(pause_s)
+                    pause_s = LOOK_AGAIN_S if self._tasks.bell.reaches_others else LOOK_AGAIN_DEAF_S
+        except Exception as error:  # noqa: BLE001 - each request gets it as its answer
+            for waiters in self._waiters.values():
+                for ended in waiters:
+                    ended.set_exception(error)
+            self._waiters.clear()
+        finally:
+            self._loop = None
+
+    async def _look(self, pause_s: float) -> None:
+        self._news.clear()
+        asked = iter([*self._waiters])
+        while task_ids := list(islice(asked, TASKS_A_LOOK)):
+            for task_id in await self._read(lambda ids=task_ids: self._tasks.ended(ids)):  # type: ignore[misc]
+                self._tell(task_id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._news.wait()
+                await asyncio.sleep(GATHER_S)
+
+    def _tell(self, task_id: str) -> None:
+        for ended in self._waiters.pop(task_id, ()):
+            if not ended.done():
+                ended.set_result(None)
