@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
+from postroom.cli.shell import (
+    HELP_OPTIONS,
+    Shell,
+    add_json_option,
+    as_path,
+    parse_wait,
+    path_option,
+    together,
+)
 from postroom.cli.stopping import beside_spark, follower, starting
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
@@ -96,17 +104,29 @@ Command = Callable[..., Any]
 EVERY_S = click.FloatRange(0.1, 86_400.0)
 
 
+def _local_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    from postroom.pipeline.paths import need_local
+
+    if value is not None:
+        need_local(value)
+    return as_path(context, parameter, value)
+
+
+def folder_option(*names: str, text: str, required: bool) -> Callable[[Command], Command]:
+    """An option that names a folder of this machine, and no address."""
+    return click.option(
+        *names, type=click.Path(), callback=_local_path, required=required, metavar="DIR", help=text
+    )
+
+
 def events_option(*, required: bool = True) -> Callable[[Command], Command]:
-    return path_option(
-        "--events",
-        metavar="DIR",
-        text="The folder of the audit stream: its sealed segments are read.",
-        required=required,
+    return folder_option(
+        "--events", text="The folder of the audit stream: its sealed segments are read.", required=required
     )
 
 
 def tables_option(command: Command) -> Command:
-    return path_option("--tables", metavar="DIR", text="The folder of the tables.", required=True)(command)
+    return folder_option("--tables", text="The folder of the tables.", required=True)(command)
 
 
 spark_options = together(
@@ -246,6 +266,10 @@ def run(
       postroom pipeline run --events history --tables tables --skip-missing
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
+    from postroom.pipeline.paths import need_stream, need_writable
+
+    need_stream(events)
+    need_writable(tables)
     with _pipeline(shell, tables, where, redaction) as job:
         _print_summary(shell, job.run(events, skip_missing=skip_missing))
 
@@ -267,6 +291,13 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     Example:
       postroom pipeline backfill --tables tables
     """
+    from postroom.pipeline.paths import need_stream, need_tables, need_writable
+
+    if events is None:
+        need_tables(tables)
+    else:
+        need_stream(events)
+    need_writable(tables)
     with _pipeline(shell, tables, where, redaction) as job:
         _print_summary(shell, job.backfill(events))
 
@@ -309,6 +340,10 @@ def stream(
     """
     if where["remote"] is not None:
         raise click.UsageError("a stream has no --remote: give `run` again and again, or use --master")
+    from postroom.pipeline.paths import need_stream, need_writable
+
+    need_stream(events)
+    need_writable(tables)
     with _pipeline(shell, tables, where, redaction) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
@@ -375,15 +410,20 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
 def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
     """Ask the tables with the SQL of Spark; prints JSON lines.
 
-    It answers and changes nothing: DROP, INSERT and the like are refused.
+    Queries over the tables of the folder, and SHOW TABLES, SHOW COLUMNS, DESCRIBE and EXPLAIN. Whatever else
+    Spark could do is refused: statements that change something, files that are named by their path,
+    functions that run code. With --remote it does not work: a query is checked by Spark's own parser, which a
+    Spark Connect client does not have.
 
     \b
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
     """
-    from postroom.pipeline.asking import need_question
+    if where["remote"] is not None:
+        raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
+    from postroom.pipeline.paths import need_tables
 
-    need_question(query)
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         for line in job.answers(query):
             shell.output.text(line)
@@ -414,6 +454,12 @@ def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **
       postroom pipeline report --tables tables --out report.html
       postroom pipeline report --tables tables --out report.html --speedscope goals.json
     """
+    from postroom.pipeline.paths import need_place, need_tables
+
+    need_tables(tables)
+    for file in (out, speedscope):
+        if file is not None:
+            need_place(file)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.report import write_report
 
@@ -449,6 +495,9 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     Example:
       postroom pipeline check --tables tables
     """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.check import check_tables
 
@@ -516,6 +565,9 @@ def retain(
     """
     import msgspec
 
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
 
@@ -591,6 +643,9 @@ def replay(
     """
     import msgspec
 
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.replay import Wanted
         from postroom.pipeline.replay import replay as submit
