@@ -44,8 +44,8 @@ QUESTIONS = (
         " LATERAL VIEW explode(array(1, 2)) AS e WHERE message_id IN (SELECT message_id FROM silver_spans)"
     ),
     (
-        "SELECT transform(histogram, b -> b.n) AS h, percentile_cont(0.5) WITHIN GROUP (ORDER BY n) OVER () AS p"
-        " FROM gold_latency"
+        "SELECT transform(histogram, b -> b.n) AS h, percentile_cont(0.5) WITHIN GROUP (ORDER BY n) OVER ()"
+        " AS p FROM gold_latency"
     ),
     "SELECT DISTINCT input_file_name() IS NULL AS f FROM silver_spans JOIN range(2) AS r(i)",
     "SELECT * FROM gold_sla UNPIVOT (v FOR name IN (n, within)) ORDER BY ALL LIMIT 1 OFFSET 1",

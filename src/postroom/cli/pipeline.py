@@ -1,5 +1,6 @@
 """`postroom pipeline`: work on the audit stream as a whole."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from postroom.errors import EXIT_OK, EXIT_RUNTIME
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from postroom.pipeline.check import Verdict
     from postroom.pipeline.jobs import Pipeline, Summary
 
 PROGRESS_EVERY_S = 2.0
@@ -166,7 +168,9 @@ def skip_option(command: Command) -> Command:
 
 
 @contextmanager
-def spark_of(master: str, remote: str | None, conf: tuple[str, ...]) -> "Iterator[SparkSession]":
+def spark_of(
+    master: str, remote: str | None, conf: tuple[str, ...], *, is_small: bool = False
+) -> "Iterator[SparkSession]":
     """The one session of a command."""
     from postroom.pipeline.session import spark_session
 
@@ -174,7 +178,7 @@ def spark_of(master: str, remote: str | None, conf: tuple[str, ...]) -> "Iterato
     if not all(settings.values()):
         raise click.BadParameter("a setting of Spark has the form KEY=VALUE", param_hint="--conf")
     with starting:
-        spark = spark_session(master, remote, settings)
+        spark = spark_session(master, remote, settings, is_small=is_small)
     try:
         yield spark
     finally:
@@ -189,11 +193,20 @@ def told(shell: Shell) -> Callable[[str], None]:
 
 @contextmanager
 def _pipeline(
-    shell: Shell, tables: Path, where: dict[str, Any], redaction: Any = "medium"
+    shell: Shell,
+    tables: Path,
+    where: dict[str, Any],
+    redaction: Any = "medium",
+    *,
+    events: Path | None = None,
+    follows: bool = False,
 ) -> "Iterator[Pipeline]":
+    """Spark with the tables. The session fits the size of the data, unless it `follows` what may grow."""
+    from postroom.pipeline.paths import is_small
+
     say = told(shell)
     say("starting Spark")
-    with spark_of(**where) as spark:
+    with spark_of(**where, is_small=not follows and is_small(tables, events)) as spark:
         from postroom.pipeline.jobs import Pipeline
         from postroom.pipeline.session import spark_errors
         from postroom.pipeline.tables import Tables
@@ -270,7 +283,7 @@ def run(
 
     need_stream(events)
     need_writable(tables)
-    with _pipeline(shell, tables, where, redaction) as job:
+    with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.run(events, skip_missing=skip_missing))
 
 
@@ -298,7 +311,7 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     else:
         need_stream(events)
     need_writable(tables)
-    with _pipeline(shell, tables, where, redaction) as job:
+    with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.backfill(events))
 
 
@@ -344,7 +357,7 @@ def stream(
 
     need_stream(events)
     need_writable(tables)
-    with _pipeline(shell, tables, where, redaction) as job:
+    with _pipeline(shell, tables, where, redaction, follows=True) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
 
@@ -440,18 +453,28 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
 @path_option(
     "--speedscope", metavar="FILE", text="Also write the goals' flame graphs as a file for speedscope."
 )
-@spark_options
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PRIORITY=TIME",
+    callback=lambda _c, _p, texts: _targets(texts),
+    help="How long messages of a priority may wait, as in P0=10ms; may be repeated.  [default: no targets]",
+)
 @click.pass_obj
-@beside_spark
-def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **where: Any) -> None:
-    """Draw what the tables say, as one HTML file.
+def report(
+    shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, targets: dict[int, int]
+) -> None:
+    """Draw what the tables say, as one HTML file. It needs no Spark.
 
-    Latency, targets, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who
-    talks to whom, and flame graphs of the largest goals. It can be read offline, and has no script in it.
+    Latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who talks to
+    whom, and flame graphs of the largest goals. With --target, how many messages were delivered in time. It
+    can be read offline, and has no script in it.
 
     \b
     Example:
       postroom pipeline report --tables tables --out report.html
+      postroom pipeline report --tables tables --out report.html --target P0=10ms --target P1=50ms
       postroom pipeline report --tables tables --out report.html --speedscope goals.json
     """
     from postroom.pipeline.paths import need_place, need_tables
@@ -460,10 +483,13 @@ def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **
     for file in (out, speedscope):
         if file is not None:
             need_place(file)
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.report import write_report
+    from postroom.pipeline.session import need_packages
 
-        facts = write_report(job.spark, job.tables, out, speedscope, progress=told(shell))
+    need_packages()
+    from postroom.pipeline.report import write_report
+    from postroom.pipeline.tables import Tables
+
+    facts = write_report(Tables(tables), out, speedscope, targets_us=targets, progress=told(shell))
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
         f"{out} tells of {facts.messages:,} messages",
@@ -489,7 +515,8 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
     a life ends once, and no number of a source is missing or stands for two events. One line for each
     violation, at most a thousand of each rule, with the events that prove it. What `retain` let leave is not
-    missing. The exit code is 0 when there is none, and 1 otherwise.
+    missing. The exit code is 0 when there is none, and 1 otherwise. Tables of up to 200,000 events, from
+    which nothing was let leave, are checked without Spark.
 
     \b
     Example:
@@ -498,10 +525,7 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     from postroom.pipeline.paths import need_tables
 
     need_tables(tables)
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.check import check_tables
-
-        verdict = check_tables(job.spark, job.tables, horizon_s=horizon_s)
+    verdict = _verdict(shell, tables, horizon_s, where)
     rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
     history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
     shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
@@ -509,6 +533,33 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
         counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
         warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
     return EXIT_RUNTIME if verdict.violations else EXIT_OK
+
+
+def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]) -> "Verdict":
+    """By the engine that fits the size of the tables."""
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    from postroom.pipeline.smallcheck import check_small, is_small
+    from postroom.pipeline.tables import Tables
+
+    if is_small(tables := Tables(folder)):
+        return check_small(tables, horizon_s=horizon_s)
+    with _pipeline(shell, folder, where) as job:
+        from postroom.pipeline.check import check_tables
+
+        return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+
+
+def _targets(texts: tuple[str, ...]) -> dict[int, int]:
+    """The targets of --target, in microseconds by priority."""
+    found = {}
+    for text in texts:
+        match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not a priority and a time, such as P0=10ms or P1=0.5s")
+        found[int(match[1])] = round(float(match[2]) * {"us": 1, "ms": 1_000, "s": 1_000_000}[match[3]])
+    return found
 
 
 DAYS = click.IntRange(1, 36_500)

@@ -12,6 +12,8 @@ from postroom.errors import InvalidMessage
 from postroom.sinks.layout import CHAIN, STREAM
 
 URI: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+DATA: Final = frozenset({".jsonl", ".parquet"})
+SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
 LOGS: Final = "*/_delta_log"  # of tables, below their folder
 
 
@@ -50,6 +52,25 @@ def need_tables(tables: Path) -> None:
     """A folder in which at least one table was committed."""
     if not any(any(log.iterdir()) for log in tables.glob(LOGS)):
         raise InvalidMessage(f"there are no tables in {tables.absolute()}")
+
+
+def is_small(*folders: Path | None) -> bool:
+    """Whether all files of data below these folders are few bytes together. It looks no further than that."""
+    size = 0
+    for folder in folders:
+        for path in () if folder is None else folder.rglob("*"):
+            if path.suffix in DATA:
+                size += _size(path)
+                if size > SMALL_BYTES:
+                    return False
+    return True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # compacted meanwhile
+        return 0
 
 
 def need_place(file: Path) -> None:
