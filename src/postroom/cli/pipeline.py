@@ -685,7 +685,8 @@ def replay(
 
     A message whose payload is only known redacted is refused and counted, and so is one with a queue or
     an id that no task can have; then the command ends with 1. The same command given again submits what is
-    missing, and nothing twice within the 30 days for which a store remembers it.
+    missing, and nothing twice within the 30 days for which a store remembers it. With --remote it does not
+    work: the condition is checked by Spark's own parser.
 
     \b
     Example:
@@ -696,6 +697,8 @@ def replay(
 
     from postroom.pipeline.paths import need_tables
 
+    if where["remote"] is not None:
+        raise click.UsageError("replay has no --remote: its condition is checked by Spark's own parser")
     need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.replay import Wanted

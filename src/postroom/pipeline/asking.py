@@ -88,6 +88,11 @@ def checked(session: "SparkSession", query: str, tables: Collection[str]) -> Que
     return Question(plan, named)
 
 
+def need_condition(session: "SparkSession", text: str) -> None:
+    """Refuse a condition on the columns of one table that asks for other tables, or calls what runs code."""
+    _Check(session, ()).walk(_internals(session).sessionState().sqlParser().parseExpression(text))
+
+
 def execute(session: "SparkSession", question: Question) -> "DataFrame":
     """The rows of a plan that was checked."""
     from pyspark.sql.classic.dataframe import DataFrame  # noqa: PLC0415 - lazy
@@ -114,6 +119,7 @@ class _Check:
         self.lists_tables = False
 
     def walk(self, plan: JavaObject) -> None:
+        """Look at a plan or an expression, and at everything within it."""
         left: list[Any] = [plan]
         seen = 0
         while left:

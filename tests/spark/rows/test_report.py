@@ -376,9 +376,9 @@ def test_targets_are_those_that_somebody_sets(
 SECOND = MICROS_PER_S
 SHORT = (
     # kind, seconds, message, state
-    ("created", 0, "m1", "QUEUED"), ("created", 1, "m2", "QUEUED"), ("dequeued", 2, "m1", "PROCESSING"),
-    ("lease_lapsed", 9, "m1", "QUEUED"), ("dequeued", 20, "m1", "PROCESSING"),
-    ("execution_completed", 50, "m1", "COMPLETED"),
+    ("created", 0, "m1", "QUEUED"), ("enqueued", 0, "m1", "QUEUED"), ("created", 1, "m2", "QUEUED"),
+    ("dequeued", 2, "m1", "PROCESSING"), ("lease_lapsed", 9, "m1", "QUEUED"),
+    ("dequeued", 20, "m1", "PROCESSING"), ("execution_completed", 50, "m1", "COMPLETED"),
 )  # fmt: skip
 
 
@@ -407,12 +407,12 @@ def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Fact
 
 
 def test_columns_are_as_fine_as_a_history_is_short(short: Facts) -> None:
-    assert (short.since_us, short.until_us, short.step_us) == (START_US, START_US + 56 * SECOND, SECOND)
-    assert short.throughput == {
-        "completed": {at: int(at == START_US + 50 * SECOND) for at in short.throughput["completed"]}
-    }
-    assert sum(short.throughput["completed"].values()) == 1
-    assert {START_US, START_US + SECOND} <= set(short.latency[1]) | {START_US + SECOND}
+    step_us = SECOND // 2
+    assert (short.since_us, short.until_us) == (START_US, START_US + 55 * SECOND + step_us)
+    assert short.step_us == step_us
+    times = short.throughput["completed"]
+    assert {at: n for at, n in times.items() if n} == {START_US + 50 * SECOND: 1}
+    assert set(short.latency[1]) == {START_US}  # that of the message which was delivered
     assert short.errors == {"without a class": {START_US + 9 * SECOND: 1}}
 
 
