@@ -33,6 +33,22 @@ MESSAGES = click.IntRange(1, 1_000_000_000)
 SEED = click.IntRange(0, 2**63 - 1)
 BYTES_PER_MB = 1_000_000
 CHECK_HORIZON_S = 86_400.0
+Command = Callable[..., Any]
+
+
+def _local_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    from postroom.pipeline.paths import need_local
+
+    if value is not None:
+        need_local(value)
+    return as_path(context, parameter, value)
+
+
+def folder_option(*names: str, text: str, required: bool) -> Callable[[Command], Command]:
+    """An option that names a folder of this machine, and no address."""
+    return click.option(
+        *names, type=click.Path(), callback=_local_path, required=required, metavar="DIR", help=text
+    )
 
 
 @click.group(context_settings=HELP_OPTIONS)
@@ -50,7 +66,7 @@ def pipeline() -> None:
 @pipeline.command()
 @click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages it has.")
 @click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
-@path_option("--out", "folder", metavar="DIR", text="A new or empty folder for its segments.", required=True)
+@folder_option("--out", "folder", text="A new or empty folder for its segments.", required=True)
 @click.option(
     "--faults", is_flag=True, help="Break every rule at some places, and list them in DIR/_faults.jsonl."
 )
@@ -102,23 +118,7 @@ def _progress(shell: Shell, messages: int) -> Callable[[int, int], None]:
 
 # ---- on Spark ----------------------------------------------------------------------------------------
 
-Command = Callable[..., Any]
 EVERY_S = click.FloatRange(0.1, 86_400.0)
-
-
-def _local_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    from postroom.pipeline.paths import need_local
-
-    if value is not None:
-        need_local(value)
-    return as_path(context, parameter, value)
-
-
-def folder_option(*names: str, text: str, required: bool) -> Callable[[Command], Command]:
-    """An option that names a folder of this machine, and no address."""
-    return click.option(
-        *names, type=click.Path(), callback=_local_path, required=required, metavar="DIR", help=text
-    )
 
 
 def events_option(*, required: bool = True) -> Callable[[Command], Command]:
@@ -144,9 +144,23 @@ spark_options = together(
         metavar="URL",
         help="A Spark Connect server instead: sc://HOST:PORT.",
     ),
-    click.option("--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
+    click.option(
+        "--conf",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _c, _p, texts: _settings(texts),
+        help="A setting of Spark; may be repeated.",
+    ),
 )
 """Where a job runs."""
+
+
+def _settings(texts: tuple[str, ...]) -> dict[str, str]:
+    settings = dict(text.partition("=")[::2] for text in texts)
+    for name, value in settings.items():
+        if not name or not value:
+            raise click.BadParameter(f"{name!r} is not a setting of Spark: it has the form KEY=VALUE")
+    return settings
 
 
 def redaction_option(command: Command) -> Command:
@@ -169,16 +183,13 @@ def skip_option(command: Command) -> Command:
 
 @contextmanager
 def spark_of(
-    master: str, remote: str | None, conf: tuple[str, ...], *, is_small: bool = False
+    master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False
 ) -> "Iterator[SparkSession]":
     """The one session of a command."""
     from postroom.pipeline.session import spark_session
 
-    settings = dict(part.partition("=")[::2] for part in conf)
-    if not all(settings.values()):
-        raise click.BadParameter("a setting of Spark has the form KEY=VALUE", param_hint="--conf")
     with starting:
-        spark = spark_session(master, remote, settings, is_small=is_small)
+        spark = spark_session(master, remote, conf, is_small=is_small)
     try:
         yield spark
     finally:
@@ -619,17 +630,20 @@ def retain(
     from postroom.pipeline.paths import need_tables
 
     need_tables(tables)
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+    from postroom.pipeline.session import need_packages
 
-        orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
-        policy = Policy(
-            keep_days=keep_days,
-            org_days={} if org_days is None else read_org_days(org_days),
-            failures_days=failures_days or 0,
-            held_orgs=orgs,
-            held_goals=goals,
-        )
+    need_packages()
+    from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+
+    orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
+    policy = Policy(
+        keep_days=keep_days,
+        org_days={} if org_days is None else read_org_days(org_days),
+        failures_days=failures_days or 0,
+        held_orgs=orgs,
+        held_goals=goals,
+    )
+    with _pipeline(shell, tables, where) as job:
         retention = Retention(
             job.spark,
             job.tables,

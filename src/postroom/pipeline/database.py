@@ -13,6 +13,7 @@ import duckdb
 from pyspark.sql.types import ArrayType, DataType, StructType
 
 from postroom.errors import Unavailable
+from postroom.pipeline.session import first_sentence, table_errors
 
 if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
@@ -28,28 +29,30 @@ class Database:
     def __init__(self, tables: "Tables", names: Iterable[str]) -> None:
         self._con = duckdb.connect(config={**SETTINGS, "temp_directory": tempfile.gettempdir()})
         for name in names:
-            self._con.execute(f'CREATE VIEW "{name}" AS {_rows_of(tables, name)}')
+            with table_errors(name):
+                self._con.execute(f'CREATE VIEW "{name}" AS {_rows_of(tables, name)}')
 
     def rows(self, query: str, **values: Any) -> list[dict[str, Any]]:
         """Every row of a query, by the names of its columns."""
-        try:
-            found = self._con.execute(query, values or None)
-            names = [column[0] for column in found.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
-        except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
-            raise Unavailable(f"the tables cannot be read: {str(error).splitlines()[0]}") from None
+        return list(self.each(query, **values))
 
-    def execute(self, query: str, **values: Any) -> None:
-        """Make a table or a view of this database."""
-        self._con.execute(query, values or None)
-
-    def each(self, query: str) -> Iterator[dict[str, Any]]:
+    def each(self, query: str, **values: Any) -> Iterator[dict[str, Any]]:
         """The same, a few at a time, for results that are many."""
-        found = self._con.execute(query)
+        found = self._executed(query, values)
         names = [column[0] for column in found.description or ()]
         while chunk := found.fetchmany(CHUNK_ROWS):
             for row in chunk:
                 yield dict(zip(names, row, strict=True))
+
+    def execute(self, query: str) -> None:
+        """Make a table or a view of this database."""
+        self._executed(query, {})
+
+    def _executed(self, query: str, values: dict[str, Any]) -> duckdb.DuckDBPyConnection:
+        try:
+            return self._con.execute(query, values or None)
+        except (duckdb.IOException, duckdb.InvalidInputException, duckdb.OutOfMemoryException) as error:
+            raise Unavailable(f"the tables cannot be read: {first_sentence(str(error))}") from None
 
 
 def _rows_of(tables: "Tables", name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom.core.lives import ENDLESS
+from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
 from postroom.pipeline.html.facts import (
     KEPT,
@@ -32,6 +33,7 @@ from postroom.pipeline.html.flames import Profile, Stack, speedscope
 from postroom.pipeline.html.page import MATRIX_MAX, page
 from postroom.pipeline.html.plots import COLUMNS_MAX
 from postroom.pipeline.html.words import DAY_US, HOUR_US, MINUTE_US
+from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import Tables, rows_of
 from postroom.pipeline.transforms.gold import ERROR_KINDS, WAITING
 from postroom.pipeline.transforms.spans import UNKNOWN
@@ -83,6 +85,7 @@ def write_report(
 ) -> Facts:
     """Write the page, and beside it a file for speedscope when one is wanted."""
     told = progress or (lambda _: None)
+    _need_all(tables)
     told("reading the tables")
     reading = Reading(tables, targets_us or {})
     facts = reading.facts()
@@ -92,6 +95,16 @@ def write_report(
         profiles = [goal.profile for goal in reading.goals(PROFILES_MAX)]
         replace_file(speedscope_out, msgspec.json.encode(speedscope(profiles, "postroom goals")), "os")
     return facts
+
+
+def _need_all(tables: Tables) -> None:
+    for name in TABLES:
+        with table_errors(name):
+            is_there = tables.exists(name)
+        if not is_there:
+            raise InvalidMessage(
+                f"there is no table {name} in {tables.folder}: `postroom pipeline run` makes what is missing"
+            )
 
 
 def step_of(since_us: int, until_us: int) -> int:

@@ -287,7 +287,22 @@ def spark_errors() -> "Iterator[None]":
     except (PySparkException, Py4JJavaError) as error:
         raise Unavailable(f"Spark failed: {first_sentence(_cause(error))}") from None
     except DeltaError as error:
-        raise Unavailable(f"a table cannot be written: {first_sentence(str(error))}") from None
+        raise Unavailable(f"a table cannot be read or written: {first_sentence(str(error))}") from None
+
+
+@contextmanager
+def table_errors(name: str) -> "Iterator[None]":
+    """What is wrong with a table is one sentence that names it."""
+    import duckdb  # noqa: PLC0415 - lazy
+    from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
+
+    try:
+        yield
+    except (DeltaError, duckdb.Error) as error:
+        advice = "; delete its folder, and `postroom pipeline run` makes it anew" * name.startswith("gold_")
+        raise Unavailable(
+            f"table {name} cannot be read: {first_sentence(str(error)).rstrip('.')}{advice}"
+        ) from None
 
 
 def _cause(error: Exception) -> str:

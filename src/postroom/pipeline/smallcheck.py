@@ -15,6 +15,7 @@ from postroom.core.lives import LEASED, MICROS_PER_S
 from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, Sample, Verdict
 from postroom.pipeline.database import Database
 from postroom.pipeline.departed import TABLE as DEPARTED
+from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import rows_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,12 @@ _NOT_SAID: Final = ("segment", "date", "_corrupt")  # columns of bronze that are
 
 def is_small(tables: "Tables") -> bool:
     """Whether these tables are judged here."""
-    return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
+    with table_errors("bronze_events"):
+        return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
 
 
 def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> Verdict:
     """Judge the history in a folder of tables."""
-    for name in ("bronze_events", "silver_events"):
-        tables.schema(name)  # one that is missing is named
     database = Database(tables, ("bronze_events", "silver_events"))
     history = History()
     events = accepted = 0

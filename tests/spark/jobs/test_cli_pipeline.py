@@ -114,6 +114,12 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
         (("run", "--events", "gs://b/t", "--tables", "t"), "gs://b/t is not a folder of this machine"),
         (("status", "--tables", "hdfs:/t"), "hdfs:/t is not a folder of this machine"),
         (("tables", "--tables", "s3a://b/t", "--vacuum"), "s3a://b/t is not a folder of this machine"),
+        (("generate", "--messages", "1", "--seed", "1", "--out", "s3://b/t"), "s3://b/t is not a folder of"),
+        (("retain", "--tables", "tables", "--keep-days", "7", "--hold", "nowhere"), "cannot read nowhere: "),
+        (
+            ("run", "--events", "events", "--tables", "t", "--conf", "x"),
+            "Invalid value for '--conf': 'x' is not",
+        ),
     ],
 )
 def test_a_wrong_path_is_one_sentence_before_spark_starts(
@@ -135,6 +141,37 @@ def test_a_wrong_path_is_one_sentence_before_spark_starts(
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"postroom: {sentence}")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_or_missing_table_is_named_in_one_sentence(
+    copied: tuple[Path, Path], commands: Commands
+) -> None:
+    _, tables = copied
+    report = ("report", "--tables", tables, "--out", tables / "report.html")
+    for name in ("bronze_events", "silver_messages"):
+        for file in (tables / name).rglob("*.parquet"):
+            file.write_bytes(b"no Parquet")
+    done = commands(*report)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("postroom: table silver_messages cannot be read: ")
+    done = commands("check", "--tables", tables)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.startswith("postroom: table bronze_events cannot be read: ")
+    (log,) = (tables / "gold_cost" / "_delta_log").glob("*0.json")
+    log.write_bytes(log.read_bytes()[:50])
+    for words in (report, ("status", "--tables", tables), ("tables", "--tables", tables)):
+        last = commands(*words).stderr.splitlines()[-1]
+        assert last.startswith("postroom: table gold_cost cannot be read: ")
+        assert last.endswith("; delete its folder, and `postroom pipeline run` makes it anew")
+    shutil.rmtree(tables / "gold_cost")
+    shutil.rmtree(tables / "silver_events")
+    last = commands(*report).stderr.splitlines()[-1]
+    assert last.startswith("postroom: there is no table silver_events in ")
+    rows = {
+        row["table"]: row
+        for row in map(json.loads, commands("status", "--tables", tables).stdout.splitlines())
+    }
+    assert rows["silver_messages"]["behind"] is None
 
 
 def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
