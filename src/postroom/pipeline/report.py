@@ -34,7 +34,7 @@ from postroom.pipeline.html.page import MATRIX_MAX, page
 from postroom.pipeline.html.plots import COLUMNS_MAX
 from postroom.pipeline.html.words import DAY_US, HOUR_US, MINUTE_US
 from postroom.pipeline.session import table_errors
-from postroom.pipeline.tables import Tables, rows_of
+from postroom.pipeline.tables import DataFile, Tables, rows_of
 from postroom.pipeline.transforms.gold import ERROR_KINDS, WAITING
 from postroom.pipeline.transforms.spans import UNKNOWN
 from postroom.system.atomic import replace_file
@@ -123,8 +123,8 @@ class Reading:
         self._tables = tables
         self._targets_us = dict(targets_us)
         self._db = Database(tables, [name for name in TABLES if tables.exists(name)])
-        first_us, last_us = self._extent()
-        self._step_us = step_of(first_us, last_us)
+        first_us, last_us, is_whole = self._extent()
+        self._step_us = step_of(first_us, last_us) if is_whole else max(HOUR_US, step_of(first_us, last_us))
         self._since_us = first_us - first_us % self._step_us
         self._until_us = last_us - last_us % self._step_us + self._step_us
         self._is_fine = self._step_us < HOUR_US
@@ -155,12 +155,17 @@ class Reading:
             self.goals(GOALS_MAX),
         )
 
-    def _extent(self) -> tuple[int, int]:
-        """The times of the first and the last event, by the log of the table."""
-        files = self._tables.files("silver_events")
-        lows = [file.low["ts_us"] for file in files if file.low.get("ts_us") is not None]
-        highs = [file.high["ts_us"] for file in files if file.high.get("ts_us") is not None]
-        return (min(lows), max(highs)) if lows and highs else (0, 0)
+    def _extent(self) -> tuple[int, int, bool]:
+        """The first and the last moment of the history, and whether silver has all of it.
+
+        Gold may know hours whose events were let leave.
+        """
+        events = _range(self._tables.files("silver_events"), "ts_us")
+        hours = _range(self._tables.files("gold_throughput"), "hour_us")
+        if events is None or hours is None:
+            return *(events or (0, 0)), True
+        is_whole = events[0] < hours[0] + HOUR_US and events[1] >= hours[1]
+        return (*events, True) if is_whole else (min(events[0], hours[0]), max(events[1], hours[1]), False)
 
     def _at(self, column: str) -> str:
         """The column of time that a moment belongs to."""
@@ -400,6 +405,13 @@ class Reading:
         return [
             goal_of(goal_id, parts, (self._since_us, self._until_us)) for goal_id, parts in by_goal.items()
         ]
+
+
+def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
+    """The lowest and the highest value of a column, by the log of its table."""
+    lows = [file.low[column] for file in files if file.low.get(column) is not None]
+    highs = [file.high[column] for file in files if file.high.get(column) is not None]
+    return (min(lows), max(highs)) if lows and highs else None
 
 
 _BORN_US: Final = "coalesce(created_us, first_us)"

@@ -299,7 +299,7 @@ def _depth(facts: Facts) -> str:
         for one in facts.queues
     ]
     return (
-        lead(f"Messages that wait in all queues together: the highest of {a_width(facts)}.")
+        lead("Messages that wait in all queues together: the highest number in each column of time.")
         + sheet(said, plot, numbers(("from", "waiting"), rows))
         + sheet(
             "The busiest queues",

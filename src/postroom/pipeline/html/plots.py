@@ -26,6 +26,7 @@ from postroom.pipeline.html.words import (
 COLUMNS_MAX: Final = 200  # of a plot over time
 WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one
 HALF_WIDTH: Final = 501
+SMALLEST: Final = 0.8  # of its size, in a narrow window
 LEFT: Final = 58
 RIGHT: Final = 12
 TOP: Final = 14
@@ -87,9 +88,13 @@ class Series(NamedTuple):
 
 
 def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
-    """A drawing with its words. It is never enlarged, so that text has one size in all of them."""
+    """A drawing with its words.
+
+    It is never enlarged, and hardly made smaller, so that text has one size in all of them. Its sheet scrolls.
+    """
+    size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
     return (
-        f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="max-width:{width}px" role="img" '
+        f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="{size}" role="img" '
         f'aria-label="{esc(title)}: {esc(said)}">{body}</svg>'
     )
 
