@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from py4j.java_gateway import JavaObject, is_instance_of  # type: ignore[import-untyped]
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -73,6 +73,7 @@ class Question(NamedTuple):
 
 def read_only(spark: "SparkSession") -> "SparkSession":
     """Another session of the same application, which writes nothing. It needs a JVM in reach."""
+    _internals(spark)
     session = spark.newSession()
     for name, value in READ_ONLY.items():
         session.conf.set(name, value)
@@ -200,7 +201,13 @@ def _iterated(iterator: JavaObject) -> Iterator[Any]:
 
 
 def _internals(session: "SparkSession") -> Any:
-    return session._jsparkSession  # noqa: SLF001 - the parser is not to be had otherwise
+    """The session in the JVM, which has the parser. A client of Spark Connect has none."""
+    found = getattr(session, "_jsparkSession", None)
+    if found is None:
+        raise InvalidSetting(
+            "SQL is checked by Spark's own parser, which a Spark Connect client does not have"
+        )
+    return found
 
 
 def _jvm(session: "SparkSession") -> Any:

@@ -97,7 +97,7 @@ def _leave_behind(made: Path, work: Work, folder: Path, progress: Callable[[str]
     jvm: Popen[bytes] = gateway.proc
     try:
         with spark_errors():
-            progress("a small history, from its lines to a report")
+            progress("a small history, from its lines to a query of its tables")
             work(spark, folder)
             progress("writing the archive")
             spark.stop()

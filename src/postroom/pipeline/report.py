@@ -18,6 +18,7 @@ from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
 from postroom.pipeline.html.facts import (
     KEPT,
+    REMOVED,
     Attained,
     Facts,
     Goal,
@@ -172,13 +173,15 @@ class Reading:
         return f"(({column}) - ({column}) % {self._step_us})"
 
     def _outcomes(self) -> dict[str, int]:
-        """How messages ended. One of a contract without an end is kept, and not open."""
+        """How messages ended. One of a contract without an end is kept or removed, and not open."""
         rows = self._db.rows(
-            """SELECT CASE WHEN outcome = 'open' AND list_contains($endless, contract) THEN $kept
+            """SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
+                           WHEN outcome = 'open' THEN $kept WHEN outcome = 'cancelled' THEN $removed
                            ELSE outcome END AS outcome, count(*) AS n
                FROM silver_messages GROUP BY ALL""",
             endless=sorted(ENDLESS),
             kept=KEPT,
+            removed=REMOVED,
         )
         return {row["outcome"]: row["n"] for row in rows}
 

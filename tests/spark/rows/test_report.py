@@ -18,6 +18,7 @@ from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.pipeline import report
 from postroom.pipeline.html.facts import (
     KEPT,
+    REMOVED,
     Attained,
     Facts,
     Goal,
@@ -394,12 +395,13 @@ def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Fact
         )
         for n, (kind, at, message, state) in enumerate(SHORT, 1)
     ]  # fmt: skip
-    events.append(
+    events += [
         AuditEvent(
-            event_id=event_id("bus", 1), seq=1, ts_us=START_US + 55 * SECOND, kind="created", contract="bus",
-            source="bus", schema=1, message_id="b1", type="note",
+            event_id=event_id(contract, n), seq=n, ts_us=START_US + 55 * SECOND, kind=kind, contract=contract,  # type: ignore[arg-type]
+            source=contract, schema=1, message_id=f"of {contract}", type="note",
         )
-    )  # fmt: skip
+        for contract, n, kind in (("bus", 1, "created"), ("mail", 1, "created"), ("mail", 2, "deleted"))
+    ]  # fmt: skip
     write_segment(folder / "events", 1, [to_line(event) for event in events])
     tables = Tables(folder / "tables")
     Pipeline(spark, tables).run(folder / "events")
@@ -423,9 +425,10 @@ def test_a_message_that_is_put_back_is_no_second_arrival(short: Facts) -> None:
 
 
 def test_a_message_of_a_bus_is_kept_and_not_open(short: Facts) -> None:
-    assert short.outcomes == {"completed": 1, "open": 1, KEPT: 1}
+    assert short.outcomes == {"completed": 1, "open": 1, KEPT: 1, REMOVED: 1}
     said = "".join(Reader(page(short)).text)
     assert "kept for readers" in said
+    assert "100 %ended well" in said
 
 
 def test_hours_whose_events_have_left_are_drawn_from_gold(

@@ -99,6 +99,8 @@ class Goal(NamedTuple):
 
 KEPT: Final = "kept"
 """The outcome of messages that can be read for ever: those of a bus, a queue of files or a mailbox."""
+REMOVED: Final = "removed"
+"""The same, when somebody deleted them: that is no failure."""
 Times = dict[int, int]
 """A number for each column of time, by its beginning."""
 

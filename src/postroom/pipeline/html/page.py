@@ -13,7 +13,7 @@ from itertools import starmap
 from typing import Final
 
 from postroom.pipeline.html import plots
-from postroom.pipeline.html.facts import KEPT, Facts, Goal, Pair, Pattern, Spender, Times
+from postroom.pipeline.html.facts import KEPT, REMOVED, Facts, Goal, Pair, Pattern, Spender, Times
 from postroom.pipeline.html.findings import findings
 from postroom.pipeline.html.flames import flame_graph
 from postroom.pipeline.html.pieces import (
@@ -129,7 +129,7 @@ def _head(facts: Facts) -> str:
 
 def _summary(facts: Facts) -> str:
     dead = facts.outcomes.get("dead_letter", 0)
-    ended = sum(n for name, n in facts.outcomes.items() if name not in ("open", KEPT))
+    ended = sum(n for name, n in facts.outcomes.items() if name not in ("open", KEPT, REMOVED))
     urgent = facts.attained(0)
     keys = [
         ("", count(facts.messages), "messages"),

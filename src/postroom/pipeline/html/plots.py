@@ -90,7 +90,7 @@ class Series(NamedTuple):
 def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
     """A drawing with its words.
 
-    It is never enlarged, and hardly made smaller, so that text has one size in all of them. Its sheet scrolls.
+    It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
     """
     size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
     return (
