@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import cast
 
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
-from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.errors import InvalidMessage
 from postroom.pipeline import asking
 from tests.crash.attack_pipeline import QUESTIONS, Trap, attack, attacks
 from tests.crash.ledger import Tally
@@ -73,14 +72,6 @@ def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark:
         "SHOW TABLES": set(names),
     }.items():
         assert asking.checked(spark, query, names).tables == opened
-
-
-def test_a_session_behind_spark_connect_is_refused() -> None:
-    class Client:
-        """Of Spark Connect: there is no JVM behind it."""
-
-    with pytest.raises(InvalidSetting, match="which a Spark Connect client does not have"):
-        asking.read_only(cast("SparkSession", Client()))
 
 
 def test_sql_has_no_remote(tables_of: TablesOf, commands: Commands) -> None:
