@@ -39,6 +39,7 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         r"events in the stream (\d+), numbers given by their sources (\d+)", run.stdout
     )
     assert int(told) == int(given) > 100
+    assert "about 20 seconds on two idle cores" in run.stdout[: run.stdout.index("$ postroom pipeline run")]
     (act_5,) = re.findall(r"in the tables (\d+), messages (\d+), tables (\d+), segments left 0", run.stdout)
     assert act_5[0] == told
     assert (tmp_path / "files" / "report.html").read_text().startswith("<!doctype html>")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline import session
+from postroom.pipeline import paths, session
 
 GIB = 1 << 30
 
@@ -60,3 +60,29 @@ def test_a_master_that_is_none_is_named_before_a_jvm_is_tried(master: str) -> No
 )
 def test_what_spark_takes_is_a_master(master: str) -> None:
     assert session.MASTER.fullmatch(master)
+
+
+def test_a_small_session_compiles_little_and_the_users_settings_stay() -> None:
+    wanted = {"spark.sql.shuffle.partitions": "5"}
+    small = session.settings("local[*]", wanted, is_small=True)
+    assert small["spark.sql.codegen.wholeStage"] == "false"
+    assert small["spark.sql.shuffle.partitions"] == "5"
+    assert session.QUICK_COMPILER in small[session.DRIVER_OPTIONS]
+    large = session.settings("local[*]", wanted)
+    assert "spark.sql.codegen.wholeStage" not in large
+    assert session.QUICK_COMPILER not in large[session.DRIVER_OPTIONS]
+    assert session.settings("spark://h:7077", {}, is_small=True) == session.settings("spark://h:7077", {})
+
+
+def test_data_is_small_up_to_a_size_of_all_folders_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "SMALL_BYTES", 10)
+    for folder, name in (("events", "1.jsonl"), ("tables", "a.parquet")):
+        (tmp_path / folder / "date=1").mkdir(parents=True)
+        (tmp_path / folder / "date=1" / name).write_bytes(b"12345")
+        (tmp_path / folder / "other").write_bytes(b"123456789012")
+    assert paths.is_small(tmp_path / "events", tmp_path / "tables")
+    assert paths.is_small(None, tmp_path / "nowhere")
+    (tmp_path / "tables" / "b.parquet").write_bytes(b"1")
+    assert not paths.is_small(tmp_path / "events", tmp_path / "tables")

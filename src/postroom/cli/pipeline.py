@@ -1,5 +1,6 @@
 """`postroom pipeline`: work on the audit stream as a whole."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.render import warn
-from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, parse_wait, path_option, together
+from postroom.cli.shell import (
+    HELP_OPTIONS,
+    Shell,
+    add_json_option,
+    as_path,
+    parse_wait,
+    path_option,
+    together,
+)
 from postroom.cli.stopping import beside_spark, follower, starting
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from postroom.pipeline.check import Verdict
     from postroom.pipeline.jobs import Pipeline, Summary
 
 PROGRESS_EVERY_S = 2.0
@@ -23,6 +33,22 @@ MESSAGES = click.IntRange(1, 1_000_000_000)
 SEED = click.IntRange(0, 2**63 - 1)
 BYTES_PER_MB = 1_000_000
 CHECK_HORIZON_S = 86_400.0
+Command = Callable[..., Any]
+
+
+def _local_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    from postroom.pipeline.paths import need_local
+
+    if value is not None:
+        need_local(value)
+    return as_path(context, parameter, value)
+
+
+def folder_option(*names: str, text: str, required: bool) -> Callable[[Command], Command]:
+    """An option that names a folder of this machine, and no address."""
+    return click.option(
+        *names, type=click.Path(), callback=_local_path, required=required, metavar="DIR", help=text
+    )
 
 
 @click.group(context_settings=HELP_OPTIONS)
@@ -40,7 +66,7 @@ def pipeline() -> None:
 @pipeline.command()
 @click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages it has.")
 @click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
-@path_option("--out", "folder", metavar="DIR", text="A new or empty folder for its segments.", required=True)
+@folder_option("--out", "folder", text="A new or empty folder for its segments.", required=True)
 @click.option(
     "--faults", is_flag=True, help="Break every rule at some places, and list them in DIR/_faults.jsonl."
 )
@@ -92,21 +118,17 @@ def _progress(shell: Shell, messages: int) -> Callable[[int, int], None]:
 
 # ---- on Spark ----------------------------------------------------------------------------------------
 
-Command = Callable[..., Any]
 EVERY_S = click.FloatRange(0.1, 86_400.0)
 
 
 def events_option(*, required: bool = True) -> Callable[[Command], Command]:
-    return path_option(
-        "--events",
-        metavar="DIR",
-        text="The folder of the audit stream: its sealed segments are read.",
-        required=required,
+    return folder_option(
+        "--events", text="The folder of the audit stream: its sealed segments are read.", required=required
     )
 
 
 def tables_option(command: Command) -> Command:
-    return path_option("--tables", metavar="DIR", text="The folder of the tables.", required=True)(command)
+    return folder_option("--tables", text="The folder of the tables.", required=True)(command)
 
 
 spark_options = together(
@@ -122,9 +144,23 @@ spark_options = together(
         metavar="URL",
         help="A Spark Connect server instead: sc://HOST:PORT.",
     ),
-    click.option("--conf", multiple=True, metavar="KEY=VALUE", help="A setting of Spark; may be repeated."),
+    click.option(
+        "--conf",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _c, _p, texts: _settings(texts),
+        help="A setting of Spark; may be repeated.",
+    ),
 )
 """Where a job runs."""
+
+
+def _settings(texts: tuple[str, ...]) -> dict[str, str]:
+    settings = dict(text.partition("=")[::2] for text in texts)
+    for name, value in settings.items():
+        if not name or not value:
+            raise click.BadParameter(f"{name!r} is not a setting of Spark: it has the form KEY=VALUE")
+    return settings
 
 
 def redaction_option(command: Command) -> Command:
@@ -146,15 +182,14 @@ def skip_option(command: Command) -> Command:
 
 
 @contextmanager
-def spark_of(master: str, remote: str | None, conf: tuple[str, ...]) -> "Iterator[SparkSession]":
+def spark_of(
+    master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False
+) -> "Iterator[SparkSession]":
     """The one session of a command."""
     from postroom.pipeline.session import spark_session
 
-    settings = dict(part.partition("=")[::2] for part in conf)
-    if not all(settings.values()):
-        raise click.BadParameter("a setting of Spark has the form KEY=VALUE", param_hint="--conf")
     with starting:
-        spark = spark_session(master, remote, settings)
+        spark = spark_session(master, remote, conf, is_small=is_small)
     try:
         yield spark
     finally:
@@ -169,11 +204,20 @@ def told(shell: Shell) -> Callable[[str], None]:
 
 @contextmanager
 def _pipeline(
-    shell: Shell, tables: Path, where: dict[str, Any], redaction: Any = "medium"
+    shell: Shell,
+    tables: Path,
+    where: dict[str, Any],
+    redaction: Any = "medium",
+    *,
+    events: Path | None = None,
+    follows: bool = False,
 ) -> "Iterator[Pipeline]":
+    """Spark with the tables. The session fits the size of the data, unless it `follows` what may grow."""
+    from postroom.pipeline.paths import is_small
+
     say = told(shell)
     say("starting Spark")
-    with spark_of(**where) as spark:
+    with spark_of(**where, is_small=not follows and is_small(tables, events)) as spark:
         from postroom.pipeline.jobs import Pipeline
         from postroom.pipeline.session import spark_errors
         from postroom.pipeline.tables import Tables
@@ -246,7 +290,11 @@ def run(
       postroom pipeline run --events history --tables tables --skip-missing
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
-    with _pipeline(shell, tables, where, redaction) as job:
+    from postroom.pipeline.paths import need_stream, need_writable
+
+    need_stream(events)
+    need_writable(tables)
+    with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.run(events, skip_missing=skip_missing))
 
 
@@ -267,7 +315,14 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     Example:
       postroom pipeline backfill --tables tables
     """
-    with _pipeline(shell, tables, where, redaction) as job:
+    from postroom.pipeline.paths import need_stream, need_tables, need_writable
+
+    if events is None:
+        need_tables(tables)
+    else:
+        need_stream(events)
+    need_writable(tables)
+    with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.backfill(events))
 
 
@@ -309,7 +364,11 @@ def stream(
     """
     if where["remote"] is not None:
         raise click.UsageError("a stream has no --remote: give `run` again and again, or use --master")
-    with _pipeline(shell, tables, where, redaction) as job:
+    from postroom.pipeline.paths import need_stream, need_writable
+
+    need_stream(events)
+    need_writable(tables)
+    with _pipeline(shell, tables, where, redaction, follows=True) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
 
 
@@ -375,15 +434,20 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
 def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
     """Ask the tables with the SQL of Spark; prints JSON lines.
 
-    It answers and changes nothing: DROP, INSERT and the like are refused.
+    Queries over the tables of the folder, and SHOW TABLES, SHOW COLUMNS, DESCRIBE and EXPLAIN. Whatever else
+    Spark could do is refused: statements that change something, files that are named by their path,
+    functions that run code. With --remote it does not work: a query is checked by Spark's own parser, which a
+    Spark Connect client does not have.
 
     \b
     Example:
       postroom pipeline sql --tables tables "SELECT type, count(*) AS n FROM silver_messages GROUP BY type"
     """
-    from postroom.pipeline.asking import need_question
+    if where["remote"] is not None:
+        raise click.UsageError("sql has no --remote: a query is checked by Spark's own parser; use --master")
+    from postroom.pipeline.paths import need_tables
 
-    need_question(query)
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         for line in job.answers(query):
             shell.output.text(line)
@@ -400,24 +464,43 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
 @path_option(
     "--speedscope", metavar="FILE", text="Also write the goals' flame graphs as a file for speedscope."
 )
-@spark_options
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PRIORITY=TIME",
+    callback=lambda _c, _p, texts: _targets(texts),
+    help="How long messages of a priority may wait, as in P0=10ms; may be repeated.  [default: no targets]",
+)
 @click.pass_obj
-@beside_spark
-def report(shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, **where: Any) -> None:
-    """Draw what the tables say, as one HTML file.
+def report(
+    shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, targets: dict[int, int]
+) -> None:
+    """Draw what the tables say, as one HTML file. It needs no Spark.
 
-    Latency, targets, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who
-    talks to whom, and flame graphs of the largest goals. It can be read offline, and has no script in it.
+    Latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who talks to
+    whom, and flame graphs of the largest goals. With --target, how many messages were delivered in time. It
+    can be read offline, and has no script in it.
 
     \b
     Example:
       postroom pipeline report --tables tables --out report.html
+      postroom pipeline report --tables tables --out report.html --target P0=10ms --target P1=50ms
       postroom pipeline report --tables tables --out report.html --speedscope goals.json
     """
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.report import write_report
+    from postroom.pipeline.paths import need_place, need_tables
 
-        facts = write_report(job.spark, job.tables, out, speedscope, progress=told(shell))
+    need_tables(tables)
+    for file in (out, speedscope):
+        if file is not None:
+            need_place(file)
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    from postroom.pipeline.report import write_report
+    from postroom.pipeline.tables import Tables
+
+    facts = write_report(Tables(tables), out, speedscope, targets_us=targets, progress=told(shell))
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
         f"{out} tells of {facts.messages:,} messages",
@@ -443,16 +526,17 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
     a life ends once, and no number of a source is missing or stands for two events. One line for each
     violation, at most a thousand of each rule, with the events that prove it. What `retain` let leave is not
-    missing. The exit code is 0 when there is none, and 1 otherwise.
+    missing. The exit code is 0 when there is none, and 1 otherwise. Tables of up to 200,000 events, from
+    which nothing was let leave, are checked without Spark.
 
     \b
     Example:
       postroom pipeline check --tables tables
     """
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.check import check_tables
+    from postroom.pipeline.paths import need_tables
 
-        verdict = check_tables(job.spark, job.tables, horizon_s=horizon_s)
+    need_tables(tables)
+    verdict = _verdict(shell, tables, horizon_s, where)
     rows = [sample._asdict() | {"event_ids": list(sample.event_ids)} for sample in verdict.samples]
     history = f"{verdict.events:,} events, {verdict.messages:,} messages accepted"
     shell.output.rows(("rule", "message_id", "event_ids", "sentence"), rows, f"clean: {history}")
@@ -460,6 +544,33 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
         counts = ", ".join(f"{n:,} {rule}" for rule, n in verdict.counts.items())
         warn(shell.program, f"{verdict.violations:,} violations in {history}: {counts}")
     return EXIT_RUNTIME if verdict.violations else EXIT_OK
+
+
+def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]) -> "Verdict":
+    """By the engine that fits the size of the tables."""
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    from postroom.pipeline.smallcheck import check_small, is_small
+    from postroom.pipeline.tables import Tables
+
+    if is_small(tables := Tables(folder)):
+        return check_small(tables, horizon_s=horizon_s)
+    with _pipeline(shell, folder, where) as job:
+        from postroom.pipeline.check import check_tables
+
+        return check_tables(job.spark, job.tables, horizon_s=horizon_s)
+
+
+def _targets(texts: tuple[str, ...]) -> dict[int, int]:
+    """The targets of --target, in microseconds by priority."""
+    found = {}
+    for text in texts:
+        match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not a priority and a time, such as P0=10ms or P1=0.5s")
+        found[int(match[1])] = round(float(match[2]) * {"us": 1, "ms": 1_000, "s": 1_000_000}[match[3]])
+    return found
 
 
 DAYS = click.IntRange(1, 36_500)
@@ -516,17 +627,23 @@ def retain(
     """
     import msgspec
 
-    with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+    from postroom.pipeline.paths import need_tables
 
-        orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
-        policy = Policy(
-            keep_days=keep_days,
-            org_days={} if org_days is None else read_org_days(org_days),
-            failures_days=failures_days or 0,
-            held_orgs=orgs,
-            held_goals=goals,
-        )
+    need_tables(tables)
+    from postroom.pipeline.session import need_packages
+
+    need_packages()
+    from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+
+    orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
+    policy = Policy(
+        keep_days=keep_days,
+        org_days={} if org_days is None else read_org_days(org_days),
+        failures_days=failures_days or 0,
+        held_orgs=orgs,
+        held_goals=goals,
+    )
+    with _pipeline(shell, tables, where) as job:
         retention = Retention(
             job.spark,
             job.tables,
@@ -582,7 +699,8 @@ def replay(
 
     A message whose payload is only known redacted is refused and counted, and so is one with a queue or
     an id that no task can have; then the command ends with 1. The same command given again submits what is
-    missing, and nothing twice within the 30 days for which a store remembers it.
+    missing, and nothing twice within the 30 days for which a store remembers it. With --remote it does not
+    work: the condition is checked by Spark's own parser.
 
     \b
     Example:
@@ -591,6 +709,11 @@ def replay(
     """
     import msgspec
 
+    from postroom.pipeline.paths import need_tables
+
+    if where["remote"] is not None:
+        raise click.UsageError("replay has no --remote: its condition is checked by Spark's own parser")
+    need_tables(tables)
     with _pipeline(shell, tables, where) as job:
         from postroom.pipeline.replay import Wanted
         from postroom.pipeline.replay import replay as submit

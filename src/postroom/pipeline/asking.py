@@ -1,37 +1,214 @@
-"""What `sql` answers: questions. Tables change by the jobs alone, which know how far each of them is."""
+"""What `sql` may ask: queries over the tables of one folder, which change nothing and read nothing else.
 
-import re
-from typing import Final
+Rule 1: Spark's own parser decides what a query is. The plan that was checked is the plan that is executed:
+        the text is not parsed a second time.
+Rule 2: lists name what is allowed. A kind of plan, a function or an expression that no list names is refused,
+        also one that a later version of Spark brings.
+Rule 3: the session is a second barrier. It reads no file by its path, substitutes no variables and commits no
+        files.
+"""
 
-from postroom.errors import InvalidMessage
+from collections.abc import Collection, Iterator
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-QUESTIONS: Final = ("SELECT", "WITH", "FROM", "VALUES", "TABLE", "SHOW", "DESCRIBE", "DESC", "EXPLAIN")
-"""The words with which one begins. Spark would take others, and leave tables of its own in the folder."""
+from py4j.java_gateway import JavaObject, is_instance_of  # type: ignore[import-untyped]
 
-_QUOTED: Final = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`"""
-_COMMENT: Final = r"--[^\n]*|/\*(?:(?!/\*|\*/).)*\*/"  # with none inside it
-_ASIDE: Final = re.compile(rf"({_QUOTED})|{_COMMENT}", re.DOTALL)
-_FIRST_WORD: Final = re.compile(r"[\s(]*([^\W\d]\w*)")
-_INSERT: Final = re.compile(r"\bINSERT\s+(?:INTO|OVERWRITE)\b", re.IGNORECASE)
+from postroom.errors import InvalidMessage, InvalidSetting
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+PLAN_NODES_MAX: Final = 20_000  # of a parsed query; each costs some calls into the JVM
+
+READ_ONLY: Final = {
+    "spark.sql.runSQLOnFiles": "false",
+    "spark.sql.variable.substitute": "false",  # ${env:NAME} would be the environment of this process
+    "spark.sql.scripting.enabled": "false",
+    # Every file that Spark writes is committed by an instance of this class, and an abstract one has none.
+    "spark.sql.sources.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
+    "spark.sql.streaming.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
+}
+"""Settings of the session in which queries run."""
+
+_CATALYST: Final = "org.apache.spark.sql.catalyst."
+_EXPRESSIONS: Final = f"{_CATALYST}expressions."
+"""What the parser itself makes of operators and literals. A function is a name until it is analyzed."""
+_ALLOWED: Final = frozenset(
+    f"{_CATALYST}{package}.{name}"
+    for package, names in {
+        "plans.logical": (
+            "Aggregate", "Distinct", "Except", "Filter", "Generate", "GlobalLimit", "Intersect", "Join",
+            "LateralJoin", "LimitAll", "LocalLimit", "LocalRelation", "Offset", "OneRowRelation",
+            "PipeOperator", "Pivot", "Project", "Sample", "Sort", "SubqueryAlias", "Union", "UnresolvedHint",
+            "UnresolvedWith", "Unpivot", "WithWindowDefinition",
+            "DescribeRelation", "ShowColumns", "ShowTables",
+        ),
+        "analysis": (
+            "CurrentNamespace$", "MultiAlias", "UnresolvedAlias", "UnresolvedAttribute",
+            "UnresolvedExtractValue", "UnresolvedFunction", "UnresolvedGenerator", "UnresolvedHaving",
+            "UnresolvedInlineTable", "UnresolvedNamedLambdaVariable", "UnresolvedRegex", "UnresolvedRelation",
+            "UnresolvedStar", "UnresolvedStarExcept", "UnresolvedStarExceptOrReplace",
+            "UnresolvedSubqueryColumnAliases", "UnresolvedTVFAliases", "UnresolvedTableOrView",
+            "UnresolvedTableValuedFunction", "UnresolvedWindowExpression",
+        ),
+    }.items()
+    for name in names
+) | {
+    "org.apache.spark.sql.execution.command.DescribeQueryCommand",
+    "org.apache.spark.sql.execution.command.ExplainCommand",
+}  # fmt: skip
+_VALUES: Final = "LocalRelation"  # rows that the parser has computed, and nothing to look into
+_NODE: Final = f"{_CATALYST}trees.TreeNode"
 
 
-def need_question(query: str) -> None:
-    """Refuse what changes something. What is no SQL at all is left to Spark, which says where it is wrong."""
-    plain = _without_asides(query)
-    first = _FIRST_WORD.match(plain)
-    word = first[1].upper() if first else ""
-    if word and word not in QUESTIONS:
-        raise InvalidMessage(f"{word} is no question: sql answers those that begin with {_listed(QUESTIONS)}")
-    if _INSERT.search(plain):  # begins with WITH or FROM
-        raise InvalidMessage("INSERT is no question, also behind WITH and FROM: sql changes nothing")
+class Question(NamedTuple):
+    """A query that may be executed."""
+
+    plan: JavaObject
+    tables: frozenset[str]
+    """The tables that it names; all of the folder where it lists them."""
 
 
-def _without_asides(query: str) -> str:
-    """Without comments and what they say, and with nothing in its quotes. Comments may hold comments."""
-    while (plain := _ASIDE.sub(lambda aside: "''" if aside[1] else " ", query)) != query:
-        query = plain
-    return query
+def read_only(spark: "SparkSession") -> "SparkSession":
+    """Another session of the same application, which writes nothing. It needs a JVM in reach."""
+    _internals(spark)
+    session = spark.newSession()
+    for name, value in READ_ONLY.items():
+        session.conf.set(name, value)
+    return session
 
 
-def _listed(words: tuple[str, ...]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+def checked(session: "SparkSession", query: str, tables: Collection[str]) -> Question:
+    """Parse a query, and refuse it unless everything in it is on a list."""
+    plan = _internals(session).sessionState().sqlParser().parsePlan(query)
+    check = _Check(session, tables)
+    check.walk(plan)
+    named = frozenset(tables) if check.lists_tables else frozenset(tables) & check.relations
+    return Question(plan, named)
+
+
+def need_condition(session: "SparkSession", text: str) -> None:
+    """Refuse a condition on the columns of one table that asks for other tables, or calls what runs code."""
+    _Check(session, ()).walk(_internals(session).sessionState().sqlParser().parseExpression(text))
+
+
+def execute(session: "SparkSession", question: Question) -> "DataFrame":
+    """The rows of a plan that was checked."""
+    from pyspark.sql.classic.dataframe import DataFrame  # noqa: PLC0415 - lazy
+
+    classic = _jvm(session).org.apache.spark.sql.classic
+    return DataFrame(classic.Dataset.ofRows(_internals(session), question.plan), session)
+
+
+@cache
+def functions() -> frozenset[str]:
+    """The names of the functions that a query may call."""
+    text = resources.files(__package__).joinpath("functions.txt").read_text()
+    return frozenset(word for line in text.splitlines() if not line.startswith("# ") for word in line.split())
+
+
+class _Check:
+    """One walk over a parsed plan, its expressions and the plans within them."""
+
+    def __init__(self, session: "SparkSession", tables: Collection[str]) -> None:
+        self._gateway = session.sparkContext._gateway  # noqa: SLF001 - nothing else asks for a class
+        self._tables = tables
+        self._aliases: set[str] = set()  # of WITH
+        self.relations: set[str] = set()
+        self.lists_tables = False
+
+    def walk(self, plan: JavaObject) -> None:
+        """Look at a plan or an expression, and at everything within it."""
+        left: list[Any] = [plan]
+        seen = 0
+        while left:
+            found = left.pop()
+            if not isinstance(found, JavaObject):
+                continue
+            seen += 1
+            if seen > PLAN_NODES_MAX:
+                raise InvalidMessage(f"the query has more than {PLAN_NODES_MAX:,} parts")
+            left += self._parts(found)
+        self._need_tables()
+
+    def _parts(self, found: JavaObject) -> Iterator[Any]:
+        """What has to be looked at inside of an object."""
+        if self._is(found, _NODE):
+            name = str(found.getClass().getName())
+            self._need_allowed(name, found)
+            if name.endswith(f".{_VALUES}"):
+                return iter(())
+        if self._is(found, "scala.collection.Iterable"):  # also a list, which is a pair of head and tail
+            return _iterated(found.iterator())
+        if self._is(found, "scala.Product"):
+            return _iterated(found.productIterator())
+        return iter(())
+
+    def _is(self, found: JavaObject, kind: str) -> bool:
+        return bool(is_instance_of(self._gateway, found, kind))
+
+    def _need_allowed(self, name: str, node: JavaObject) -> None:
+        kind = name.rpartition(".")[2]
+        if name not in _ALLOWED and not name.startswith(_EXPRESSIONS):
+            raise InvalidMessage(
+                f"sql answers queries over the tables and changes nothing: {kind.rstrip('$')} is not allowed"
+            )
+        if kind == "UnresolvedRelation":
+            self._relation(_names(node.multipartIdentifier()), has_options=not node.options().isEmpty())
+        elif kind == "UnresolvedTableOrView":
+            self._relation(_names(node.multipartIdentifier()), has_options=False)
+        elif kind == "UnresolvedFunction":
+            self._function(_names(node.nameParts()))
+        elif kind == "UnresolvedTableValuedFunction":
+            self._function(_names(node.name()))
+        elif kind == "UnresolvedGenerator":
+            self._function(str(node.name().unquotedString()).split("."))
+        elif kind == "UnresolvedWith":
+            self._aliases |= {str(alias).lower() for alias in _cte_names(node)}
+        elif kind == "ShowTables":
+            self.lists_tables = True
+
+    def _function(self, parts: list[str]) -> None:
+        name = ".".join(parts)
+        if name.lower() not in functions():
+            raise InvalidMessage(f"sql does not know a function {name}, or it may not be called here")
+
+    def _relation(self, parts: list[str], *, has_options: bool) -> None:
+        if len(parts) != 1 or has_options:  # a format and a path, another catalog, or options of a reader
+            raise InvalidMessage(f"{'.'.join(parts)} is not a table of this folder")
+        self.relations.add(parts[0].lower())
+
+    def _need_tables(self) -> None:
+        unknown = self.relations - self._aliases - {name.lower() for name in self._tables}
+        if unknown:
+            raise InvalidMessage(f"there is no table {min(unknown)} in this folder")
+
+
+def _names(parts: JavaObject) -> list[str]:
+    return [str(part) for part in _iterated(parts.iterator())]
+
+
+def _cte_names(node: JavaObject) -> Iterator[str]:
+    for relation in _iterated(node.cteRelations().iterator()):
+        yield str(relation.productElement(0))
+
+
+def _iterated(iterator: JavaObject) -> Iterator[Any]:
+    while iterator.hasNext():
+        yield iterator.next()
+
+
+def _internals(session: "SparkSession") -> Any:
+    """The session in the JVM, which has the parser. A client of Spark Connect has none."""
+    found = getattr(session, "_jsparkSession", None)
+    if found is None:
+        raise InvalidSetting(
+            "SQL is checked by Spark's own parser, which a Spark Connect client does not have"
+        )
+    return found
+
+
+def _jvm(session: "SparkSession") -> Any:
+    return session.sparkContext._jvm  # noqa: SLF001 - the same

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import Unavailable
-from postroom.pipeline import finding, redacting
+from postroom.pipeline import asking, finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
@@ -158,13 +158,13 @@ class Pipeline:
         take()
 
     def answers(self, query: str) -> Iterator[str]:
-        """The rows of an SQL query over the tables, each as JSON."""
+        """The rows of an SQL query over the tables, each as JSON. `asking` says which queries there are."""
         self.tables.need_some()
-        names = self.tables.names()
-        # To open one takes time. Whoever names none may want to see them all.
-        for name in [name for name in names if name in query.lower()] or names:
-            self.tables.read(self.spark, name).createOrReplaceTempView(name)
-        found = self.spark.sql(query)
+        session = asking.read_only(self.spark)
+        question = asking.checked(session, query, self.tables.names())
+        for name in sorted(question.tables):
+            self.tables.read(session, name).createOrReplaceTempView(name)
+        found = asking.execute(session, question)
         rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
         for row in rows.toLocalIterator():
             yield row[0]

@@ -20,7 +20,6 @@ from postroom.pipeline.archive import cache, found, making_archive, name_of
 from postroom.pipeline.check import check_tables
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.report import write_report
 from postroom.pipeline.session import DRIVER_OPTIONS, SETTINGS, spark_errors, spark_session
 from postroom.pipeline.tables import Tables
 from postroom.system.atomic import make_folder
@@ -46,13 +45,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def as_commands_do(spark: SparkSession, folder: Path) -> None:
-    """What `run`, `sql`, `check` and `report` do, with a tiny history."""
+    """What `run`, `sql` and `check` do, with a tiny history. A report needs no Spark."""
     generate(folder / "events", MESSAGES, 1)
     job = Pipeline(spark, Tables(folder / "tables"))
     job.run(folder / "events")
     list(job.answers(QUERY))
     check_tables(spark, job.tables)
-    write_report(spark, job.tables, folder / "report.html", None)
 
 
 def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None) -> Prepared:
@@ -99,7 +97,7 @@ def _leave_behind(made: Path, work: Work, folder: Path, progress: Callable[[str]
     jvm: Popen[bytes] = gateway.proc
     try:
         with spark_errors():
-            progress("a small history, from its lines to a report")
+            progress("a small history, from its lines to a query of its tables")
             work(spark, folder)
             progress("writing the archive")
             spark.stop()

@@ -22,6 +22,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.pipeline import asking
 from postroom.pipeline.session import first_sentence
 from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
@@ -116,6 +117,7 @@ def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFram
     if wanted.until_us is not None:
         messages = messages.where(born < wanted.until_us)
     try:
+        asking.need_condition(spark, wanted.where)
         chosen = messages.where(wanted.where).select(*_COLUMNS, "day", born.alias("born_us"))
     except (AnalysisException, ParseException) as error:
         raise InvalidMessage(

@@ -98,6 +98,14 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     # To open a local file takes a millisecond, so one task reads many small ones.
     "spark.sql.files.openCostInBytes": "1m",
 }
+QUICK_COMPILER: Final = " -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
+SMALL_SETTINGS: Final[dict[str, str]] = {
+    # Every plan runs once, on a few rows: to generate and compile code for it takes longer than the rows do.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.shuffle.partitions": "1",
+}
+"""Of a local session whose data is small. It makes the same rows."""
 CONNECTOR: Final = "spark.postroom.delta.connector"
 """Whether whole tables are read by Delta's own connector, whose jar then has to be there."""
 CONNECTOR_SETTINGS: Final = {
@@ -114,9 +122,16 @@ REMOTE_SETTINGS: Final = {
 
 
 def spark_session(
-    master: str = LOCAL_MASTER, remote: str | None = None, conf: Mapping[str, str] | None = None
+    master: str = LOCAL_MASTER,
+    remote: str | None = None,
+    conf: Mapping[str, str] | None = None,
+    *,
+    is_small: bool = False,
 ) -> "SparkSession":
-    """The session of this process: on a master, or behind a Spark Connect server at `remote`."""
+    """The session of this process: on a master, or behind a Spark Connect server at `remote`.
+
+    `is_small` says that its data is: a local session then spares what only pays off for many rows.
+    """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with _quiet():
         builder = _builder()
@@ -125,7 +140,11 @@ def spark_session(
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             _need_master(master)
             _need_java()
-            spark = builder.master(master).config(map={**settings(master, conf or {})}).getOrCreate()
+            spark = (
+                builder.master(master)
+                .config(map={**settings(master, conf or {}, is_small=is_small)})
+                .getOrCreate()
+            )
             _instruct(spark, is_local=master.startswith("local"))
             return spark
 
@@ -152,7 +171,7 @@ def in_pool(spark: "SparkSession", pool: str | None) -> None:
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
 
 
-def settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) -> dict[str, str]:
     """What a session on a master has, if its user wants `conf`."""
     if conf.get(CONNECTOR) == "true":
         conf = {**CONNECTOR_SETTINGS, **conf}
@@ -161,6 +180,8 @@ def settings(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
     options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
     own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
+    if is_small:
+        own |= {**SMALL_SETTINGS, DRIVER_OPTIONS: options + QUICK_COMPILER}
     return {**SETTINGS, **LOCAL_SETTINGS, **own, **conf}
 
 
@@ -198,6 +219,7 @@ def need_packages() -> None:
     """Whoever imports more of the pipeline than this gets a sentence if they are missing."""
     try:
         import deltalake  # noqa: F401, PLC0415 - the tables need it, and half a pipeline is none
+        import duckdb  # noqa: F401, PLC0415 - the same
         import pyspark  # noqa: F401, PLC0415 - only who runs a job pays for it
     except ImportError as error:
         raise InvalidSetting(
@@ -265,7 +287,22 @@ def spark_errors() -> "Iterator[None]":
     except (PySparkException, Py4JJavaError) as error:
         raise Unavailable(f"Spark failed: {first_sentence(_cause(error))}") from None
     except DeltaError as error:
-        raise Unavailable(f"a table cannot be written: {first_sentence(str(error))}") from None
+        raise Unavailable(f"a table cannot be read or written: {first_sentence(str(error))}") from None
+
+
+@contextmanager
+def table_errors(name: str) -> "Iterator[None]":
+    """What is wrong with a table is one sentence that names it."""
+    import duckdb  # noqa: PLC0415 - lazy
+    from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
+
+    try:
+        yield
+    except (DeltaError, duckdb.Error) as error:
+        advice = "; delete its folder, and `postroom pipeline run` makes it anew" * name.startswith("gold_")
+        raise Unavailable(
+            f"table {name} cannot be read: {first_sentence(str(error)).rstrip('.')}{advice}"
+        ) from None
 
 
 def _cause(error: Exception) -> str:

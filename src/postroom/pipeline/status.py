@@ -6,6 +6,7 @@ from typing import Any
 
 from postroom.pipeline.jobs import SOURCES
 from postroom.pipeline.segments import Turn, last_taken, sealed_segments, turn_of
+from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import Tables, rows_of
 
 
@@ -17,15 +18,20 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
     else:
         yield _segments(folder, events)
     for name in tables.names():
-        files = tables.files(name)
-        yield {
-            "table": name,
-            "version": tables.version(name),
-            "rows": rows_of(files),
-            "files": len(files),
-            "bytes": sum(file.size for file in files),
-            "behind": _behind(tables, name),
-        }
+        with table_errors(name):
+            yield _row(tables, name)
+
+
+def _row(tables: Tables, name: str) -> dict[str, Any]:
+    files = tables.files(name)
+    return {
+        "table": name,
+        "version": tables.version(name),
+        "rows": rows_of(files),
+        "files": len(files),
+        "bytes": sum(file.size for file in files),
+        "behind": _behind(tables, name),
+    }
 
 
 def new_segments(folder: Path, events: Path) -> Turn:
@@ -48,8 +54,11 @@ def _segments(folder: Path, events: Path) -> dict[str, Any]:
 
 
 def _behind(tables: Tables, name: str) -> int | None:
+    """Commits of its source that a table has not seen; None where nobody counts them, or it has no source."""
     source = SOURCES.get(name)
-    return None if source is None else tables.version(source) - tables.last_txn(name, source)
+    if source is None or not tables.exists(source):
+        return None
+    return tables.version(source) - tables.last_txn(name, source)
 
 
 def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
@@ -57,7 +66,9 @@ def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
     tables = Tables(folder)
     tables.need_some()
     for name in tables.names():
-        for field in tables.schema(name).fields:
+        with table_errors(name):
+            fields = tables.schema(name).fields
+        for field in fields:
             yield {"table": name, "column": field.name, "type": field.dataType.simpleString()}
 
 
@@ -67,7 +78,8 @@ def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[
     tables.need_some()
     with tables.lock():
         for name in tables.names():
-            if compact:
-                progress(f"{name}: {tables.compact(name)} files joined")
-            if vacuum:
-                progress(f"{name}: {len(tables.vacuum(name))} files deleted")
+            with table_errors(name):
+                if compact:
+                    progress(f"{name}: {tables.compact(name)} files joined")
+                if vacuum:
+                    progress(f"{name}: {len(tables.vacuum(name))} files deleted")

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
 
 from postroom.cli.pipeline import pipeline
 from tests.spark.commands import Commands, in_its_own_process
@@ -37,31 +36,6 @@ def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
     assert done.stdout == ""
     assert "nobody" in done.stderr.splitlines()[-1]
     assert all(line.startswith("postroom: ") for line in done.stderr.splitlines())
-
-
-def test_what_is_no_question_is_refused_before_spark_starts(tmp_path: Path) -> None:
-    done = in_its_own_process("sql", "--tables", tmp_path, "DROP TABLE silver_spans")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.stderr.startswith("postroom: DROP is no question")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_question_opens_the_tables_that_it_names_and_one_that_names_none_all(
-    spark: SparkSession, tables_of: TablesOf, commands: Commands
-) -> None:
-    _, tables = tables_of()
-    for query, opened in {
-        "SELECT count(*) FROM Gold_SLA": ["gold_sla"],
-        "SHOW TABLES": tables.names(),
-    }.items():
-        for name in views(spark):
-            spark.catalog.dropTempView(name)
-        assert commands("sql", "--tables", tables.folder, query).code == 0
-        assert views(spark) == sorted(opened)
-
-
-def views(spark: SparkSession) -> list[str]:
-    return sorted(row["viewName"] for row in spark.sql("SHOW VIEWS").collect())
 
 
 def test_run_says_what_it_did_and_shows_progress(copied: tuple[Path, Path], commands: Commands) -> None:
@@ -115,8 +89,94 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
     assert done.stderr == "postroom: segment 2 is missing, and 2 behind 2 wait for it\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("run", "--events", "nowhere", "--tables", "t"),
+            "there is no folder nowhere: give the folder of an",
+        ),
+        (("run", "--events", ".", "--tables", "t"), ". is not an audit stream: it has no segments"),
+        (("stream", "--events", ".", "--tables", "t"), ". is not an audit stream: it has no segments"),
+        (("run", "--events", "events", "--tables", "file"), "tables cannot be written to file: "),
+        (("run", "--events", "events", "--tables", "file/t"), "tables cannot be written to file/t: "),
+        (("backfill", "--tables", "t"), "there are no tables in "),
+        (("sql", "--tables", "t", "SELECT 1"), "there are no tables in "),
+        (("check", "--tables", "t"), "there are no tables in "),
+        (("retain", "--tables", "t", "--keep-days", "7"), "there are no tables in "),
+        (("report", "--tables", "t", "--out", "r.html"), "there are no tables in "),
+        (("report", "--tables", "tables", "--out", "nowhere/r.html"), "there is no folder "),
+        (
+            ("report", "--tables", "tables", "--out", "events"),
+            "events is a folder: give the name of the file",
+        ),
+        (("run", "--events", "events", "--tables", "s3://b/t"), "s3://b/t is not a folder of this machine"),
+        (("run", "--events", "gs://b/t", "--tables", "t"), "gs://b/t is not a folder of this machine"),
+        (("status", "--tables", "hdfs:/t"), "hdfs:/t is not a folder of this machine"),
+        (("tables", "--tables", "s3a://b/t", "--vacuum"), "s3a://b/t is not a folder of this machine"),
+        (("generate", "--messages", "1", "--seed", "1", "--out", "s3://b/t"), "s3://b/t is not a folder of"),
+        (("retain", "--tables", "tables", "--keep-days", "7", "--hold", "nowhere"), "cannot read nowhere: "),
+        (
+            ("run", "--events", "events", "--tables", "t", "--conf", "x"),
+            "Invalid value for '--conf': 'x' is not",
+        ),
+    ],
+)
+def test_a_wrong_path_is_one_sentence_before_spark_starts(
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    sentence: str,
+) -> None:
+    """A command that starts a session would say so first."""
+    write_segment(tmp_path / "events", 1, [])
+    (tmp_path / "tables" / "gold_sla" / "_delta_log").mkdir(parents=True)
+    (tmp_path / "tables" / "gold_sla" / "_delta_log" / "0.json").touch()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    done = commands(*words)
+    assert (done.code, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"postroom: {sentence}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_or_missing_table_is_named_in_one_sentence(
+    copied: tuple[Path, Path], commands: Commands
+) -> None:
+    _, tables = copied
+    report = ("report", "--tables", tables, "--out", tables / "report.html")
+    for name in ("bronze_events", "silver_messages"):
+        for file in (tables / name).rglob("*.parquet"):
+            file.write_bytes(b"no Parquet")
+    done = commands(*report)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("postroom: table silver_messages cannot be read: ")
+    done = commands("check", "--tables", tables)
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.startswith("postroom: table bronze_events cannot be read: ")
+    (log,) = (tables / "gold_cost" / "_delta_log").glob("*0.json")
+    log.write_bytes(log.read_bytes()[:50])
+    for words in (report, ("status", "--tables", tables), ("tables", "--tables", tables)):
+        last = commands(*words).stderr.splitlines()[-1]
+        assert last.startswith("postroom: table gold_cost cannot be read: ")
+        assert last.endswith("; delete its folder, and `postroom pipeline run` makes it anew")
+    shutil.rmtree(tables / "gold_cost")
+    shutil.rmtree(tables / "silver_events")
+    last = commands(*report).stderr.splitlines()[-1]
+    assert last.startswith("postroom: there is no table silver_events in ")
+    rows = {
+        row["table"]: row
+        for row in map(json.loads, commands("status", "--tables", tables).stdout.splitlines())
+    }
+    assert rows["silver_messages"]["behind"] is None
+
+
 def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
-    where = ("run", "--events", tmp_path, "--tables", tmp_path / "tables")
+    write_segment(tmp_path / "events", 1, [])
+    where = ("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables")
     done = in_its_own_process(*where, JAVA_HOME=str(tmp_path))
     assert done.code == 2
     assert done.stderr.splitlines()[-1].startswith(

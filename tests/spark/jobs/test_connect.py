@@ -47,14 +47,6 @@ def test_the_command_goes_on_at_a_server(tables_of: TablesOf, connect: str, tmp_
     assert all_rows(Tables(tmp_path / "tables")) == all_rows(here)
 
 
-def test_a_wrong_question_is_one_sentence(tables_of: TablesOf, connect: str) -> None:
-    _, tables = tables_of()
-    wrong = call("sql", "--tables", tables.folder, "--remote", connect, "SELECT nobody FROM silver_spans")
-    assert wrong.code == 2
-    assert len(wrong.stderr.splitlines()) == 2  # that Spark is started, and what it says
-    assert "nobody" in wrong.stderr
-
-
 @pytest.mark.parametrize(
     ("url", "code", "sentence"),
     [
@@ -70,7 +62,8 @@ def test_a_wrong_question_is_one_sentence(tables_of: TablesOf, connect: str) -> 
 def test_a_server_that_is_not_there_is_said_in_one_sentence(
     tmp_path: Path, url: str, code: int, sentence: str
 ) -> None:
-    done = call("sql", "--tables", tmp_path, "--remote", url, "SELECT 1")
+    write_segment(tmp_path / "events", 1, [])
+    done = call("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables", "--remote", url)
     assert (done.code, done.stderr.splitlines()[-1]) == (code, f"postroom: {sentence}")
 
 

@@ -175,6 +175,14 @@ def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: 
         replay(spark, past.redacted, Wanted(where="nobody = 1", to=url, store=past.store))
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
         replay(spark, past.redacted, Wanted(where="type = ", to=url, store=past.store))
+    for attack in (
+        "reflect('java.lang.System', 'exit', '1') = ''",
+        "type IN (SELECT value FROM text.`/etc/fstab`)",
+    ):
+        with pytest.raises(
+            InvalidMessage, match=r"reflect, or it may not be called|not a table of this folder"
+        ):
+            replay(spark, past.redacted, Wanted(where=attack, to=url, store=past.store))
     with pytest.raises(InvalidSetting, match="where the payloads come from"):
         replay(spark, past.redacted, Wanted(where="true", to=url))
     with pytest.raises(InvalidSetting, match="there is no store"):

@@ -42,7 +42,7 @@ def test_no_table_for_people_and_no_report_holds_a_secret(spark: SparkSession, t
     assert len(told["gold_dlq_patterns"]) == 1
     del told["bronze_events"]
     report = tmp_path / "report.html"
-    write_report(spark, tables, report)
+    write_report(tables, report)
     told["report"] = [file.read_text() for file in sorted(tmp_path.glob("*.*")) if file.is_file()]
     assert told["report"]
     leaks = {name for name, rows in told.items() for secret in SECRETS if secret in "".join(rows)}

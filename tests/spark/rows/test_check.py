@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from postroom.core import lives
 from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history import History, Violation
 from postroom.pipeline import check as checking
-from postroom.pipeline import departed
-from postroom.pipeline.check import RULES, Sample, Verdict, check
+from postroom.pipeline import departed, smallcheck
+from postroom.pipeline.check import RULES, Sample, Verdict, check, check_tables
 from postroom.pipeline.departed import departing, holes_between, merged
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.smallcheck import check_small, is_small
+from postroom.pipeline.tables import Tables
 from postroom.sinks.reading import Place, Segments
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
@@ -92,6 +95,38 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     assert told(samples) == told(by_the_core(events))
     assert {one.rule for one in samples} == set(RULES)
     assert f"{len(samples)} violations in" in done.stderr
+
+
+@pytest.mark.parametrize("faults", [True, False])
+def test_small_tables_are_judged_without_spark_as_by_spark(
+    spark: SparkSession, tables_of: TablesOf, faults: bool
+) -> None:
+    _, tables = tables_of(faults=faults)
+    assert is_small(tables)
+    assert check_small(tables) == check_tables(spark, tables)
+    assert check_small(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
+
+
+def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
+    spark: SparkSession,
+    tables_of: TablesOf,
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "tables"
+    shutil.copytree(tables_of(faults=True)[1].folder, folder)
+    done = commands("check", "--tables", folder)
+    assert "starting Spark" not in done.stderr
+    monkeypatch.setattr(smallcheck, "SMALL_EVENTS", 10)
+    by_spark = commands("check", "--tables", folder)
+    assert "starting Spark" in by_spark.stderr
+    assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
+    monkeypatch.undo()
+    tables = Tables(folder)
+    gone = departing(tables.read(spark, "silver_events").where("seq < 5"))
+    tables.replace(departed.TABLE, merged(gone))
+    assert not is_small(Tables(folder))
 
 
 KINDS = (

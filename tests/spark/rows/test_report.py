@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 
+from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.pipeline import report
 from postroom.pipeline.html.facts import (
+    KEPT,
+    REMOVED,
     Attained,
     Facts,
     Goal,
@@ -26,15 +29,30 @@ from postroom.pipeline.html.facts import (
     Spender,
     Suspect,
 )
+from postroom.pipeline.html.findings import findings
 from postroom.pipeline.html.flames import Profile, speedscope, tree
 from postroom.pipeline.html.page import POLICY, page
-from postroom.pipeline.html.words import HOUR_US, count, duration, esc, money, share
-from postroom.pipeline.report import _goal, _Reading, write_report
+from postroom.pipeline.html.words import (
+    DAY_US,
+    HOUR_US,
+    MICROS_PER_S,
+    clock,
+    count,
+    duration,
+    esc,
+    moment,
+    money,
+    share,
+    width,
+)
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.report import Reading, goal_of, step_of, write_report
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import gold
-from tests.spark.commands import Commands
+from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
+from tests.spark.stories import write_segment
 
 EVIL = (
     "\"><script>document.title='broken'</script><img src=https://evil.example/x onerror=alert(1)>&'\x00\x1b]"
@@ -201,7 +219,7 @@ def drawn(
         known.append(write_report(*words, **named))
         return known[0]
 
-    words = ("--tables", tables.folder, "--out", out, "--speedscope", goals, "--master", "local[2]")
+    words = ("--tables", tables.folder, "--out", out, "--speedscope", goals, "--target", "P0=10ms")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "write_report", noted)
         done = commands("report", *words, "--json")
@@ -253,9 +271,13 @@ def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
     )
     tables = Tables(tmp_path / "tables")
     tables.replace("gold_depth", gold.depth(flows))
-    depth, queues = _Reading(spark, tables)._depth()
-    assert queues == [Queue("shared", 9, 8, 7), Queue("other", 1, 0, 0)]
-    assert depth == {START_US: 8}
+    names = ["shared"] * 7 + ["other"] * 3
+    tables.replace("silver_messages", spark.createDataFrame([(name,) for name in names], "queue STRING"))
+    ends = spark.createDataFrame([(START_US,), (START_US + DAY_US,)], "ts_us BIGINT")
+    tables.replace("silver_events", ends)
+    depth, queues = Reading(tables, {})._depth()
+    assert queues == [Queue("shared", 7, 8, 7), Queue("other", 3, 0, 0)]
+    assert depth == {START_US: 8, **{START_US + n * HOUR_US: 7 for n in range(1, 25)}}  # it rests
 
 
 def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Facts]) -> None:
@@ -276,6 +298,197 @@ def test_the_width_of_a_flame_is_the_sum_of_what_is_below_it() -> None:
     assert (root.total_us, root.below["a"].total_us, root.below["a"].own_us) == (15, 13, 5)
     assert root.below["a"].below["b"].total_us == 8
     assert speedscope([profile], "x")["profiles"][0]["weights"] == [5, 7, 1, 2]
+
+
+def test_the_report_is_drawn_without_java(
+    tables_of: TablesOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tables = tables_of()
+    out = tmp_path / "report.html"
+    done = in_its_own_process(
+        "report", "--tables", tables.folder, "--out", out, PATH="", JAVA_HOME=str(tmp_path)
+    )
+    assert done.code == 0, done.stderr
+    assert_stands_alone(out.read_text())
+
+
+def test_the_report_says_what_spark_says_of_the_same_tables(
+    spark: SparkSession, drawn: tuple[Path, Path, Path, Facts], tables_of: TablesOf
+) -> None:
+    """The page is drawn from what DuckDB reads of them."""
+    facts, (_, tables) = drawn[-1], tables_of()
+    for name in (
+        "gold_latency",
+        "gold_errors",
+        "gold_tokens",
+        "gold_depth",
+        "gold_traffic",
+        "silver_messages",
+    ):
+        tables.read(spark, name).createOrReplaceTempView(name)
+
+    def ask(sql: str) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in spark.sql(sql).collect()]
+
+    def over_time(name: str, measure: str, table: str) -> set[tuple[Any, ...]]:
+        at = f"hour_us - hour_us % {facts.step_us}"
+        return set(ask(f"SELECT {name}, {at}, sum({measure}) FROM {table} GROUP BY ALL"))  # noqa: S608
+
+    def flat(series: dict[str, dict[int, int]]) -> set[tuple[Any, ...]]:
+        return {(name, at, n) for name, times in series.items() for at, n in times.items()}
+
+    assert facts.step_us % HOUR_US == 0
+    waits = {(p, at, one.n) for p, times in facts.latency.items() for at, one in times.items()}
+    assert waits == over_time("priority", "n", "gold_latency")
+    assert flat(facts.errors) == over_time("coalesce(error_type, 'without a class')", "n", "gold_errors")
+    models = over_time("coalesce(model, 'unnamed')", "tokens_in + tokens_out", "gold_tokens")
+    assert flat(facts.tokens) == models
+    peak = """SELECT max(depth) FROM (SELECT sum(sum(arrived - left)) OVER (ORDER BY minute_us) AS depth
+              FROM gold_depth GROUP BY minute_us)"""
+    assert [(max(facts.depth.values()),)] == ask(peak)
+    sizes = dict(ask("SELECT queue, count(*) FROM silver_messages GROUP BY queue"))
+    assert all(one.messages == sizes[one.name] for one in facts.queues)
+    within = "SELECT count(queue_us), count_if(queue_us <= 10000) FROM silver_messages WHERE priority = 0"
+    assert [tuple(facts.attained(0))] == ask(within)
+    assert set(facts.sla) == {0}
+
+
+def test_targets_are_those_that_somebody_sets(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    where = ("report", "--tables", tables_of()[1].folder, "--out", tmp_path / "report.html")
+    assert commands(*where).code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "Nobody set a target" in text
+    assert 'class="target' not in text
+    assert "in time" not in text
+    assert commands(*where, "--target", "P1=50ms", "--target", "3=0.5s").code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "target 50 ms" in text
+    assert "target 500 ms" in text
+    assert "Nobody set a target" not in text
+    done = commands(*where, "--target", "urgent=now")
+    assert done.code == 2
+    assert "'urgent=now' is not a priority and a time, such as P0=10ms" in done.stderr
+
+
+# ---- short histories -----------------------------------------------------------------------------------
+
+SECOND = MICROS_PER_S
+SHORT = (
+    # kind, seconds, message, state
+    ("created", 0, "m1", "QUEUED"), ("enqueued", 0, "m1", "QUEUED"), ("created", 1, "m2", "QUEUED"),
+    ("dequeued", 2, "m1", "PROCESSING"), ("lease_lapsed", 9, "m1", "QUEUED"),
+    ("dequeued", 20, "m1", "PROCESSING"), ("execution_completed", 50, "m1", "COMPLETED"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """A history of a minute in which a task is put back, one stays open, and a bus has a message."""
+    folder = tmp_path_factory.mktemp("short")
+    events = [
+        AuditEvent(
+            event_id=event_id("store", n), seq=n, ts_us=START_US + 1000 + at * SECOND, kind=kind,  # type: ignore[arg-type]
+            contract="tasks", source="store", schema=1, queue="work", message_id=message, state=state,  # type: ignore[arg-type]
+            priority=1, lease=n if kind == "dequeued" else 0, type="job",
+        )
+        for n, (kind, at, message, state) in enumerate(SHORT, 1)
+    ]  # fmt: skip
+    events += [
+        AuditEvent(
+            event_id=event_id(contract, n), seq=n, ts_us=START_US + 55 * SECOND, kind=kind, contract=contract,  # type: ignore[arg-type]
+            source=contract, schema=1, message_id=f"of {contract}", type="note",
+        )
+        for contract, n, kind in (("bus", 1, "created"), ("mail", 1, "created"), ("mail", 2, "deleted"))
+    ]  # fmt: skip
+    write_segment(folder / "events", 1, [to_line(event) for event in events])
+    tables = Tables(folder / "tables")
+    Pipeline(spark, tables).run(folder / "events")
+    return write_report(tables, folder / "report.html")
+
+
+def test_columns_are_as_fine_as_a_history_is_short(short: Facts) -> None:
+    step_us = SECOND // 2
+    assert (short.since_us, short.until_us) == (START_US, START_US + 55 * SECOND + step_us)
+    assert short.step_us == step_us
+    times = short.throughput["completed"]
+    assert {at: n for at, n in times.items() if n} == {START_US + 50 * SECOND: 1}
+    assert set(short.latency[1]) == {START_US}  # that of the message which was delivered
+    assert short.errors == {"without a class": {START_US + 9 * SECOND: 1}}
+
+
+def test_a_message_that_is_put_back_is_no_second_arrival(short: Facts) -> None:
+    assert short.queues == [Queue("work", 2, 2, 1)]
+    depths = [short.depth[START_US + at * SECOND] for at in (0, 1, 2, 3, 9, 19, 20, 21, 55)]
+    assert depths == [1, 2, 2, 1, 2, 2, 2, 1, 1]
+
+
+def test_a_message_of_a_bus_is_kept_and_not_open(short: Facts) -> None:
+    assert short.outcomes == {"completed": 1, "open": 1, KEPT: 1, REMOVED: 1}
+    said = "".join(Reader(page(short)).text)
+    assert "kept for readers" in said
+    assert "100 %ended well" in said
+
+
+def test_hours_whose_events_have_left_are_drawn_from_gold(
+    tables_of: TablesOf, spark: SparkSession, tmp_path: Path
+) -> None:
+    tables = Tables(tmp_path / "tables")
+    shutil.copytree(tables_of()[1].folder, tables.folder)
+    whole = write_report(tables, tmp_path / "report.html")
+    last_us = max(file.high["ts_us"] for file in tables.files("silver_events"))
+    late = tables.read(spark, "silver_events").where(f"ts_us > {last_us - HOUR_US}")
+    rest = spark.createDataFrame(late.collect(), late.schema)  # not of the files that it replaces
+    tables.replace("silver_events", rest, partition_by=("day",))
+    facts = write_report(tables, tmp_path / "report.html")
+    assert facts.events < whole.events
+    assert (facts.since_us, facts.until_us, facts.step_us) == (whole.since_us, whole.until_us, whole.step_us)
+    assert facts.throughput == whole.throughput
+
+
+@pytest.mark.parametrize(
+    ("span_us", "step_us"),
+    [
+        (0, SECOND // 10), (59 * SECOND, SECOND // 2), (61 * SECOND, SECOND), (3600 * SECOND, 60 * SECOND),
+        (DAY_US - 1, 15 * 60 * SECOND), (DAY_US, HOUR_US), (100 * HOUR_US, HOUR_US),
+        (30 * DAY_US, 4 * HOUR_US),
+    ],
+)  # fmt: skip
+def test_the_width_of_a_column_follows_the_span(span_us: int, step_us: int) -> None:
+    assert step_of(START_US, START_US + span_us) == step_us
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (moment(START_US), "2024-10-04 00:00"), (moment(START_US + 5 * SECOND), "2024-10-04 00:00:05"),
+        (clock(START_US + SECOND // 2), "00:00:00.5"), (clock(START_US + 61 * SECOND), "00:01:01"),
+        (width(HOUR_US), "hour"), (width(5 * SECOND), "5 seconds"), (width(SECOND // 2), "0.5 seconds"),
+        (width(15 * 60 * SECOND), "15 minutes"),
+    ],
+)  # fmt: skip
+def test_times_are_as_exact_as_they_need_to_be(said: str, text: str) -> None:
+    assert said == text
+
+
+def test_what_has_no_name_is_said_in_words() -> None:
+    pattern = hostile("x").patterns[0]._replace(error_type="", orgs=0, types=())
+    facts = hostile("x")._replace(patterns=[pattern])
+    said = [one.text for one in findings(facts)]
+    assert "New or more frequent in the last day: an error without a class." in said
+    assert "0 organizations" not in page(facts)
+    assert "2024-10-04 00:00 to 2024-10-04 00:00</div>" in page(facts)
+
+
+def test_text_has_one_size_in_every_drawing() -> None:
+    """A drawing that is stretched beyond its own width would enlarge its text."""
+    reader = Reader(page(hostile("name")))
+    for tag, attributes in reader.tags:
+        if tag == "svg" and attributes.get("role") == "img":
+            wide = int((attributes["viewbox"] or "").split()[2])
+            assert attributes["style"] == f"min-width:{0.8 * wide:.0f}px;max-width:{wide}px"
+    assert "auto-fit,minmax(min(100%,440px)" not in page(hostile())
 
 
 # ---- in a browser ------------------------------------------------------------------------------------
@@ -309,13 +522,15 @@ def colours(png: bytes) -> tuple[int, int, int]:
 
 def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
     """They name each other as their parents, and nobody has told that they were created."""
-    row = Row(goal_id="g", org_id="o", hour_us=None, stack=None, messages=2, work_us=5, wait_us=0)
-    goal = _goal("g", [row])
+    row = {"org_id": "o", "hour_us": None, "stack": None, "messages": 2, "work_us": 5, "wait_us": 0}
+    goal = goal_of("g", [row], (0, DAY_US))
     assert goal == Goal("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
     facts = hostile("words")._replace(goals=[goal])
     assert "2 messages</p>" in page(facts)
-    with_hour = _goal("g", [row, Row(**{**row.asDict(), "hour_us": HOUR_US})])
+    with_hour = goal_of("g", [row, {**row, "hour_us": HOUR_US}], (0, DAY_US))
     assert (with_hour.from_us, with_hour.until_us) == (HOUR_US, 2 * HOUR_US)
+    of_a_minute = goal_of("g", [{**row, "hour_us": HOUR_US}], (HOUR_US + 5, HOUR_US + 60))
+    assert (of_a_minute.from_us, of_a_minute.until_us) == (HOUR_US + 5, HOUR_US + 60)
 
 
 def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the report shows, as plain values: the page knows nothing of tables, and the tables nothing of it."""
 
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from postroom.pipeline.html.flames import Profile
 
@@ -27,10 +27,11 @@ class Attained(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """A queue, and how full it was."""
+    """A queue, how many messages came to it, and how full it was."""
 
     name: str
-    arrived: int
+    messages: int
+    """Each counts once, also when it was put back and waited again."""
     peak: int
     waiting: int
 
@@ -96,6 +97,10 @@ class Goal(NamedTuple):
     profile: Profile
 
 
+KEPT: Final = "kept"
+"""The outcome of messages that can be read for ever: those of a bus, a queue of files or a mailbox."""
+REMOVED: Final = "removed"
+"""The same, when somebody deleted them: that is no failure."""
 Times = dict[int, int]
 """A number for each column of time, by its beginning."""
 
@@ -111,6 +116,7 @@ class Facts(NamedTuple):
     latency: dict[int, dict[int, Percentiles]]
     overall: dict[int, Percentiles]
     targets_us: dict[int, int]
+    """By priority: what the caller asked for. There are none by themselves."""
     sla: dict[int, dict[int, Attained]]
     throughput: dict[str, Times]
     depth: Times

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 from postroom.pipeline.html.facts import Attained, Facts
-from postroom.pipeline.html.words import count, duration, label, moment, money, plural, share
+from postroom.pipeline.html.words import DAY_US, count, duration, label, moment, money, plural, share
 
+NAMELESS: Final = "an error without a class"
 SLA_GOOD: Final = 0.95
 FEW: Final = 20  # messages of a column; a share of fewer says little
 PEAK: Final = 5  # times the mean
@@ -32,6 +33,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def _targets(facts: Facts) -> Iterator[Finding]:
+    """Only of priorities that somebody gave a target."""
     late = [priority for priority in sorted(facts.sla) if facts.attained(priority).share < SLA_GOOD]
     if not late:
         if facts.sla:
@@ -68,13 +70,13 @@ def _dead_letters(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"{plural(len(systematic), 'error')} behind the dead letters {are} systematic. "
-            f"The most frequent is {first.error_type or 'one without a class'}, {first.n:,} times: "
+            f"The most frequent is {first.error_type or NAMELESS}, {first.n:,} times: "
             f"{label(first.pattern, 120)}",
         )
     elif not dead:
         yield Finding("good", "There is no dead letter.")
-    rising = [one.error_type for one in facts.patterns if one.trend in ("new", "rising")]
-    if rising:
+    rising = [one.error_type or NAMELESS for one in facts.patterns if one.trend in ("new", "rising")]
+    if rising and facts.until_us - facts.since_us > DAY_US:  # in a shorter history everything is new
         yield Finding("warn", f"New or more frequent in the last day: {', '.join(dict.fromkeys(rising))}.")
 
 

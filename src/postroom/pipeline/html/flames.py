@@ -6,10 +6,9 @@ A folded stack is a path of frames with what was spent in the last of them. Fram
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from postroom.pipeline.html.plots import hint, svg
+from postroom.pipeline.html.plots import WIDTH, hint, svg
 from postroom.pipeline.html.words import duration, esc, share
 
-WIDTH: Final = 1080
 ROW: Final = 21
 NARROWEST: Final = 0.4  # pixels; what is thinner cannot be seen
 CHARACTER: Final = 6.3  # pixels of one, on average

@@ -13,7 +13,7 @@ from itertools import starmap
 from typing import Final
 
 from postroom.pipeline.html import plots
-from postroom.pipeline.html.facts import Facts, Goal, Pair, Pattern, Spender, Times
+from postroom.pipeline.html.facts import KEPT, REMOVED, Facts, Goal, Pair, Pattern, Spender, Times
 from postroom.pipeline.html.findings import findings
 from postroom.pipeline.html.flames import flame_graph
 from postroom.pipeline.html.pieces import (
@@ -31,7 +31,18 @@ from postroom.pipeline.html.pieces import (
     time_table,
 )
 from postroom.pipeline.html.plots import Cell, Series
-from postroom.pipeline.html.words import count, day, duration, esc, moment, money, plural, share
+from postroom.pipeline.html.words import (
+    HOUR_US,
+    count,
+    day,
+    duration,
+    esc,
+    moment,
+    money,
+    plural,
+    share,
+    width,
+)
 
 MATRIX_MAX: Final = 14  # rows, and columns
 SPARKS_MAX: Final = 48
@@ -88,6 +99,12 @@ def _period(facts: Facts) -> str:
     return f"{moment(facts.since_us)} to {moment(facts.until_us)}"
 
 
+def a_width(facts: Facts) -> str:
+    """How long a column of time is, in a sentence."""
+    told = width(facts.step_us)
+    return told if told[0].isdigit() else f"{'an' if told == 'hour' else 'one'} {told}"
+
+
 def _head(facts: Facts) -> str:
     waves = "".join(f'<path d="M4 {y}q14 -9 28 0t28 0t28 0t28 0"/>' for y in (38, 52, 66, 80))
     stamp = (
@@ -112,13 +129,14 @@ def _head(facts: Facts) -> str:
 
 def _summary(facts: Facts) -> str:
     dead = facts.outcomes.get("dead_letter", 0)
-    ended = sum(n for name, n in facts.outcomes.items() if name != "open")
+    ended = sum(n for name, n in facts.outcomes.items() if name not in ("open", KEPT, REMOVED))
     urgent = facts.attained(0)
     keys = [
         ("", count(facts.messages), "messages"),
-        ("", share(facts.outcomes.get("completed", 0) / max(1, ended)), "ended well"),
+        ("", share(facts.outcomes.get("completed", 0) / ended) if ended else "none", "ended well"),
         ("bad" if dead else "", count(dead), "dead letters"),
         ("", count(facts.outcomes.get("open", 0)), "still open"),
+        *([("", count(kept), "kept for readers")] if (kept := facts.outcomes.get(KEPT, 0)) else []),
         ("", count(sum(sum(times.values()) for times in facts.tokens.values())), "tokens"),
         ("", money(facts.cost_usd), "for models"),
     ]
@@ -185,7 +203,7 @@ def _latency_of(facts: Facts, priority: int) -> str:
 
 def _sla(facts: Facts) -> str:
     if not facts.sla:
-        return empty("No message has a target.")
+        return empty("Nobody set a target: `report --target P0=10ms` sets one.")
     bullets, strips, rows = [], [], []
     for priority in sorted(facts.sla):
         whole, target_us = facts.attained(priority), facts.targets_us[priority]
@@ -210,7 +228,10 @@ def _sla(facts: Facts) -> str:
         lead("Messages whose first delivery came within the target of their priority.")
         + sheet("", *bullets)
         + sheet(
-            "Hour by hour: the redder, the more were late", strip, numbers(_SLA_COLUMNS, rows), style="gap"
+            f"A cell is {a_width(facts)}: the redder, the more were late",
+            strip,
+            numbers(_SLA_COLUMNS, rows),
+            style="gap",
         )
     )
 
@@ -253,7 +274,7 @@ def _throughput(facts: Facts) -> str:
     ]
     totals = ", ".join(f"{count(sum(one.values.values()))} {one.name}" for one in series)
     plot = plots.stacked(series, title="Throughput", said=totals, words=count, over=stretch(facts))
-    return lead("What happened to messages, by the hour that it happened in.") + sheet(
+    return lead(f"What happened to messages. A column is {a_width(facts)}.") + sheet(
         totals, legend((one.style, one.name) for one in series), plot, time_table(series)
     )
 
@@ -263,7 +284,7 @@ def _depth(facts: Facts) -> str:
         return empty("Nothing ever waited.")
     peak_at = max(facts.depth, key=lambda at: facts.depth[at])
     peak = plural(facts.depth[peak_at], "message")
-    said = f"at most {peak} waited at the end of a minute, at {moment(peak_at)}"
+    said = f"at most {peak} waited, at {moment(peak_at)}"
     plot = plots.area(
         {at: float(n) for at, n in facts.depth.items()},
         title="Queue depth",
@@ -274,13 +295,17 @@ def _depth(facts: Facts) -> str:
     )
     rows = [[moment(at), f"{n:,}"] for at, n in sorted(facts.depth.items())]
     busiest = [
-        (one.name, float(one.arrived), f"{one.arrived:,} / {one.peak:,} / {one.waiting:,}")
+        (one.name, float(one.messages), f"{one.messages:,} / {one.peak:,} / {one.waiting:,}")
         for one in facts.queues
     ]
     return (
-        lead("Messages that wait in all queues together: the highest of each hour.")
+        lead("Messages that wait in all queues together: the highest number in each column of time.")
         + sheet(said, plot, numbers(("from", "waiting"), rows))
-        + sheet("The busiest queues", ranked(("queue", "arrived / at most / now"), busiest, 3), style="gap")
+        + sheet(
+            "The busiest queues",
+            ranked(("queue", "messages / waiting at most / waiting now"), busiest, 3),
+            style="gap",
+        )
     )
 
 
@@ -339,18 +364,23 @@ def _pattern(facts: Facts, pattern: Pattern) -> str:
     samples = "".join(
         f"<tr><td><code>{esc(name)}</code></td><td>{esc(text)}</td></tr>" for name, text in pattern.samples
     )
-    trend = plots.spark(
-        _sparks(facts, pattern.hours),
-        title="When",
-        said=f"{plural(pattern.n, 'dead letter')} over time, {pattern.trend}",
+    trend = (
+        ""
+        if facts.step_us < HOUR_US
+        else plots.spark(
+            _sparks(facts, pattern.hours),
+            title="When",
+            said=f"{plural(pattern.n, 'dead letter')} over time, {pattern.trend}",
+        )
     )
+    where = [plural(pattern.orgs, "organization")] if pattern.orgs else []
+    meta = ", ".join([f"{moment(pattern.first_us)} to {moment(pattern.last_us)}", *where, *pattern.types])
     return (
         f'<div class="pattern"><div><span class="tag {kind}">{said}</span>'
         f'<span class="tag {esc(pattern.trend)}">{esc(pattern.trend)}</span>'
         f"<b>{esc(pattern.error_type or 'without a class')}</b>"
-        f'<div class="text">{words}</div><div class="meta">{esc(moment(pattern.first_us))} to '
-        f"{esc(moment(pattern.last_us))}, {esc(plural(pattern.orgs, 'organization'))}, "
-        f'{esc(", ".join(pattern.types))}</div><details><summary>Samples</summary><div class="scroll">'
+        f'<div class="text">{words}</div><div class="meta">{esc(meta)}</div>'
+        '<details><summary>Samples</summary><div class="scroll">'
         f'<table>{samples}</table></div></details></div><div><div class="count">{esc(count(pattern.n))}</div>'
         f"{trend}</div></div>"
     )

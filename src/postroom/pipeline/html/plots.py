@@ -10,11 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from postroom.pipeline.html.words import DAY_US, HOUR_US, clock, day, esc, label, moment
+from postroom.pipeline.html.words import (
+    DAY_US,
+    HOUR_US,
+    MICROS_PER_S,
+    MINUTE_US,
+    TENTH_US,
+    clock,
+    day,
+    esc,
+    label,
+    moment,
+)
 
 COLUMNS_MAX: Final = 200  # of a plot over time
-WIDTH: Final = 1080
-HALF_WIDTH: Final = 480
+WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one
+HALF_WIDTH: Final = 501
+SMALLEST: Final = 0.8  # of its size, in a narrow window
 LEFT: Final = 58
 RIGHT: Final = 12
 TOP: Final = 14
@@ -22,10 +34,9 @@ BOTTOM: Final = 24
 TICKS_MAX: Final = 7
 GRID_LINES: Final = 4
 COLOURS: Final = 8  # classes c0 to c7
-SECONDS: Final = 1_000_000
 LADDER: Final = (
-    1, 10, 100, 1_000, 10_000, 100_000, SECONDS, 10 * SECONDS, 60 * SECONDS, 600 * SECONDS, 3_600 * SECONDS,
-    36_000 * SECONDS, 360_000 * SECONDS, 3_600_000 * SECONDS,
+    1, 10, 100, 1_000, 10_000, 100_000, MICROS_PER_S, 10 * MICROS_PER_S, MINUTE_US, 10 * MINUTE_US, HOUR_US,
+    10 * HOUR_US, 100 * HOUR_US, 1_000 * HOUR_US,
 )  # fmt: skip
 """Durations in microseconds that a logarithmic scale is marked at: what people call round."""
 
@@ -77,9 +88,13 @@ class Series(NamedTuple):
 
 
 def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
-    """A drawing with its words."""
+    """A drawing with its words.
+
+    It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
+    """
+    size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
     return (
-        f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" role="img" '
+        f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="{size}" role="img" '
         f'aria-label="{esc(title)}: {esc(said)}">{body}</svg>'
     )
 
@@ -110,8 +125,12 @@ def _round_up(value: float) -> float:
 
 
 def _time_ticks(since_us: int, until_us: int) -> Iterator[tuple[int, str]]:
-    steps = [hours * HOUR_US for hours in (1, 2, 3, 6, 12)] + [
-        days * DAY_US for days in (1, 2, 7, 14, 28, 91, 365)
+    steps = [
+        *(tenths * TENTH_US for tenths in (1, 2, 5)),
+        *(seconds * MICROS_PER_S for seconds in (1, 2, 5, 10, 15, 30)),
+        *(minutes * MINUTE_US for minutes in (1, 2, 5, 10, 15, 30)),
+        *(hours * HOUR_US for hours in (1, 2, 3, 6, 12)),
+        *(days * DAY_US for days in (1, 2, 7, 14, 28, 91, 365)),
     ]
     step = next((step for step in steps if (until_us - since_us) / step <= TICKS_MAX), steps[-1])
     tick = -(-since_us // step) * step

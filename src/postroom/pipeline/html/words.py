@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Final
 
 MICROS_PER_S: Final = 1_000_000
+TENTH_US: Final = MICROS_PER_S // 10
 MINUTE_US: Final = 60 * MICROS_PER_S
 HOUR_US: Final = 60 * MINUTE_US
 DAY_US: Final = 24 * HOUR_US
@@ -22,6 +23,7 @@ _UNITS: Final = (
     (MICROS_PER_S, "s"),
     (1_000, "ms"),
 )
+_LONG_UNITS: Final = ((DAY_US, "day"), (HOUR_US, "hour"), (MINUTE_US, "minute"), (MICROS_PER_S, "second"))
 _SIZES: Final = ((10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -65,8 +67,8 @@ def money(amount: Decimal) -> str:
 
 
 def moment(us: int) -> str:
-    """A time of day in UTC, to the minute."""
-    return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%Y-%m-%d %H:%M")
+    """A date and a time of day in UTC; seconds and their tenths where they are not 0."""
+    return f"{datetime.fromtimestamp(us // MICROS_PER_S, UTC):%Y-%m-%d} {clock(us)}"
 
 
 def day(us: int) -> str:
@@ -74,7 +76,21 @@ def day(us: int) -> str:
 
 
 def clock(us: int) -> str:
-    return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%H:%M")
+    """A time of day in UTC, like `moment`."""
+    told = datetime.fromtimestamp(us // MICROS_PER_S, UTC)
+    tenths = us % MICROS_PER_S // TENTH_US
+    if not us % MINUTE_US:
+        return f"{told:%H:%M}"
+    return f"{told:%H:%M:%S}.{tenths}" if tenths and not us % TENTH_US else f"{told:%H:%M:%S}"
+
+
+def width(step_us: int) -> str:
+    """How long a column of time is, as one says it: `hour`, `5 minutes`."""
+    size, unit = next(
+        ((size, unit) for size, unit in _LONG_UNITS if step_us % size == 0), (MICROS_PER_S, "second")
+    )
+    n = step_us / size
+    return unit if n == 1 else f"{n:g} {unit}s"
 
 
 def label(text: str, characters: int = LABEL_MAX) -> str:

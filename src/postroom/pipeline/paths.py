@@ -1,0 +1,81 @@
+"""The paths of a command, checked before Spark starts: a mistake is one sentence within a second.
+
+Rule: nothing here imports Spark or the tables.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from postroom.errors import InvalidMessage
+from postroom.sinks.layout import CHAIN, STREAM
+
+URI: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+DATA: Final = frozenset({".jsonl", ".parquet"})
+SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
+LOGS: Final = "*/_delta_log"  # of tables, below their folder
+
+
+def need_local(text: str) -> None:
+    """Refuse an address such as s3://bucket: as a path it would be a folder named `s3:`."""
+    if URI.match(text):
+        raise InvalidMessage(
+            f"{text} is not a folder of this machine: tables and segments lie on a file system with locks "
+            "and atomic rename, so mount it, or give a path"
+        )
+
+
+def need_stream(events: Path) -> None:
+    """A folder with segments, or one that a shipper has begun."""
+    if not events.is_dir():
+        raise InvalidMessage(f"there is no folder {events}: give the folder of an audit stream as --events")
+    marks = (events / CHAIN, events / STREAM)
+    if not any(mark.exists() for mark in marks) and not any(events.glob("date=*/hour=*")):
+        raise InvalidMessage(
+            f"{events} is not an audit stream: it has no segments (date=…/hour=…/…) and no {CHAIN}"
+        )
+
+
+def need_writable(tables: Path) -> None:
+    """A folder in which files can be made, or a place where it can be made."""
+    place = tables.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise InvalidMessage(f"tables cannot be written to {tables}: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InvalidMessage(f"tables cannot be written to {tables}: there is no permission to write {place}")
+
+
+def need_tables(tables: Path) -> None:
+    """A folder in which at least one table was committed."""
+    if not any(any(log.iterdir()) for log in tables.glob(LOGS)):
+        raise InvalidMessage(f"there are no tables in {tables.absolute()}")
+
+
+def is_small(*folders: Path | None) -> bool:
+    """Whether all files of data below these folders are few bytes together. It looks no further than that."""
+    size = 0
+    for folder in folders:
+        for path in () if folder is None else folder.rglob("*"):
+            if path.suffix in DATA:
+                size += _size(path)
+                if size > SMALL_BYTES:
+                    return False
+    return True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # compacted meanwhile
+        return 0
+
+
+def need_place(file: Path) -> None:
+    """A file can be written there: its folder exists, and it is no folder itself."""
+    if file.is_dir():
+        raise InvalidMessage(f"{file} is a folder: give the name of the file to write")
+    if not file.absolute().parent.is_dir():
+        raise InvalidMessage(f"there is no folder {file.absolute().parent} to write {file.name} to")

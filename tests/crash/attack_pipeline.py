@@ -1,0 +1,327 @@
+"""`attack-pipeline`: statements for `sql` that try to write, to read foreign files or to run code.
+
+Every statement goes through the real command, with one JVM for all of them. A trap shows what it did: files
+that must stay as they are, a secret that must not be printed, places that must stay empty, and a property of
+the JVM that must not be set.
+"""
+
+# ruff: noqa: S608 - the statements are attacks on purpose
+
+import contextlib
+import hashlib
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from postroom.pipeline.generate import generate
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.session import spark_session
+from postroom.pipeline.tables import Tables
+from tests.crash.ledger import Tally
+from tests.spark.commands import Commands, Done
+from tests.spark.quick import QUICK
+
+MESSAGES = 40
+VARIANTS = 120  # of statements in a round that are changed at random
+PROPERTY = "postroom.attacked"
+SECRET = "s3cret-of-another-user"  # noqa: S105 - it is the bait
+REFUSED = 2
+
+QUESTIONS = (
+    "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n",
+    "-- INSERT OVERWRITE DIRECTORY '/x' SELECT 1\nSELECT r'\\' AS a, 'DROP TABLE silver_events' AS b",
+    (
+        "WITH a AS (SELECT * FROM silver_events), b AS (FROM a |> WHERE seq > 1 |> AGGREGATE count(*) AS n)"
+        " SELECT * FROM b"
+    ),
+    (
+        "SELECT type, row_number() OVER (PARTITION BY type ORDER BY created_us) AS n FROM silver_messages"
+        " LATERAL VIEW explode(array(1, 2)) AS e WHERE message_id IN (SELECT message_id FROM silver_spans)"
+    ),
+    (
+        "SELECT transform(histogram, b -> b.n) AS h, percentile_cont(0.5) WITHIN GROUP (ORDER BY n) OVER ()"
+        " AS p FROM gold_latency"
+    ),
+    "SELECT DISTINCT input_file_name() IS NULL AS f FROM silver_spans JOIN range(2) AS r(i)",
+    "SELECT * FROM gold_sla UNPIVOT (v FOR name IN (n, within)) ORDER BY ALL LIMIT 1 OFFSET 1",
+    "VALUES (1, 'INSERT INTO a')",
+    "SHOW TABLES",
+    "DESCRIBE silver_spans",
+    "EXPLAIN SELECT * FROM silver_spans",
+)
+"""Statements that have to be answered."""
+
+
+def attacks(bait: Path, place: Path) -> list[str]:
+    """Statements that have to be refused. `bait` is a file with a secret, and `place` should stay empty."""
+    write = f"INSERT OVERWRITE DIRECTORY '{place}' USING csv SELECT 1"
+    reads = [
+        f"SELECT * FROM {form}.`{bait}`"
+        for form in (
+            "text",
+            "csv",
+            "json",
+            "parquet",
+            "orc",
+            "binaryFile",
+            "delta",
+            "avro",
+            "xml",
+            "postroom",
+        )
+    ]
+    call = f"'java.lang.System', 'setProperty', '{PROPERTY}', 'yes'"
+    return [
+        # writes
+        write,
+        f"SELECT r'\\' AS a -- '\n; {write}",
+        f"WITH a AS (SELECT r'\\' AS x) {write} -- '",
+        f"WITH a AS (SELECT 1) -- x\r{write}",
+        f"-- x\r{write}",
+        f"/* /* */ */ {write}",
+        f"FROM silver_spans INSERT OVERWRITE DIRECTORY '{place}' USING csv SELECT message_id",
+        f"INSERT OVERWRITE LOCAL DIRECTORY '{place}' STORED AS TEXTFILE SELECT 1",
+        f"CREATE TABLE a USING csv LOCATION '{place}' AS SELECT 1",
+        f"CREATE EXTERNAL TABLE a (b INT) USING csv LOCATION '{place}'",
+        f"CREATE DATABASE a LOCATION '{place}'",
+        "CREATE TEMPORARY VIEW a AS SELECT 1",
+        f"CREATE TEMPORARY VIEW a USING text OPTIONS (path '{bait}')",
+        f"CREATE TEMPORARY FUNCTION a AS 'x.Y' USING JAR '{bait}'",
+        "CREATE FUNCTION a() RETURNS INT RETURN 1",
+        "CREATE OR REPLACE TEMPORARY FUNCTION a(x INT) RETURNS INT LANGUAGE PYTHON AS $$ return 1 $$",
+        "DECLARE VARIABLE a INT DEFAULT 1",
+        "DROP TABLE silver_events",
+        "DROP VIEW silver_events",
+        "TRUNCATE TABLE silver_events",
+        "DELETE FROM silver_events",
+        "UPDATE silver_events SET seq = 0",
+        "MERGE INTO silver_events a USING silver_spans b ON a.day = b.day WHEN MATCHED THEN DELETE",
+        "INSERT INTO silver_events SELECT * FROM silver_events",
+        "INSERT INTO silver_events REPLACE WHERE seq > 0 SELECT * FROM silver_events",
+        "ALTER VIEW silver_events AS SELECT 1",
+        "ANALYZE TABLE silver_events COMPUTE STATISTICS",
+        "MSCK REPAIR TABLE silver_events",
+        f"LOAD DATA LOCAL INPATH '{bait}' INTO TABLE silver_events",
+        "EXPLAIN " + write,
+        f"EXPLAIN CREATE TABLE a USING csv LOCATION '{place}' AS SELECT 1",
+        # settings and state
+        "SET spark.sql.runSQLOnFiles=true",
+        "SET a = 1",
+        "SET VARIABLE a = 1",
+        "RESET",
+        f"ADD JAR '{bait}'",
+        f"ADD FILE '{bait}'",
+        "LIST FILES",
+        "CACHE TABLE silver_events",
+        "CACHE TABLE a AS SELECT 1",
+        "UNCACHE TABLE silver_events",
+        "CLEAR CACHE",
+        "REFRESH TABLE silver_events",
+        f"REFRESH '{bait}'",
+        "USE default",
+        "KILL 1",
+        # foreign files
+        *reads,
+        f"SELECT * FROM silver_spans, LATERAL (SELECT * FROM text.`{bait}`)",
+        f"WITH a AS (SELECT * FROM text.`{bait}`) SELECT * FROM a",
+        f"SELECT (SELECT max(value) FROM text.`{bait}`) AS a",
+        f"SELECT * FROM silver_spans WHERE stack IN (SELECT value FROM text.`{bait}`)",
+        f"SELECT EXISTS (SELECT 1 FROM text.`{bait}`) AS a",
+        f"FROM text.`{bait}` |> SELECT value",
+        f"TABLE text.`{bait}`",
+        f"SELECT * FROM IDENTIFIER('text.`{bait}`')",
+        f"SELECT * FROM IDENTIFIER('te' || 'xt.`{bait}`')",
+        f"WITH text AS (SELECT 1) SELECT * FROM text.`{bait}`",
+        f"SELECT * FROM STREAM text.`{bait}`",
+        f"SELECT * FROM read_files('{bait}')",
+        f"SELECT * FROM spark_catalog.text.`{bait}`",
+        f"DESCRIBE text.`{bait}`",
+        f"DESCRIBE QUERY SELECT * FROM text.`{bait}`",
+        f"SHOW COLUMNS IN text.`{bait}`",
+        f"EXPLAIN EXTENDED SELECT * FROM text.`{bait}`",
+        f"SELECT * FROM silver_spans WITH (path='{bait}')",
+        f"SELECT from_xml('<a/>', 'a INT', map('rowValidationXSDPath', '{bait}'))",
+        f"SELECT from_protobuf(X'00', 'a', '{bait}')",
+        f"SELECT from_avro(X'00', '\"string\"', map('avroSchemaUrl', '{bait}'))",
+        f"SELECT xpath_string('<!DOCTYPE a [<!ENTITY x SYSTEM \"file://{bait}\">]><a>&x;</a>', '/a')",
+        "SELECT * FROM python_worker_logs()",
+        "SHOW DATABASES",
+        "SHOW CREATE TABLE silver_events",
+        "SELECT * FROM silver_events VERSION AS OF 0",
+        "SELECT * FROM nobody",
+        # code
+        f"SELECT reflect({call})",
+        f"SELECT java_method({call})",
+        f"SELECT try_reflect({call})",
+        f"SELECT REFLECT({call})",
+        f"SELECT `reflect`({call})",
+        f"SELECT system.builtin.reflect({call})",
+        f"SELECT builtin.reflect({call})",
+        f"SELECT IDENTIFIER('reflect')({call})",
+        f"SELECT IDENTIFIER('ref' || 'lect')({call})",
+        f"VALUES (reflect({call}))",
+        f"SELECT * FROM VALUES (reflect({call})) AS a(b)",
+        f"SELECT 1 LIMIT length(reflect({call}))",
+        f"SELECT * FROM range(length(reflect({call})))",
+        f"SELECT * FROM silver_spans WHERE reflect({call}) IS NULL",
+        f"SELECT * FROM silver_spans ORDER BY reflect({call})",
+        f"SELECT count(*) FILTER (WHERE reflect({call}) IS NULL) FROM silver_spans",
+        f"SELECT transform(array(1), x -> reflect({call}))",
+        f"SELECT * FROM silver_spans a JOIN silver_spans b ON reflect({call}) IS NULL",
+        f"SELECT sum(depth) OVER (PARTITION BY reflect({call})) FROM silver_spans",
+        f"SELECT * FROM silver_spans TABLESAMPLE (10 PERCENT) REPEATABLE (1) WHERE reflect({call}) = ''",
+        f"SELECT * FROM silver_spans LATERAL VIEW explode(array(reflect({call}))) AS e",
+        f"FROM silver_spans |> EXTEND reflect({call}) AS a",
+        f"EXPLAIN SELECT reflect({call})",
+        f"SELECT TRANSFORM(message_id) USING 'touch {place}' AS (a STRING) FROM silver_spans",
+        f"FROM silver_spans MAP message_id USING 'touch {place}' AS (a STRING)",
+        f"FROM silver_spans REDUCE message_id USING 'touch {place}' AS (a STRING)",
+        f"EXECUTE IMMEDIATE 'SELECT reflect({call.replace(chr(39), chr(34))})'",
+        f"BEGIN SELECT reflect({call}); END",
+        f"BEGIN {write}; END",
+        "CALL system.anything()",
+        "SELECT * FROM my_function(TABLE(silver_spans))",
+        f"SELECT 1; SELECT reflect({call})",
+        "!touch x",
+        f"source {bait}",
+    ]
+
+
+class Trap:
+    """What a statement must not touch, read or run."""
+
+    def __init__(self, folder: Path, tables: Path, spark: SparkSession) -> None:
+        self.bait = folder / "bait.csv"
+        self.bait.write_text(f"{SECRET}\n")
+        self.place = folder / "place"
+        self._tables = tables
+        self._system = _jvm(spark).java.lang.System
+        self._before = self._state()
+
+    def harm(self, done: Done) -> str:
+        """What a statement did, in a few words; empty if nothing."""
+        if self.place.exists():
+            return "wrote a file"
+        if self._state() != self._before:
+            return "changed the tables"
+        if SECRET in done.stdout or SECRET in done.stderr:
+            return "read a foreign file"
+        if self._system.getProperty(PROPERTY) is not None:
+            return "ran code"
+        return ""
+
+    def _state(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(self._tables.rglob("*")):
+            told = path.stat()
+            digest.update(f"{path} {told.st_size} {told.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def _jvm(spark: SparkSession) -> Any:
+    return spark.sparkContext._jvm
+
+
+def changed(statement: str, rng: random.Random) -> str:
+    """The same statement in other words: comments, other white space, other letters, within another query."""
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.randrange(6)
+        if kind == 0:
+            statement = (
+                rng.choice(("/* SELECT */ ", "-- SELECT 1\n", "--\r", "\t\n", "/* /* */ */")) + statement
+            )
+        elif kind == 1:
+            statement = re.sub(
+                r" (?=[A-Z])", lambda _: rng.choice((" ", "\r", "\n", "/**/")), statement, count=3
+            )
+        elif kind == 2:
+            statement = re.sub(r"\b(SELECT|FROM|INSERT|WITH)\b", lambda word: word[0].title(), statement)
+        elif kind == 3 and statement.startswith("SELECT"):
+            statement = f"WITH harmless AS (SELECT r'\\' AS a) {statement}"
+        elif kind == 4 and statement.startswith("SELECT"):
+            statement = f"SELECT * FROM ({statement}) AS a"
+        elif kind == 5:
+            statement = f"{statement} -- '"
+    return statement
+
+
+def statements(count: int, rng: random.Random, bait: Path, place: Path) -> Iterator[str]:
+    """Every attack, and some of them in other words."""
+    known = attacks(bait, place)
+    yield from known
+    for _ in range(count * VARIANTS):
+        yield changed(rng.choice(known), rng)
+
+
+def attack(commands: Commands, tables: Path, trap: Trap, each: Iterator[str], tally: Tally) -> None:
+    """Give each statement to the command, and look whether it did any harm."""
+    for statement in each:
+        done = commands("sql", "--tables", tables, "--", statement)
+        harm = trap.harm(done)
+        if harm:
+            tally.breaks(f"{statement!r} {harm}")
+            return
+        if done.code == REFUSED and not done.stdout:
+            tally.count("refused")
+        else:
+            tally.breaks(f"{statement!r} was not refused: exit code {done.code}, {done.stdout[:200]!r}")
+
+
+def run(count: int, seed: int, tick: Callable[[int], None] = lambda _: None) -> Tally:
+    """Attack the command with one session for all statements."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as name, _session(Path(name)) as spark:
+        folder = Path(name)
+        generate(folder / "events", MESSAGES, seed)
+        tables = Tables(folder / "tables")
+        Pipeline(spark, tables).run(folder / "events")
+        commands, trap = Commands(spark), Trap(folder, tables.folder, spark)
+        attack(
+            commands,
+            tables.folder,
+            trap,
+            statements(count, random.Random(seed), trap.bait, trap.place),
+            tally,
+        )
+        for question in QUESTIONS:
+            done = commands("sql", "--tables", tables.folder, "--", question)
+            tally.acknowledged += done.code == 0 and bool(done.stdout)
+            if done.code:
+                tally.breaks(f"{question!r} was refused: {done.stderr.splitlines()[-1]}")
+            if harm := trap.harm(done):
+                tally.breaks(f"{question!r} {harm}")
+        tally.count("memory_mb", _peak_mb(spark))
+    tick(count)
+    return tally
+
+
+@contextlib.contextmanager
+def _session(folder: Path) -> Iterator[SparkSession]:
+    spark = spark_session(
+        "local[2]",
+        conf={
+            **QUICK,
+            "spark.driver.memory": "1g",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.local.dir": str(folder / "local"),
+            "spark.sql.warehouse.dir": str(folder / "warehouse"),
+        },
+    )
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _peak_mb(spark: SparkSession) -> int:
+    """The most memory that the JVM has held."""
+    pid = _jvm(spark).java.lang.ProcessHandle.current().pid()
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) // 1024
+    return 0

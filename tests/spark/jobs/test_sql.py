@@ -1,0 +1,80 @@
+"""`sql` answers queries over the tables, and refuses whatever else Spark could do."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+
+from postroom.errors import InvalidMessage
+from postroom.pipeline import asking
+from tests.crash.attack_pipeline import QUESTIONS, Trap, attack, attacks
+from tests.crash.ledger import Tally
+from tests.spark.commands import Commands
+from tests.spark.conftest import TablesOf
+
+NO_TABLES: tuple[str, ...] = ()
+
+
+def test_every_attack_is_refused_and_does_no_harm(
+    spark: SparkSession, tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
+    """`make crash` also gives them in other words."""
+    _, tables = tables_of()
+    trap, tally = Trap(tmp_path, tables.folder, spark), Tally()
+    attack(commands, tables.folder, trap, iter(attacks(trap.bait, trap.place)), tally)
+    assert tally.broken == []
+    assert tally.facts == {"refused": len(attacks(trap.bait, trap.place))}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_query_over_the_tables_is_answered(tables_of: TablesOf, commands: Commands, question: str) -> None:
+    done = commands("sql", "--tables", tables_of()[1].folder, "--", question)
+    assert done.code == 0, done.stderr
+    assert all(map(json.loads, done.stdout.splitlines()))
+
+
+def test_the_session_of_queries_writes_nothing_and_reads_no_file_by_its_path(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Also when a statement gets past the check."""
+    session = asking.read_only(spark)
+    with pytest.raises(Exception, match="FileCommitProtocol"):
+        session.sql(f"INSERT OVERWRITE DIRECTORY '{tmp_path / 'place'}' USING csv SELECT 1")
+    assert not (tmp_path / "place").exists()
+    with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND"):
+        session.sql("SELECT * FROM text.`/etc/hostname`")
+    assert session.sql("SELECT '${env:HOME}' AS a").collect()[0][0] == "${env:HOME}"
+    assert spark.conf.get("spark.sql.runSQLOnFiles") == "true"  # of the session of jobs nothing changed
+
+
+def test_every_function_of_the_list_is_one_of_spark(spark: SparkSession) -> None:
+    state = spark._jsparkSession.sessionState()
+    names = ",".join(
+        str(registry.listFunction().mkString(","))
+        for registry in (state.functionRegistry(), state.tableFunctionRegistry())
+    )
+    assert asking.functions() <= {name.removeprefix("system.builtin.") for name in names.split(",")}
+
+
+def test_a_query_with_too_many_parts_is_refused(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "PLAN_NODES_MAX", 100)
+    with pytest.raises(InvalidMessage, match="the query has more than 100 parts"):
+        asking.checked(spark, "SELECT " + ", ".join(map(str, range(200))), NO_TABLES)
+
+
+def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark: SparkSession) -> None:
+    names = ("gold_sla", "silver_spans")
+    for query, opened in {
+        "SELECT count(*) FROM Gold_SLA": {"gold_sla"},
+        "SELECT 'silver_spans'": set(),
+        "SHOW TABLES": set(names),
+    }.items():
+        assert asking.checked(spark, query, names).tables == opened
+
+
+def test_sql_has_no_remote(tables_of: TablesOf, commands: Commands) -> None:
+    done = commands("sql", "--tables", tables_of()[1].folder, "--remote", "sc://127.0.0.1:1", "SELECT 1")
+    assert done.code == 2
+    assert "sql has no --remote" in done.stderr
