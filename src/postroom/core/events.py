@@ -7,13 +7,14 @@ that breaks this gets a new `schema`.
 """
 
 from decimal import Decimal
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from postroom.message import Event, EventKind, State
 
 SCHEMA = 1
+TS_US_MAX: Final = (1 << 53) - 1  # in the year 2255; a JSON number above it is not exact in every reader
 
 Contract: TypeAlias = Literal["bus", "queue", "mail", "tasks", "engine", "audit"]
 """Who tells it; "audit" is the stream itself, about its own doings."""
