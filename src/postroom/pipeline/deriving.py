@@ -7,7 +7,7 @@ Rule 4: where none of these can be, because rows went from a minimum, their file
         hours are too many, the days that changed are made anew. All give the same rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
@@ -23,6 +23,8 @@ from postroom.pipeline.transforms.silver import HOUR_US, hour_us
 HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
+Versions = Mapping[str, int]
+"""A version of each input."""
 Each = Callable[[DataFrame], DataFrame]
 """What rows of an input add."""
 
@@ -57,14 +59,21 @@ class Deriving:
         inputs = [self._tables.read(self._spark, source) for source in self._table.inputs]
         return self._table.build(*inputs), self._tables.files(self._name)
 
-    def since(self, version: int, held: ExitStack) -> Derived | None:
-        """What to write to follow the only input from a version on; None when that has not changed."""
-        [source] = self._table.inputs
-        change = Change(source, *self._tables.changed(source, version))
-        if not change.days:
+    def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
+        """What to write to follow the inputs from some versions to others; None when no row has changed."""
+        changes = [
+            Change(source, *self._tables.changed(source, known[source], until[source]))
+            for source in self._table.inputs
+        ]
+        if not any(change.added or change.removed for change in changes):
             return None
-        way = self._table.change
-        is_there = all(self._tables.lies(source, file) for file in change.removed)
+        if self._table.change is None:
+            return self.anew()
+        [change] = changes
+        return self._followed(change, self._table.change, held)
+
+    def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
+        is_there = all(self._tables.lies(change.source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
             each = way.each or self._table.build
             if way.scattered:

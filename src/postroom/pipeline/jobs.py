@@ -4,7 +4,9 @@ Rule 1: how far a table has come with its source stands in the table's own commi
         transaction. A job that was killed anywhere is simply run again.
 Rule 2: a fold reads the events that are new and the rows of the messages that they are about. Rows that did
         not change stay in their files.
-Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
+Rule 3: a step is computed from one version of its table, and is done again if another writer has committed
+        to that table meanwhile.
+Rule 4: nothing of a run is kept in memory between two tables, so every step can be the first one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
-from postroom.errors import Unavailable
+from postroom.errors import TableChanged, Unavailable
 from postroom.pipeline import finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
@@ -45,6 +47,7 @@ SOURCES: Final = {
 }
 """What each silver table is made of."""
 SILVER: Final[Needs] = {name: (source,) for name, source in SOURCES.items()}
+TRIES_MAX: Final = 5  # of a step whose table another writer keeps changing
 TABLES_AT_ONCE: Final = 4  # one is planned, one compiled, one committed while another one computes
 
 Progress = Callable[[str], None]
@@ -239,9 +242,20 @@ class Pipeline:
 
         def bring_up(name: str) -> None:
             in_pool(self.spark, AWAITED if name in awaited else None)
-            self._bring_up_one(name, anew=anew)
+            self._tried(name, anew=anew)
 
         in_turn(tables, bring_up, TABLES_AT_ONCE)
+
+    def _tried(self, name: str, *, anew: bool) -> None:
+        """Bring up one table, from the start again when another writer has changed it meanwhile."""
+        for _ in range(TRIES_MAX - 1):
+            try:
+                self._bring_up_one(name, anew=anew)
+            except TableChanged as error:
+                self._tell(f"{error}; it is computed again")
+            else:
+                return
+        self._bring_up_one(name, anew=anew)
 
     def _bring_up_one(self, name: str, *, anew: bool) -> None:
         if name == "silver_events":
@@ -258,6 +272,7 @@ class Pipeline:
             self._derive(name, self._gold[name], anew=anew)
 
     def _fold_events(self, *, anew: bool) -> None:
+        base = self.tables.version("silver_events")
         news = self._news("silver_events", anew=anew)
         if news is None:
             return
@@ -272,7 +287,7 @@ class Pipeline:
             fresh = silver.once(rows, silver.repeats(rows, known, suspects, few=few), few=few)
             result = silver.events(fresh, redacting.redacted(self.level))
             self.tables.swap(
-                "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn]
+                "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn], base=base
             )
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
@@ -286,6 +301,7 @@ class Pipeline:
         return (known if whole is None else known.where(F.col("ts_us").between(*whole))).select("event_id")
 
     def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
+        base = self.tables.version(name)
         news = self._news(name, anew=anew)
         if news is None:
             return
@@ -295,9 +311,10 @@ class Pipeline:
             ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
             touched = finding.holding(self.spark, self.tables, name, ids)
             result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
-        self._settle(name, result, touched, fold.lots, news.txn)
+        self._settle(name, result, touched, fold.lots, news.txn, base)
 
     def _fold_spans(self, *, anew: bool) -> None:
+        base = self.tables.version("silver_spans")
         news = self._news("silver_spans", anew=anew)
         if news is None:
             return
@@ -308,7 +325,7 @@ class Pipeline:
                 result = placing.anew()
             else:
                 touched, result = placing.among_others()
-            self._settle("silver_spans", result, touched, silver.span_lots(), news.txn)
+            self._settle("silver_spans", result, touched, silver.span_lots(), news.txn, base)
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -319,7 +336,7 @@ class Pipeline:
         version = self.tables.version(source)
         if known == version:
             return None
-        added, removed = self.tables.changed(source, known)
+        added, removed = self.tables.changed(source, known, version)
         if not added and self.tables.exists(name):
             self.tables.mark(name, [Txn(source, version)])
             return None
@@ -336,7 +353,9 @@ class Pipeline:
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
 
-    def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], lots: Lots, txn: Txn) -> None:
+    def _settle(
+        self, name: str, rows: DataFrame, removed: list[DataFile], lots: Lots, txn: Txn, base: int
+    ) -> None:
         """Rows that nothing more is expected of get files of their own, most of which then stay."""
         self.tables.swap(
             name,
@@ -345,6 +364,7 @@ class Pipeline:
             partition_by=silver.PARTITIONS,
             split_by=silver.SETTLED,
             txns=[txn],
+            base=base,
         )
 
     def _settled(self, lots: Lots) -> Column:
@@ -357,6 +377,7 @@ class Pipeline:
 
     def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
         self._drop_other_form(name)
+        base = self.tables.version(name)
         versions = {source: self.tables.version(source) for source in table.inputs}
         known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
@@ -366,26 +387,28 @@ class Pipeline:
         deriving = Deriving(self.spark, self.tables, name, table)
         with ExitStack() as held:
             is_older = any(known[source] > versions[source] for source in table.inputs)  # it was made anew
-            if table.change is None or is_older or -1 in known.values():
+            if is_older or -1 in known.values():
                 derived: Derived | None = deriving.anew()
             else:
-                derived = deriving.since(known[table.inputs[0]], held)
+                derived = deriving.since(known, versions, held)
             if derived is None:
                 self.tables.mark(name, txns)
             else:
-                self._replace(name, table, derived, txns)
+                self._replace(name, table, derived, txns, base)
 
     def _drop_other_form(self, name: str) -> None:
         if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
             self._tell(f"{name} is of another version, and made anew")
             self.tables.drop(name)
 
-    def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn]) -> None:
+    def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn], base: int) -> None:
         rows, replaced = derived
         split = None
         if table.lots is not None:
             rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
-        self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
+        self.tables.swap(
+            name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns, base=base
+        )
 
 
 class News(NamedTuple):

@@ -24,7 +24,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline import departed
-from postroom.pipeline.tables import DataFile, Tables, Txn, path_below, rows_of
+from postroom.pipeline.tables import UPKEEP, DataFile, Tables, Txn, path_below, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -49,7 +49,7 @@ ORDER: Final = (
     "silver_messages",
 )
 BEGAN: Final = "retain began at"
-ENDED: Final = "retain ended at"
+ENDED: Final = UPKEEP
 _FILE: Final = "_file"
 
 Progress = Callable[[str], None]
@@ -229,6 +229,7 @@ class Retention:
         change = self._change("silver_events", over)
         if not change.going:
             return
+        base = self._tables.version(departed.TABLE)
         self._tell(f"{departed.TABLE}: the numbers of {change.going:,} events")
         events, _ = self._split("silver_events", over, change.files)
         runs = departed.departing(events)
@@ -241,17 +242,18 @@ class Retention:
                 raise Unavailable(f"not all of {departed.TABLE} was written: nothing was deleted")
         finally:
             all_runs.unpersist()
-        self._tables.commit(departed.TABLE, staged, self._tables.files(departed.TABLE))
+        self._tables.commit(departed.TABLE, staged, self._tables.files(departed.TABLE), base=base)
         self._tables.vacuum(departed.TABLE)
 
     def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
+        base = self._tables.version(name)
         before = rows_of(self._tables.files(name))
         change = self._change(name, over)
         self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
         archived = None
         if not dry_run:
             if change.going:
-                archived = self._delete(name, over, change)
+                archived = self._delete(name, over, change, base)
             self._catch_up(name)
             self._tables.vacuum(name)
         return Retained(name, before, change.going, archived)
@@ -277,7 +279,7 @@ class Retention:
         touched = [file for file in files if file.path in counts]
         return Change(touched, sum(counts.values()))
 
-    def _delete(self, name: str, over: DataFrame, change: Change) -> int | None:
+    def _delete(self, name: str, over: DataFrame, change: Change, base: int) -> int | None:
         """Archive, write what stays aside, count both, and only then make it count."""
         go, stay = self._split(name, over, change.files)
         archived = self._archived(name, go.drop(_FILE))
@@ -295,7 +297,7 @@ class Retention:
                 f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "
                 "nothing was deleted"
             )
-        self._tables.commit(name, staged, change.files, txns=self._signs(name))
+        self._tables.commit(name, staged, change.files, txns=self._signs(name), base=base)
         return archived
 
     def _catch_up(self, name: str) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from deltalake import DeltaTable
 from py4j.protocol import REFLECTION_COMMAND_NAME  # type: ignore[import-untyped]
 from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.errors import InvalidMessage, Unavailable
+from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline import finding, jobs
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
@@ -190,6 +191,79 @@ def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tm
         assert job.run(tmp_path / "events").rows["gold_depth"] > 0
     after = all_rows(job.tables)
     assert {name for name in before if before[name] != after[name]} == {"bronze_events"}
+
+
+GOLD_OF_EACH_KIND = {
+    name: GOLD[name]
+    for name in ("gold_flow", "gold_depth", "gold_latency", "gold_crashes", "gold_poison_suspects")
+}
+
+
+class Disturbed(Tables):
+    """Another program compacts a table after it was read, and before what was computed is committed."""
+
+    disturbs: set[str]
+
+    def stage(self, name: str, df: Any, **how: Any) -> Any:
+        staged = super().stage(name, df, **how)
+        if name in self.disturbs:
+            self.disturbs.remove(name)
+            assert DeltaTable(self.folder / name).optimize.compact()["numFilesRemoved"] > 1
+        return staged
+
+
+def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A message that ended long ago lies in another file than one that goes on, and both files are joined."""
+    facts = {"queue": "q", "state": "QUEUED", "attempt": 1}
+    early = [
+        happened("s", 1, "ended", "dequeued", ts_us=NOW_US - 3 * HOUR_US, **facts),
+        happened("s", 2, "ended", "execution_completed", ts_us=NOW_US - 3 * HOUR_US + 1, **facts),
+        happened("s", 3, "open", "dequeued", **facts),
+    ]
+    write_segment(tmp_path / "events", 1, early)
+    Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    write_segment(tmp_path / "events", 2, [happened("s", 4, "open", "lease_lapsed", **facts)])
+    told: list[str] = []
+    tables = Disturbed(tmp_path / "tables")
+    tables.disturbs = {"silver_messages", "silver_attempts", "silver_spans"}
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND, progress=told.append).run(tmp_path / "events")
+    assert tables.disturbs == set()
+    assert "another writer changed table silver_messages after it was read" in " ".join(told)
+    whole = Tables(tmp_path / "whole")
+    Pipeline(spark, whole, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    assert all_rows(tables) == all_rows(whole)
+
+
+def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
+    job = Pipeline(spark, Tables(tmp_path / "tables"), gold={})
+    tries: list[str] = []
+
+    def changed(name: str, *, anew: bool) -> None:
+        tries.append(name)
+        raise TableChanged(name)
+
+    monkeypatch.setattr(job, "_bring_up_one", changed)
+    with pytest.raises(Unavailable, match="another writer changed table silver_events after it was read"):
+        job.run(tmp_path / "events")
+    assert tries == ["silver_events"] * jobs.TRIES_MAX
+
+
+def test_after_a_compaction_nothing_is_computed_again(spark: SparkSession, tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_segment(tmp_path / "events", number, [happened("s", number, f"m{number}", "lease_lapsed")])
+        Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    tables = Tables(tmp_path / "tables")
+    before = all_rows(tables)
+    assert sum(tables.compact(name) for name in tables.names()) > 0
+    files = {name: tables.files(name) for name in tables.names()}
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    assert {name: tables.files(name) for name in tables.names()} == files
+    assert all_rows(tables) == before
 
 
 @pytest.mark.usefixtures("spark")

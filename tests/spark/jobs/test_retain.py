@@ -179,10 +179,10 @@ def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, w
 class Stopping(Tables):
     """One whose process ends before a commit, when bronze has lost something and silver has not."""
 
-    def commit(self, name: str, staged: Staged, removed: Any = (), *, txns: Any = ()) -> None:
+    def commit(self, name: str, staged: Staged, removed: Any = (), **how: Any) -> None:
         if name == "silver_events":
             raise KeyboardInterrupt
-        super().commit(name, staged, removed, txns=txns)
+        super().commit(name, staged, removed, **how)
 
 
 def test_a_pass_that_ended_early_is_simply_run_again(
