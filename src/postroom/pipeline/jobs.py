@@ -27,7 +27,17 @@ from postroom.pipeline import finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
-from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, last_taken, turn_of
+from postroom.pipeline.segments import (
+    Gap,
+    Segment,
+    Turn,
+    batches,
+    ingest_id,
+    is_noted,
+    last_taken,
+    notes,
+    turn_of,
+)
 from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
@@ -38,6 +48,7 @@ from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 FORM_ID: Final = "form"  # under which a gold table remembers which one it has
+REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
@@ -214,25 +225,21 @@ class Pipeline:
         """The rejects first: whoever is interrupted reads the segments again, and knows their rejects."""
         taken = take(self.spark, self.tables, folder, batch)
         self._reject(folder, batch, taken.marks, app_id)
-        self.tables.commit("bronze_events", taken.staged, txns=[Txn(app_id, batch[-1].number)])
+        self.tables.commit("bronze_events", taken.staged, txns=notes(app_id, batch[-1]))
         self._lines += taken.lines
         self._rejects += taken.lines - taken.staged.rows
 
     def _reject(self, folder: str, batch: list[Segment], marks: int | None, app_id: str) -> None:
         """Keep the bad lines of a batch. The table is there also when there are none."""
-        known = self.tables.last_txn("bronze_rejects", app_id)
+        known = [segment.number for segment in batch if is_noted(self.tables, REJECTS, app_id, segment)]
         bad = [segment for segment in batch if bronze.may_be_bad(segment.path.name, marks)]
-        new = [segment for segment in bad if segment.number > known]
+        new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
             texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new])
-            self.tables.append(
-                "bronze_rejects",
-                bronze.rejects(texts),
-                partition_by=bronze.PARTITIONS,
-                txns=[Txn(app_id, new[-1].number)],
-            )
-        elif not self.tables.exists("bronze_rejects"):
-            self.tables.commit("bronze_rejects", Staged(bronze.REJECTS, bronze.PARTITIONS, []))
+            rows = bronze.rejects(texts)
+            self.tables.append(REJECTS, rows, partition_by=bronze.PARTITIONS, txns=notes(app_id, new[-1]))
+        elif not self.tables.exists(REJECTS):
+            self.tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []))
 
     # ---- silver --------------------------------------------------------------------------------------
 

@@ -221,6 +221,15 @@ class Tables:
         """Whether a file is there. One that no version names may be gone."""
         return (self.folder / name / file.path).exists()
 
+    def values(self, name: str, column: str) -> set[Any]:
+        """The different values of a column that most rows have in common. No Spark is started."""
+        found: set[Any] = set()
+        for file in self.files(name):
+            path = self.folder / name / file.path
+            read = pq.read_table(path, columns=[column], partitioning=None)
+            found.update(read.column(column).unique().to_pylist())
+        return found
+
     def schema(self, name: str) -> StructType:
         """The columns of a table, its partition columns included."""
         delta = self._known(name)

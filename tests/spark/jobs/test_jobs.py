@@ -1,5 +1,7 @@
+import json
 import os
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,10 +21,11 @@ from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline import finding, jobs
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline.segments import HASH, sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
+from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import all_rows, rows_of
@@ -109,6 +112,50 @@ def test_a_killed_run_is_finished_by_the_next_one(
     Pipeline(spark, tables, gold={}).run(events)
     for name, rows in all_rows(tables).items():
         assert rows == rows_of(undisturbed, name), (name, step)
+
+
+def took(job: Pipeline, events: Path) -> list[int]:
+    """The numbers of the segments that are taken into bronze now."""
+    return [segment.number for batch in job._ingest(events, job._look(events)) for segment in batch]
+
+
+def replace_stream(events: Path, prefix: str, numbers: range) -> None:
+    """Another stream at the same place, without a name."""
+    shutil.rmtree(events, ignore_errors=True)
+    for number in numbers:
+        write_segment(events, number, [happened(prefix, number, f"{prefix}{number}"), b"no"])
+
+
+def test_another_stream_at_the_same_place_is_taken_from_its_start(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    events, tables = tmp_path / "events", Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables, gold={})
+    replace_stream(events, "one", range(1, 4))
+    assert took(job, events) == [1, 2, 3]
+    replace_stream(events, "two", range(1, 3))  # it does not even have the number that was the last
+    assert took(job, events) == [1, 2]
+    write_segment(events, 3, [happened("two", 3, "two3")])
+    assert took(job, events) == [3]
+    replace_stream(events, "three", range(1, 5))
+    (events / STREAM).write_text("three\n")
+    assert took(job, events) == [1, 2, 3, 4]
+    assert took(job, events) == []
+    found = [json.loads(row)["segment"] for row in rows_of(tables, "bronze_rejects").elements()]
+    assert len(found) == len(set(found)) == 9  # a bad line in all but one
+
+
+def test_a_stream_that_gets_a_name_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) -> None:
+    """Tables of earlier versions knew it by its place, and remembered no hash."""
+    events, tables = tmp_path / "events", Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables, gold={})
+    replace_stream(events, "one", range(1, 3))
+    assert took(job, events) == [1, 2]
+    tables.mark("bronze_events", [Txn(f"segments of {events}{HASH}", -1)])
+    (events / STREAM).write_text("one\n")
+    write_segment(events, 3, [happened("one", 3, "one3")])
+    assert took(job, events) == [3]
+    assert tables.last_txn("bronze_events", "stream one") == 3
 
 
 class Killed(Exception):
