@@ -20,7 +20,7 @@ FIELDS = {
     "duration_us": "BIGINT", "error_type": "VARCHAR", "error": "VARCHAR", "model": "VARCHAR",
     "tokens_in": "BIGINT", "tokens_out": "BIGINT", "cost_usd": "DECIMAL(18,9)", "body_bytes": "BIGINT",
     "payload": "VARCHAR", "sender": "VARCHAR", "recipient": "VARCHAR", "service": "VARCHAR",
-    "lease": "BIGINT", "detail": "VARCHAR",
+    "lease": "BIGINT", "prior": "VARCHAR", "detail": "VARCHAR",
 }  # fmt: skip
 
 DAY = "CAST(make_timestamp({}) AS DATE)"

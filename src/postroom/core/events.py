@@ -132,6 +132,8 @@ class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_o
     recipient: str = ""
     service: str = ""
     lease: int = 0
+    prior: State | None = None
+    """The state before, of kinds that can follow several: an end, and a replay."""
     detail: dict[str, Any] = {}
     """Facts of one kind of event."""
 
@@ -185,4 +187,5 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
         payload=payload,
         lease=event.lease,
         detail=event.detail,
+        prior=event.prior,
     )

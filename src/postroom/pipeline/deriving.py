@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import finding
 from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.transforms.bronze import widened
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
 from postroom.pipeline.transforms.silver import HOUR_US, hour_us
@@ -56,7 +57,7 @@ class Deriving:
         self._table = table
 
     def anew(self) -> Derived:
-        inputs = [self._tables.read(self._spark, source) for source in self._table.inputs]
+        inputs = [self._read(source, self._tables.files(source)) for source in self._table.inputs]
         return self._table.build(*inputs), self._tables.files(self._name)
 
     def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
@@ -166,7 +167,8 @@ class Deriving:
     # ---- files ---------------------------------------------------------------------------------------
 
     def _read(self, name: str, files: list[DataFile]) -> DataFrame:
-        return self._tables.read(self._spark, name, files)
+        rows = self._tables.read(self._spark, name, files)
+        return widened(rows) if name == "silver_events" else rows
 
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]

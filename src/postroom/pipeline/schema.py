@@ -75,6 +75,7 @@ _FIELDS: Final = [
     "recipient",
     "service",
     "lease",
+    "prior",
     "detail",
 ]
 

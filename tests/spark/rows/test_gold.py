@@ -1,19 +1,27 @@
 """Gold tables, all rows, against SQL of DuckDB that was written without a look at Spark's."""
 
+import random
 import re
-from functools import cache
+from contextlib import suppress
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import msgspec
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.contracts.tasks import DECISIONS, Tasks
+from postroom.core.events import of_store, to_line
+from postroom.errors import WrongState
+from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import gold
+from postroom.pipeline.transforms import gold, silver
 from postroom.pipeline.transforms.gold import GOLD
+from postroom.testing import ManualClock
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import in_order, oracle, stored
 from tests.spark.plainrows import plain
@@ -242,30 +250,99 @@ OVERNIGHT = [
 
 
 def test_who_waits_overnight_is_counted_once(spark: SparkSession) -> None:
-    made = [
-        (
-            f"2025-01-0{day + 1}",
-            FIRST_US + day * DAY_US + n,
-            "s",
-            n,
-            message_id,
-            kind,
-            state,
-            lease,
-            us,
-            "o",
-            "q",
-        )
+    """By events of an earlier version, which do not tell the state before."""
+    facts = [
+        (FIRST_US + day * DAY_US + n, n, message_id, kind, state, lease, us)
         for n, (message_id, day, kind, state, lease, us) in enumerate(OVERNIGHT)
     ]
-    events = spark.createDataFrame(
-        made,
-        "day STRING, ts_us BIGINT, source STRING, seq BIGINT, message_id STRING, kind STRING, state STRING, "
-        "lease BIGINT, duration_us BIGINT, org_id STRING, queue STRING",
-    )
-    by_day = [gold.flow(events.where(F.col("day") == day)) for day in ("2025-01-01", "2025-01-02")]
-    found = gold.depth(by_day[0].unionByName(by_day[1])).orderBy("minute_us")
-    assert [(row["arrived"], row["left"], row["depth"]) for row in found.collect()] == [(5, 2, 3), (1, 3, 1)]
+    columns = [
+        "ts_us",
+        "source",
+        "seq",
+        "message_id",
+        "kind",
+        "state",
+        "lease",
+        "duration_us",
+        "org_id",
+        "queue",
+    ]
+    made = [{**dict(zip(columns, row, strict=True)), "contract": "engine"} for row in facts]
+    assert depths(spark, made) == [(5, 2, 3), (1, 3, 1)]
+
+
+def depths(spark: SparkSession, made: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Arrived, left and waiting, minute by minute."""
+    return [(row["arrived"], row["left"], row["depth"]) for row in depth_rows(spark, made)]
+
+
+def depth_rows(spark: SparkSession, made: list[dict[str, Any]]) -> list[Row]:
+    """Rows of `gold_depth`. The flow of each day is built by itself, as jobs do."""
+    rows = [tuple(event.get(name) for name in EVENTS.names) for event in made]
+    events = silver.events(spark.createDataFrame(rows, EVENTS), {})
+    days = {row["day"] for row in events.select("day").collect()}
+    flows = [gold.flow(events.where(F.col("day") == day)) for day in sorted(days)]
+    return gold.depth(reduce(DataFrame.unionByName, flows)).orderBy("minute_us").collect()
+
+
+HOUR_S, STEP_S, STEPS = 3_600, 4 * 3_600, 18
+
+
+class Store:
+    """Tasks in a real store, across three midnights, and how many of each queue wait after each step."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.tasks = Tasks.open("memory://", clock=self.clock)
+        self.rng = random.Random(5)
+        self.ids: list[str] = []
+        self.counted: list[tuple[int, str, int]] = []
+        for _ in range(STEPS):
+            for _ in range(6):
+                self.act()
+            self.tasks.sweep()
+            for queue, states in self.tasks.store.count().items():
+                self.counted.append((self.clock.wall_us(), queue, states.get("QUEUED", 0)))
+            self.clock.advance(STEP_S)
+
+    def act(self) -> None:
+        delay_s = self.rng.choice([0, 0, 5 * HOUR_S, 30 * HOUR_S])
+        self.ids.append(self.tasks.enqueue(agent="a", payload={}, type="t", delay_s=delay_s, max_retries=1))
+        for verb in (self.tasks.cancel, self.tasks.retry):
+            with suppress(WrongState):
+                verb(self.rng.choice(self.ids))
+        for task in self.tasks.claim(agent="a", limit=2, lease_s=HOUR_S):
+            word = self.rng.choice([self.finish, self.fail, self.tasks.release, lambda *_: None])
+            word(task.task_id, task.lease)
+        for decision in self.tasks.claim(agent=DECISIONS, lease_s=HOUR_S):
+            if self.rng.random() < 0.5:
+                self.tasks.settle(decision)
+
+    def finish(self, task_id: str, lease: int) -> None:
+        self.tasks.complete(task_id, lease, {"x": 1})
+        self.tasks.open_decision(task_id)
+
+    def fail(self, task_id: str, lease: int) -> None:
+        self.tasks.fail(task_id, lease, "no", retry_in_s=5 * HOUR_S)
+
+    def told(self) -> list[dict[str, Any]]:
+        """What a shipper would write of it."""
+        events = self.tasks.store.events(0, 100_000)
+        lines = [to_line(of_store(event, "tasks:s", "tasks")) for event in events]
+        return [{**msgspec.json.decode(line), "detail": None} for line in lines]
+
+
+def test_depth_is_what_a_real_store_counted_on_every_day(spark: SparkSession) -> None:
+    store = Store()
+    told = store.told()
+    priors = {(event["kind"], event.get("prior")) for event in told}
+    for prior in ("QUEUED", "SCHEDULED", "RETRYING"):
+        assert ("cancelled", prior) in priors
+    assert ("delivered", "EXECUTING") in priors
+    rows = depth_rows(spark, told)
+    for now_us, queue, waiting in store.counted:
+        last = [row["depth"] for row in rows if row["queue"] == queue and row["minute_us"] <= now_us][-1:]
+        assert last == [waiting], (now_us, queue)
 
 
 def test_nothing_leaves_the_jvm_and_no_organization_is_one_task(

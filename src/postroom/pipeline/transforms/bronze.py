@@ -199,7 +199,7 @@ def may_be_bad(segment: str, marks: int | None) -> bool:
 
 
 def widened(rows: "DataFrame") -> "DataFrame":
-    """The wire's columns; those that the table of an earlier version does not have are NULL."""
+    """Rows of events with all columns of the wire. What a table of an earlier version lacks is NULL."""
     known = set(rows.columns)
     missing = {
         field.name: F.lit(None).cast(field.dataType) for field in EVENTS.fields if field.name not in known

@@ -189,16 +189,18 @@ def _errors_of(events: DataFrame) -> DataFrame:
 
 _FLOW_INPUT: Final = (
     *("message_id", "source", "seq", "day", "ts_us", "org_id", "queue"),
-    *("state", "kind", "duration_us", "lease"),
+    *("state", "prior", "kind", "contract", "duration_us", "lease"),
 )
 
 
 def flow(events: DataFrame) -> DataFrame:
     """One row for each minute and queue in which something began or ceased to wait.
 
-    What an event changed shows against the state before it. Of the first event of a message in a day, the
-    kind tells that state. One that ends without a lease, on a later day than it was last told of, counts as
-    one that waited until then.
+    What an event changed shows against the state before it. The first event of a message in a day says it as
+    `prior`, or its kind implies it.
+
+    An end that an earlier version wrote has no `prior`. On a later day than the event before it, it counts as
+    the end of a message that waited, unless it has a lease or is the `delivered` of a task.
     """
     # The id first: rows are sorted by the first bytes of the first column, and sources have few.
     before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
@@ -224,15 +226,17 @@ def flow(events: DataFrame) -> DataFrame:
 
 
 def _must_have_waited() -> Column:
-    """Whether a message has waited since an earlier day, by what its first event of this day is."""
+    """Whether a message has waited since an earlier day, by its first event of this day."""
     kind = F.col("kind")
     day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
     return (
-        F.when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
+        F.when(F.col("prior").isNotNull(), F.col("prior") == WAITING)
+        .when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
         .when(
             kind == "dequeued",
             F.col("duration_us").isNull() | (F.col("ts_us") - F.col("duration_us") < day_us),
         )
+        .when((kind == "delivered") & (F.col("contract") == "tasks"), F.lit(0) == 1)
         .when(kind.isin(*_ENDS), F.col("lease").isNull())
         .otherwise(F.col("state") == WAITING)
     )
@@ -410,8 +414,8 @@ def _flame_lots() -> Lots:
     return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
 
 
-FORM: Final = 3
-"""Which columns and partitions the tables have. One of another form is made anew from what it is made of."""
+FORM: Final = 4
+"""Which columns, partitions and meaning the tables have. A table of another form is made anew."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
