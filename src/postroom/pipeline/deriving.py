@@ -5,23 +5,28 @@ Rule 2: what cannot be added up is made anew for the hours that changed, from al
 Rule 3: what counts on from day to day is made anew from the first day that changed.
 Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
         hours are too many, the days that changed are made anew. All give the same rows.
+Rule 5: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
+        in them is made anew, because silver no longer has all of it. Sums are still added to.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import finding
+from postroom.pipeline import departed, finding
 from postroom.pipeline.tables import DataFile, Tables, rows_of
 from postroom.pipeline.transforms.bronze import widened
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
-from postroom.pipeline.transforms.silver import HOUR_US, hour_us
+from postroom.pipeline.transforms.silver import HOUR_US, MICROS_PER_S, day_of, hour_us
 
 HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
+SILVER_INPUTS: Final = ("silver_events", "silver_messages", "silver_spans")
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Versions = Mapping[str, int]
@@ -57,8 +62,23 @@ class Deriving:
         self._table = table
 
     def anew(self) -> Derived:
+        """All rows, but for those of closed days that the table has already."""
         inputs = [self._read(source, self._tables.files(source)) for source in self._table.inputs]
-        return self._table.build(*inputs), self._tables.files(self._name)
+        rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
+        if not self._closed_day or not replaced:
+            return rows, replaced
+        return rows.where(F.col("day") > self._closed_day), [file for file in replaced if self._is_open(file)]
+
+    @cached_property
+    def _closed_day(self) -> str:
+        """The last day of which silver may have lost something; empty when there is none."""
+        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER_INPUTS:
+            return ""
+        newest_us = departed.newest_us(self._tables)
+        return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"
+
+    def _is_open(self, file: DataFile) -> bool:
+        return _day(file) > self._closed_day
 
     def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
         """What to write to follow the inputs from some versions to others; None when no row has changed."""
@@ -87,8 +107,9 @@ class Deriving:
         return self._days(change)
 
     def _days(self, change: Change) -> Derived:
-        rows = self._read(change.source, self._of(change.source, change.days))
-        return self._table.build(rows), self._of(self._name, change.days)
+        days = {day for day in change.days if (day or "") > self._closed_day}
+        rows = self._read(change.source, self._of(change.source, days))
+        return self._table.build(rows), self._of(self._name, days)
 
     def _counted_on(self, change: Change, way: Running) -> Derived:
         """The first day that changed, and all after it."""
@@ -152,7 +173,10 @@ class Deriving:
 
     def _hours(self, change: Change, way: Hours) -> Derived | None:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        hours = [row["hour_us"] for row in _differing(came, went, way).limit(HOURS_MAX + 1).collect()]
+        differing = _differing(came, went, way)
+        if self._closed_day:
+            differing = differing.where(day_of(F.col("hour_us")) > self._closed_day)
+        hours = [row["hour_us"] for row in differing.limit(HOURS_MAX + 1).collect()]
         if not hours:
             return None
         if len(hours) > HOURS_MAX:

@@ -23,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
-from postroom.pipeline import finding, redacting
+from postroom.pipeline import departed, finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
@@ -42,12 +42,11 @@ from postroom.pipeline.session import AWAITED, in_pool
 from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.gold import FORM, GOLD
+from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
 from postroom.pipeline.transforms.goldtable import GoldTable
 from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
-FORM_ID: Final = "form"  # under which a gold table remembers which one it has
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
@@ -285,7 +284,7 @@ class Pipeline:
             return
         removed = self.tables.files("silver_events") if anew else []
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
-        rows = bronze.widened(read)
+        rows = self._without_departed(bronze.widened(read), news.added)
         known = self._known_events(rows, news.added, anew=anew)
         suspects = silver.suspects(rows, known).persist()
         with ExitStack() as held:
@@ -296,6 +295,19 @@ class Pipeline:
             self.tables.swap(
                 "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn], base=base
             )
+
+    def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
+        """Events of new files but for those that left silver before: old segments may be delivered again."""
+        newest_us = departed.newest_us(self.tables)
+        oldest_us = (finding.extent(added, "ts_us") or (-1, -1))[0]
+        if newest_us < oldest_us:
+            return rows
+        old = rows.where(F.col("ts_us") <= newest_us)
+        left = departed.among(old, self.tables.read(self.spark, departed.TABLE))
+        if self.tables.exists("silver_events"):  # a pass that was killed has noted what is still there
+            there = self.tables.read(self.spark, "silver_events").where(F.col("ts_us") <= newest_us)
+            left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
+        return rows.join(left, ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
         """The ids of events that are known and may come again: those of the same time."""

@@ -414,6 +414,7 @@ def _flame_lots() -> Lots:
     return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
 
 
+FORM_ID: Final = "form"  # under which a gold table remembers which form it has
 FORM: Final = 4
 """Which columns, partitions and meaning the tables have. A table of another form is made anew."""
 GOLD: Final[dict[str, GoldTable]] = {
