@@ -5,7 +5,9 @@ Rule 2: what cannot be added up is made anew for the hours that changed, from al
 Rule 3: what counts on from day to day is made anew from the first day that changed.
 Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
         hours are too many, the days that changed are made anew. All give the same rows.
-Rule 5: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
+Rule 5: events of stores tell the type and organization of their message once, when it is created. Tables that
+        count by these take them from `silver_messages`, and are made anew if a known message gets others.
+Rule 6: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
         in them is made anew, because silver no longer has all of it. Sums are still added to.
 """
 
@@ -19,14 +21,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import departed, finding
-from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
 from postroom.pipeline.transforms.bronze import widened
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
-from postroom.pipeline.transforms.silver import HOUR_US, MICROS_PER_S, day_of, hour_us
+from postroom.pipeline.transforms.silver import HOUR_US, MICROS_PER_S, day_of, hour_us, named
 
 HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
-SILVER_INPUTS: Final = ("silver_events", "silver_messages", "silver_spans")
+NAMES_BROADCAST_MAX: Final = (
+    500_000  # messages whose names are sent to every executor; of more they are shuffled
+)
+EVENTS: Final = "silver_events"
+MESSAGES: Final = "silver_messages"
+SILVER_INPUTS: Final = (EVENTS, MESSAGES, "silver_spans")
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Versions = Mapping[str, int]
@@ -60,10 +67,13 @@ class Deriving:
         self._tables = tables
         self._name = name
         self._table = table
+        self._messages: list[DataFile] = []
+        """Of the messages of events that lack names."""
 
     def anew(self) -> Derived:
         """All rows, but for those of closed days that the table has already."""
-        inputs = [self._read(source, self._tables.files(source)) for source in self._table.inputs]
+        sources = self._table.inputs if self._unnamed_since(-1) else self._table.inputs[:1]
+        inputs = [self._read(source, self._tables.files(source)) for source in sources]
         rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
         if not self._closed_day or not replaced:
             return rows, replaced
@@ -88,10 +98,32 @@ class Deriving:
         ]
         if not any(change.added or change.removed for change in changes):
             return None
-        if self._table.change is None:
+        if self._table.change is None or self._are_names_old(known):
             return self.anew()
-        [change] = changes
-        return self._followed(change, self._table.change, held)
+        if self._unnamed_since(known[self._table.inputs[0]]):
+            self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
+        return self._followed(changes[0], self._table.change, held) if changes[0].days else None
+
+    # ---- the names of messages -----------------------------------------------------------------------
+
+    def _are_names_old(self, known: Versions) -> bool:
+        """Whether a message whose events were counted has got another type or organization since."""
+        return self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
+
+    def _unnamed_since(self, version: int) -> bool:
+        """Whether events came after a version that do not tell the type and organization of their message."""
+        return not self._takes_names or self._tables.last_txn(EVENTS, UNNAMED) > version
+
+    @property
+    def _takes_names(self) -> bool:
+        return self._table.inputs == (EVENTS, MESSAGES)
+
+    def _named(self, rows: DataFrame) -> DataFrame:
+        """Rows of the input, with the names of their messages where they lack them."""
+        if not self._takes_names or not self._messages:
+            return rows
+        messages = self._read(MESSAGES, self._messages)
+        return named(rows, messages, few=rows_of(self._messages) <= NAMES_BROADCAST_MAX)
 
     def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
         is_there = all(self._tables.lies(change.source, file) for file in change.removed)
@@ -108,7 +140,7 @@ class Deriving:
 
     def _days(self, change: Change) -> Derived:
         days = {day for day in change.days if (day or "") > self._closed_day}
-        rows = self._read(change.source, self._of(change.source, days))
+        rows = self._named(self._read(change.source, self._of(change.source, days)))
         return self._table.build(rows), self._of(self._name, days)
 
     def _counted_on(self, change: Change, way: Running) -> Derived:
@@ -124,9 +156,9 @@ class Deriving:
     # ---- sums ----------------------------------------------------------------------------------------
 
     def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
-        came, went = self._read(change.source, change.added), None
+        came, went = self._named(self._read(change.source, change.added)), None
         if change.removed:
-            went = self._read(change.source, change.removed)
+            went = self._named(self._read(change.source, change.removed))
         if way.whole:
             moved = came if went is None else came.unionByName(went)
             others = self._others(change, moved, way.whole).persist()
@@ -192,7 +224,7 @@ class Deriving:
 
     def _read(self, name: str, files: list[DataFile]) -> DataFrame:
         rows = self._tables.read(self._spark, name, files)
-        return widened(rows) if name == "silver_events" else rows
+        return widened(rows) if name == EVENTS else rows
 
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]

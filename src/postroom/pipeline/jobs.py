@@ -11,6 +11,7 @@ Rule 4: nothing of a run is kept in memory between two tables, so every step can
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from math import ceil
 from pathlib import Path
 from threading import Lock
@@ -18,7 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
@@ -39,7 +40,7 @@ from postroom.pipeline.segments import (
     turn_of,
 )
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
+from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
@@ -56,7 +57,10 @@ SOURCES: Final = {
     "silver_attempts": "silver_events",
 }
 """What each silver table is made of."""
-SILVER: Final[Needs] = {name: (source,) for name, source in SOURCES.items()}
+SILVER: Final[Needs] = {
+    **{name: (source,) for name, source in SOURCES.items()},
+    "silver_attempts": ("silver_events", "silver_messages"),  # which tell whose attempts they are
+}
 TRIES_MAX: Final = 5  # of a step whose table another writer keeps changing
 TABLES_AT_ONCE: Final = 4  # one is planned, one compiled, one committed while another one computes
 
@@ -267,11 +271,12 @@ class Pipeline:
         if name == "silver_events":
             self._fold_events(anew=anew)
         elif name == "silver_messages":
-            fold = Fold(silver.messages, silver.message_keys, silver.message_lots())
+            seen = Observation()
+            fold = Fold(partial(silver.messages, seen=seen), silver.message_keys, silver.message_lots(), seen)
             self._fold_messages(name, fold, anew=anew)
         elif name == "silver_attempts":
             fold = Fold(silver.attempts, silver.attempt_keys, silver.attempt_lots())
-            self._fold_messages(name, fold, anew=anew)
+            self._fold_messages(name, fold, anew=anew or self._are_names_old(name))
         elif name == "silver_spans":
             self._fold_spans(anew=anew)
         else:
@@ -291,10 +296,12 @@ class Pipeline:
             held.callback(suspects.unpersist)
             few = suspects.count() <= finding.BROADCAST_IDS_MAX
             fresh = silver.once(rows, silver.repeats(rows, known, suspects, few=few), few=few)
-            result = silver.events(fresh, redacting.redacted(self.level))
-            self.tables.swap(
-                "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn], base=base
-            )
+            seen = Observation()
+            unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
+            result = silver.events(fresh, redacting.redacted(self.level)).observe(seen, unnamed)
+            staged = self.tables.stage("silver_events", result, partition_by=silver.PARTITIONS)
+            txns = [news.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
+            self.tables.commit("silver_events", staged, removed, txns=txns, base=base)
 
     def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
         """Events of new files but for those that left silver before: old segments may be delivered again."""
@@ -325,12 +332,29 @@ class Pipeline:
         if news is None:
             return
         events = self.tables.read(self.spark, "silver_events", news.added)
-        touched, result = self.tables.files(name), fold.fold(events)
+        touched, before = self.tables.files(name), None
         if touched and not anew:
             ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
             touched = finding.holding(self.spark, self.tables, name, ids)
-            result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
-        self._settle(name, result, touched, fold.lots, news.txn, base)
+            before = self.tables.read(self.spark, name, touched) if touched else None
+        result, txns = fold.fold(events, before), [news.txn]
+        if name == "silver_attempts":
+            txns.append(Txn("silver_messages", self.tables.version("silver_messages")))
+            result = self._with_names(result, anew=anew)
+        self._settle(name, result, touched, fold.lots, txns, base, fold.seen)
+
+    def _are_names_old(self, name: str) -> bool:
+        """Whether a message got another type or organization after a table took these from it."""
+        known = self.tables.last_txn(name, "silver_messages")
+        return known < 0 or self.tables.last_txn("silver_messages", RENAMED) > known
+
+    def _with_names(self, attempts: DataFrame, *, anew: bool) -> DataFrame:
+        """Attempts with the type and the organization of their messages, where events do not tell these."""
+        if self.tables.last_txn("silver_events", UNNAMED) < 0:
+            return attempts
+        known = -1 if anew else self.tables.last_txn("silver_attempts", "silver_messages")
+        files, _ = self.tables.changed("silver_messages", known)  # of all messages with new events
+        return silver.named(attempts, self.tables.read(self.spark, "silver_messages", files))
 
     def _fold_spans(self, *, anew: bool) -> None:
         base = self.tables.version("silver_spans")
@@ -344,7 +368,7 @@ class Pipeline:
                 result = placing.anew()
             else:
                 touched, result = placing.among_others()
-            self._settle("silver_spans", result, touched, silver.span_lots(), news.txn, base)
+            self._settle("silver_spans", result, touched, silver.span_lots(), [news.txn], base)
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -373,18 +397,21 @@ class Pipeline:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
 
     def _settle(
-        self, name: str, rows: DataFrame, removed: list[DataFile], lots: Lots, txn: Txn, base: int
+        self,
+        name: str,
+        rows: DataFrame,
+        removed: list[DataFile],
+        lots: Lots,
+        txns: list[Txn],
+        base: int,
+        seen: Observation | None = None,
     ) -> None:
         """Rows that nothing more is expected of get files of their own, most of which then stay."""
-        self.tables.swap(
-            name,
-            rows.withColumn(silver.SETTLED, self._settled(lots)),
-            removed,
-            partition_by=silver.PARTITIONS,
-            split_by=silver.SETTLED,
-            txns=[txn],
-            base=base,
-        )
+        rows = rows.withColumn(silver.SETTLED, self._settled(lots))
+        staged = self.tables.stage(name, rows, partition_by=silver.PARTITIONS, split_by=silver.SETTLED)
+        if seen is not None and seen.get["renamed"]:
+            txns = [*txns, Txn(RENAMED, base + 1)]
+        self.tables.commit(name, staged, removed, txns=txns, base=base)
 
     def _settled(self, lots: Lots) -> Column:
         return silver.settled(self._newest_us(), lots, hourly=self._is_dense())
@@ -445,6 +472,8 @@ class Fold(NamedTuple):
     keys: Callable[[DataFrame], DataFrame]
     """Which rows events are about."""
     lots: Lots
+    seen: Observation | None = None
+    """Counts rows with other names than before."""
 
 
 # ---- rows and files ---------------------------------------------------------------------------------

@@ -17,19 +17,21 @@ from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline import finding, jobs
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.segments import HASH, sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
-from postroom.pipeline.tables import Tables, Txn
+from postroom.pipeline.tables import RENAMED, Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
 from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
-from tests.spark.plainrows import all_rows, rows_of
+from tests.spark.plainrows import Rows, all_rows, rows_of
 from tests.spark.quick import QUICK
+from tests.spark.realstore import Store
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
 FEWEST_TASKS = "spark.sql.files.minPartitionNum"
@@ -311,6 +313,41 @@ def test_after_a_compaction_nothing_is_computed_again(spark: SparkSession, tmp_p
     Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
     assert {name: tables.files(name) for name in tables.names()} == files
     assert all_rows(tables) == before
+
+
+COUNTED_BY_TYPE = ("gold_throughput", "gold_errors", "gold_crashes")
+
+
+def types_of(rows: Rows) -> set[str | None]:
+    return {json.loads(row)["type"] for row in rows}
+
+
+def test_events_of_a_store_are_counted_by_the_type_of_their_message(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A store tells it once, when a message is created. Here that comes before the rest, or behind it."""
+    told = [to_line(event) for event in Store().events()]
+    halves = [
+        [line.rstrip() for line in told[: len(told) // 2]],
+        [line.rstrip() for line in told[len(told) // 2 :]],
+    ]
+    gold = {name: GOLD[name] for name in COUNTED_BY_TYPE}
+    found: list[dict[str, Rows]] = []
+    for name, order in (("first", halves), ("last", halves[::-1])):
+        tables = Tables(tmp_path / name / "tables")
+        for number, lines in enumerate(order, 1):
+            write_segment(tmp_path / name / "events", number, lines)
+            Pipeline(spark, tables, gold=gold).run(tmp_path / name / "events")
+        found.append({each: rows_of(tables, each) for each in (*COUNTED_BY_TYPE, "silver_attempts")})
+        if name == "first":
+            assert tables.last_txn("silver_messages", RENAMED) == -1  # so nothing was made anew
+    assert found[0] == found[1]
+    assert types_of(found[0]["gold_throughput"]) == {"t", "decision"}
+    assert types_of(found[0]["silver_attempts"]) == {"t", "decision"}
+    assert types_of(found[0]["gold_errors"]) >= {"t"} - {None}
+    assert None not in types_of(found[0]["gold_errors"]) | {
+        json.loads(r)["first"]["type"] for r in found[0]["gold_crashes"]
+    }
 
 
 @pytest.mark.usefixtures("spark")

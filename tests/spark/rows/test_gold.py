@@ -1,8 +1,6 @@
 """Gold tables, all rows, against SQL of DuckDB that was written without a look at Spark's."""
 
-import random
 import re
-from contextlib import suppress
 from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -14,17 +12,15 @@ import pytest
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.contracts.tasks import DECISIONS, Tasks
-from postroom.core.events import of_store, to_line
-from postroom.errors import WrongState
+from postroom.core.events import to_line
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import gold, silver
 from postroom.pipeline.transforms.gold import GOLD
-from postroom.testing import ManualClock
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import in_order, oracle, stored
 from tests.spark.plainrows import plain
+from tests.spark.realstore import Store
 
 MACROS = """
 CREATE MACRO hour_of(us) AS CAST(us // 3600000000 * 3600000000 AS BIGINT);
@@ -285,56 +281,9 @@ def depth_rows(spark: SparkSession, made: list[dict[str, Any]]) -> list[Row]:
     return gold.depth(reduce(DataFrame.unionByName, flows)).orderBy("minute_us").collect()
 
 
-HOUR_S, STEP_S, STEPS = 3_600, 4 * 3_600, 18
-
-
-class Store:
-    """Tasks in a real store, across three midnights, and how many of each queue wait after each step."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.tasks = Tasks.open("memory://", clock=self.clock)
-        self.rng = random.Random(5)
-        self.ids: list[str] = []
-        self.counted: list[tuple[int, str, int]] = []
-        for _ in range(STEPS):
-            for _ in range(6):
-                self.act()
-            self.tasks.sweep()
-            for queue, states in self.tasks.store.count().items():
-                self.counted.append((self.clock.wall_us(), queue, states.get("QUEUED", 0)))
-            self.clock.advance(STEP_S)
-
-    def act(self) -> None:
-        delay_s = self.rng.choice([0, 0, 5 * HOUR_S, 30 * HOUR_S])
-        self.ids.append(self.tasks.enqueue(agent="a", payload={}, type="t", delay_s=delay_s, max_retries=1))
-        for verb in (self.tasks.cancel, self.tasks.retry):
-            with suppress(WrongState):
-                verb(self.rng.choice(self.ids))
-        for task in self.tasks.claim(agent="a", limit=2, lease_s=HOUR_S):
-            word = self.rng.choice([self.finish, self.fail, self.tasks.release, lambda *_: None])
-            word(task.task_id, task.lease)
-        for decision in self.tasks.claim(agent=DECISIONS, lease_s=HOUR_S):
-            if self.rng.random() < 0.5:
-                self.tasks.settle(decision)
-
-    def finish(self, task_id: str, lease: int) -> None:
-        self.tasks.complete(task_id, lease, {"x": 1})
-        self.tasks.open_decision(task_id)
-
-    def fail(self, task_id: str, lease: int) -> None:
-        self.tasks.fail(task_id, lease, "no", retry_in_s=5 * HOUR_S)
-
-    def told(self) -> list[dict[str, Any]]:
-        """What a shipper would write of it."""
-        events = self.tasks.store.events(0, 100_000)
-        lines = [to_line(of_store(event, "tasks:s", "tasks")) for event in events]
-        return [{**msgspec.json.decode(line), "detail": None} for line in lines]
-
-
 def test_depth_is_what_a_real_store_counted_on_every_day(spark: SparkSession) -> None:
     store = Store()
-    told = store.told()
+    told = [{**msgspec.json.decode(to_line(event)), "detail": None} for event in store.events()]
     priors = {(event["kind"], event.get("prior")) for event in told}
     for prior in ("QUEUED", "SCHEDULED", "RETRYING"):
         assert ("cancelled", prior) in priors

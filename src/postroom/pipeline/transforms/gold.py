@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import FLAMES, flames
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
-from postroom.pipeline.transforms.silver import HOUR_US, Lots, hour_us
+from postroom.pipeline.transforms.silver import HOUR_US, Lots, hour_us, named
 
 MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
@@ -44,6 +44,11 @@ def _born_us() -> Column:
 
 def _born_hour() -> Column:
     return hour_us(_born_us())
+
+
+def _named(events: DataFrame, messages: DataFrame | None) -> DataFrame:
+    """Events with the type and organization of their message. Without messages they have these already."""
+    return events if messages is None else named(events, messages)
 
 
 def _how_many(condition: Column) -> Column:
@@ -147,9 +152,9 @@ _KINDS: Final = {
 """Which column counts which events."""
 
 
-def throughput(events: DataFrame) -> DataFrame:
+def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization and type: how many events of each kind that matters."""
-    return _THROUGHPUT.added_up(_throughput_of(events))
+    return _THROUGHPUT.added_up(_throughput_of(_named(events, messages)))
 
 
 def _throughput_of(events: DataFrame) -> DataFrame:
@@ -169,9 +174,9 @@ def _throughput_of(events: DataFrame) -> DataFrame:
 _ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
 
 
-def errors(events: DataFrame) -> DataFrame:
+def errors(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
-    return _ERRORS.added_up(_errors_of(events))
+    return _ERRORS.added_up(_errors_of(_named(events, messages)))
 
 
 def _errors_of(events: DataFrame) -> DataFrame:
@@ -319,10 +324,11 @@ def _cost_of(events: DataFrame) -> DataFrame:
 # ---- poison --------------------------------------------------------------------------------------------
 
 
-def crashes(events: DataFrame) -> DataFrame:
+def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each message and day on which a worker that held it was lost, or it was put aside."""
     return (
-        events.where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
+        _named(events, messages)
+        .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
             _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
@@ -363,6 +369,8 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
     )
 
 
+_NAMED_EVENTS: Final = ("silver_events", "silver_messages")
+"""Events, and the messages whose type and organization they are counted by."""
 _DAY: Final = ("day",)
 _LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
 _SLA: Final = Sums(
@@ -420,13 +428,13 @@ FORM: Final = 4
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
-    "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, _THROUGHPUT),
-    "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
+    "gold_throughput": GoldTable(throughput, _NAMED_EVENTS, _DAY, _THROUGHPUT),
+    "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
     "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
     "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
-    "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),
+    "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),

@@ -17,8 +17,10 @@ from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.transforms.joining import sent
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, Observation
 
+_NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
+"""Fields by which rows are found, counted or grouped."""
 PARTITIONS: Final = ("day",)
 SETTLED: Final = "settled"
 MICROS_PER_S: Final = 1_000_000
@@ -82,6 +84,22 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
     return events.join(said, again, "left_anti")
 
 
+def lacks_names() -> "Column":
+    """Whether an event does not tell the type or the organization of its message: stores tell it once."""
+    return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
+
+
+def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
+    """Events or attempts with the type and the organization of their message, where they tell none."""
+    names = messages.select(
+        "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
+    )
+    silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
+    filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
+    told = rows.where(~lacks_names())
+    return told.unionByName(silent.withColumns(filled).drop("message_type", "message_org_id"))
+
+
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
     """Grain: event_id. The wire's columns, redacted where `redaction` has one, and `day`, that of `ts_us`.
 
@@ -95,8 +113,13 @@ def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
 
 
 def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
-    kept = [redaction.get(name, F.col(name)).alias(name) for name in EVENTS.names]
+    kept = [redaction.get(name, _told_text(name)).alias(name) for name in EVENTS.names]
     return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
+
+
+def _told_text(name: str) -> "Column":
+    """A field. An id or a name that is empty is none: the wire leaves it out."""
+    return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
 
 
 # ---- silver_messages -------------------------------------------------------------------------------------
@@ -153,17 +176,31 @@ _SMALLEST: Final = (
 _LARGEST: Final = ("replayed_us", "last_us", "attempts", "end_code")
 
 
-def messages(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFrame":
-    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`."""
+def messages(
+    events: "DataFrame", before: "DataFrame | None" = None, seen: "Observation | None" = None
+) -> "DataFrame":
+    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`.
+
+    `seen` counts as `renamed` the rows that have another type or organization than before.
+    """
     states = _event_states(events)
     if before is not None:
         states = states.unionByName(_message_states(before))
     folded = states.groupBy("message_id").agg(
         F.min("told").alias("told"),
+        F.max("names").alias("names"),
         *[F.min(name).alias(name) for name in _SMALLEST],
         *[F.max(name).alias(name) for name in _LARGEST],
     )
-    return _message_rows(folded)
+    flat = folded.select("message_id", "told.*", "names", *_SMALLEST, *_LARGEST)
+    if seen is not None:
+        flat = flat.observe(seen, F.count_if(F.col("names") != _names()).alias("renamed"))
+    return _message_rows(flat)
+
+
+def _names() -> "Column":
+    """The type and the organization of a message, as one number."""
+    return F.xxhash64("type", "org_id", F.col("type").isNull())
 
 
 def message_keys(events: "DataFrame") -> "DataFrame":
@@ -176,6 +213,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
     return events.where(F.col("message_id").isNotNull()).select(
         "message_id",
         _told(F.when(kind == "created", 0).otherwise(1), ts_us).alias("told"),
+        F.lit(None).cast("bigint").alias("names"),
         F.when(kind == "created", ts_us).alias("created_us"),
         F.when(kind == "enqueued", ts_us).alias("enqueued_us"),
         F.when(kind == "dequeued", ts_us).alias("first_dequeued_us"),
@@ -192,7 +230,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
 def _message_states(rows: "DataFrame") -> "DataFrame":
     rank = F.when(F.col("created_us").isNotNull(), 0).otherwise(1)
     told = _told(rank, F.coalesce("created_us", "first_us"))
-    return rows.select("message_id", told.alias("told"), *_SMALLEST, *_LARGEST)
+    return rows.select("message_id", told.alias("told"), _names().alias("names"), *_SMALLEST, *_LARGEST)
 
 
 def _told(rank: "Column", ts_us: "Column") -> "Column":
@@ -231,8 +269,7 @@ def _meaning(codes: Sequence[str]) -> "Column":
     return meaning
 
 
-def _message_rows(folded: "DataFrame") -> "DataFrame":
-    flat = folded.select("message_id", "told.*", *_SMALLEST, *_LARGEST)
+def _message_rows(flat: "DataFrame") -> "DataFrame":
     # A replay begins a new life: what ended before is open again.
     over = F.col("end_code").isNotNull() & ~F.coalesce(F.col("replayed_us") > end_us(), F.lit(False))  # noqa: FBT003 - SQL's
     ended = flat.withColumns(
