@@ -40,7 +40,7 @@ from postroom.pipeline.segments import (
     turn_of,
 )
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
+from postroom.pipeline.tables import REMADE, RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
@@ -268,6 +268,7 @@ class Pipeline:
         self._bring_up_one(name, anew=anew)
 
     def _bring_up_one(self, name: str, *, anew: bool) -> None:
+        anew = anew or self._is_remade(name)
         if name == "silver_events":
             self._fold_events(anew=anew)
         elif name == "silver_messages":
@@ -282,7 +283,15 @@ class Pipeline:
         else:
             self._derive(name, self._gold[name], anew=anew)
 
-    def _fold_events(self, *, anew: bool) -> None:
+    def _is_remade(self, name: str) -> bool:
+        """Whether rows were withdrawn from what a table is made of, since it has seen that."""
+        sources = self._gold[name].inputs if name in self._gold else (SOURCES[name],)
+        return any(
+            self.tables.last_txn(source, REMADE) > self.tables.last_txn(name, source) >= 0
+            for source in sources
+        )
+
+    def _fold_events(self, *, anew: bool, remade: bool = False) -> None:
         base = self.tables.version("silver_events")
         news = self._news("silver_events", anew=anew)
         if news is None:
@@ -291,17 +300,37 @@ class Pipeline:
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
         rows = self._without_departed(bronze.widened(read), news.added)
         known = self._known_events(rows, news.added, anew=anew)
-        suspects = silver.suspects(rows, known).persist()
+        redaction = redacting.redacted(self.level)
         with ExitStack() as held:
-            held.callback(suspects.unpersist)
-            few = suspects.count() <= finding.BROADCAST_IDS_MAX
-            fresh = silver.once(rows, silver.repeats(rows, known, suspects, few=few), few=few)
+            repeated, few = self._repeats(rows, known, redaction, held)
+            if repeated is not None and not repeated.where("is_beaten").isEmpty():
+                self._tell("silver_events: two events have one number, and the later one counts")
+                self._fold_events(anew=True, remade=True)
+                return
+            fresh = rows if repeated is None else silver.once(rows, repeated, few=few)
             seen = Observation()
             unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
-            result = silver.events(fresh, redacting.redacted(self.level)).observe(seen, unnamed)
+            result = silver.events(fresh, redaction).observe(seen, unnamed)
             staged = self.tables.stage("silver_events", result, partition_by=silver.PARTITIONS)
             txns = [news.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
+            txns += [Txn(REMADE, base + 1)] if remade else []
             self.tables.commit("silver_events", staged, removed, txns=txns, base=base)
+
+    def _repeats(
+        self, rows: DataFrame, known: DataFrame, redaction: Mapping[str, Column], held: ExitStack
+    ) -> tuple[DataFrame | None, bool]:
+        """Which events come more than once, and whether they are few; None when there are none."""
+        suspects = silver.suspects(rows, known).persist()
+        held.callback(suspects.unpersist)
+        n = suspects.count()
+        if not n:
+            return None, True
+        few = n <= finding.BROADCAST_IDS_MAX
+        new = silver.ranked(rows, suspects, redaction, few=few)
+        old = silver.ranked(known, suspects, {}, few=few)
+        repeated = silver.repeats(new, old).persist()
+        held.callback(repeated.unpersist)
+        return repeated, few
 
     def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
         """Events of new files but for those that left silver before: old segments may be delivered again."""
@@ -317,14 +346,14 @@ class Pipeline:
         return rows.join(left, ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
-        """The ids of events that are known and may come again: those of the same time."""
+        """The events that are known and may come again: those of the same time."""
         old = [] if anew else self.tables.files("silver_events")
         near = [file for file in old if any(finding.overlap(file, other, "ts_us") for other in added)]
         if not near:
-            return rows.limit(0).select("event_id")
-        known = self.tables.read(self.spark, "silver_events", near)
+            return rows.limit(0)
+        known = bronze.widened(self.tables.read(self.spark, "silver_events", near))
         whole = finding.extent(added, "ts_us")
-        return (known if whole is None else known.where(F.col("ts_us").between(*whole))).select("event_id")
+        return known if whole is None else known.where(F.col("ts_us").between(*whole))
 
     def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
         base = self.tables.version(name)
@@ -341,6 +370,8 @@ class Pipeline:
         if name == "silver_attempts":
             txns.append(Txn("silver_messages", self.tables.version("silver_messages")))
             result = self._with_names(result, anew=anew)
+        if self._is_remade(name):
+            txns.append(Txn(REMADE, base + 1))
         self._settle(name, result, touched, fold.lots, txns, base, fold.seen)
 
     def _are_names_old(self, name: str) -> bool:

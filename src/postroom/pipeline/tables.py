@@ -76,6 +76,8 @@ COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
 UPKEEP: Final = "retain ended at"
 """The application that signs commits by which rows leave a table. Tables that are made of it keep theirs."""
+REMADE: Final = "remade"
+"""Of a silver table: the last version in which rows were withdrawn. What is made of it is made anew."""
 UNNAMED: Final = "unnamed"
 """Of `silver_events`: the last version to which events came that do not tell type and organization."""
 RENAMED: Final = "renamed"

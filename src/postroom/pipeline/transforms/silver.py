@@ -41,24 +41,41 @@ def hour_us(micros: "Column") -> "Column":
     return micros - F.pmod(micros, F.lit(HOUR_US))
 
 
-def repeats(
-    events: "DataFrame", known: "DataFrame", suspected: "DataFrame", *, few: bool = True
-) -> "DataFrame":
+def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
     """Grain: an event_id that more than one row has. `kept` is the row that counts, NULL when it is known.
 
-    `events` have event_id, ts_us and `row`, a number of the row; `known` has the event_ids of earlier runs.
-    Of two events under one number the earlier one counts. Whether there are `few`, the suspects tell.
+    Of two events under one number the earlier one counts; of two of one time, the one of lower `rank`. Both
+    sides are `ranked`; `known` are events of earlier runs. `is_beaten` says that one of these does not count.
     """
-    new = events.select("event_id", F.struct("ts_us", "row").alias("place"))
-    place = F.struct(F.lit(-1).cast("long").alias("ts_us"), F.lit(None).cast("long").alias("row"))
-    old = known.select("event_id", place.alias("place"))
+    new = events.select("event_id", F.struct("ts_us", "rank", "row").alias("place"))
+    no_row = F.lit(None).cast("long").alias("row")  # before all others that are the same
+    old = known.select("event_id", F.struct("ts_us", "rank", no_row).alias("place"))
     grouped = (
         new.unionByName(old)
-        .join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
         .groupBy("event_id")
-        .agg(F.min("place").alias("kept"), F.count(F.lit(1)).alias("rows"))
+        .agg(
+            F.min("place").alias("kept"),
+            F.count(F.lit(1)).alias("rows"),
+            F.count_if(F.col("place.row").isNull()).alias("known"),
+        )
     )
-    return grouped.where("rows > 1").select("event_id", F.col("kept.row").alias("kept"))
+    is_beaten = (F.col("known") > 0) & F.col("kept.row").isNotNull()
+    return grouped.where("rows > 1").select(
+        "event_id", F.col("kept.row").alias("kept"), is_beaten.alias("is_beaten")
+    )
+
+
+def ranked(
+    rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
+) -> "DataFrame":
+    """Rows that may be repeats, with a `rank` that follows from what they say once they are redacted."""
+    some = rows.join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
+    return some.withColumn("rank", rank(redaction))
+
+
+def rank(redaction: "Mapping[str, Column]") -> "Column":
+    """A number of what an event says. It decides between two events of one number and one time."""
+    return F.xxhash64(*[redaction.get(name, _told_text(name)) for name in EVENTS.names])
 
 
 def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
@@ -79,7 +96,7 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
 
     The wide rows stay where they are, unless so many were repeated that they are not `few`.
     """
-    said = sent(repeated.withColumnRenamed("event_id", "said"), few=few)
+    said = sent(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
     again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
     return events.join(said, again, "left_anti")
 
