@@ -72,7 +72,8 @@ class Deriving:
 
     def anew(self) -> Derived:
         """All rows, but for those of closed days that the table has already."""
-        sources = self._table.inputs if self._unnamed_since(-1) else self._table.inputs[:1]
+        are_named = self._takes_names and not self._unnamed_since(-1)
+        sources = self._table.inputs[:1] if are_named else self._table.inputs
         inputs = [self._read(source, self._tables.files(source)) for source in sources]
         rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
         if not self._closed_day or not replaced:
@@ -112,7 +113,7 @@ class Deriving:
 
     def _unnamed_since(self, version: int) -> bool:
         """Whether events came after a version that do not tell the type and organization of their message."""
-        return not self._takes_names or self._tables.last_txn(EVENTS, UNNAMED) > version
+        return self._takes_names and self._tables.last_txn(EVENTS, UNNAMED) > version
 
     @property
     def _takes_names(self) -> bool:

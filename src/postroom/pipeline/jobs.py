@@ -45,6 +45,7 @@ from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
 from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
 from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.joining import sent
 from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
@@ -343,7 +344,8 @@ class Pipeline:
         if self.tables.exists("silver_events"):  # a pass that was killed has noted what is still there
             there = self.tables.read(self.spark, "silver_events").where(F.col("ts_us") <= newest_us)
             left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
-        return rows.join(left, ["source", "seq"], "left_anti")
+        few = rows_of(added) <= finding.BROADCAST_IDS_MAX
+        return rows.join(sent(left, few=few), ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
         """The events that are known and may come again: those of the same time."""

@@ -171,9 +171,11 @@ def test_every_row_is_what_the_oracle_says(tables_of: TablesOf, name: str) -> No
     assert said
 
 
-def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table() -> None:
+def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table_or_of_named_events() -> None:
     following = [table for table in GOLD.values() if table.change is not None]
-    assert {(table.partition_by, len(table.inputs)) for table in following} == {(("day",), 1)}
+    assert {table.partition_by for table in following} == {("day",)}
+    several = {table.inputs for table in following if len(table.inputs) > 1}
+    assert several == {("silver_events", "silver_messages")}
 
 
 def test_percentiles_do_not_depend_on_how_rows_are_spread(spark: SparkSession, tables_of: TablesOf) -> None:
@@ -251,19 +253,9 @@ def test_who_waits_overnight_is_counted_once(spark: SparkSession) -> None:
         (FIRST_US + day * DAY_US + n, n, message_id, kind, state, lease, us)
         for n, (message_id, day, kind, state, lease, us) in enumerate(OVERNIGHT)
     ]
-    columns = [
-        "ts_us",
-        "source",
-        "seq",
-        "message_id",
-        "kind",
-        "state",
-        "lease",
-        "duration_us",
-        "org_id",
-        "queue",
-    ]
-    made = [{**dict(zip(columns, row, strict=True)), "contract": "engine"} for row in facts]
+    columns = ("ts_us", "seq", "message_id", "kind", "state", "lease", "duration_us")
+    shared = {"source": "s", "contract": "engine", "org_id": "o", "queue": "q"}
+    made = [{**shared, **dict(zip(columns, row, strict=True))} for row in facts]
     assert depths(spark, made) == [(5, 2, 3), (1, 3, 1)]
 
 
