@@ -243,6 +243,7 @@ AUDIT_FIELD_MEANINGS = {
     "service": "the service that a breaker or a budget is about",
     "lease": "the token of the lease that it is about",
     "detail": "further facts of one kind of event",
+    "prior": "the state before, of an end or a replay",
 }
 
 FIELD_MEANINGS = {
@@ -263,6 +264,7 @@ FIELD_MEANINGS = {
     "parent_message_id": "what it comes from; in `created` only",
     "body_bytes": "the length of its payload; in `created` only",
     "detail": "facts of one kind of event: `key`, `from`, `delay_s`, `decision`, `records`",
+    "prior": "the state before, of an end or a replay",
 }
 
 

@@ -236,6 +236,14 @@ class MailUnavailable(Unavailable):
     """A mail server cannot be reached, does not answer, or is full."""
 
 
+class TableChanged(Unavailable):
+    """Another writer has committed to a table since it was read. Nothing was committed."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        super().__init__(f"another writer changed table {table} after it was read, so nothing was committed")
+
+
 class StoreDamaged(Unavailable):
     """The database cannot be read as what we wrote."""
 

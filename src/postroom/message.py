@@ -192,6 +192,8 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     parent_message_id: str = ""
     body_bytes: int = 0
     detail: dict[str, Any] = {}
+    prior: State | None = None
+    """The state before, of kinds that can follow several: an end, and a replay."""
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

@@ -20,14 +20,14 @@ FIELDS = {
     "duration_us": "BIGINT", "error_type": "VARCHAR", "error": "VARCHAR", "model": "VARCHAR",
     "tokens_in": "BIGINT", "tokens_out": "BIGINT", "cost_usd": "DECIMAL(18,9)", "body_bytes": "BIGINT",
     "payload": "VARCHAR", "sender": "VARCHAR", "recipient": "VARCHAR", "service": "VARCHAR",
-    "lease": "BIGINT", "detail": "VARCHAR",
+    "lease": "BIGINT", "prior": "VARCHAR", "detail": "VARCHAR",
 }  # fmt: skip
 
 DAY = "CAST(make_timestamp({}) AS DATE)"
 
 LINES = """
 CREATE TABLE lines AS
-SELECT {fields}, parse_filename(filename) AS segment,
+SELECT {fields}, CAST(NULL AS VARCHAR) AS rescued, parse_filename(filename) AS segment,
        CAST(regexp_extract(filename, 'date=([0-9-]+)', 1) AS DATE) AS date
 FROM read_json('{folder}/date=*/hour=*/*.jsonl', format = 'newline_delimited', columns = {columns},
                filename = true, hive_partitioning = false)
@@ -35,7 +35,7 @@ FROM read_json('{folder}/date=*/hour=*/*.jsonl', format = 'newline_delimited', c
 
 EVENTS = f"""
 CREATE TABLE events AS
-SELECT DISTINCT ON (event_id) * EXCLUDE (segment, date), {DAY.format("ts_us")} AS day
+SELECT DISTINCT ON (event_id) * EXCLUDE (rescued, segment, date), {DAY.format("ts_us")} AS day
 FROM lines ORDER BY event_id, ts_us
 """
 

@@ -64,12 +64,17 @@ CUT_OFF = b'{"event_id":"s#2","seq":2,'
 TOO_SHORT = b'{"event_id":"s#4","seq":4}'
 WORDS_FOR_NUMBERS = line(event_id="s#3", seq="three")
 NO_UTF8 = line(event_id="s#8", seq=8, queue="q").replace(b'"q"', b'"\xff"')
+NANOSECONDS = line(event_id="s#9", seq=9, ts_us=1_736_036_114_835_940_000)
+BEFORE_1970 = line(event_id="s#10", seq=10, ts_us=-1)
+NEWER_SCHEMA = line(event_id="s#11", seq=11, schema=99)
+TOO_EXACT = line(event_id="s#12", seq=12, cost_usd=0).replace(b'"cost_usd": 0', b'"cost_usd": 0.1234567891')
 BAD_LINES = [CUT_OFF, b"", b"{}", b"[1]", WORDS_FOR_NUMBERS, TOO_SHORT, b"\xff\xfe", NO_UTF8]
+BAD_LINES += [NANOSECONDS, BEFORE_1970, NEWER_SCHEMA, TOO_EXACT]
 EVENTS = [
     line(cost_usd=0.123456789, detail={"a": [1, 2.50]}),
-    # An earlier version of us, which had fewer fields, and a later one, which has more.
+    # An earlier version, which had fewer fields, and a later one, which has more.
     b'{"event_id":"s#5","seq":5,"ts_us":6,"kind":"created","contract":"bus","source":"s"}',
-    line(event_id="s#6", seq=6, schema=2, mood="calm", detail={"deep": {"er": None}}),
+    line(event_id="s#6", seq=6, mood="calm", moods=[1, {"a": None}], detail={"deep": {"er": None}}),
 ]
 TALKATIVE = [
     happened("talk", 1, "t1", payload='{"to":"ada@example.com"}', error="password=hunter2!"),

@@ -596,6 +596,12 @@ DAYS = click.IntRange(1, 36_500)
     metavar="N",
     help="Dead letters and quarantined messages stay at least so long.",
 )
+@click.option(
+    "--gold-days",
+    type=DAYS,
+    metavar="N",
+    help="Days of gold tables leave after so long.  [default: never]",
+)
 @path_option("--hold", metavar="FILE", text="What stays whatever its age: lines of `org ID` or `goal ID`.")
 @click.option("--archive", metavar="PATH", help="Write what leaves to this Hadoop path first.")
 @click.option("--dry-run", is_flag=True, help="Only count.")
@@ -609,6 +615,7 @@ def retain(
     keep_days: int,
     org_days: Path | None,
     failures_days: int | None,
+    gold_days: int | None,
     hold: Path | None,
     archive: str | None,
     dry_run: bool,
@@ -617,8 +624,8 @@ def retain(
     """Let messages leave the tables that ended or last moved longer ago than they are kept.
 
     A message leaves as a whole, with its events. Rows are counted before any is deleted, and with --archive
-    read back from there. Gold tables follow with the next run. Files stay on the disk for a week, and then
-    until the next `retain`, or `tables --vacuum`; those of gold until `tables --vacuum`.
+    read back from there. Gold tables keep what they counted, for --gold-days. Files stay on the disk for a
+    week, and then until the next `retain`, or `tables --vacuum`; those of gold until `tables --vacuum`.
 
     \b
     Example:
@@ -640,6 +647,7 @@ def retain(
         keep_days=keep_days,
         org_days={} if org_days is None else read_org_days(org_days),
         failures_days=failures_days or 0,
+        gold_days=gold_days or 0,
         held_orgs=orgs,
         held_goals=goals,
     )

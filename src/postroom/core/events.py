@@ -7,7 +7,7 @@ that breaks this gets a new `schema`.
 """
 
 from decimal import Decimal
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,7 @@ from postroom.core.jsoninput import TOO_DEEP, guarded, is_deep
 from postroom.message import Event, EventKind, State
 
 SCHEMA = 1
+TS_US_MAX: Final = (1 << 53) - 1  # in the year 2255; a JSON number above it is not exact in every reader
 
 Contract: TypeAlias = Literal["bus", "queue", "mail", "tasks", "engine", "audit"]
 """Who tells it; "audit" is the stream itself, about its own doings."""
@@ -132,6 +133,8 @@ class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_o
     recipient: str = ""
     service: str = ""
     lease: int = 0
+    prior: State | None = None
+    """The state before, of kinds that can follow several: an end, and a replay."""
     detail: dict[str, Any] = {}
     """Facts of one kind of event."""
 
@@ -199,4 +202,5 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
         payload=payload,
         lease=event.lease,
         detail=event.detail,
+        prior=event.prior,
     )

@@ -322,7 +322,7 @@ def settle(record: Record, moment: Moment) -> Step:
     """The result was acted on."""
     kind = _arrow("settle", record, "DONE")
     after = replace(record, state="DONE")
-    return Step(after, (_event(kind, after, moment),))
+    return Step(after, (_event(kind, after, moment, prior=record.state),))
 
 
 # ---- other ends, and the way back ------------------------------------------------------------------
@@ -348,7 +348,7 @@ def _ended(record: Record, moment: Moment, verb: str, target: State, **facts: An
     after = replace(record, state=target, lease=0, lease_until=0, due=0, ended_us=moment.wall_us)
     if record.state == "PROCESSING":
         facts |= {"lease": record.lease, "worker_id": record.worker_id}
-    return Step(after, (_event(kind, after, moment, **facts),))
+    return Step(after, (_event(kind, after, moment, prior=record.state, **facts),))
 
 
 def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
@@ -365,7 +365,8 @@ def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
         expires=0,
         ended_us=0,
     )
-    return Step(after, (_event(kind, after, moment), _event("enqueued", after, moment, 1)))
+    replayed = _event(kind, after, moment, prior=record.state)
+    return Step(after, (replayed, _event("enqueued", after, moment, 1)))
 
 
 # ---- what happened ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The numbers of what `retain` let leave: whoever looks for numbers that are missing need not miss these.
+"""The numbers of what `retain` let leave: `check` does not miss them, and what left does not come back.
 
 Rule 1: a row is a run of numbers of one source, without anything that was said under them. Runs that touch
         become one, so the table grows with what stays between them, and not with what has left.
@@ -9,11 +9,14 @@ Rule 3: a message that may be told of again is named too, by a number of 64 bits
 
 from typing import Final
 
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from postroom.core.lives import LEASED
+from postroom.pipeline.tables import Tables
 
 TABLE: Final = "silver_departed"
 BLOCK: Final = 1 << 20  # numbers of a source that are looked at in one place; runs on disk end with theirs
@@ -39,6 +42,30 @@ def numbers_of(events: DataFrame) -> DataFrame:
         F.col("ts_us").alias("newest_us"),
         F.lit(None).cast("bigint").alias("message"),
     )
+
+
+def newest_us(tables: Tables) -> int:
+    """The time of the newest event that left; -1 when none did."""
+    folder = tables.folder / TABLE
+    read = [pq.read_table(folder / file.path, columns=["newest_us"]) for file in tables.files(TABLE)]
+    return max((pc.max(rows.column("newest_us")).as_py() for rows in read if rows.num_rows), default=-1)
+
+
+def among(events: DataFrame, runs: DataFrame) -> DataFrame:
+    """Grain: source and seq of events whose number has left.
+
+    Numbers and runs are sorted together, within blocks: a number has left if a run before it reaches it.
+    """
+    nothing = F.lit(None).cast("bigint")
+    asked = events.select("source", "seq", nothing.alias("reaches")).distinct()
+    left = runs.where("message IS NULL").select(
+        "source", F.col("first_seq").alias("seq"), F.col("last_seq").alias("reaches")
+    )
+    both = asked.unionByName(left).withColumn("block", F.floor(F.col("seq") / F.lit(BLOCK)))
+    in_order = Window.partitionBy("source", "block").orderBy("seq", F.col("reaches").desc_nulls_last())
+    reached = F.max("reaches").over(in_order.rowsBetween(Window.unboundedPreceding, 0))
+    found = both.withColumn("reached", reached).where("reaches IS NULL AND reached >= seq")
+    return found.select("source", "seq")
 
 
 def departing(events: DataFrame) -> DataFrame:

@@ -5,24 +5,39 @@ Rule 2: what cannot be added up is made anew for the hours that changed, from al
 Rule 3: what counts on from day to day is made anew from the first day that changed.
 Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
         hours are too many, the days that changed are made anew. All give the same rows.
+Rule 5: events of stores tell the type and organization of their message once, when it is created. Tables that
+        count by these take them from `silver_messages`, and are made anew if a known message gets others.
+Rule 6: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
+        in them is made anew, because silver no longer has all of it. Sums are still added to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import finding
-from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline import departed, finding
+from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
+from postroom.pipeline.transforms.bronze import widened
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
 from postroom.pipeline.transforms.joining import sent
-from postroom.pipeline.transforms.silver import HOUR_US, hour_us
+from postroom.pipeline.transforms.silver import HOUR_US, MICROS_PER_S, day_of, hour_us, named
 
 HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
+NAMES_BROADCAST_MAX: Final = (
+    500_000  # messages whose names are sent to every executor; of more they are shuffled
+)
+EVENTS: Final = "silver_events"
+MESSAGES: Final = "silver_messages"
+SILVER_INPUTS: Final = (EVENTS, MESSAGES, "silver_spans")
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
+Versions = Mapping[str, int]
+"""A version of each input."""
 Each = Callable[[DataFrame], DataFrame]
 """What rows of an input add."""
 
@@ -52,19 +67,67 @@ class Deriving:
         self._tables = tables
         self._name = name
         self._table = table
+        self._messages: list[DataFile] = []
+        """Of the messages of events that lack names."""
 
     def anew(self) -> Derived:
-        inputs = [self._tables.read(self._spark, source) for source in self._table.inputs]
-        return self._table.build(*inputs), self._tables.files(self._name)
+        """All rows, but for those of closed days that the table has already."""
+        are_named = self._takes_names and not self._unnamed_since(-1)
+        sources = self._table.inputs[:1] if are_named else self._table.inputs
+        inputs = [self._read(source, self._tables.files(source)) for source in sources]
+        rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
+        if not self._closed_day or not replaced:
+            return rows, replaced
+        return rows.where(F.col("day") > self._closed_day), [file for file in replaced if self._is_open(file)]
 
-    def since(self, version: int, held: ExitStack) -> Derived | None:
-        """What to write to follow the only input from a version on; None when that has not changed."""
-        [source] = self._table.inputs
-        change = Change(source, *self._tables.changed(source, version))
-        if not change.days:
+    @cached_property
+    def _closed_day(self) -> str:
+        """The last day of which silver may have lost something; empty when there is none."""
+        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER_INPUTS:
+            return ""
+        newest_us = departed.newest_us(self._tables)
+        return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"
+
+    def _is_open(self, file: DataFile) -> bool:
+        return _day(file) > self._closed_day
+
+    def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
+        """What to write to follow the inputs from some versions to others; None when no row has changed."""
+        changes = [
+            Change(source, *self._tables.changed(source, known[source], until[source]))
+            for source in self._table.inputs
+        ]
+        if not any(change.added or change.removed for change in changes):
             return None
-        way = self._table.change
-        is_there = all(self._tables.lies(source, file) for file in change.removed)
+        if self._table.change is None or self._are_names_old(known):
+            return self.anew()
+        if self._unnamed_since(known[self._table.inputs[0]]):
+            self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
+        return self._followed(changes[0], self._table.change, held) if changes[0].days else None
+
+    # ---- the names of messages -----------------------------------------------------------------------
+
+    def _are_names_old(self, known: Versions) -> bool:
+        """Whether a message whose events were counted has got another type or organization since."""
+        return self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
+
+    def _unnamed_since(self, version: int) -> bool:
+        """Whether events came after a version that do not tell the type and organization of their message."""
+        return self._takes_names and self._tables.last_txn(EVENTS, UNNAMED) > version
+
+    @property
+    def _takes_names(self) -> bool:
+        return self._table.inputs == (EVENTS, MESSAGES)
+
+    def _named(self, rows: DataFrame) -> DataFrame:
+        """Rows of the input, with the names of their messages where they lack them."""
+        if not self._takes_names or not self._messages:
+            return rows
+        messages = self._read(MESSAGES, self._messages)
+        return named(rows, messages, few=rows_of(self._messages) <= NAMES_BROADCAST_MAX)
+
+    def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
+        is_there = all(self._tables.lies(change.source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
             each = way.each or self._table.build
             if way.scattered:
@@ -77,8 +140,9 @@ class Deriving:
         return self._days(change)
 
     def _days(self, change: Change) -> Derived:
-        rows = self._read(change.source, self._of(change.source, change.days))
-        return self._table.build(rows), self._of(self._name, change.days)
+        days = {day for day in change.days if (day or "") > self._closed_day}
+        rows = self._named(self._read(change.source, self._of(change.source, days)))
+        return self._table.build(rows), self._of(self._name, days)
 
     def _counted_on(self, change: Change, way: Running) -> Derived:
         """The first day that changed, and all after it."""
@@ -93,9 +157,9 @@ class Deriving:
     # ---- sums ----------------------------------------------------------------------------------------
 
     def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
-        came, went = self._read(change.source, change.added), None
+        came, went = self._named(self._read(change.source, change.added)), None
         if change.removed:
-            went = self._read(change.source, change.removed)
+            went = self._named(self._read(change.source, change.removed))
         if way.whole:
             moved = came if went is None else came.unionByName(went)
             others = self._others(change, moved, way.whole).persist()
@@ -142,7 +206,10 @@ class Deriving:
 
     def _hours(self, change: Change, way: Hours) -> Derived | None:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        hours = [row["hour_us"] for row in _differing(came, went, way).limit(HOURS_MAX + 1).collect()]
+        differing = _differing(came, went, way)
+        if self._closed_day:
+            differing = differing.where(day_of(F.col("hour_us")) > self._closed_day)
+        hours = [row["hour_us"] for row in differing.limit(HOURS_MAX + 1).collect()]
         if not hours:
             return None
         if len(hours) > HOURS_MAX:
@@ -157,7 +224,8 @@ class Deriving:
     # ---- files ---------------------------------------------------------------------------------------
 
     def _read(self, name: str, files: list[DataFile]) -> DataFrame:
-        return self._tables.read(self._spark, name, files)
+        rows = self._tables.read(self._spark, name, files)
+        return widened(rows) if name == EVENTS else rows
 
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]

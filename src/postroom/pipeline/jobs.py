@@ -4,11 +4,14 @@ Rule 1: how far a table has come with its source stands in the table's own commi
         transaction. A job that was killed anywhere is simply run again.
 Rule 2: a fold reads the events that are new and the rows of the messages that they are about. Rows that did
         not change stay in their files.
-Rule 3: nothing of a run is kept in memory between two tables, so every step can be the first one.
+Rule 3: a step is computed from one version of its table, and is done again if another writer has committed
+        to that table meanwhile.
+Rule 4: nothing of a run is kept in memory between two tables, so every step can be the first one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from math import ceil
 from pathlib import Path
 from threading import Lock
@@ -16,26 +19,37 @@ from typing import Final, NamedTuple
 
 import msgspec
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
-from postroom.errors import Unavailable
-from postroom.pipeline import asking, finding, redacting
+from postroom.errors import TableChanged, Unavailable
+from postroom.pipeline import asking, departed, finding, redacting
 from postroom.pipeline.deriving import Derived, Deriving
 from postroom.pipeline.ordering import Needs, in_turn
 from postroom.pipeline.placing import Placing
-from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, last_taken, turn_of
+from postroom.pipeline.segments import (
+    Gap,
+    Segment,
+    Turn,
+    batches,
+    ingest_id,
+    is_noted,
+    last_taken,
+    notes,
+    turn_of,
+)
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.tables import DataFile, Staged, Tables, Txn, rows_of
+from postroom.pipeline.tables import REMADE, RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
 from postroom.pipeline.taking import take
 from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.gold import FORM, GOLD
+from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
 from postroom.pipeline.transforms.goldtable import GoldTable
+from postroom.pipeline.transforms.joining import sent
 from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
-FORM_ID: Final = "form"  # under which a gold table remembers which one it has
+REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
 SOURCES: Final = {
     "silver_events": "bronze_events",
@@ -44,7 +58,11 @@ SOURCES: Final = {
     "silver_attempts": "silver_events",
 }
 """What each silver table is made of."""
-SILVER: Final[Needs] = {name: (source,) for name, source in SOURCES.items()}
+SILVER: Final[Needs] = {
+    **{name: (source,) for name, source in SOURCES.items()},
+    "silver_attempts": ("silver_events", "silver_messages"),  # which tell whose attempts they are
+}
+TRIES_MAX: Final = 5  # of a step whose table another writer keeps changing
 TABLES_AT_ONCE: Final = 4  # one is planned, one compiled, one committed while another one computes
 
 Progress = Callable[[str], None]
@@ -211,25 +229,21 @@ class Pipeline:
         """The rejects first: whoever is interrupted reads the segments again, and knows their rejects."""
         taken = take(self.spark, self.tables, folder, batch)
         self._reject(folder, batch, taken.marks, app_id)
-        self.tables.commit("bronze_events", taken.staged, txns=[Txn(app_id, batch[-1].number)])
+        self.tables.commit("bronze_events", taken.staged, txns=notes(app_id, batch[-1]))
         self._lines += taken.lines
         self._rejects += taken.lines - taken.staged.rows
 
     def _reject(self, folder: str, batch: list[Segment], marks: int | None, app_id: str) -> None:
         """Keep the bad lines of a batch. The table is there also when there are none."""
-        known = self.tables.last_txn("bronze_rejects", app_id)
+        known = [segment.number for segment in batch if is_noted(self.tables, REJECTS, app_id, segment)]
         bad = [segment for segment in batch if bronze.may_be_bad(segment.path.name, marks)]
-        new = [segment for segment in bad if segment.number > known]
+        new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
             texts = bronze.texts(self.spark, folder, [str(segment.path) for segment in new])
-            self.tables.append(
-                "bronze_rejects",
-                bronze.rejects(texts),
-                partition_by=bronze.PARTITIONS,
-                txns=[Txn(app_id, new[-1].number)],
-            )
-        elif not self.tables.exists("bronze_rejects"):
-            self.tables.commit("bronze_rejects", Staged(bronze.REJECTS, bronze.PARTITIONS, []))
+            rows = bronze.rejects(texts)
+            self.tables.append(REJECTS, rows, partition_by=bronze.PARTITIONS, txns=notes(app_id, new[-1]))
+        elif not self.tables.exists(REJECTS):
+            self.tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []))
 
     # ---- silver --------------------------------------------------------------------------------------
 
@@ -239,65 +253,144 @@ class Pipeline:
 
         def bring_up(name: str) -> None:
             in_pool(self.spark, AWAITED if name in awaited else None)
-            self._bring_up_one(name, anew=anew)
+            self._tried(name, anew=anew)
 
         in_turn(tables, bring_up, TABLES_AT_ONCE)
 
+    def _tried(self, name: str, *, anew: bool) -> None:
+        """Bring up one table, from the start again when another writer has changed it meanwhile."""
+        for _ in range(TRIES_MAX - 1):
+            try:
+                self._bring_up_one(name, anew=anew)
+            except TableChanged as error:
+                self._tell(f"{error}; it is computed again")
+            else:
+                return
+        self._bring_up_one(name, anew=anew)
+
     def _bring_up_one(self, name: str, *, anew: bool) -> None:
+        anew = anew or self._is_remade(name)
         if name == "silver_events":
             self._fold_events(anew=anew)
         elif name == "silver_messages":
-            fold = Fold(silver.messages, silver.message_keys, silver.message_lots())
+            seen = Observation()
+            fold = Fold(partial(silver.messages, seen=seen), silver.message_keys, silver.message_lots(), seen)
             self._fold_messages(name, fold, anew=anew)
         elif name == "silver_attempts":
             fold = Fold(silver.attempts, silver.attempt_keys, silver.attempt_lots())
-            self._fold_messages(name, fold, anew=anew)
+            self._fold_messages(name, fold, anew=anew or self._are_names_old(name))
         elif name == "silver_spans":
             self._fold_spans(anew=anew)
         else:
             self._derive(name, self._gold[name], anew=anew)
 
-    def _fold_events(self, *, anew: bool) -> None:
+    def _is_remade(self, name: str) -> bool:
+        """Whether rows were withdrawn from what a table is made of, since it has seen that."""
+        sources = self._gold[name].inputs if name in self._gold else (SOURCES[name],)
+        return any(
+            self.tables.last_txn(source, REMADE) > self.tables.last_txn(name, source) >= 0
+            for source in sources
+        )
+
+    def _fold_events(self, *, anew: bool, remade: bool = False) -> None:
+        base = self.tables.version("silver_events")
         news = self._news("silver_events", anew=anew)
         if news is None:
             return
         removed = self.tables.files("silver_events") if anew else []
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
-        rows = bronze.widened(read)
+        rows = self._without_departed(bronze.widened(read), news.added)
         known = self._known_events(rows, news.added, anew=anew)
-        suspects = silver.suspects(rows, known).persist()
+        redaction = redacting.redacted(self.level)
         with ExitStack() as held:
-            held.callback(suspects.unpersist)
-            few = suspects.count() <= finding.BROADCAST_IDS_MAX
-            fresh = silver.once(rows, silver.repeats(rows, known, suspects, few=few), few=few)
-            result = silver.events(fresh, redacting.redacted(self.level))
-            self.tables.swap(
-                "silver_events", result, removed, partition_by=silver.PARTITIONS, txns=[news.txn]
-            )
+            repeated, few = self._repeats(rows, known, redaction, held)
+            if repeated is not None and not repeated.where("is_beaten").isEmpty():
+                self._tell("silver_events: two events have one number, and the later one counts")
+                self._fold_events(anew=True, remade=True)
+                return
+            fresh = rows if repeated is None else silver.once(rows, repeated, few=few)
+            seen = Observation()
+            unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
+            result = silver.events(fresh, redaction).observe(seen, unnamed)
+            staged = self.tables.stage("silver_events", result, partition_by=silver.PARTITIONS)
+            txns = [news.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
+            txns += [Txn(REMADE, base + 1)] if remade else []
+            self.tables.commit("silver_events", staged, removed, txns=txns, base=base)
+
+    def _repeats(
+        self, rows: DataFrame, known: DataFrame, redaction: Mapping[str, Column], held: ExitStack
+    ) -> tuple[DataFrame | None, bool]:
+        """Which events come more than once, and whether they are few; None when there are none."""
+        suspects = silver.suspects(rows, known).persist()
+        held.callback(suspects.unpersist)
+        n = suspects.count()
+        if not n:
+            return None, True
+        few = n <= finding.BROADCAST_IDS_MAX
+        new = silver.ranked(rows, suspects, redaction, few=few)
+        old = silver.ranked(known, suspects, {}, few=few)
+        repeated = silver.repeats(new, old).persist()
+        held.callback(repeated.unpersist)
+        return repeated, few
+
+    def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
+        """Events of new files but for those that left silver before: old segments may be delivered again."""
+        newest_us = departed.newest_us(self.tables)
+        oldest_us = (finding.extent(added, "ts_us") or (-1, -1))[0]
+        if newest_us < oldest_us:
+            return rows
+        old = rows.where(F.col("ts_us") <= newest_us)
+        left = departed.among(old, self.tables.read(self.spark, departed.TABLE))
+        if self.tables.exists("silver_events"):  # a pass that was killed has noted what is still there
+            there = self.tables.read(self.spark, "silver_events").where(F.col("ts_us") <= newest_us)
+            left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
+        few = rows_of(added) <= finding.BROADCAST_IDS_MAX
+        return rows.join(sent(left, few=few), ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
-        """The ids of events that are known and may come again: those of the same time."""
+        """The events that are known and may come again: those of the same time."""
         old = [] if anew else self.tables.files("silver_events")
         near = [file for file in old if any(finding.overlap(file, other, "ts_us") for other in added)]
         if not near:
-            return rows.limit(0).select("event_id")
-        known = self.tables.read(self.spark, "silver_events", near)
+            return rows.limit(0)
+        known = bronze.widened(self.tables.read(self.spark, "silver_events", near))
         whole = finding.extent(added, "ts_us")
-        return (known if whole is None else known.where(F.col("ts_us").between(*whole))).select("event_id")
+        return known if whole is None else known.where(F.col("ts_us").between(*whole))
 
     def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
+        base = self.tables.version(name)
         news = self._news(name, anew=anew)
         if news is None:
             return
         events = self.tables.read(self.spark, "silver_events", news.added)
-        touched, result = self.tables.files(name), fold.fold(events)
+        touched, before = self.tables.files(name), None
         if touched and not anew:
             ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
             touched = finding.holding(self.spark, self.tables, name, ids)
-            result = fold.fold(events, self.tables.read(self.spark, name, touched)) if touched else result
-        self._settle(name, result, touched, fold.lots, news.txn)
+            before = self.tables.read(self.spark, name, touched) if touched else None
+        result, txns = fold.fold(events, before), [news.txn]
+        if name == "silver_attempts":
+            txns.append(Txn("silver_messages", self.tables.version("silver_messages")))
+            result = self._with_names(result, anew=anew)
+        if self._is_remade(name):
+            txns.append(Txn(REMADE, base + 1))
+        self._settle(name, result, touched, fold.lots, txns, base, fold.seen)
+
+    def _are_names_old(self, name: str) -> bool:
+        """Whether a message got another type or organization after a table took these from it."""
+        known = self.tables.last_txn(name, "silver_messages")
+        return known < 0 or self.tables.last_txn("silver_messages", RENAMED) > known
+
+    def _with_names(self, attempts: DataFrame, *, anew: bool) -> DataFrame:
+        """Attempts with the type and the organization of their messages, where events do not tell these."""
+        if self.tables.last_txn("silver_events", UNNAMED) < 0:
+            return attempts
+        known = -1 if anew else self.tables.last_txn("silver_attempts", "silver_messages")
+        files, _ = self.tables.changed("silver_messages", known)  # of all messages with new events
+        return silver.named(attempts, self.tables.read(self.spark, "silver_messages", files))
 
     def _fold_spans(self, *, anew: bool) -> None:
+        base = self.tables.version("silver_spans")
         news = self._news("silver_spans", anew=anew)
         if news is None:
             return
@@ -308,7 +401,7 @@ class Pipeline:
                 result = placing.anew()
             else:
                 touched, result = placing.among_others()
-            self._settle("silver_spans", result, touched, silver.span_lots(), news.txn)
+            self._settle("silver_spans", result, touched, silver.span_lots(), [news.txn], base)
 
     # ---- what a fold needs to know ---------------------------------------------------------------------
 
@@ -319,7 +412,7 @@ class Pipeline:
         version = self.tables.version(source)
         if known == version:
             return None
-        added, removed = self.tables.changed(source, known)
+        added, removed = self.tables.changed(source, known, version)
         if not added and self.tables.exists(name):
             self.tables.mark(name, [Txn(source, version)])
             return None
@@ -336,16 +429,22 @@ class Pipeline:
     def _newest_us(self) -> int:
         return max((_high(file) for file in self.tables.files("silver_events")), default=0)
 
-    def _settle(self, name: str, rows: DataFrame, removed: list[DataFile], lots: Lots, txn: Txn) -> None:
+    def _settle(
+        self,
+        name: str,
+        rows: DataFrame,
+        removed: list[DataFile],
+        lots: Lots,
+        txns: list[Txn],
+        base: int,
+        seen: Observation | None = None,
+    ) -> None:
         """Rows that nothing more is expected of get files of their own, most of which then stay."""
-        self.tables.swap(
-            name,
-            rows.withColumn(silver.SETTLED, self._settled(lots)),
-            removed,
-            partition_by=silver.PARTITIONS,
-            split_by=silver.SETTLED,
-            txns=[txn],
-        )
+        rows = rows.withColumn(silver.SETTLED, self._settled(lots))
+        staged = self.tables.stage(name, rows, partition_by=silver.PARTITIONS, split_by=silver.SETTLED)
+        if seen is not None and seen.get["renamed"]:
+            txns = [*txns, Txn(RENAMED, base + 1)]
+        self.tables.commit(name, staged, removed, txns=txns, base=base)
 
     def _settled(self, lots: Lots) -> Column:
         return silver.settled(self._newest_us(), lots, hourly=self._is_dense())
@@ -357,6 +456,7 @@ class Pipeline:
 
     def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
         self._drop_other_form(name)
+        base = self.tables.version(name)
         versions = {source: self.tables.version(source) for source in table.inputs}
         known = {source: -1 if anew else self.tables.last_txn(name, source) for source in table.inputs}
         if versions == known or -1 in versions.values():
@@ -366,26 +466,28 @@ class Pipeline:
         deriving = Deriving(self.spark, self.tables, name, table)
         with ExitStack() as held:
             is_older = any(known[source] > versions[source] for source in table.inputs)  # it was made anew
-            if table.change is None or is_older or -1 in known.values():
+            if is_older or -1 in known.values():
                 derived: Derived | None = deriving.anew()
             else:
-                derived = deriving.since(known[table.inputs[0]], held)
+                derived = deriving.since(known, versions, held)
             if derived is None:
                 self.tables.mark(name, txns)
             else:
-                self._replace(name, table, derived, txns)
+                self._replace(name, table, derived, txns, base)
 
     def _drop_other_form(self, name: str) -> None:
         if self.tables.exists(name) and self.tables.last_txn(name, FORM_ID) != FORM:
             self._tell(f"{name} is of another version, and made anew")
             self.tables.drop(name)
 
-    def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn]) -> None:
+    def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn], base: int) -> None:
         rows, replaced = derived
         split = None
         if table.lots is not None:
             rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
-        self.tables.swap(name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns)
+        self.tables.swap(
+            name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns, base=base
+        )
 
 
 class News(NamedTuple):
@@ -403,6 +505,8 @@ class Fold(NamedTuple):
     keys: Callable[[DataFrame], DataFrame]
     """Which rows events are about."""
     lots: Lots
+    seen: Observation | None = None
+    """Counts rows with other names than before."""
 
 
 # ---- rows and files ---------------------------------------------------------------------------------

@@ -8,10 +8,13 @@ Rule 3: nothing leaves before it was counted: the rows that stay and the rows th
         archive, where there is one) are together the rows that there were. Else the table stays as it is.
 Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. Whoever is killed
         is run again: what is gone is not missed, and an archive of the same commit is written anew.
-Rule 5: the numbers of the events that leave are noted before the first of them does. `check` would miss them.
+Rule 5: the numbers of the events that leave are noted before the first of them does. `check` would miss them,
+        and a segment that is delivered again would bring them back.
+Rule 6: gold keeps what it counted. Its days leave by an age of their own (`gold_days`), as whole files.
 """
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -24,12 +27,14 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline import departed
-from postroom.pipeline.tables import DataFile, Tables, Txn, path_below, rows_of
+from postroom.pipeline.tables import UPKEEP, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-DAY_US: Final = 86_400_000_000
+MICROS_PER_S: Final = 1_000_000
+DAY_US: Final = 86_400 * MICROS_PER_S
 DAYS_MAX: Final = 36_500
 FAILURES: Final = ("dead_letter", "quarantined")
 DECIDES: Final = "silver_messages"
@@ -48,8 +53,8 @@ ORDER: Final = (
     "silver_spans",
     "silver_messages",
 )
-BEGAN: Final = "retain began at"
-ENDED: Final = "retain ended at"
+KEPT_GOLD: Final = ("gold_flow",)
+"""Gold tables that keep all days: depths are counted on from the first."""
 _FILE: Final = "_file"
 
 Progress = Callable[[str], None]
@@ -63,6 +68,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers of organizations that have one of their own."""
     failures_days: int = 0
     """Dead letters and quarantined messages stay at least so long."""
+    gold_days: int = 0
+    """Days of gold tables stay so long; 0 for ever."""
     held_orgs: frozenset[str] = frozenset()
     held_goals: frozenset[str] = frozenset()
 
@@ -149,7 +156,8 @@ def over_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame
 
 def over_alone(policy: Policy, now_us: int) -> "Column":
     """Whether an event that is about no message leaves."""
-    return F.col("message_id").isNull() & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
+    is_alone = F.coalesce("message_id", F.lit("")) == ""
+    return is_alone & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
 
 
 def over_rejects(policy: Policy, now_us: int) -> "Column":
@@ -184,6 +192,11 @@ class Retention:
         archive: str | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
+        if 0 < policy.gold_days < policy.keep_days:
+            raise InvalidSetting(
+                f"gold is kept at least as long as the rest: {policy.gold_days} days are less than "
+                f"{policy.keep_days}"
+            )
         self._spark = spark
         self._tables = tables
         self._policy = policy
@@ -206,29 +219,39 @@ class Retention:
             try:
                 if not dry_run:
                     self._note(over)
-                return [self._retain(name, over, dry_run=dry_run) for name in there]
+                left = [self._retain(name, over, dry_run=dry_run) for name in there]
             finally:
                 over.unpersist()
+            return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
 
     def _check_folded(self) -> None:
         """What was not folded so far may be about a message that is over: it would be lost unread."""
         for name, source in FEEDS.items():
             if self._is_behind(name, source):
                 raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+        for name in self._gold():
+            if self._tables.last_txn(name, FORM_ID) != FORM:
+                raise Unavailable(f"{name} is of another version: run the pipeline first")
+            for source in GOLD[name].inputs:
+                if self._is_behind(name, source):
+                    raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+
+    def _gold(self) -> list[str]:
+        return [name for name in GOLD if self._tables.exists(name)]
 
     def _is_behind(self, name: str, source: str) -> bool:
-        known, version = self._tables.last_txn(name, source), self._tables.version(source)
-        if known == version or not self._tables.exists(source):
+        """Whether rows of a source are new to a table. What a pass that was killed let leave is not."""
+        known = self._tables.last_txn(name, source)
+        if known == self._tables.version(source):
             return False
-        # The last commits of the source may be those of a pass that was killed.
-        ended = self._tables.last_txn(source, ENDED)
-        return not (ended == version and known >= self._tables.last_txn(source, BEGAN))
+        return known < 0 or any(self._tables.changed(source, known))
 
     def _note(self, over: DataFrame) -> None:
         """Add the numbers of what leaves to those that left. Bronze is still whole: silver is made of it."""
         change = self._change("silver_events", over)
         if not change.going:
             return
+        base = self._tables.version(departed.TABLE)
         self._tell(f"{departed.TABLE}: the numbers of {change.going:,} events")
         events, _ = self._split("silver_events", over, change.files)
         runs = departed.departing(events)
@@ -241,20 +264,35 @@ class Retention:
                 raise Unavailable(f"not all of {departed.TABLE} was written: nothing was deleted")
         finally:
             all_runs.unpersist()
-        self._tables.commit(departed.TABLE, staged, self._tables.files(departed.TABLE))
+        self._tables.commit(departed.TABLE, staged, self._tables.files(departed.TABLE), base=base)
         self._tables.vacuum(departed.TABLE)
 
     def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
+        base = self._tables.version(name)
         before = rows_of(self._tables.files(name))
         change = self._change(name, over)
         self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
         archived = None
         if not dry_run:
             if change.going:
-                archived = self._delete(name, over, change)
+                archived = self._delete(name, over, change, base)
             self._catch_up(name)
             self._tables.vacuum(name)
         return Retained(name, before, change.going, archived)
+
+    def _retain_gold(self, name: str, *, dry_run: bool) -> Retained:
+        """Let the days of a gold table leave that are older than gold is kept."""
+        base, files = self._tables.version(name), self._tables.files(name)
+        over: list[DataFile] = []
+        if self._policy.gold_days and name not in KEPT_GOLD:
+            oldest = datetime.fromtimestamp(self._now_us // MICROS_PER_S, UTC)
+            oldest -= timedelta(days=self._policy.gold_days)
+            over = [file for file in files if (file.partition.get("day") or "9") < f"{oldest:%Y-%m-%d}"]
+        self._tell(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
+        if over and not dry_run:
+            staged = Staged(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
+            self._tables.commit(name, staged, over, base=base)
+        return Retained(name, rows_of(files), rows_of(over), None)
 
     def _split(self, name: str, over: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
         """The rows that go, and those that stay."""
@@ -265,8 +303,24 @@ class Retention:
         go, stay = rows.join(over, "message_id", "left_semi"), rows.join(over, "message_id", "left_anti")
         if name.endswith("_events"):
             alone = F.coalesce(over_alone(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
-            return go.unionByName(rows.where(alone)), stay.where(~alone)
+            go, stay = go.unionByName(rows.where(alone)), stay.where(~alone)
+        if name == "bronze_events" and self._tables.exists(departed.TABLE):
+            again = self._redelivered(stay)
+            numbers = ["source", "seq", "message_id"]
+            go = go.unionByName(stay.join(again, numbers, "left_semi"))
+            stay = stay.join(again, numbers, "left_anti")
         return go, stay
+
+    def _redelivered(self, rows: DataFrame) -> DataFrame:
+        """Grain: source, seq and message_id of rows of bronze that left silver earlier, and came in again."""
+        messages = self._tables.read(self._spark, DECIDES).select("message_id")
+        unknown = rows.where("message_id IS NOT NULL").join(messages, "message_id", "left_anti")
+        left = departed.among(unknown, self._tables.read(self._spark, departed.TABLE))
+        return (
+            unknown.select("source", "seq", "message_id")
+            .distinct()
+            .join(left, ["source", "seq"], "left_semi")
+        )
 
     def _change(self, name: str, over: DataFrame) -> Change:
         files = self._tables.files(name)
@@ -277,7 +331,7 @@ class Retention:
         touched = [file for file in files if file.path in counts]
         return Change(touched, sum(counts.values()))
 
-    def _delete(self, name: str, over: DataFrame, change: Change) -> int | None:
+    def _delete(self, name: str, over: DataFrame, change: Change, base: int) -> int | None:
         """Archive, write what stays aside, count both, and only then make it count."""
         go, stay = self._split(name, over, change.files)
         archived = self._archived(name, go.drop(_FILE))
@@ -295,7 +349,7 @@ class Retention:
                 f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "
                 "nothing was deleted"
             )
-        self._tables.commit(name, staged, change.files, txns=self._signs(name))
+        self._tables.commit(name, staged, change.files, txns=self._signs(name), base=base)
         return archived
 
     def _catch_up(self, name: str) -> None:
@@ -311,11 +365,8 @@ class Retention:
         return self._tables.last_txn(table, source) != self._tables.version(source)
 
     def _signs(self, name: str) -> list[Txn]:
-        """A commit as one of this job: whoever is behind by such commits alone has missed nothing."""
-        version = self._tables.version(name)
-        goes_on = self._tables.last_txn(name, ENDED) == version
-        began = self._tables.last_txn(name, BEGAN) if goes_on else version
-        signs = [Txn(BEGAN, began), Txn(ENDED, version + 1)]
+        """What marks a commit as one of this job: tables that are made of this one do not follow it."""
+        signs = [Txn(UPKEEP, self._tables.version(name) + 1)]
         if name in FEEDS:
             signs.append(Txn(FEEDS[name], self._tables.version(FEEDS[name])))
         return signs

@@ -1,7 +1,7 @@
 """The columns of the wire, in one place: what a line of a segment may say, and how Spark reads it.
 
 Rule 1: the schema is explicit. Nothing is inferred, so a field that a version does not write reads as NULL,
-        and one that this version does not know is passed over.
+        and fields that this version does not know stand together in `rescued`, as JSON.
 Rule 2: times are µs as long, money is an exact decimal, `detail` stays the JSON text that it was.
 Rule 3: a field that a line leaves out is NULL.
 """
@@ -20,6 +20,8 @@ from pyspark.sql.types import (
 
 CORRUPT: Final = "_corrupt"
 """The text of a line that is no event, beside its empty columns."""
+RESCUED: Final = "rescued"
+"""The fields of a line that this version does not know, as one JSON object."""
 REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")
 """A line without one of these is no event, whatever else it says."""
 MONEY: Final = DecimalType(18, 9)
@@ -73,6 +75,7 @@ _FIELDS: Final = [
     "recipient",
     "service",
     "lease",
+    "prior",
     "detail",
 ]
 

@@ -4,21 +4,23 @@ Rule 1: segments are numbered without a gap. One that is missing may be on its w
         So may one that is shorter than the chain says, or that the chain does not know and whose bytes are
         not those that its name promises: it is as good as missing until it is whole.
 Rule 2: whoever goes on without it is told the numbers, and has given them up: what is taken is remembered as
-        the highest number alone.
+        the highest number, and the hash of that segment.
+Rule 3: numbers alone identify nothing. Where the segment of the highest number is not the one that was taken,
+        and nothing else in the folder was, the folder holds another stream, and is taken from its start.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from postroom.errors import InvalidMessage
+from postroom.pipeline.tables import Tables, Txn
 from postroom.sinks.chain import read_chain
 from postroom.sinks.layout import DIGITS_OF_HASH, SEGMENT, STREAM
 
-if TYPE_CHECKING:
-    from postroom.pipeline.tables import Tables
-
+TABLE: Final = "bronze_events"
+HASH: Final = ", hash"  # behind the name of an application
 BATCH_BYTES_MAX: Final = 2 << 30  # of segments that are taken at once; about four million events
 
 
@@ -98,10 +100,41 @@ def _place_id(events: Path) -> str:
     return f"segments of {events.absolute()}"
 
 
-def last_taken(tables: "Tables", events: Path) -> int:
+def last_taken(tables: Tables, events: Path) -> int:
     """The last segment of a stream that was taken; -1 when none was."""
-    # Tables of an earlier version know every stream by its place.
-    return max(tables.last_txn("bronze_events", app_id) for app_id in (ingest_id(events), _place_id(events)))
+    for app_id in (ingest_id(events), _place_id(events)):  # earlier versions knew every stream by its place
+        number = tables.last_txn(TABLE, app_id)
+        if number >= 0:
+            return number if _is_same_stream(tables, events, app_id, number) else -1
+    return -1
+
+
+def _is_same_stream(tables: Tables, events: Path, app_id: str, number: int) -> bool:
+    """Whether a folder holds what was taken under an application, up to a number.
+
+    Where it has nothing up to that number there is nothing to compare, and nothing that could be skipped.
+    """
+    old = [segment for segment in sealed_segments(events) if segment.number <= number]
+    if not old or is_noted(tables, TABLE, app_id, old[-1]):
+        return True
+    known = tables.values(TABLE, "segment")
+    return any(segment.path.name in known for segment in old)
+
+
+def notes(app_id: str, segment: Segment) -> list[Txn]:
+    """What a commit remembers of the last segment that was taken: its number and its hash."""
+    return [Txn(app_id, segment.number), Txn(f"{app_id}{HASH}", _hash_of(segment))]
+
+
+def is_noted(tables: Tables, table: str, app_id: str, segment: Segment) -> bool:
+    """Whether a segment is the one that a table remembers as the last."""
+    noted = tables.last_txn(table, app_id), tables.last_txn(table, f"{app_id}{HASH}")
+    return noted == (segment.number, _hash_of(segment))
+
+
+def _hash_of(segment: Segment) -> int:
+    """The hash in its name, as a number."""
+    return int(segment.path.stem.rpartition("-")[2], 16)
 
 
 def is_as_sealed(segment: Segment) -> bool:

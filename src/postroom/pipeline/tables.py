@@ -6,6 +6,8 @@ Rule 2: a commit is one file of the table's log: it adds, removes and remembers 
         does none of it.
 Rule 3: one writer a folder of tables. A reader needs no lock: it reads the files of one version, and `vacuum`
         leaves those of the last days.
+Rule 4: other programs know nothing of our lock, and may compact a table at any time. Rows that were computed
+        from one version are committed on top of that version, or not at all.
 """
 
 import json
@@ -21,12 +23,12 @@ from urllib.parse import unquote
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterProperties
-from deltalake.exceptions import TableNotFoundError
+from deltalake.exceptions import CommitFailedError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, TableChanged
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.session import CONNECTOR
 from postroom.system import lock
@@ -72,6 +74,14 @@ LISTED_MAX: Final = 4  # versions of a table whose files are remembered
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
 COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
+UPKEEP: Final = "retain ended at"
+"""The application that signs commits by which rows leave a table. Tables that are made of it keep theirs."""
+REMADE: Final = "remade"
+"""Of a silver table: the last version in which rows were withdrawn. What is made of it is made anew."""
+UNNAMED: Final = "unnamed"
+"""Of `silver_events`: the last version to which events came that do not tell type and organization."""
+RENAMED: Final = "renamed"
+"""Of `silver_messages`: the last version in which a known message got another type or organization."""
 
 
 class Txn(NamedTuple):
@@ -92,6 +102,15 @@ class DataFile(NamedTuple):
     low: dict[str, Any]
     high: dict[str, Any]
     nulls: dict[str, int | None]
+
+
+class Commit(NamedTuple):
+    """What one version of a table's log did to its files."""
+
+    added: frozenset[str]
+    removed: frozenset[str]
+    is_upkeep: bool
+    """Whether it changed no row, or only let rows leave."""
 
 
 def rows_of(files: Iterable[DataFile]) -> int:
@@ -162,17 +181,60 @@ class Tables:
             known[which] = files
         return files
 
-    def changed(self, name: str, since: int) -> tuple[list[DataFile], list[DataFile]]:
-        """The files that were added after a version, and those that were removed after it."""
-        before = self.files(name, since) if since >= 0 else []
-        now = self.files(name)
-        known, current = {file.path for file in before}, {file.path for file in now}
-        added = [file for file in now if file.path not in known]
-        return added, [file for file in before if file.path not in current]
+    def changed(
+        self, name: str, since: int, until: int | None = None
+    ) -> tuple[list[DataFile], list[DataFile]]:
+        """The files of rows that came after a version, and those of rows that went, up to another version.
+
+        Upkeep does not count: neither a compaction, which moves rows to other files, nor `retain`.
+        """
+        until = self.version(name) if until is None else until
+        before = _by_path(self.files(name, since)) if since >= 0 else {}
+        before = self._after_upkeep(name, before, since, until)
+        now = _by_path(self.files(name, until)) if until >= 0 else {}
+        added = [file for path, file in now.items() if path not in before]
+        return added, [file for path, file in before.items() if path not in now]
+
+    def _after_upkeep(
+        self, name: str, before: dict[str, DataFile], since: int, until: int
+    ) -> dict[str, DataFile]:
+        """The files of a version as later upkeep has left them.
+
+        They are returned as they were if upkeep touched rows that are newer, or if a commit is no longer in
+        the log: then rows that were only moved count as gone and come again.
+        """
+        known = dict(before)
+        for version in range(since + 1, until + 1) if before else ():
+            commit = self._read_commit(name, version)
+            if commit is None:
+                return before
+            if not commit.is_upkeep:
+                continue
+            if not commit.removed <= known.keys():
+                return before
+            known = {path: file for path, file in known.items() if path not in commit.removed}
+            known |= {file.path: file for file in self.files(name, version) if file.path in commit.added}
+        return known
+
+    def _read_commit(self, name: str, version: int) -> "Commit | None":
+        try:
+            lines = self._log_of(name, version).read_bytes().splitlines()
+        except FileNotFoundError:
+            return None
+        return _commit_of([json.loads(line) for line in lines])
 
     def lies(self, name: str, file: DataFile) -> bool:
         """Whether a file is there. One that no version names may be gone."""
         return (self.folder / name / file.path).exists()
+
+    def values(self, name: str, column: str) -> set[Any]:
+        """The different values of a column that most rows have in common. No Spark is started."""
+        found: set[Any] = set()
+        for file in self.files(name):
+            path = self.folder / name / file.path
+            read = pq.read_table(path, columns=[column], partitioning=None)
+            found.update(read.column(column).unique().to_pylist())
+        return found
 
     def schema(self, name: str) -> StructType:
         """The columns of a table, its partition columns included."""
@@ -250,10 +312,14 @@ class Tables:
         partition_by: Sequence[str] = (),
         split_by: str | None = None,
         txns: Iterable[Txn] = (),
+        base: int | None = None,
     ) -> None:
-        """These rows instead of those in the removed files, in one commit. For `split_by` see `stage`."""
+        """These rows instead of those in the removed files, in one commit.
+
+        For `split_by` see `stage`, for `base` see `commit`.
+        """
         staged = self.stage(name, df, partition_by=partition_by, split_by=split_by)
-        self.commit(name, staged, removed, txns=txns)
+        self.commit(name, staged, removed, txns=txns, base=base)
 
     def stage(
         self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), split_by: str | None = None
@@ -290,15 +356,25 @@ class Tables:
                 staging.parent.rmdir()
 
     def commit(
-        self, name: str, staged: Staged, removed: Iterable[DataFile] = (), *, txns: Iterable[Txn] = ()
+        self,
+        name: str,
+        staged: Staged,
+        removed: Iterable[DataFile] = (),
+        *,
+        txns: Iterable[Txn] = (),
+        base: int | None = None,
     ) -> None:
-        """Make staged files count, and the removed ones no longer."""
+        """Make staged files count, and the removed ones no longer.
+
+        `base` is the version from which the rows were computed. If there is a later one by now, nothing is
+        committed and `TableChanged` is raised. Rows that do not depend on the table need no base.
+        """
         now_ms = time.time_ns() // NANOS_PER_MS
         gone = [
             RemoveAction(file.path, True, now_ms, file.size, file.partition)  # noqa: FBT003 - it is data that changes
             for file in removed
         ]
-        self._commit(name, staged.schema, staged.partition_by, [*staged.adds, *gone], txns)
+        self._commit(name, staged.schema, staged.partition_by, [*staged.adds, *gone], txns, base)
 
     def mark(self, name: str, txns: Iterable[Txn]) -> None:
         """Remember how far an application has come, where there was nothing to write."""
@@ -337,6 +413,7 @@ class Tables:
         partition_by: Sequence[str],
         actions: list[AddAction | RemoveAction],
         txns: Iterable[Txn],
+        base: int | None = None,
     ) -> None:
         properties = CommitProperties(app_transactions=[Transaction(*txn) for txn in txns])
         columns = delta_schema(schema)
@@ -351,11 +428,16 @@ class Tables:
                 commit_properties=properties,
             )
             return
+        if base is not None and delta.version() != base:
+            raise TableChanged(name)
         _need_partitions(name, delta, partition_by)
-        _add_columns(delta, columns)
-        delta.create_write_transaction(
-            actions, "append", columns, list(partition_by), commit_properties=properties
-        )
+        try:
+            _add_columns(delta, columns)
+            delta.create_write_transaction(
+                actions, "append", columns, list(partition_by), commit_properties=properties
+            )
+        except CommitFailedError:  # somebody removed one of the same files just now
+            raise TableChanged(name) from None
 
     # ---- keeping house -------------------------------------------------------------------------------
 
@@ -452,6 +534,18 @@ def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
             low[column] = min(group.min for group in groups)
             high[column] = max(group.max for group in groups)
     return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls}
+
+
+def _commit_of(actions: Sequence[Mapping[str, Any]]) -> Commit:
+    adds, removes = ([action[kind] for action in actions if kind in action] for kind in ("add", "remove"))
+    moved = all(not file["dataChange"] for file in (*adds, *removes))
+    left = any(action.get("txn", {}).get("appId") == UPKEEP for action in actions)
+    added, removed = (frozenset(unquote(file["path"]) for file in files) for files in (adds, removes))
+    return Commit(added, removed, moved or left)
+
+
+def _by_path(files: Iterable[DataFile]) -> dict[str, DataFile]:
+    return {file.path: file for file in files}
 
 
 def _files_of(delta: DeltaTable) -> list[DataFile]:

@@ -1,8 +1,7 @@
 """Segments into files of `bronze_events`.
 
-Rule 1: segments are taken for what they nearly always are: as they were sealed, events, line by line. Other
-        bytes, or the first line that is none, end that, and they are read in a way that keeps such lines
-        apart, which takes longer.
+Rule 1: segments whose bytes are as they were sealed, and whose lines are plain, are read by Spark's JSON
+        reader alone. Segments of a batch with any other line are judged line by line, which takes longer.
 Rule 2: a segment lies in the folder of its date, so the rows of a date are written by themselves.
 Rule 3: what every row of a file has in common is told by a path, and not computed for each of them.
 """
@@ -21,6 +20,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.lines import are_plain
 from postroom.pipeline.ordering import in_turn
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.segments import Segment, is_as_sealed
@@ -44,16 +44,21 @@ def take(spark: SparkSession, tables: Tables, folder: str, segments: Iterable[Se
     """Write the files of segments below a folder. They count with a commit to come."""
     segments = list(segments)
     paths = [segment.path for segment in segments]
-    adds = _take_events(spark, tables, paths) if _are_as_sealed(segments) else None
+    adds = _take_events(spark, tables, paths) if _are_trusted(segments) else None
     if adds is None:
         return take_lines(spark, tables, folder, paths)
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds)
     return Taken(staged, staged.rows, None)
 
 
-def _are_as_sealed(segments: Iterable[Segment]) -> bool:
+def _are_trusted(segments: Iterable[Segment]) -> bool:
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hash") as pool:
-        return all(pool.map(is_as_sealed, segments))
+        return all(pool.map(_is_trusted, segments))
+
+
+def _is_trusted(segment: Segment) -> bool:
+    """Whether Spark's reader can be trusted with a segment."""
+    return is_as_sealed(segment) and are_plain(segment.path)
 
 
 def _take_events(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction] | None:
@@ -102,15 +107,13 @@ def _is_whole(add: AddAction) -> bool:
 
 
 def take_lines(spark: SparkSession, tables: Tables, folder: str, paths: Iterable[Path]) -> Taken:
-    """The careful way: what is no event is left out, and its segment marked."""
-    said_bad, read_bad = Observation(), Observation()
-    said = bronze.said(bronze.texts(spark, folder, [str(path) for path in paths]))
-    more = bronze.marks_where(~F.col("is_alone")).alias("marks")
-    said = said.observe(said_bad, more, F.count("*").alias("lines"))
+    """Judge every line by itself. A line that is no event is left out, and its segment marked."""
+    seen = Observation()
+    lines = bronze.judged(bronze.texts(spark, folder, [str(path) for path in paths]))
+    bad = bronze.marks_where(F.col("reason").isNotNull()).alias("marks")
+    lines = lines.observe(seen, bad, F.count("*").alias("lines"))
     with tables.aside(TABLE) as copies:
-        bronze.set_apart(said, str(copies))
-        bad = bronze.marks_where(bronze.is_bad()).alias("marks")
-        read = bronze.lines(spark, str(copies)).observe(read_bad, bad)
-        staged = tables.stage(TABLE, bronze.events(read), partition_by=bronze.PARTITIONS)
-    marks = [told.get["marks"] or 0 for told in (said_bad, read_bad)]
-    return Taken(staged, said_bad.get["lines"], marks[0] | marks[1] or None)
+        bronze.set_apart(lines, str(copies))
+        rows = bronze.apart(spark, str(copies))
+        staged = tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS)
+    return Taken(staged, seen.get["lines"], seen.get["marks"])

@@ -1,5 +1,7 @@
+import json
 import os
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,23 +11,27 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from deltalake import DeltaTable
 from py4j.protocol import REFLECTION_COMMAND_NAME  # type: ignore[import-untyped]
 from pyspark.errors.utils import is_debugging_enabled
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.errors import InvalidMessage, Unavailable
+from postroom.core.events import to_line
+from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline import finding, jobs
 from postroom.pipeline.generate import generate
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline.segments import HASH, sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
-from postroom.pipeline.tables import Tables, Txn
+from postroom.pipeline.tables import RENAMED, Tables, Txn
 from postroom.pipeline.transforms.gold import FORM, GOLD
+from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
-from tests.spark.plainrows import all_rows, rows_of
+from tests.spark.plainrows import Rows, all_rows, rows_of
 from tests.spark.quick import QUICK
+from tests.spark.realstore import Store
 from tests.spark.stories import HOUR_US, NOW_US, Story, happened, write_segment
 
 FEWEST_TASKS = "spark.sql.files.minPartitionNum"
@@ -80,7 +86,7 @@ def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
     """Whoever gives a gold table another column or partition raises `FORM`, and writes both here."""
     _, tables = tables_of()
     forms = [(name, tables.schema(name).simpleString(), GOLD[name].partition_by) for name in sorted(GOLD)]
-    assert (FORM, crc32(repr(forms).encode())) == (3, 3295091698)
+    assert (FORM, crc32(repr(forms).encode())) == (4, 3295091698)
 
 
 STEPS = ("bronze", "silver_events", "silver_messages", "silver_spans")
@@ -108,6 +114,50 @@ def test_a_killed_run_is_finished_by_the_next_one(
     Pipeline(spark, tables, gold={}).run(events)
     for name, rows in all_rows(tables).items():
         assert rows == rows_of(undisturbed, name), (name, step)
+
+
+def took(job: Pipeline, events: Path) -> list[int]:
+    """The numbers of the segments that are taken into bronze now."""
+    return [segment.number for batch in job._ingest(events, job._look(events)) for segment in batch]
+
+
+def replace_stream(events: Path, prefix: str, numbers: range) -> None:
+    """Another stream at the same place, without a name."""
+    shutil.rmtree(events, ignore_errors=True)
+    for number in numbers:
+        write_segment(events, number, [happened(prefix, number, f"{prefix}{number}"), b"no"])
+
+
+def test_another_stream_at_the_same_place_is_taken_from_its_start(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    events, tables = tmp_path / "events", Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables, gold={})
+    replace_stream(events, "one", range(1, 4))
+    assert took(job, events) == [1, 2, 3]
+    replace_stream(events, "two", range(1, 3))  # it does not even have the number that was the last
+    assert took(job, events) == [1, 2]
+    write_segment(events, 3, [happened("two", 3, "two3")])
+    assert took(job, events) == [3]
+    replace_stream(events, "three", range(1, 5))
+    (events / STREAM).write_text("three\n")
+    assert took(job, events) == [1, 2, 3, 4]
+    assert took(job, events) == []
+    found = [json.loads(row)["segment"] for row in rows_of(tables, "bronze_rejects").elements()]
+    assert len(found) == len(set(found)) == 9  # a bad line in all but one
+
+
+def test_a_stream_that_gets_a_name_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) -> None:
+    """Tables of earlier versions knew it by its place, and remembered no hash."""
+    events, tables = tmp_path / "events", Tables(tmp_path / "tables")
+    job = Pipeline(spark, tables, gold={})
+    replace_stream(events, "one", range(1, 3))
+    assert took(job, events) == [1, 2]
+    tables.mark("bronze_events", [Txn(f"segments of {events}{HASH}", -1)])
+    (events / STREAM).write_text("one\n")
+    write_segment(events, 3, [happened("one", 3, "one3")])
+    assert took(job, events) == [3]
+    assert tables.last_txn("bronze_events", "stream one") == 3
 
 
 class Killed(Exception):
@@ -190,6 +240,141 @@ def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tm
         assert job.run(tmp_path / "events").rows["gold_depth"] > 0
     after = all_rows(job.tables)
     assert {name for name in before if before[name] != after[name]} == {"bronze_events"}
+
+
+GOLD_OF_EACH_KIND = {
+    name: GOLD[name]
+    for name in ("gold_flow", "gold_depth", "gold_latency", "gold_crashes", "gold_poison_suspects")
+}
+
+
+class Disturbed(Tables):
+    """Another program compacts a table after it was read, and before what was computed is committed."""
+
+    disturbs: set[str]
+
+    def stage(self, name: str, df: Any, **how: Any) -> Any:
+        staged = super().stage(name, df, **how)
+        if name in self.disturbs:
+            self.disturbs.remove(name)
+            assert DeltaTable(self.folder / name).optimize.compact()["numFilesRemoved"] > 1
+        return staged
+
+
+def test_a_compaction_by_another_program_during_a_step_doubles_nothing(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A message that ended long ago lies in another file than one that goes on, and both files are joined."""
+    facts = {"queue": "q", "state": "QUEUED", "attempt": 1}
+    early = [
+        happened("s", 1, "ended", "dequeued", ts_us=NOW_US - 3 * HOUR_US, **facts),
+        happened("s", 2, "ended", "execution_completed", ts_us=NOW_US - 3 * HOUR_US + 1, **facts),
+        happened("s", 3, "open", "dequeued", **facts),
+    ]
+    write_segment(tmp_path / "events", 1, early)
+    Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    write_segment(tmp_path / "events", 2, [happened("s", 4, "open", "lease_lapsed", **facts)])
+    told: list[str] = []
+    tables = Disturbed(tmp_path / "tables")
+    tables.disturbs = {"silver_messages", "silver_attempts", "silver_spans"}
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND, progress=told.append).run(tmp_path / "events")
+    assert tables.disturbs == set()
+    assert "another writer changed table silver_messages after it was read" in " ".join(told)
+    whole = Tables(tmp_path / "whole")
+    Pipeline(spark, whole, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    assert all_rows(tables) == all_rows(whole)
+
+
+def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
+    job = Pipeline(spark, Tables(tmp_path / "tables"), gold={})
+    tries: list[str] = []
+
+    def changed(name: str, *, anew: bool) -> None:
+        tries.append(name)
+        raise TableChanged(name)
+
+    monkeypatch.setattr(job, "_bring_up_one", changed)
+    with pytest.raises(Unavailable, match="another writer changed table silver_events after it was read"):
+        job.run(tmp_path / "events")
+    assert tries == ["silver_events"] * jobs.TRIES_MAX
+
+
+def test_after_a_compaction_nothing_is_computed_again(spark: SparkSession, tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_segment(tmp_path / "events", number, [happened("s", number, f"m{number}", "lease_lapsed")])
+        Pipeline(spark, Tables(tmp_path / "tables"), gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    tables = Tables(tmp_path / "tables")
+    before = all_rows(tables)
+    assert sum(tables.compact(name) for name in tables.names()) > 0
+    files = {name: tables.files(name) for name in tables.names()}
+    Pipeline(spark, tables, gold=GOLD_OF_EACH_KIND).run(tmp_path / "events")
+    assert {name: tables.files(name) for name in tables.names()} == files
+    assert all_rows(tables) == before
+
+
+COUNTED_BY_TYPE = ("gold_throughput", "gold_errors")
+
+
+def types_of(rows: Rows) -> set[str | None]:
+    return {json.loads(row)["type"] for row in rows}
+
+
+def test_events_of_a_store_are_counted_by_the_type_of_their_message(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A store tells it once, when a message is created. Here that comes before the rest, or behind it."""
+    told = [to_line(event) for event in Store().events()]
+    halves = [
+        [line.rstrip() for line in told[: len(told) // 2]],
+        [line.rstrip() for line in told[len(told) // 2 :]],
+    ]
+    gold = {name: GOLD[name] for name in COUNTED_BY_TYPE}
+    found: list[dict[str, Rows]] = []
+    for name, order in (("first", halves), ("last", halves[::-1])):
+        tables = Tables(tmp_path / name / "tables")
+        for number, lines in enumerate(order, 1):
+            write_segment(tmp_path / name / "events", number, lines)
+            Pipeline(spark, tables, gold=gold).run(tmp_path / name / "events")
+        found.append({each: rows_of(tables, each) for each in (*COUNTED_BY_TYPE, "silver_attempts")})
+        if name == "first":
+            assert tables.last_txn("silver_messages", RENAMED) == -1  # so nothing was made anew
+    assert found[0] == found[1]
+    assert types_of(found[0]["gold_throughput"]) == {"t", "decision"}
+    assert types_of(found[0]["silver_attempts"]) == {"t", "decision"}
+    assert types_of(found[0]["gold_errors"]) <= {"t", "decision"}
+
+
+def test_of_two_events_under_one_number_the_same_counts_in_whatever_order_they_come(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """In one run or in two; the fold of what lost is undone."""
+    twins = [
+        happened("s", 1, "m1", "dead_letter", payload="one"),
+        happened("s", 1, "m2", "cancelled", payload="two"),
+    ]
+    gold = {"gold_throughput": GOLD["gold_throughput"]}
+    found = []
+    for n, deliveries in enumerate([[twins], [twins[:1], twins[1:]], [twins[1:], twins[:1]]]):
+        events, tables = tmp_path / f"{n}" / "events", Tables(tmp_path / f"{n}" / "tables")
+        for number, lines in enumerate(deliveries, 1):
+            write_segment(events, number, lines)
+            Pipeline(spark, tables, gold=gold).run(events)
+        found.append({name: rows for name, rows in all_rows(tables).items() if not name.startswith("bronze")})
+        assert found[-1]["silver_events"].total() == 1
+    assert all(each == found[0] for each in found)
+
+
+def test_an_empty_message_id_is_no_message(spark: SparkSession, tmp_path: Path) -> None:
+    empty = happened("s", 1, "", "heartbeat", org_id="", worker_id="w", attempt=1)
+    write_segment(tmp_path / "events", 1, [empty, happened("s", 2, "m")])
+    tables = Tables(tmp_path / "tables")
+    Pipeline(spark, tables, gold={}).run(tmp_path / "events")
+    assert {json.loads(row)["message_id"] for row in rows_of(tables, "silver_events")} == {None, "m"}
+    assert {json.loads(row)["message_id"] for row in rows_of(tables, "silver_messages")} == {"m"}
+    assert rows_of(tables, "silver_attempts").total() == 0
 
 
 @pytest.mark.usefixtures("spark")

@@ -6,7 +6,21 @@ from postroom.pipeline.schema import EVENTS
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import FIELDS, expected, oracle, stored
 from tests.spark.plainrows import records
-from tests.spark.stories import AHEAD, LAST, NO_UTF8, NOW_US, THIRD, WORDS_FOR_NUMBERS, Story
+from tests.spark.stories import (
+    AHEAD,
+    BEFORE_1970,
+    LAST,
+    NANOSECONDS,
+    NEWER_SCHEMA,
+    NO_UTF8,
+    NOW_US,
+    THIRD,
+    TOO_EXACT,
+    WORDS_FOR_NUMBERS,
+    Story,
+)
+
+OUT_OF_TIME = "its ts_us is not between 0 and 9007199254740991 microseconds"
 
 
 def test_every_line_is_a_row_with_its_segment(tables_of: TablesOf) -> None:
@@ -36,6 +50,10 @@ def test_a_line_that_is_no_event_is_kept_with_the_reason(story: Story) -> None:
         '{"event_id":"s#4","seq":4}': "it has no ts_us, kind, contract, source",
         "\ufffd\ufffd": "it is not UTF-8",
         NO_UTF8.decode(errors="replace"): "it is not UTF-8",
+        NANOSECONDS.decode(): OUT_OF_TIME,
+        BEFORE_1970.decode(): OUT_OF_TIME,
+        NEWER_SCHEMA.decode(): "its schema is 99, and the newest known is 1",
+        TOO_EXACT.decode(): "its cost_usd has more than 9 decimal places",
     }
     [segment] = {row["segment"] for row in found}
     assert segment.startswith("00000001-")
@@ -46,6 +64,12 @@ def test_money_is_exact_and_details_stay_as_they_were(story: Story) -> None:
     assert (str(row["cost_usd"]), row["detail"]) == ("0.123456789", '{"a": [1, 2.5]}')
 
 
+def test_unknown_fields_are_kept_in_a_column_of_their_own(story: Story) -> None:
+    rows = {row["event_id"]: row["rescued"] for row in story.chapters[0].rows["bronze_events"]}
+    assert rows["s#6"] == '{"mood":"calm","moods":[1,{"a":null}]}'
+    assert {name for name, rescued in rows.items() if rescued is not None} == {"s#6"}
+
+
 def test_events_of_older_and_newer_versions_are_read(story: Story) -> None:
     found = [row for row in story.chapters[0].rows["silver_events"] if row["source"] == "s"]
     assert sorted(
@@ -53,7 +77,7 @@ def test_events_of_older_and_newer_versions_are_read(story: Story) -> None:
     ) == [
         (1, 1, None, '{"a": [1, 2.5]}', NOW_US),
         (5, None, None, None, 6),
-        (6, 2, None, '{"deep": {"er": null}}', NOW_US),
+        (6, 1, None, '{"deep": {"er": null}}', NOW_US),
     ]
 
 

@@ -88,8 +88,10 @@ def given(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Inpu
 
 
 def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
-    assert deriving.since(deriving._tables.version(deriving._table.inputs[0]), held) is None
-    derived = deriving.since(version, held)
+    [source] = deriving._table.inputs
+    now = {source: deriving._tables.version(source)}
+    assert deriving.since(now, now, held) is None
+    derived = deriving.since({source: version}, now, held)
     assert derived is not None
     return derived
 

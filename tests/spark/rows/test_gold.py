@@ -1,22 +1,26 @@
 """Gold tables, all rows, against SQL of DuckDB that was written without a look at Spark's."""
 
 import re
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import msgspec
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.core.events import to_line
+from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import gold
+from postroom.pipeline.transforms import gold, silver
 from postroom.pipeline.transforms.gold import GOLD
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import in_order, oracle, stored
 from tests.spark.plainrows import plain
+from tests.spark.realstore import Store
 
 MACROS = """
 CREATE MACRO hour_of(us) AS CAST(us // 3600000000 * 3600000000 AS BIGINT);
@@ -167,9 +171,11 @@ def test_every_row_is_what_the_oracle_says(tables_of: TablesOf, name: str) -> No
     assert said
 
 
-def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table() -> None:
+def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table_or_of_named_events() -> None:
     following = [table for table in GOLD.values() if table.change is not None]
-    assert {(table.partition_by, len(table.inputs)) for table in following} == {(("day",), 1)}
+    assert {table.partition_by for table in following} == {("day",)}
+    several = {table.inputs for table in following if len(table.inputs) > 1}
+    assert several == {("silver_events", "silver_messages")}
 
 
 def test_percentiles_do_not_depend_on_how_rows_are_spread(spark: SparkSession, tables_of: TablesOf) -> None:
@@ -242,30 +248,42 @@ OVERNIGHT = [
 
 
 def test_who_waits_overnight_is_counted_once(spark: SparkSession) -> None:
-    made = [
-        (
-            f"2025-01-0{day + 1}",
-            FIRST_US + day * DAY_US + n,
-            "s",
-            n,
-            message_id,
-            kind,
-            state,
-            lease,
-            us,
-            "o",
-            "q",
-        )
+    """By events of an earlier version, which do not tell the state before."""
+    facts = [
+        (FIRST_US + day * DAY_US + n, n, message_id, kind, state, lease, us)
         for n, (message_id, day, kind, state, lease, us) in enumerate(OVERNIGHT)
     ]
-    events = spark.createDataFrame(
-        made,
-        "day STRING, ts_us BIGINT, source STRING, seq BIGINT, message_id STRING, kind STRING, state STRING, "
-        "lease BIGINT, duration_us BIGINT, org_id STRING, queue STRING",
-    )
-    by_day = [gold.flow(events.where(F.col("day") == day)) for day in ("2025-01-01", "2025-01-02")]
-    found = gold.depth(by_day[0].unionByName(by_day[1])).orderBy("minute_us")
-    assert [(row["arrived"], row["left"], row["depth"]) for row in found.collect()] == [(5, 2, 3), (1, 3, 1)]
+    columns = ("ts_us", "seq", "message_id", "kind", "state", "lease", "duration_us")
+    shared = {"source": "s", "contract": "engine", "org_id": "o", "queue": "q"}
+    made = [{**shared, **dict(zip(columns, row, strict=True))} for row in facts]
+    assert depths(spark, made) == [(5, 2, 3), (1, 3, 1)]
+
+
+def depths(spark: SparkSession, made: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Arrived, left and waiting, minute by minute."""
+    return [(row["arrived"], row["left"], row["depth"]) for row in depth_rows(spark, made)]
+
+
+def depth_rows(spark: SparkSession, made: list[dict[str, Any]]) -> list[Row]:
+    """Rows of `gold_depth`. The flow of each day is built by itself, as jobs do."""
+    rows = [tuple(event.get(name) for name in EVENTS.names) for event in made]
+    events = silver.events(spark.createDataFrame(rows, EVENTS), {})
+    days = {row["day"] for row in events.select("day").collect()}
+    flows = [gold.flow(events.where(F.col("day") == day)) for day in sorted(days)]
+    return gold.depth(reduce(DataFrame.unionByName, flows)).orderBy("minute_us").collect()
+
+
+def test_depth_is_what_a_real_store_counted_on_every_day(spark: SparkSession) -> None:
+    store = Store()
+    told = [{**msgspec.json.decode(to_line(event)), "detail": None} for event in store.events()]
+    priors = {(event["kind"], event.get("prior")) for event in told}
+    for prior in ("QUEUED", "SCHEDULED", "RETRYING"):
+        assert ("cancelled", prior) in priors
+    assert ("delivered", "EXECUTING") in priors
+    rows = depth_rows(spark, told)
+    for now_us, queue, waiting in store.counted:
+        last = [row["depth"] for row in rows if row["queue"] == queue and row["minute_us"] <= now_us][-1:]
+        assert last == [waiting], (now_us, queue)
 
 
 def test_nothing_leaves_the_jvm_and_no_organization_is_one_task(

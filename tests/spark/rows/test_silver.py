@@ -173,7 +173,8 @@ def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_
     _, tables = tables_of()
     rows = tables.read(spark, "bronze_events").withColumn("row", F.xxhash64("event_id", "segment"))
     none = rows.limit(0)
-    repeated = silver.repeats(rows, none, silver.suspects(rows, none))
+    suspects = silver.suspects(rows, none)
+    repeated = silver.repeats(silver.ranked(rows, suspects, {}), silver.ranked(none, suspects, {}))
     plan = plan_of(silver.once(rows, repeated)).splitlines()
     shuffled = [below for text, below in pairwise(plan) if "Exchange hashpartitioning" in text]
     # Of every row the hash of its id; of those whose hash is not the only one, the id and its place.

@@ -8,9 +8,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.errors import InvalidMessage, Unavailable
+from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline.session import CONNECTOR, CONNECTOR_SETTINGS, settings, spark_errors
-from postroom.pipeline.tables import STAGING, Tables, Txn
+from postroom.pipeline.tables import LOG, STAGING, Tables, Txn
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import records
 from tests.spark.stories import Story
@@ -165,6 +165,59 @@ def test_compaction_changes_files_and_no_rows(spark: SparkSession, tables: Table
     assert ids(tables.read(spark, "t")) == before
     tables.append("t", numbers(spark, 30, 31), partition_by=("day",))
     assert ids(tables.read(spark, "t")) == [*before, 30]
+
+
+def compact_elsewhere(tables: Tables, name: str) -> None:
+    """As another program does, which knows nothing of the writer lock."""
+    metrics = deltalake.DeltaTable(tables.folder / name).optimize.compact()
+    assert metrics["numFilesRemoved"] > 1
+
+
+def test_rows_are_not_committed_after_another_program_has_compacted_what_they_replace(
+    spark: SparkSession, tables: Tables
+) -> None:
+    for start in (0, 10, 20):
+        tables.append("t", numbers(spark, start, start + 10).coalesce(1))
+    base, first = tables.version("t"), tables.files("t")[:1]
+    staged = tables.stage("t", tables.read(spark, "t", first))
+    compact_elsewhere(tables, "t")
+    with pytest.raises(TableChanged, match="another writer changed table t after it was read"):
+        tables.commit("t", staged, first, base=base)
+    assert ids(tables.read(spark, "t")) == list(range(30))
+    again = tables.files("t")
+    tables.swap("t", numbers(spark, 0, 5), again, base=tables.version("t"))
+    assert ids(tables.read(spark, "t")) == list(range(5))
+
+
+def test_a_compaction_is_no_change_of_rows(spark: SparkSession, tables: Tables) -> None:
+    for start in (0, 10, 20):
+        tables.append("t", numbers(spark, start, start + 10).coalesce(1))
+    seen = tables.version("t")
+    compact_elsewhere(tables, "t")
+    assert tables.changed("t", seen) == ([], [])
+    assert tables.changed("t", seen - 1)[0] == tables.files("t")  # a row of it was not seen so far
+    tables.append("t", numbers(spark, 30, 31))
+    added, removed = tables.changed("t", seen)
+    assert (ids(tables.read(spark, "t", added)), removed) == ([30], [])
+    [joined] = tables.files("t", seen + 1)
+    tables.swap("t", numbers(spark, 40, 41), [joined])
+    added, removed = tables.changed("t", seen)
+    assert (ids(tables.read(spark, "t", added)), removed) == ([30, 40], [joined])
+
+
+def test_without_the_log_of_a_compaction_its_rows_go_and_come_again(
+    spark: SparkSession, tables: Tables
+) -> None:
+    for start in (0, 10):
+        tables.append("t", numbers(spark, start, start + 10).coalesce(1))
+    seen, before = tables.version("t"), tables.files("t")
+    compact_elsewhere(tables, "t")
+    deltalake.DeltaTable(tables.folder / "t").create_checkpoint()
+    tables.append("t", numbers(spark, 20, 21).coalesce(1))
+    (tables.folder / "t" / LOG / f"{seen + 1:020d}.json").unlink()
+    added, removed = tables.changed("t", seen)
+    assert {file.path for file in added} == {file.path for file in tables.files("t")}
+    assert {file.path for file in removed} == {file.path for file in before}
 
 
 def test_a_second_writer_is_refused_in_one_sentence(tables: Tables) -> None:

@@ -9,7 +9,7 @@ from postroom.pipeline import taking
 from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import bronze
-from tests.spark.plainrows import rows_of
+from tests.spark.plainrows import records, rows_of
 from tests.spark.stories import TOO_SHORT, happened, line, write_segment
 
 GOOD = [happened("s", 1, "m1"), happened("s", 2, "m2", payload="p")]
@@ -21,7 +21,27 @@ ODD_LINES = [
     line(cost_usd=1e30),
     line(detail=[1]),
     line(seq=1.5),
+    line(mood="calm"),
+    line(rescued="mine"),
+    line(schema=99),
+    line(schema=None),
+    line(ts_us=1 << 53),
+    line(message_id=""),
 ]
+
+AMOUNTS = {
+    b"0.123456789": "0.123456789",
+    b"0.1234567890": "0.123456789",
+    b"1E-7": "0.000000100",
+    b"-12.5": "-12.500000000",
+    b"999999999": "999999999.000000000",
+    b"0.1234567891": None,
+    b"1e-10": None,
+    b"0.12345678900000000000000000000000000000000000001": None,
+    b"1e9": None,
+}
+"""What a line says that something cost, and the column; None where the line is rejected."""
+DEEP = 1_000_000
 
 
 FORGOTTEN = {
@@ -81,6 +101,37 @@ def test_what_is_not_as_it_was_sealed_is_read_to_the_end_of_every_line(
     texts = bronze.texts(spark, str(events), [str(segment.path) for segment in sealed_segments(events)])
     kept = {row["line"].encode(): row["reason"] for row in bronze.rejects(texts).collect()}
     assert kept == FORGOTTEN
+
+
+def test_an_amount_of_money_is_kept_exactly_or_the_line_is_rejected(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    lines = {
+        line(seq=n, event_id=f"s#{n}", cost_usd=0).replace(b'"cost_usd": 0', b'"cost_usd": ' + amount): kept
+        for n, (amount, kept) in enumerate(AMOUNTS.items(), 1)
+    }
+    write_segment(tmp_path / "events", 1, list(lines))
+    segments = sealed_segments(tmp_path / "events")
+    tables = Tables(tmp_path / "tables")
+    found = taking.take(spark, tables, str(tmp_path / "events"), segments)
+    tables.commit("bronze_events", found.staged)
+    stored = {row["seq"]: f"{row['cost_usd']:f}" for row in records(tables, "bronze_events")}
+    assert stored == {n: kept for n, kept in enumerate(AMOUNTS.values(), 1) if kept is not None}
+
+
+def test_a_line_that_is_nested_too_deeply_is_one_reject(spark: SparkSession, tmp_path: Path) -> None:
+    deep = {
+        b"[" * 5_000 + b"]" * 5_000,
+        b"[" * DEEP + b"]" * DEEP,
+        line(detail=0).replace(b'"detail": 0', b'"detail": ' + b"[" * DEEP + b"]" * DEEP),
+    }
+    write_segment(tmp_path / "events", 1, [GOOD[0], *deep, GOOD[1]])
+    _, lines, marks, rows = taken(spark, tmp_path, "quick")
+    assert (lines, rows, marks is not None) == (len(deep) + 2, 2, True)
+    paths = [str(segment.path) for segment in sealed_segments(tmp_path / "events")]
+    kept = bronze.rejects(bronze.texts(spark, str(tmp_path / "events"), paths)).collect()
+    assert {row["line"].encode() for row in kept} == deep
+    assert {row["reason"] for row in kept} == {"it is not a JSON object"}
 
 
 def test_a_bad_line_of_one_date_leaves_no_files_of_the_others(spark: SparkSession, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def define(spark: "SparkSession") -> None:
     )
     derived: dict[str, tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]] = {
         "silver_events": (
-            lambda rows: silver.events(once(rows), columns),
+            lambda rows: once(silver.events(rows, columns)),
             ("bronze_events",),
             silver.PARTITIONS,
         ),
@@ -177,7 +177,9 @@ def arriving(spark: "SparkSession", folder: str) -> DataFrame:
 
 
 def once(rows: DataFrame) -> DataFrame:
-    """Grain: event_id. Of two events under one number the earlier one counts, as in the incremental fold."""
-    others = [name for name in EVENTS.names if name not in {"event_id", "ts_us"}]
-    first = rows.groupBy("event_id").agg(F.min(F.struct("ts_us", *others)).alias("told"))
-    return first.select("event_id", "told.*").select(*EVENTS.names)
+    """Grain: event_id. Of two events under one number the one counts that counts in the incremental fold."""
+    names = [*EVENTS.names, "day"]
+    others = [name for name in names if name not in {"event_id", "ts_us"}]
+    ranked = rows.withColumn("rank", silver.rank({}))
+    first = ranked.groupBy("event_id").agg(F.min(F.struct("ts_us", "rank", *others)).alias("told"))
+    return first.select("event_id", "told.*").select(*names)

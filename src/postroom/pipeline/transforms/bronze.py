@@ -1,8 +1,12 @@
 """Segments as tables: every line is a row of `bronze_events`, or of `bronze_rejects` with the reason.
 
-Rule 1: nothing is dropped and nothing is judged: repeats and contradictions stay, each with its segment.
-Rule 2: the JVM's JSON reader does all the work; lines are looked at more closely only where one was bad, or
-        where a segment is not what was sealed: the reader forgets what stands behind a line's first value.
+Rule 1: nothing is dropped. Repeats and contradictions stay, each with its segment; fields that this version
+        does not know stay in `rescued`.
+Rule 2: a line is rejected when a column could not hold what it says: no time that the tables can compute
+        with, a schema of a later version, an amount of money with too many decimal places.
+Rule 3: Spark's JSON reader by itself is trusted with plain lines only (`plain`). All others are judged one by
+        one (`judged`): the reader forgets unknown fields and what stands behind a line's first value, and it
+        rounds.
 """
 
 from collections.abc import Sequence
@@ -12,7 +16,8 @@ from zlib import crc32
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
-from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, REQUIRED
+from postroom.core.events import SCHEMA, TS_US_MAX
+from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MONEY, REQUIRED, RESCUED
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -20,7 +25,9 @@ if TYPE_CHECKING:
 PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 _SEALED: Final = StructField("date", DateType())  # of the folder that a segment lies in
-ROWS: Final = StructType([*EVENTS.fields, StructField("segment", StringType()), _SEALED])
+ROWS: Final = StructType(
+    [*EVENTS.fields, *(StructField(name, StringType()) for name in (RESCUED, "segment")), _SEALED]
+)
 """Of `bronze_events`."""
 REJECTS: Final = StructType(
     [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
@@ -30,34 +37,8 @@ BLANK: Final = r"^\s*$"
 FILES: Final = "path STRING, modificationTime TIMESTAMP, length BIGINT, content BINARY"
 """What Spark tells of a file. A stream has to be told so."""
 MARKS: Final = 63  # the bits of a long that is not negative
-
-
-def lines(spark: "SparkSession", folder: str) -> "DataFrame":
-    """Every line of a folder that has been `set_apart`, as the reader takes it."""
-    rows = StructType([*LINES.fields, StructField("segment", StringType()), _SEALED])
-    return spark.read.schema(rows).options(**_READING).json(folder)
-
-
-def said(texts: "DataFrame") -> "DataFrame":
-    """The lines that say something, of texts (`value`, `segment`, `date`), and whether each `is_alone`."""
-    return texts.where(~F.col("value").rlike(BLANK)).withColumn("is_alone", _is_alone())
-
-
-def _is_alone() -> "Column":
-    """Whether a line is one object and nothing else. The reader takes its first value, and forgets the rest.
-
-    No rest can be right behind an object both in a list and in another object, and leave each at its end.
-    """
-    listed = F.from_json(F.concat(F.lit("["), "value", F.lit("]")), "array<string>")
-    named = F.from_json(F.concat(F.lit('{"line":'), "value", F.lit("}")), "line string")
-    is_object = named["line"].startswith("{")
-    return F.coalesce((F.size(listed) == 1) & is_object, F.lit(False))  # noqa: FBT003 - a literal of SQL
-
-
-def set_apart(said: "DataFrame", folder: str) -> None:
-    """Write a copy of the lines that the reader can be trusted with, for `lines`."""
-    alone = said.where("is_alone").select("value", "date", "segment")
-    alone.write.partitionBy("date", "segment").text(folder)
+EXACT: Final = "decimal(38,29)"  # as many digits as there can be behind those that an amount has in front
+LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
 def plain(spark: "SparkSession", folder: str) -> "DataFrame":
@@ -86,14 +67,120 @@ def arrivals(spark: "SparkSession", folder: str) -> "DataFrame":
 
 
 def is_bad() -> "Column":
-    """Whether a line is no event: not JSON, a field of the wrong type, or one of the first ones missing."""
+    """Whether a parsed line is no event: not JSON, wrong types, missing fields, a time or schema too high."""
     missing = [F.col(name).isNull() for name in REQUIRED]
-    return F.coalesce(F.col(CORRUPT).isNotNull() | _any(missing), F.lit(True))  # noqa: FBT003 - a literal of SQL
+    bad = F.col(CORRUPT).isNotNull() | _any([*missing, ~_is_in_time(), _is_newer()])
+    return F.coalesce(bad, F.lit(True))  # noqa: FBT003 - a literal of SQL
 
 
 def events(parsed: "DataFrame") -> "DataFrame":
     """Grain: one line that is an event. The wire's columns, `segment` and `date`."""
     return parsed.where(~is_bad()).select(*EVENTS.names, "segment", "date")
+
+
+# ---- lines that are judged one by one --------------------------------------------------------------------
+
+
+def judged(texts: "DataFrame") -> "DataFrame":
+    """Each line of texts (`value`, `segment`, `date`) that is not blank, and the `reason` why it is no event.
+
+    Every line is parsed several times, so this costs a multiple of `plain`.
+    """
+    parsed = texts.where(~F.col("value").rlike(BLANK)).withColumns(
+        {
+            "event": F.from_json("value", LINES, dict(_READING)),
+            "is_alone": _is_alone(),
+            "is_text": F.is_valid_utf8("value"),
+            "is_exact": _is_exact(),
+            RESCUED: _rescued(),
+        }
+    )
+    flat = parsed.select("value", "segment", "date", "is_alone", "is_text", "is_exact", RESCUED, "event.*")
+    return flat.withColumn("reason", _reason())
+
+
+def set_apart(lines: "DataFrame", folder: str) -> None:
+    """Write a copy of those judged lines that are events, for `apart`. `rescued` is a field of the copy."""
+    told = F.to_json(F.struct(RESCUED))  # with braces, which a line has already
+    field = F.substring(told, F.lit(2), F.length(told) - 2)
+    opened = F.regexp_replace("value", r"\}\s*$", "")
+    value = F.when(F.col(RESCUED).isNotNull(), F.concat(opened, F.lit(","), field, F.lit("}")))
+    copies = lines.where("reason IS NULL").select(
+        F.coalesce(value, "value").alias("value"), "date", "segment"
+    )
+    copies.write.partitionBy("date", "segment").text(folder)
+
+
+def apart(spark: "SparkSession", folder: str) -> "DataFrame":
+    """Rows of `bronze_events`, of a folder that was `set_apart`.
+
+    They are read by the reader of `plain`, which keeps `detail` as it was written: `from_json` does not.
+    """
+    return spark.read.schema(ROWS).option("mode", "FAILFAST").json(folder)
+
+
+def rejects(texts: "DataFrame") -> "DataFrame":
+    """Grain: one line that is no event, of texts (`value`, `segment`, `date`). The text as it is, and why."""
+    # Bytes that are no UTF-8 would keep every other program from reading the table.
+    line = F.make_valid_utf8("value").alias("line")
+    return judged(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
+
+
+def _is_alone() -> "Column":
+    """Whether a line is one object and nothing else. The reader takes its first value, and forgets the rest.
+
+    No rest can be right behind an object both in a list and in another object, and leave each at its end.
+    """
+    listed = F.from_json(F.concat(F.lit("["), "value", F.lit("]")), "array<string>")
+    named = F.from_json(F.concat(F.lit('{"line":'), "value", F.lit("}")), "line string")
+    is_object = named["line"].startswith("{")
+    return F.coalesce((F.size(listed) == 1) & is_object, F.lit(False))  # noqa: FBT003 - a literal of SQL
+
+
+def _is_exact() -> "Column":
+    """Whether the column for money holds the amount of a line as it is. A variant does not round."""
+    amount = F.from_json("value", "cost_usd variant")["cost_usd"]
+    whole = F.try_variant_get(amount, "$", EXACT)
+    kept = whole.cast(MONEY).cast(EXACT)
+    is_same = F.coalesce(whole == kept, F.lit(True))  # noqa: FBT003 - no amount, or the reader refuses it
+    return is_same & ~F.col("value").rlike(LONG_AMOUNT)
+
+
+def _rescued() -> "Column":
+    """The unknown fields of a line as JSON; NULL when there are none."""
+    fields = F.from_json("value", "map<string,variant>")
+    unknown = F.map_filter(fields, lambda name, _: ~name.isin(*EVENTS.names))
+    return F.when(F.size(unknown) > 0, F.to_json(unknown))
+
+
+def _is_in_time() -> "Column":
+    return F.col("ts_us").between(0, TS_US_MAX)
+
+
+def _is_newer() -> "Column":
+    """A line of an earlier version may have no schema."""
+    return F.coalesce(F.col("schema") > SCHEMA, F.lit(False))  # noqa: FBT003 - a literal of SQL
+
+
+def _reason() -> "Column":
+    """Why a judged line is no event; NULL when it is one."""
+    missing = [F.when(F.col(name).isNull(), F.lit(name)) for name in REQUIRED]
+    names = F.concat_ws(", ", *missing)
+    nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()
+    is_corrupt = F.col(CORRUPT).isNotNull()
+    return (
+        F.when(~F.col("is_text"), F.lit("it is not UTF-8"))
+        .when(is_corrupt & nothing_read, F.lit("it is not a JSON object"))
+        .when(~F.col("is_alone"), F.lit("it is more than one JSON object"))
+        .when(is_corrupt, F.lit("a field has a value of another type"))
+        .when(names != "", F.concat(F.lit("it has no "), names))
+        .when(~_is_in_time(), F.lit(f"its ts_us is not between 0 and {TS_US_MAX} microseconds"))
+        .when(_is_newer(), F.format_string(f"its schema is %d, and the newest known is {SCHEMA}", "schema"))
+        .when(~F.col("is_exact"), F.lit(f"its cost_usd has more than {MONEY.scale} decimal places"))
+    )
+
+
+# ---- files -----------------------------------------------------------------------------------------------
 
 
 def marks_where(is_so: "Column") -> "Column":
@@ -112,7 +199,7 @@ def may_be_bad(segment: str, marks: int | None) -> bool:
 
 
 def widened(rows: "DataFrame") -> "DataFrame":
-    """The wire's columns; those that the table of an earlier version does not have are NULL."""
+    """Rows of events with all columns of the wire. What a table of an earlier version lacks is NULL."""
     known = set(rows.columns)
     missing = {
         field.name: F.lit(None).cast(field.dataType) for field in EVENTS.fields if field.name not in known
@@ -120,36 +207,11 @@ def widened(rows: "DataFrame") -> "DataFrame":
     return rows.withColumns(missing) if missing else rows  # Spark Connect refuses none
 
 
-def rejects(texts: "DataFrame") -> "DataFrame":
-    """Grain: one line that is no event, of texts (`value`, `segment`, `date`). The text as it is, and why."""
-    read = said(texts).withColumn("event", F.from_json("value", LINES, dict(_READING)))
-    # Bytes that are no UTF-8 would keep every other program from reading the table. The reader refuses them,
-    # `from_json` does not.
-    is_text = F.is_valid_utf8("value").alias("is_text")
-    line = F.make_valid_utf8("value").alias("line")
-    flat = read.select("segment", "date", line, is_text, "is_alone", "event.*")
-    bad = flat.where(is_bad() | ~F.col("is_text") | ~F.col("is_alone"))
-    return bad.select("segment", "line", _reason().alias("reason"), "date")
-
-
 def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
     """The lines of segments below a folder as plain text."""
     found = spark.read.option("basePath", folder).text(list(segments))
     sealed = F.col("date").cast(_SEALED.dataType)
     return found.select("value", F.col("_metadata.file_name").alias("segment"), sealed.alias("date"))
-
-
-def _reason() -> "Column":
-    missing = [F.when(F.col(name).isNull(), F.lit(name)) for name in REQUIRED]
-    names = F.concat_ws(", ", *missing)
-    nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()
-    return (
-        F.when(~F.col("is_text"), F.lit("it is not UTF-8"))
-        .when(F.col(CORRUPT).isNotNull() & nothing_read, F.lit("it is not a JSON object"))
-        .when(~F.col("is_alone"), F.lit("it is more than one JSON object"))
-        .when(F.col(CORRUPT).isNotNull(), F.lit("a field has a value of another type"))
-        .otherwise(F.concat(F.lit("it has no "), names))
-    )
 
 
 def _any(conditions: "Sequence[Column]") -> "Column":

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.transforms.dlq import dlq_patterns, dlq_templates
 from postroom.pipeline.transforms.flames import FLAMES, flames
 from postroom.pipeline.transforms.goldtable import GoldTable, Hours, Running, Sums
-from postroom.pipeline.transforms.silver import HOUR_US, Lots, hour_us
+from postroom.pipeline.transforms.silver import HOUR_US, Lots, hour_us, named
 
 MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
@@ -44,6 +44,11 @@ def _born_us() -> Column:
 
 def _born_hour() -> Column:
     return hour_us(_born_us())
+
+
+def _named(events: DataFrame, messages: DataFrame | None) -> DataFrame:
+    """Events with the type and organization of their message. Without messages they have these already."""
+    return events if messages is None else named(events, messages)
 
 
 def _how_many(condition: Column) -> Column:
@@ -147,9 +152,9 @@ _KINDS: Final = {
 """Which column counts which events."""
 
 
-def throughput(events: DataFrame) -> DataFrame:
+def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization and type: how many events of each kind that matters."""
-    return _THROUGHPUT.added_up(_throughput_of(events))
+    return _THROUGHPUT.added_up(_throughput_of(_named(events, messages)))
 
 
 def _throughput_of(events: DataFrame) -> DataFrame:
@@ -169,9 +174,9 @@ def _throughput_of(events: DataFrame) -> DataFrame:
 _ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
 
 
-def errors(events: DataFrame) -> DataFrame:
+def errors(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
-    return _ERRORS.added_up(_errors_of(events))
+    return _ERRORS.added_up(_errors_of(_named(events, messages)))
 
 
 def _errors_of(events: DataFrame) -> DataFrame:
@@ -189,16 +194,18 @@ def _errors_of(events: DataFrame) -> DataFrame:
 
 _FLOW_INPUT: Final = (
     *("message_id", "source", "seq", "day", "ts_us", "org_id", "queue"),
-    *("state", "kind", "duration_us", "lease"),
+    *("state", "prior", "kind", "contract", "duration_us", "lease"),
 )
 
 
 def flow(events: DataFrame) -> DataFrame:
     """One row for each minute and queue in which something began or ceased to wait.
 
-    What an event changed shows against the state before it. Of the first event of a message in a day, the
-    kind tells that state. One that ends without a lease, on a later day than it was last told of, counts as
-    one that waited until then.
+    What an event changed shows against the state before it. The first event of a message in a day says it as
+    `prior`, or its kind implies it.
+
+    An end that an earlier version wrote has no `prior`. On a later day than the event before it, it counts as
+    the end of a message that waited, unless it has a lease or is the `delivered` of a task.
     """
     # The id first: rows are sorted by the first bytes of the first column, and sources have few.
     before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
@@ -224,15 +231,17 @@ def flow(events: DataFrame) -> DataFrame:
 
 
 def _must_have_waited() -> Column:
-    """Whether a message has waited since an earlier day, by what its first event of this day is."""
+    """Whether a message has waited since an earlier day, by its first event of this day."""
     kind = F.col("kind")
     day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
     return (
-        F.when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
+        F.when(F.col("prior").isNotNull(), F.col("prior") == WAITING)
+        .when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
         .when(
             kind == "dequeued",
             F.col("duration_us").isNull() | (F.col("ts_us") - F.col("duration_us") < day_us),
         )
+        .when((kind == "delivered") & (F.col("contract") == "tasks"), F.lit(0) == 1)
         .when(kind.isin(*_ENDS), F.col("lease").isNull())
         .otherwise(F.col("state") == WAITING)
     )
@@ -315,10 +324,11 @@ def _cost_of(events: DataFrame) -> DataFrame:
 # ---- poison --------------------------------------------------------------------------------------------
 
 
-def crashes(events: DataFrame) -> DataFrame:
+def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each message and day on which a worker that held it was lost, or it was put aside."""
     return (
-        events.where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
+        _named(events, messages)
+        .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
             _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
@@ -359,6 +369,8 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
     )
 
 
+_NAMED_EVENTS: Final = ("silver_events", "silver_messages")
+"""Events, and the messages whose type and organization they are counted by."""
 _DAY: Final = ("day",)
 _LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
 _SLA: Final = Sums(
@@ -410,18 +422,19 @@ def _flame_lots() -> Lots:
     return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
 
 
-FORM: Final = 3
-"""Which columns and partitions the tables have. One of another form is made anew from what it is made of."""
+FORM_ID: Final = "form"  # under which a gold table remembers which form it has
+FORM: Final = 4
+"""Which columns, partitions and meaning the tables have. A table of another form is made anew."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
-    "gold_throughput": GoldTable(throughput, ("silver_events",), _DAY, _THROUGHPUT),
-    "gold_errors": GoldTable(errors, ("silver_events",), _DAY, _ERRORS),
+    "gold_throughput": GoldTable(throughput, _NAMED_EVENTS, _DAY, _THROUGHPUT),
+    "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
     "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
     "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
-    "gold_crashes": GoldTable(crashes, ("silver_events",), _DAY, _CRASHES),
+    "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),

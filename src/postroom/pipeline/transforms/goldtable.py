@@ -98,6 +98,9 @@ class GoldTable(NamedTuple):
     """Silver tables, or gold tables that are listed before it."""
     partition_by: tuple[str, ...] = ()
     change: Sums | Hours | Running | None = None
-    """Only for tables of one input that are partitioned by its days. None: the table is made anew."""
+    """Only for tables that are partitioned by the days of their input. None: the table is made anew.
+
+    A second input can only be `silver_messages`, for the names of those that events are about.
+    """
     lots: "Callable[[], Lots] | None" = None
     """None: the rows of a day lie together."""

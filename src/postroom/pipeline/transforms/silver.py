@@ -17,8 +17,10 @@ from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.transforms.joining import sent
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, Observation
 
+_NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
+"""Fields by which rows are found, counted or grouped."""
 PARTITIONS: Final = ("day",)
 SETTLED: Final = "settled"
 MICROS_PER_S: Final = 1_000_000
@@ -39,24 +41,41 @@ def hour_us(micros: "Column") -> "Column":
     return micros - F.pmod(micros, F.lit(HOUR_US))
 
 
-def repeats(
-    events: "DataFrame", known: "DataFrame", suspected: "DataFrame", *, few: bool = True
-) -> "DataFrame":
+def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
     """Grain: an event_id that more than one row has. `kept` is the row that counts, NULL when it is known.
 
-    `events` have event_id, ts_us and `row`, a number of the row; `known` has the event_ids of earlier runs.
-    Of two events under one number the earlier one counts. Whether there are `few`, the suspects tell.
+    Of two events under one number the earlier one counts; of two of one time, the one of lower `rank`. Both
+    sides are `ranked`; `known` are events of earlier runs. `is_beaten` says that one of these does not count.
     """
-    new = events.select("event_id", F.struct("ts_us", "row").alias("place"))
-    place = F.struct(F.lit(-1).cast("long").alias("ts_us"), F.lit(None).cast("long").alias("row"))
-    old = known.select("event_id", place.alias("place"))
+    new = events.select("event_id", F.struct("ts_us", "rank", "row").alias("place"))
+    no_row = F.lit(None).cast("long").alias("row")  # before all others that are the same
+    old = known.select("event_id", F.struct("ts_us", "rank", no_row).alias("place"))
     grouped = (
         new.unionByName(old)
-        .join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
         .groupBy("event_id")
-        .agg(F.min("place").alias("kept"), F.count(F.lit(1)).alias("rows"))
+        .agg(
+            F.min("place").alias("kept"),
+            F.count(F.lit(1)).alias("rows"),
+            F.count_if(F.col("place.row").isNull()).alias("known"),
+        )
     )
-    return grouped.where("rows > 1").select("event_id", F.col("kept.row").alias("kept"))
+    is_beaten = (F.col("known") > 0) & F.col("kept.row").isNotNull()
+    return grouped.where("rows > 1").select(
+        "event_id", F.col("kept.row").alias("kept"), is_beaten.alias("is_beaten")
+    )
+
+
+def ranked(
+    rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
+) -> "DataFrame":
+    """Rows that may be repeats, with a `rank` that follows from what they say once they are redacted."""
+    some = rows.join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
+    return some.withColumn("rank", rank(redaction))
+
+
+def rank(redaction: "Mapping[str, Column]") -> "Column":
+    """A number of what an event says. It decides between two events of one number and one time."""
+    return F.xxhash64(*[redaction.get(name, _told_text(name)) for name in EVENTS.names])
 
 
 def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
@@ -77,9 +96,25 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
 
     The wide rows stay where they are, unless so many were repeated that they are not `few`.
     """
-    said = sent(repeated.withColumnRenamed("event_id", "said"), few=few)
+    said = sent(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
     again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
     return events.join(said, again, "left_anti")
+
+
+def lacks_names() -> "Column":
+    """Whether an event does not tell the type or the organization of its message: stores tell it once."""
+    return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
+
+
+def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
+    """Events or attempts with the type and the organization of their message, where they tell none."""
+    names = messages.select(
+        "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
+    )
+    silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
+    filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
+    told = rows.where(~lacks_names())
+    return told.unionByName(silent.withColumns(filled).drop("message_type", "message_org_id"))
 
 
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
@@ -95,8 +130,13 @@ def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
 
 
 def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
-    kept = [redaction.get(name, F.col(name)).alias(name) for name in EVENTS.names]
+    kept = [redaction.get(name, _told_text(name)).alias(name) for name in EVENTS.names]
     return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
+
+
+def _told_text(name: str) -> "Column":
+    """A field. An id or a name that is empty is none: the wire leaves it out."""
+    return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
 
 
 # ---- silver_messages -------------------------------------------------------------------------------------
@@ -153,17 +193,31 @@ _SMALLEST: Final = (
 _LARGEST: Final = ("replayed_us", "last_us", "attempts", "end_code")
 
 
-def messages(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFrame":
-    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`."""
+def messages(
+    events: "DataFrame", before: "DataFrame | None" = None, seen: "Observation | None" = None
+) -> "DataFrame":
+    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`.
+
+    `seen` counts as `renamed` the rows that have another type or organization than before.
+    """
     states = _event_states(events)
     if before is not None:
         states = states.unionByName(_message_states(before))
     folded = states.groupBy("message_id").agg(
         F.min("told").alias("told"),
+        F.max("names").alias("names"),
         *[F.min(name).alias(name) for name in _SMALLEST],
         *[F.max(name).alias(name) for name in _LARGEST],
     )
-    return _message_rows(folded)
+    flat = folded.select("message_id", "told.*", "names", *_SMALLEST, *_LARGEST)
+    if seen is not None:
+        flat = flat.observe(seen, F.count_if(F.col("names") != _names()).alias("renamed"))
+    return _message_rows(flat)
+
+
+def _names() -> "Column":
+    """The type and the organization of a message, as one number."""
+    return F.xxhash64("type", "org_id", F.col("type").isNull())
 
 
 def message_keys(events: "DataFrame") -> "DataFrame":
@@ -176,6 +230,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
     return events.where(F.col("message_id").isNotNull()).select(
         "message_id",
         _told(F.when(kind == "created", 0).otherwise(1), ts_us).alias("told"),
+        F.lit(None).cast("bigint").alias("names"),
         F.when(kind == "created", ts_us).alias("created_us"),
         F.when(kind == "enqueued", ts_us).alias("enqueued_us"),
         F.when(kind == "dequeued", ts_us).alias("first_dequeued_us"),
@@ -192,7 +247,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
 def _message_states(rows: "DataFrame") -> "DataFrame":
     rank = F.when(F.col("created_us").isNotNull(), 0).otherwise(1)
     told = _told(rank, F.coalesce("created_us", "first_us"))
-    return rows.select("message_id", told.alias("told"), *_SMALLEST, *_LARGEST)
+    return rows.select("message_id", told.alias("told"), _names().alias("names"), *_SMALLEST, *_LARGEST)
 
 
 def _told(rank: "Column", ts_us: "Column") -> "Column":
@@ -231,8 +286,7 @@ def _meaning(codes: Sequence[str]) -> "Column":
     return meaning
 
 
-def _message_rows(folded: "DataFrame") -> "DataFrame":
-    flat = folded.select("message_id", "told.*", *_SMALLEST, *_LARGEST)
+def _message_rows(flat: "DataFrame") -> "DataFrame":
     # A replay begins a new life: what ended before is open again.
     over = F.col("end_code").isNotNull() & ~F.coalesce(F.col("replayed_us") > end_us(), F.lit(False))  # noqa: FBT003 - SQL's
     ended = flat.withColumns(
