@@ -75,7 +75,7 @@ def _answer_early() -> None:
     """Answer at once, and write a while later."""
     flush, flushes = segments.SegmentLog.flush, iter(range(1 << 30))
 
-    def at_once(_: segments.SegmentLog, call: Callable[..., object], *facts: object) -> None:
+    def at_once(_: segments.SegmentLog, call: Callable[..., object], *facts: object, **__: object) -> None:
         call(*facts)
 
     def seldom(log: segments.SegmentLog) -> None:
@@ -104,13 +104,13 @@ def _deliver_twice() -> None:
 
 def _forget_deletes() -> None:
     """Do not write down what is removed."""
-    append = segments.SegmentLog.append
+    supersede = segments.SegmentLog.supersede
 
     def without(log: segments.SegmentLog, record: records.Record) -> None:
         if not isinstance(record, records.Removed):
-            append(log, record)
+            supersede(log, record)
 
-    segments.SegmentLog.append = without  # type: ignore[assignment,method-assign]
+    segments.SegmentLog.supersede = without  # type: ignore[assignment,method-assign]
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {
