@@ -483,13 +483,13 @@ class Desk:
         if EVENT_STREAM not in call.header(b"accept"):
             messages = await self.on_bus(call, lambda: self.buses.read(name, query.since, query.limit))
             return Reply(200, _encode(BusAnswer(messages)))
-        looks: tuple[int, int] | None = None
+        looks: tuple[int, int, int] | None = None
         since = call.header(b"last-event-id") or query.since
         follower = self.buses.follow(name, since)
 
         def page(position: str) -> tuple[bytes, str]:
             nonlocal looks
-            before = _size(path)
+            before = _looks(path)
             if before == looks:
                 return b"", position
             try:
@@ -585,12 +585,13 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _size(path: Path) -> tuple[int, int]:
+def _looks(path: Path) -> tuple[int, int, int]:
+    """What changes with every post. A new file can have the inode and the size of a removed one."""
     try:
         found = path.stat()
     except OSError:
-        return 0, 0
-    return found.st_ino, found.st_size
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 # ---- whose task it is ------------------------------------------------------------------------------
