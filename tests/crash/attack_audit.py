@@ -6,7 +6,6 @@ hang or need much memory. Then the stream itself is attacked: it is forged, wipe
 """
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -21,12 +20,14 @@ from typing import NamedTuple
 from postroom import Bus, Queue, Tasks
 from postroom.errors import EXIT_OK, EXIT_RUNTIME
 from tests.crash.ledger import Tally
+from tests.crash.memory import peak_mb
 
 COMMAND = Path(sys.executable).parent / "postroom"
 EVENTS = 2_000  # good ones of each file
 MEMORY_MB_MAX = 400  # of one command; it reads a window of a file at a time
 KILLS = 5
 HANG_GUARD_S = 300.0
+LOOK_S = 0.005  # between two looks at a command's memory
 DEPTHS = (101, 500, 900, 990, 1_100, 20_000, 400_000)
 REFUSALS = (
     ("--bus", "missing.yaml"),
@@ -79,17 +80,15 @@ class Attack:
     def wait(self, process: "subprocess.Popen[bytes]", arguments: tuple[str, ...]) -> int:
         deadline = time.monotonic() + HANG_GUARD_S
         while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
+            self.memory_mb = max(self.memory_mb, peak_mb(process.pid))
+            code = process.poll()
+            if code is not None:
+                return code
             if time.monotonic() > deadline:
                 process.kill()
                 self.tally.breaks(f"{' '.join(arguments)} did not end within {HANG_GUARD_S:g} seconds")
                 deadline += HANG_GUARD_S
-            time.sleep(0.02)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        self.memory_mb = max(self.memory_mb, usage.ru_maxrss // 1024)
-        return process.returncode
+            time.sleep(LOOK_S)
 
     def ship(self) -> Done:
         return self.run(*self.ship_arguments(), "--once")

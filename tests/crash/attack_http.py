@@ -24,6 +24,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.desk import POLLS_A_TOKEN_MAX
 from tests.crash.kills import Tick
 from tests.crash.ledger import Tally
+from tests.crash.memory import peak_mb
 from tests.waiting import until
 
 MEMORY_MB_MAX = 512
@@ -31,7 +32,6 @@ BUS_MAX_BYTES = 24 * 1024 * 1024
 PIECE = 0x10000
 HANG_GUARD_S = 60.0
 REFUSALS = frozenset({400, 401, 408, 413, 429, 431, 503, 507})
-KIB_A_MIB = 1024
 SOFT_DESCRIPTORS = 1024
 HOLD_S = 2.0  # that an attack goes on once it is complete
 
@@ -120,9 +120,7 @@ class _Target:
         self.tokens["boss"] = agents.add("boss", role="operator")
 
     def peak_memory_mb(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) // KIB_A_MIB
+        return peak_mb(self.process.pid)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_GUARD_S)

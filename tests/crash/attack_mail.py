@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from postroom.core import natswire as wire
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
+from tests.crash.memory import peak_mb
 from tests.smalldisk import NotPermitted, fill, mounted
 
 HOST, GOOD_HOST, BAD_HOST = "127.0.0.1", "127.0.0.2", "127.0.0.3"
@@ -75,9 +76,7 @@ class Server:
 
     def measure(self) -> None:
         """Add up what the process has needed so far."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        peak_kb = int(status.partition("VmHWM:")[2].split()[0])
-        self.memory_mb = max(self.memory_mb, peak_kb // 1024)
+        self.memory_mb = max(self.memory_mb, peak_mb(self._process.pid))
 
     def written(self) -> int:
         """Bytes that it has handed to the operating system."""

@@ -23,6 +23,7 @@ from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
+from tests.crash.memory import peak_mb
 from tests.spark.commands import Commands, Done
 from tests.spark.quick import QUICK
 
@@ -321,7 +322,4 @@ def _session(folder: Path) -> Iterator[SparkSession]:
 def _peak_mb(spark: SparkSession) -> int:
     """The most memory that the JVM has held."""
     pid = _jvm(spark).java.lang.ProcessHandle.current().pid()
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) // 1024
-    return 0
+    return peak_mb(pid)

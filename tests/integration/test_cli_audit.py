@@ -282,7 +282,7 @@ def test_encrypted_payloads_are_whole_for_who_has_the_key(
         (("trace", "", "m"), "the path of the folder is empty"),
         (("ship", "--bus", "nothing", "--to", "a"), "there is no bus at nothing"),
         (("ship", "--queue", "nothing", "--to", "a"), "there is no queue at nothing"),
-        (("ship", "--mail", "nothing", "--to", "a"), "there is no mail folder at nothing"),
+        (("ship", "--mail", "nothing", "--to", "a"), "there is no mail server's data folder at nothing"),
     ],
 )
 def test_a_wrong_call_is_one_sentence(arguments: tuple[str, ...], says: str) -> None:

@@ -114,7 +114,8 @@ def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "Da
     silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
     filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
     told = rows.where(~lacks_names())
-    return told.unionByName(silent.withColumns(filled).drop("message_type", "message_org_id"))
+    # Not `drop`, which asks a Connect server for the columns: a declared table cannot answer yet.
+    return told.unionByName(silent.withColumns(filled).selectExpr("* EXCEPT (message_type, message_org_id)"))
 
 
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
