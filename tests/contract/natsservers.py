@@ -161,13 +161,16 @@ def nats_binary() -> str:
 class Wire:
     """A connection that says exactly what it is told to."""
 
-    def __init__(self, server: Server, connect: bytes = CONNECT, *, receive_bytes: int = 0) -> None:
+    def __init__(
+        self, server: Server, connect: bytes = CONNECT, *, receive_bytes: int = 0, address: str = HOST
+    ) -> None:
         self.socket = socket.socket()
         self.socket.settimeout(HANG_GUARD_S)
         if receive_bytes:  # after connecting, the system would have made it larger already
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self._held = b""
         try:
+            self.socket.bind((address, 0))
             self.socket.connect((HOST, server.port))
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.info = self.line()

@@ -11,7 +11,7 @@ import pytest
 from postroom.runtime import natsconn, natsoptions, natsserver
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
-from tests.contract.natsservers import HANG_GUARD_S, Wanted, Wire, running
+from tests.contract.natsservers import CONNECT, HANG_GUARD_S, Server, Wanted, Wire, running
 
 USERS = {"ann": "secret"}
 LOGIN = b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n'
@@ -62,6 +62,75 @@ def test_connections_that_have_not_logged_in_are_few_for_each_address(tmp_path: 
 def test_after_a_wrong_password_there_is_no_second_try(tmp_path: Path) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, WRONG + LOGIN) as wire:
         assert wire.rest() == VIOLATION
+
+
+TOO_MANY = b"-ERR 'maximum connections exceeded'\r\n"
+OTHER_ADDRESS = "127.0.0.2"
+
+
+def test_one_address_has_at_most_its_share_of_the_connections(tmp_path: Path) -> None:
+    with running("ours", tmp_path, Wanted(connections_max=8)) as server, ExitStack() as stack:
+        share = [stack.enter_context(Wire(server)) for _ in range(4)]
+        assert [wire.ask() for wire in share] == [b""] * 4
+        with Wire(server, b"") as refused:
+            assert refused.rest() == TOO_MANY
+        others = [stack.enter_context(Wire(server, address=OTHER_ADDRESS)) for _ in range(4)]
+        assert [wire.ask() for wire in others] == [b""] * 4
+        share[0].socket.close()
+        with eventually_admitted(server, CONNECT) as again:
+            assert again.ask() == b""
+
+
+def test_one_login_has_at_most_its_share_of_the_connections(tmp_path: Path) -> None:
+    users = {"ann": "secret", "bob": "secret"}
+    with (
+        running("ours", tmp_path, Wanted(users=users, connections_max=8)) as server,
+        ExitStack() as stack,
+    ):
+        addresses = ["127.0.0.1", OTHER_ADDRESS] * 2
+        share = [stack.enter_context(Wire(server, LOGIN, address=address)) for address in addresses]
+        assert [wire.ask() for wire in share] == [b""] * 4
+        with Wire(server, LOGIN + b"PING\r\n") as refused:
+            assert refused.rest() == TOO_MANY
+        bob = LOGIN.replace(b"ann", b"bob")
+        others = [stack.enter_context(Wire(server, bob)) for _ in range(4)]
+        assert [wire.ask() for wire in others] == [b""] * 4
+        share[0].socket.close()
+        with eventually_admitted(server, LOGIN) as again:
+            assert again.ask() == b""
+
+
+def eventually_admitted(server: Server, connect: bytes) -> Wire:
+    """A connection, as soon as the server has noticed that another one was closed."""
+    while True:
+        wire = Wire(server, b"")
+        try:
+            wire.ask(connect)
+        except (EOFError, OSError):
+            wire.socket.close()
+        else:
+            return wire
+
+
+def test_connections_that_are_being_closed_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsconn, "LINGER_S", 2 * HANG_GUARD_S)
+    monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
+
+    async def work(server: NatsServer) -> None:
+        lingering = await opened(server.port, b"CONNECT {broken\r\n")
+        assert (await lingering[0].readline()).startswith(b"-ERR '")
+        delayed = await opened(server.port, WRONG)
+        reader, writer = await opened(server.port, b"")
+        assert await reader.readline() == TOO_MANY
+        lingering[1].close()
+        while len(server.connections) > 1:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        reader, again = await opened(server.port, LOGIN + b"PING\r\n")
+        assert await reader.readline() == b"PONG\r\n"
+        for each in (delayed[1], writer, again):
+            each.close()
+
+    served(work, users=USERS, connections_max=4, auth_timeout_s=2 * HANG_GUARD_S)
 
 
 async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -481,7 +481,11 @@ def test_the_largest_body_is_what_info_says(kind: str, tmp_path: Path) -> None:
 
 def test_one_connection_too_many_is_told_so(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(connections_max=2)
-    with running(kind, tmp_path, wanted) as server, Wire(server) as one, Wire(server) as two:
+    with (
+        running(kind, tmp_path, wanted) as server,
+        Wire(server) as one,
+        Wire(server, address="127.0.0.2") as two,  # ours leaves the second place to another client
+    ):
         one.ask()
         two.ask()
         with Wire(server, b"") as three:
@@ -493,7 +497,8 @@ def test_connections_leave_files_for_everything_else(tmp_path: Path) -> None:
     allowed = 10
     wanted = Wanted(files_max=FILES_RESERVED + allowed)
     with running("ours", tmp_path, wanted) as server, ExitStack() as stack:
-        wires = [stack.enter_context(Wire(server, b"")) for _ in range(3 * FILES_RESERVED)]
+        addresses = [f"127.0.0.{1 + number % 2}" for number in range(3 * FILES_RESERVED)]
+        wires = [stack.enter_context(Wire(server, b"", address=address)) for address in addresses]
         for wire in wires[:allowed]:
             assert wire.ask() == b""
         for wire in wires[allowed:]:  # each is closed when it has been told, and needs no file any more

@@ -103,8 +103,8 @@ class Hub(Protocol):
     def upgrade(self, link: "Connection", transport: asyncio.Transport) -> bool:
         """Say INFO and begin TLS, if it is wanted; whether it is."""
 
-    def admitted(self, link: "Connection", options: wire.ConnectOptions | None) -> bool:
-        """Whether it may go on. None is for a connection that has not said CONNECT."""
+    def admit(self, link: "Connection", options: wire.ConnectOptions | None) -> str:
+        """Why it may not go on; empty when it may. None is for a connection that has not said CONNECT."""
 
     def publish(self, link: "Connection", head: wire.Head, bodies: list[bytes]) -> int:
         """How many of them were taken: all, unless the connection's slice of the turn is over."""
@@ -189,10 +189,15 @@ class Connection(asyncio.Protocol):
             self._insecure = True
             return
         transport.write(self._hub.info_for(self))
-        if refusal:  # closed at once: it has said nothing yet, and those who linger need a file each
-            transport.write(wire.error(refusal))
+        if refusal:
+            self._turn_away(refusal)
+
+    def _turn_away(self, refusal: str) -> None:
+        """Close at once: it has said little yet, and those who linger need a file each."""
+        if self._transport is not None:
+            self._transport.write(wire.error(refusal))
             self._give_up()
-            transport.close()
+            self._transport.close()
 
     def secured(self, transport: asyncio.Transport) -> None:
         """TLS is on: everything goes through another transport from here on."""
@@ -284,8 +289,8 @@ class Connection(asyncio.Protocol):
 
     def _messages(self, head: wire.Head, bodies: list[bytes]) -> list[wire.Command] | None:
         """What of them has to wait; None while there is time for more."""
-        if not self.admitted and not self._hub.admitted(self, None):
-            self.fail(AUTHORIZATION_VIOLATION)
+        if not self.admitted and (refusal := self._hub.admit(self, None)):
+            self.fail(refusal)
             return None
         if head.header_bytes >= 0 and not self.headers:
             self.fail(HEADERS_NOT_SUPPORTED)
@@ -308,8 +313,8 @@ class Connection(asyncio.Protocol):
                 self.fail(command.text)
             case wire.Connect():
                 self._connect(command.options)
-            case _ if not self.admitted and not self._hub.admitted(self, None):
-                self.fail(AUTHORIZATION_VIOLATION)
+            case _ if not self.admitted and (refusal := self._hub.admit(self, None)):
+                self.fail(refusal)
             case wire.Ping():
                 self.send(wire.PONG)
             case wire.Subscribe():
@@ -326,8 +331,9 @@ class Connection(asyncio.Protocol):
         except wire.Broken as error:
             self.fail(error.args[0])
             return
-        if not self._hub.admitted(self, said):
-            self._refuse_login()
+        refusal = self._hub.admit(self, said)
+        if refusal:
+            self._refuse_login(refusal)
             return
         if said.no_responders and not said.headers:
             self.fail(NO_RESPONDERS_NEEDS_HEADERS)
@@ -336,11 +342,14 @@ class Connection(asyncio.Protocol):
         self.headers, self.no_responders = said.headers, said.no_responders
         self._okay()
 
-    def _refuse_login(self) -> None:
+    def _refuse_login(self, refusal: str) -> None:
         """Answer a wrong password after a while, and read nothing meanwhile: guessing takes time."""
+        if refusal != AUTHORIZATION_VIOLATION:
+            self._turn_away(refusal)
+            return
         self._login_bytes = LOGIN_BYTES_MAX  # no second try on this connection
         self.pause_reading()
-        self._hub.loop.call_later(WRONG_LOGIN_S, self.fail, AUTHORIZATION_VIOLATION)
+        self._hub.loop.call_later(WRONG_LOGIN_S, self.fail, refusal)
 
     def _subscribe(self, request: wire.Subscribe) -> None:
         if request.sid in self.subscriptions:  # nats-server keeps the first, too

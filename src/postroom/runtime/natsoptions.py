@@ -12,6 +12,7 @@ from postroom.system.descriptors import raise_descriptor_limit
 DEFAULT_PORT = 4222
 TOKEN_USER = "token"  # noqa: S105 - whoever brings the token: many may have the same
 CONNECTIONS_MAX = 65_536
+CLIENT_CONNECTIONS_SHARE = 0.5  # of all connections: what one client may have
 SUBSCRIPTIONS_MAX = 100_000  # of one connection
 PENDING_BYTES_MAX = 64 * 1024 * 1024
 LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before it has logged in
@@ -50,6 +51,10 @@ class ServerOptions:
     @property
     def needs_auth(self) -> bool:
         return bool(self.users or self.token)
+
+    @property
+    def client_connections_max(self) -> int:
+        return max(1, int(self.connections_max * CLIENT_CONNECTIONS_SHARE))
 
     def user_of(self, said: wire.ConnectOptions) -> str | None:
         """Who somebody is that says CONNECT; None for nobody we know."""

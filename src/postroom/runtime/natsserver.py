@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from time import perf_counter
@@ -23,6 +24,7 @@ from postroom.core import natswire as wire
 from postroom.core.subjects import Subscriptions
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
+    AUTHORIZATION_VIOLATION,
     STALE_CONNECTION,
     TOO_MANY_CONNECTIONS,
     TOO_MANY_LOGINS,
@@ -68,6 +70,8 @@ class NatsServer:
         self._server: asyncio.Server | None = None
         self._identity = os.urandom(16).hex().upper()
         self._numbers = 0
+        self._shares: Counter[str] = Counter()
+        """Clients to how many connections they have, those that are being closed included."""
         self._unfinished: dict[str, int] = {}
         """Addresses to what has come of messages that are not complete."""
         self._logins: dict[str, int] = {}
@@ -162,13 +166,34 @@ class NatsServer:
 
     def joined(self, link: Connection) -> str:
         link.network = network_of(link.peer_address)
-        if self._lame or len(self.connections) >= self.options.connections_max:
+        client = client_of("", link.network)
+        if self._lame or len(self.connections) >= self.options.connections_max or not self._has_share(client):
             return TOO_MANY_CONNECTIONS
         if self.needs_auth and not self._may_log_in(link):
             return TOO_MANY_LOGINS
         self.connections.add(link)
+        self._shares[client] += 1
+        link.client = client
         self._empty.clear()
         return ""
+
+    def _has_share(self, client: str) -> bool:
+        """Whether a client may have one more connection."""
+        return self._shares[client] < self.options.client_connections_max
+
+    def _end_share(self, client: str) -> None:
+        self._shares[client] -= 1
+        if not self._shares[client]:
+            del self._shares[client]
+
+    def _move_share(self, link: Connection, client: str) -> bool:
+        """Count a connection against who logged in, and no longer its address; whether there is room."""
+        if not self._has_share(client):
+            return False
+        self._end_share(link.client)
+        self._shares[client] += 1
+        link.client = client
+        return True
 
     def _may_log_in(self, link: Connection) -> bool:
         """Whether its address has few connections that have not logged in; this one is counted then."""
@@ -206,7 +231,9 @@ class NatsServer:
             attempt(self._room.closed, link)
 
     def left(self, link: Connection) -> None:
-        self.connections.discard(link)
+        if link in self.connections:
+            self.connections.remove(link)
+            self._end_share(link.client)
         if not self.connections:
             self._empty.set()
 
@@ -260,15 +287,17 @@ class NatsServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def admitted(self, link: Connection, options: wire.ConnectOptions | None) -> bool:
+    def admit(self, link: Connection, options: wire.ConnectOptions | None) -> str:
         user = self.options.user_of(options or wire.ConnectOptions())
         if user is None:
-            return False
+            return AUTHORIZATION_VIOLATION
+        client = client_of(user, link.network)
+        if client != link.client and not self._move_share(link, client):
+            return TOO_MANY_CONNECTIONS
         if self.needs_auth and not link.admitted:
             self._end_login(link.network)
         link.user, link.admitted = user, True
-        link.client = client_of(user, link.network)
-        return True
+        return ""
 
     # ---- routing ---------------------------------------------------------------------------------------
 
