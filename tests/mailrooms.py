@@ -51,6 +51,10 @@ class FakeLink:
         self.answers: list[tuple[str, bytes]] = []
         self.open = True
 
+    @property
+    def is_closing(self) -> bool:
+        return not self.open
+
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
         assert (reply == "") == self.headers  # the server has answered the sender itself
         if self.open:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, segments
+from postroom.contracts.mail import agents, pulling, segments, shelves
 from postroom.contracts.mail.records import Record
 from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
@@ -101,6 +101,72 @@ def test_a_waiting_fetch_that_raises_does_not_keep_others_waiting(rooms: Rooms) 
     rooms.publish(good, f"{MSG}{mail_id}", b"x")
     found: Any = rooms.answer_of(good, "_INBOX.fetch")
     assert len(found["messages"]) == 1
+
+
+# ---- waiting fetches ---------------------------------------------------------------------------
+
+
+def wait_for(rooms: Rooms, link: FakeLink, mail_id: str, wait_ms: int = 60_000) -> Any:
+    body = json.dumps({"deliver": "earliest", "config": {"max_wait_ms": wait_ms}}).encode()
+    return rooms.request(link, f"{NEWEST}FETCH.{mail_id}", body)
+
+
+def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "WAITS_MAX", 10)
+    monkeypatch.setattr(pulling, "CLIENT_WAITS_MAX", 5)
+    greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
+    mail_id = rooms.create(greedy, ttl=3600)
+    assert [wait_for(rooms, greedy, mail_id) for _ in range(5)] == [None] * 5
+    assert wait_for(rooms, FakeLink(), mail_id)["messages"] == []  # another connection of the same client
+    assert [wait_for(rooms, other, mail_id) for _ in range(5)] == [None] * 5
+    assert wait_for(rooms, FakeLink(address="192.0.2.3"), mail_id)["messages"] == []
+    rooms.tick(60)
+    assert wait_for(rooms, greedy, mail_id) is None
+
+
+def test_waiting_fetches_end_with_their_connection(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "CLIENT_WAITS_MAX", 2)
+    mail_id = rooms.create(FakeLink(), ttl=3600)
+    for _ in range(3):
+        link = FakeLink()
+        assert [wait_for(rooms, link, mail_id) for _ in range(2)] == [None] * 2
+        rooms.close_link(link)
+    reader = FakeLink()
+    assert wait_for(rooms, reader, mail_id) is None
+    rooms.send(FakeLink(), mail_id, b"x")
+    assert len(reader.answers) == 1
+
+
+def test_a_fetch_that_is_due_after_its_connection_has_ended_takes_nothing(rooms: Rooms) -> None:
+    gone, reader = FakeLink(), FakeLink()
+    mail_id = rooms.create(gone, ttl=0)
+    body = json.dumps({"group_name": "g", "deliver": "earliest"}).encode()
+    rooms.room.published(gone, f"{MSG}{mail_id}.critical", "", b"", b"x")
+    rooms.room.published(gone, f"{NEWEST}FETCH.{mail_id}", "_INBOX.late", b"", body)  # waits for the disk
+    rooms.close_link(gone)
+    assert len(rooms.request(reader, f"{NEWEST}FETCH.{mail_id}", body)["messages"]) == 1
+
+
+def test_a_fetch_waits_no_longer_than_the_limit(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=0)
+    assert wait_for(rooms, link, mail_id, 10**12) is None
+    rooms.tick(mq9.WAIT_MS_MAX / 1000 - 1)
+    assert len(link.answers) == 1  # to the create
+    rooms.tick(1)
+    assert json.loads(link.answers[-1][1])["messages"] == []
+
+
+def test_ended_waits_leave_nothing_behind(rooms: Rooms) -> None:
+    mail_id = rooms.create(FakeLink(), ttl=0)
+    for _ in range(3 * shelves.WAKES_TIDIED_FROM):
+        link = FakeLink()
+        wait_for(rooms, link, mail_id)
+        rooms.room.closed(link)
+    assert len(rooms.room._shelves._wakes) <= shelves.WAKES_TIDIED_FROM
+    assert rooms.room._pulling._waits == {}
 
 
 # ---- the registry ------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ DISCOVER_MAX = 100
 DEFAULT_TTL_S = 86_400
 DEFAULT_FETCH = 100
 DEFAULT_WAIT_MS = 500
+WAIT_MS_MAX = 300_000  # of a FETCH that finds nothing
 JSON_BYTES_MAX = 128 << 10  # of the body of a call that is not a message
 JSON_DEPTH_MAX = 64  # of lists and objects inside each other in such a body
 
@@ -206,7 +207,7 @@ class Fetch(msgspec.Struct, frozen=True):
     @property
     def wait_ms(self) -> int:
         asked = self.config.max_wait_ms if self.config else None
-        return max(0, DEFAULT_WAIT_MS if asked is None else min(asked, SECONDS_MAX))
+        return max(0, DEFAULT_WAIT_MS if asked is None else min(asked, WAIT_MS_MAX))
 
     @property
     def bound(self) -> int:

@@ -42,6 +42,10 @@ class Link(Protocol):
         """Whether it can read headers."""
 
     @property
+    def is_closing(self) -> bool:
+        """Whether it has ended. `Room.closed` has been called, or is about to be."""
+
+    @property
     def pending_bytes(self) -> int:
         """What waits for it. With more than `LINK_FULL_BYTES` the room pauses until `drained`."""
 

@@ -4,9 +4,11 @@ Rule 1: a group gets a letter again until it is acknowledged, and never after. O
         what the same connection was handed before it, as the newest dialect says, and not what comes
         behind it in order: that may have been fetched earlier and not be done.
 Rule 2: what one living connection of a group holds, no other gets.
-Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time.
+Rule 3: a fetch that finds nothing waits, and is answered by the first letter or by the end of its time. It
+        ends with its connection.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from postroom.contracts.mail import Link
@@ -20,12 +22,14 @@ from postroom.core.mailbox import EVERY_RANK, Box, Letter, PullGroup
 from postroom.core.mq9 import Refused
 
 WAITS_MAX = 100_000
+CLIENT_WAITS_MAX = WAITS_MAX // 2  # of one client
 GROUPS_MAX = 1_000  # of one mailbox
 NANOS_PER_MS = 1_000_000
 
 
 class _Wait(NamedTuple):
     link: Link
+    client: str
     reply: str
     box: Box
     group: str
@@ -50,6 +54,9 @@ class Pulling:
         self._shelves = shelves
         self._waits: dict[int, dict[int, _Wait]] = {}
         self._last_wait = self._wait_count = 0
+        self._client_waits: Counter[str] = Counter()
+        self._link_waits: dict[int, set[tuple[int, int]]] = {}
+        """Connection to its waits, by mailbox and number."""
         self._holding: dict[int, set[tuple[int, str]]] = {}
         """Connection to the groups, by mailbox and name, of which it holds something."""
 
@@ -65,7 +72,8 @@ class Pulling:
             raise Refused(400, f"the name of a group has at most {mq9.NAME_CHARS_MAX} characters")
         if not name:
             through = box.position(asked.deliver, asked.bound)
-            self._answer_or_wait(_Wait(link, reply, box, "", asked.limit, through), asked.wait_ms)
+            wait = _Wait(link, link.client, reply, box, "", asked.limit, through)
+            self._answer_or_wait(wait, asked.wait_ms)
             return
         if len(box.groups) >= GROUPS_MAX and name not in box.groups:
             raise Refused(429, f"a mailbox has at most {GROUPS_MAX} groups")
@@ -73,7 +81,7 @@ class Pulling:
         if name not in box.groups:
             self._shelves.admit_group(box)
         group, begins = box.group(name, asked.deliver, asked.bound, anew=bool(asked.force_deliver))
-        wait = _Wait(link, reply, box, name, asked.limit, [])
+        wait = _Wait(link, link.client, reply, box, name, asked.limit, [])
         if begins and self._shelves.log is not None:
             # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
             self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
@@ -86,13 +94,17 @@ class Pulling:
         _refuse(wait.link, wait.reply, why)
 
     def _answer_or_wait(self, wait: _Wait, wait_ms: int) -> None:
-        if wait.box.gone or self._try(wait):
+        link = wait.link
+        if wait.box.gone or link.is_closing or self._try(wait):
             return
-        if not wait_ms or self._wait_count >= WAITS_MAX:
-            _answer(wait.link, wait.reply, replies.fetched(()))
+        is_full = self._wait_count >= WAITS_MAX or self._client_waits[wait.client] >= CLIENT_WAITS_MAX
+        if not wait_ms or is_full:
+            _answer(link, wait.reply, replies.fetched(()))
             return
         self._last_wait += 1
         self._wait_count += 1
+        self._client_waits[wait.client] += 1
+        self._link_waits.setdefault(link.number, set()).add((wait.box.serial, self._last_wait))
         self._waits.setdefault(wait.box.serial, {})[self._last_wait] = wait
         due_ns = self._shelves.now_ns() + wait_ms * NANOS_PER_MS
         self._shelves.wake_at(due_ns, wait.box.serial, self._last_wait)
@@ -150,11 +162,24 @@ class Pulling:
     def _end(self, serial: int, number: int) -> _Wait | None:
         waits = self._waits.get(serial)
         wait = waits.pop(number, None) if waits is not None else None
-        if wait is not None:
-            self._wait_count -= 1
         if not waits:
             self._waits.pop(serial, None)
+        if wait is not None:
+            self._give_back(wait, serial, number)
         return wait
+
+    def _give_back(self, wait: _Wait, serial: int, number: int) -> None:
+        self._wait_count -= 1
+        self._client_waits[wait.client] -= 1
+        if not self._client_waits[wait.client]:
+            del self._client_waits[wait.client]
+        of_link = self._link_waits[wait.link.number]
+        of_link.discard((serial, number))
+        if not of_link:
+            del self._link_waits[wait.link.number]
+
+    def is_waiting(self, serial: int, number: int) -> bool:
+        return number in self._waits.get(serial, ())
 
     def gone(self, box: Box) -> None:
         for number in list(self._waits.get(box.serial, ())):
@@ -162,6 +187,8 @@ class Pulling:
 
     def close(self, link: Link) -> None:
         """A connection is lost: what it held can be fetched by others, who may be waiting."""
+        for serial, number in list(self._link_waits.get(link.number, ())):
+            self._end(serial, number)
         for serial, name in sorted(self._holding.pop(link.number, ())):
             box = self._shelves.by_serial.get(serial)
             if box is None or name not in box.groups:

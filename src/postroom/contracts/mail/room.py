@@ -293,6 +293,9 @@ class Mailroom:
     def waited(self, serial: int, number: int) -> None:
         self._pulling.waited(serial, number)
 
+    def is_waiting(self, serial: int, number: int) -> bool:
+        return self._pulling.is_waiting(serial, number)
+
     # ---- mailboxes -----------------------------------------------------------------------------
 
     def _create(self, request: _Request) -> None:

@@ -11,7 +11,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -41,6 +41,7 @@ EXPIRED_KEPT_MAX = 10_000  # mailboxes of which is remembered that they have exp
 DEADLINES_A_TURN_MAX = 200
 GRAVES_A_TURN_MAX = 20_000  # letters of expired mailboxes that are let go in one turn
 ACCOUNTS_TIDIED_FROM = 1_024  # of so many clients those are forgotten that have stored nothing
+WAKES_TIDIED_FROM = 1_024  # of so many deadlines of waits those are dropped whose wait has ended
 LABEL_CHARS = 16
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
 MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of the cost of a letter: what the log does not have
@@ -67,6 +68,8 @@ class Watcher(Protocol):
     def removed(self, box: Box, number: int) -> None: ...
 
     def waited(self, serial: int, number: int) -> None: ...
+
+    def is_waiting(self, serial: int, number: int) -> bool: ...
 
 
 def hashed(mail_id: str) -> str:
@@ -121,6 +124,9 @@ class Shelves:
         self._watcher: Watcher | None = None
         self._serial = 0
         self._deadlines: list[tuple[int, Ripe, int, int]] = []
+        self._wakes: list[tuple[int, Ripe, int, int]] = []
+        """The deadlines of waits. They are apart because most waits end before."""
+        self._wakes_tidied_at = WAKES_TIDIED_FROM
         self._graves: deque[dict[int, Letter]] = deque()
         self._expired: dict[str, None] = {}
         self._digging = False
@@ -534,7 +540,16 @@ class Shelves:
 
     def wake_at(self, due_ns: int, serial: int, number: int) -> None:
         """Tell the watcher when a wait is over."""
-        heappush(self._deadlines, (due_ns, "wait", serial, number))
+        if len(self._wakes) >= self._wakes_tidied_at:
+            self._tidy_wakes()
+        heappush(self._wakes, (due_ns, "wait", serial, number))
+
+    def _tidy_wakes(self) -> None:
+        """Drop the deadlines of waits that have ended."""
+        watcher = self._watcher
+        self._wakes = [wake for wake in self._wakes if watcher is not None and watcher.is_waiting(*wake[2:])]
+        heapify(self._wakes)
+        self._wakes_tidied_at = max(WAKES_TIDIED_FROM, 2 * len(self._wakes))
 
     def tick(self) -> None:
         """Do what is due, some of it now and the rest in the next turns."""
@@ -550,16 +565,25 @@ class Shelves:
         now_ns = self.now_ns()
         self._digging = False
         for _ in range(DEADLINES_A_TURN_MAX):
-            if not self._deadlines or self._deadlines[0][0] > now_ns:
+            due = self._due(now_ns)
+            if due is None:
                 break
-            _, what, serial, number = heappop(self._deadlines)
+            _, what, serial, number = heappop(due)
             attempt(self._ripe, what, serial, number, now_ns)
         self._bury()
-        if self._graves or (self._deadlines and self._deadlines[0][0] <= now_ns):
+        if self._graves or self._due(now_ns) is not None:
             self._digging = True
             self._run_soon(self._dig)
         elif self.log is not None:
             self.log.flush()
+
+    def _due(self, now_ns: int) -> list[tuple[int, Ripe, int, int]] | None:
+        """The heap with the next deadline that is over."""
+        found: list[tuple[int, Ripe, int, int]] | None = None
+        for heap in (self._deadlines, self._wakes):
+            if heap and heap[0][0] <= now_ns and (found is None or heap[0] < found[0]):
+                found = heap
+        return found
 
     def _bury(self) -> None:
         left = GRAVES_A_TURN_MAX
