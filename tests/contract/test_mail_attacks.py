@@ -14,6 +14,7 @@ import pytest
 
 from postroom.contracts.mail import agents, pulling, segments, shelves
 from postroom.contracts.mail.records import Record
+from postroom.contracts.mail.refusals import EVENT_TEXT_CHARS_MAX, REFUSALS_TOLD_MAX
 from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
 from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
@@ -101,6 +102,60 @@ def test_a_waiting_fetch_that_raises_does_not_keep_others_waiting(rooms: Rooms) 
     rooms.publish(good, f"{MSG}{mail_id}", b"x")
     found: Any = rooms.answer_of(good, "_INBOX.fetch")
     assert len(found["messages"]) == 1
+
+
+# ---- events of refusals ------------------------------------------------------------------------
+
+
+def refusals(rooms: Rooms) -> list[dict[str, Any]]:
+    return [fields for kind, fields in rooms.events if kind == "rejected"]
+
+
+def test_an_event_of_a_refusal_holds_little_of_what_the_client_said(rooms: Rooms) -> None:
+    link = FakeLink(name="n" * 60_000)
+    body = json.dumps({"deliver": "x" * 60_000}).encode()
+    rooms.request(link, f"{NEWEST}FETCH.{rooms.create(link, ttl=60)}", body)
+    rooms.subscribe(link, "*")
+    for event in refusals(rooms):
+        assert event["detail"]["client"] == "n" * EVENT_TEXT_CHARS_MAX
+        assert len(json.dumps(event)) < 1_000
+    assert len(refusals(rooms)) == 2
+
+
+def test_a_client_that_is_refused_in_a_loop_writes_few_events(rooms: Rooms) -> None:
+    loop, other = FakeLink(name="loop"), FakeLink(address="192.0.2.2")
+    for _ in range(REFUSALS_TOLD_MAX):
+        rooms.publish(loop, f"{MSG}nobody", b"x")
+        rooms.subscribe(FakeLink(), "*")  # another connection of the same client
+    assert len(refusals(rooms)) == REFUSALS_TOLD_MAX
+    rooms.publish(other, f"{MSG}nobody", b"x")
+    assert len(refusals(rooms)) == REFUSALS_TOLD_MAX + 1
+    rooms.tick(1)
+    summary = refusals(rooms)[-1]
+    assert summary["detail"]["refused"] == REFUSALS_TOLD_MAX
+    assert summary["detail"]["address"].startswith("192.0.2.1")
+    assert len(refusals(rooms)) == REFUSALS_TOLD_MAX + 2
+    rooms.publish(loop, f"{MSG}nobody", b"x")
+    assert len(refusals(rooms)) == REFUSALS_TOLD_MAX + 3
+    rooms.tick(1)
+    assert len(refusals(rooms)) == REFUSALS_TOLD_MAX + 3  # nothing was left out this time
+
+
+def test_what_is_accepted_between_refusals_is_told_each_time(rooms: Rooms) -> None:
+    link = FakeLink()
+    mail_id = rooms.create(link, ttl=60)
+    for _ in range(2 * REFUSALS_TOLD_MAX):
+        rooms.publish(link, f"{MSG}nobody", b"x")
+        rooms.publish(link, f"{MSG}{mail_id}", b"x")
+    assert rooms.kinds().count("created") == 2 * REFUSALS_TOLD_MAX + 1
+
+
+def test_refusals_that_were_not_told_are_summed_up_when_the_room_ends(rooms: Rooms) -> None:
+    link = FakeLink()
+    for _ in range(REFUSALS_TOLD_MAX + 3):
+        rooms.publish(link, f"{MSG}nobody", b"x")
+    rooms.room.close()
+    assert refusals(rooms)[-1]["detail"]["refused"] == 3
 
 
 # ---- waiting fetches ---------------------------------------------------------------------------

@@ -256,6 +256,7 @@ LIMITED = (
     "contracts.mail.listening",
     "contracts.mail.pulling",
     "contracts.mail.records",
+    "contracts.mail.refusals",
     "contracts.mail.segments",
     "contracts.mail.shelves",
     "sinks.shipper",

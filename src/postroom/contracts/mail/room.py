@@ -19,6 +19,7 @@ from postroom.contracts.mail.agents import Agents
 from postroom.contracts.mail.listening import Listening
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.pulling import Pulling
+from postroom.contracts.mail.refusals import Refusals
 from postroom.contracts.mail.shelves import Emit, Shelves, hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
@@ -83,6 +84,7 @@ class Mailroom:
         self._listening = Listening(self._shelves, run_soon)
         self._pulling = Pulling(self._shelves)
         self._agents = Agents(self._shelves)
+        self._refusals = Refusals(self._shelves)
         self._listening.failed = self._pulling.failed = self._delivery_failed
         self._shelves.watch(self)
         self._on_arrived, self._on_postponed = self._arrived, self._postponed  # bound once, for every letter
@@ -159,15 +161,8 @@ class Mailroom:
     def _refuse(self, link: Link, reply: str, call: Call | None, error: Refused) -> None:
         if reply:
             link.answer(reply, replies.refused(error))
-        self._shelves.tell(
-            "rejected",
-            queue=self._label(call.mail_id) if call and call.mail_id else "",
-            type=call.verb if call else "",
-            sender=link.user,
-            error_type=str(error.code),
-            error=str(error),
-            detail=_client(link),
-        )
+        queue = self._label(call.mail_id) if call and call.mail_id else ""
+        self._refusals.tell(link, error, call.verb if call else "", queue)
 
     def _label(self, mail_id: str) -> str:
         box = self._shelves.boxes.get(mail_id)
@@ -178,14 +173,7 @@ class Mailroom:
             self._listening.subscribe(link, sid, subject, group)
         except Exception as failed:  # noqa: BLE001 - the same
             error = _refusal(failed)
-            self._shelves.tell(
-                "rejected",
-                type="subscribe",
-                sender=link.user,
-                error_type=str(error.code),
-                error=str(error),
-                detail=_client(link),
-            )
+            self._refusals.tell(link, error, "subscribe")
             return f"{error} ({error.code})"
         self.flush()
         return None
@@ -222,6 +210,7 @@ class Mailroom:
     def tick(self) -> None:
         self._shelves.tick()
         self._listening.tick()
+        self._refusals.tick()
         log = self._shelves.log
         if log is None or log.trouble == self._trouble:
             return
@@ -232,6 +221,7 @@ class Mailroom:
 
     def close(self) -> None:
         self._relieve()
+        self._refusals.close()
         if self._shelves.log is not None:
             self._shelves.log.close()
 
@@ -575,8 +565,3 @@ class Mailroom:
     def _moved(self, box: Box, letter: Letter, dead: Box, moved: Letter) -> None:
         if self._shelves.arrived(dead, moved) and not box.gone:
             self._shelves.remove(box, letter.number)
-
-
-def _client(link: Link) -> dict[str, str]:
-    """Who was refused, for an event."""
-    return {"client": link.name, "address": link.address}
