@@ -978,7 +978,7 @@ def test_the_cards_of_all_agents_are_bounded(rooms: Rooms, monkeypatch: pytest.M
         body = json.dumps({"name": name, "text": "x" * 1_000}).encode()
         return rooms.request(link, "$mq9.AI.AGENT.REGISTER", body)
 
-    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3 * (1_000 + agents.AGENT_COST_BYTES))
+    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 3 * (2_000 + agents.AGENT_COST_BYTES))
     assert [register(name).get("code") for name in ("a", "b", "c")] == [None, None, 429]
     rooms.reopen()
     assert register("c")["code"] == 429

@@ -291,7 +291,7 @@ def test_a_card_has_one_limit_whatever_the_call(rooms: Rooms, verb: str) -> None
 
 
 def test_reports_count_against_the_limit_of_all_cards(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 100_000)
+    monkeypatch.setattr(agents, "CARDS_BYTES_MAX", 200_000)
     link = FakeLink()
     for name in ("a", "b"):
         agent(rooms, link, "REGISTER", name=name)
@@ -378,6 +378,31 @@ def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> N
     assert rooms.request(FakeLink(), "$mq9.AI.MAILBOX.CREATE")["code"] == 429
     rooms.tick(60)
     rooms.create(FakeLink(), ttl=60)
+
+
+def test_a_description_costs_its_bytes_and_not_its_characters(tmp_path: Path) -> None:
+    rooms = Rooms(tmp_path)
+    plain = rooms.create(FakeLink(), name="plain", public=True, ttl=0, desc="x" * 4_000)
+    before = rooms.room.stats()["bytes"]
+    assert before == MAILBOX_COST_BYTES + 4_000
+    rooms.create(FakeLink(), name="robots", public=True, ttl=0, desc="\U0001f916" * 4_000)
+    cost = rooms.room.stats()["bytes"] - before
+    assert cost >= MAILBOX_COST_BYTES + 4 * 4_000
+    body = json.dumps({"group_name": "\u6f22" * 128}).encode()
+    rooms.request(FakeLink(), f"{NEWEST}FETCH.{plain}", body)
+    assert rooms.room.stats()["bytes"] >= before + cost + GROUP_COST_BYTES + 2 * 128
+    after = rooms.room.stats()["bytes"]
+    rooms.reopen()
+    assert rooms.room.stats()["bytes"] == after
+
+
+def test_the_words_of_a_card_cost_their_bytes(rooms: Rooms) -> None:
+    link = FakeLink()
+    agent(rooms, link, "REGISTER", name="a", text="x" * 10_000)
+    cost = rooms.room._agents._cost
+    assert cost >= agents.AGENT_COST_BYTES + 2 * 10_000  # in the card and in the index
+    agent(rooms, link, "REGISTER", name="b", text="\U00020000" * 10_000)
+    assert rooms.room._agents._cost - cost >= agents.AGENT_COST_BYTES + 2 * 40_000
 
 
 def test_pull_groups_count_against_who_made_the_mailbox(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """What a mailbox counts, and what it marks as held, when a letter comes and when it leaves."""
 
+import sys
+
 import pytest
 
 from postroom.core import mailbox
 from postroom.core.mailbox import (
     EVERY_RANK,
+    GROUP_COST_BYTES,
+    MAILBOX_COST_BYTES,
     MESSAGE_COST_BYTES,
     RANKS,
     Box,
@@ -12,6 +16,9 @@ from postroom.core.mailbox import (
     PullGroup,
     Word,
     cost_of,
+    group_cost,
+    mailbox_cost,
+    size_of,
 )
 
 NOW_NS = 1_000
@@ -36,6 +43,19 @@ def test_a_letter_costs_its_bytes_and_a_fixed_amount() -> None:
     assert cost_of(10) == MESSAGE_COST_BYTES + 10
     assert cost_of(10, "key") > cost_of(10) + len("key")
     assert cost_of(10, "", ("a", "b")) > cost_of(10, "", ("a",)) > cost_of(10)
+
+
+@pytest.mark.parametrize("char", ["a", "\u00e4", "\u6f22", "\U0001f916"])
+def test_a_text_costs_the_memory_that_it_takes_up(char: str) -> None:
+    text = char * 4_000
+    held = sys.getsizeof(text) - sys.getsizeof(char[:0])
+    assert size_of(text) >= held - 100
+    assert size_of("a" * 4_000) == 4_000
+    assert size_of("a" * 3_999 + char) >= sys.getsizeof("a" * 3_999 + char) - 100
+    assert cost_of(0, text) >= MESSAGE_COST_BYTES + size_of(text)
+    assert cost_of(0, "", (text, text)) >= MESSAGE_COST_BYTES + 2 * size_of(text)
+    assert mailbox_cost("name", text) == MAILBOX_COST_BYTES + size_of(text)
+    assert group_cost(char * 128) >= GROUP_COST_BYTES + (0 if char == "a" else size_of(char * 128))
 
 
 def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:

@@ -52,8 +52,27 @@ NOBODY = Account("")
 
 def cost_of(size: int, key: str = "", tags: tuple[str, ...] = ()) -> int:
     """The memory that a message of so many bytes takes up."""
-    cost = MESSAGE_COST_BYTES + size + TAG_COST_BYTES * len(tags)
-    return cost + KEY_COST_BYTES + len(key) if key else cost
+    cost = MESSAGE_COST_BYTES + size + sum(TAG_COST_BYTES + size_of(tag) for tag in tags)
+    return cost + KEY_COST_BYTES + size_of(key) if key else cost
+
+
+def mailbox_cost(mail_id: str, desc: str) -> int:
+    """The memory that a mailbox takes up without its messages. The constant has room for an ASCII name."""
+    return MAILBOX_COST_BYTES + size_of(desc) + (0 if mail_id.isascii() else size_of(mail_id))
+
+
+def group_cost(name: str) -> int:
+    """The memory that a pull group takes up. The constant has room for an ASCII name."""
+    return GROUP_COST_BYTES + (0 if name.isascii() else size_of(name))
+
+
+def size_of(text: str) -> int:
+    """Bytes of a text in memory: as wide as its widest character, and its UTF-8 form kept beside."""
+    if text.isascii():
+        return len(text)
+    widest = max(text)
+    width = 1 if widest <= "\xff" else 2 if widest <= "\uffff" else 4
+    return width * len(text) + len(text.encode("utf-8", "surrogatepass"))
 
 
 class Letter(msgspec.Struct, frozen=True, gc=False):

@@ -25,7 +25,7 @@ from postroom.contracts.mail.records import Agent
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import Account
+from postroom.core.mailbox import Account, size_of
 from postroom.core.mq9 import Refused
 
 AGENTS_MAX = 100_000
@@ -267,7 +267,7 @@ def _decoded(card: bytes) -> dict[str, Any]:
 
 
 def _cost(card: bytes, words: list[str]) -> int:
-    return len(card) + AGENT_COST_BYTES + WORD_COST_BYTES * len(words)
+    return len(card) + AGENT_COST_BYTES + sum(WORD_COST_BYTES + size_of(word) for word in words)
 
 
 def _words(text: str) -> list[str]:

@@ -79,7 +79,7 @@ class Pulling:
             raise Refused(429, f"a mailbox has at most {GROUPS_MAX} groups")
         self._shelves.check_log("group")
         if name not in box.groups:
-            self._shelves.admit_group(box)
+            self._shelves.admit_group(box, name)
         group, begins = box.group(name, asked.deliver, asked.bound, anew=bool(asked.force_deliver))
         wait = _Wait(link, link.client, reply, box, name, asked.limit, [])
         if begins and self._shelves.log is not None:

@@ -23,13 +23,13 @@ from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, opened_record, put_record
 from postroom.contracts.mail.segments import Fail, SegmentLog
 from postroom.core.mailbox import (
-    GROUP_COST_BYTES,
-    MAILBOX_COST_BYTES,
     MESSAGE_COST_BYTES,
     Account,
     Box,
     Letter,
     PullGroup,
+    group_cost,
+    mailbox_cost,
 )
 from postroom.core.mq9 import Refused
 from postroom.core.times import NANOS_PER_S
@@ -202,7 +202,7 @@ class Shelves:
             group.through = list(pulled.through)
             group.done = {number for number in pulled.done if number in box.letters}
             box.groups[pulled.group] = group
-            self._add_cost(box, GROUP_COST_BYTES)
+            self._add_cost(box, group_cost(pulled.group))
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Shelves:
     ) -> Box:
         """A new mailbox. It counts as created after `commit`."""
         account = self.accounts[client]
-        self._admit_box(account, MAILBOX_COST_BYTES + len(desc))
+        self._admit_box(account, mailbox_cost(mail_id, desc))
         self._serial += 1
         box = self._make(self._serial, mail_id, public=public, named=named)
         box.desc, box.creator, box.created_us = desc, creator, self.clock.wall_us()
@@ -271,17 +271,17 @@ class Shelves:
         """Count a mailbox against who created it."""
         box.account = account
         account.mailboxes += 1
-        self._add_cost(box, MAILBOX_COST_BYTES + len(box.desc))
+        self._add_cost(box, mailbox_cost(box.mail_id, box.desc))
 
     def _add_cost(self, box: Box, cost: int) -> None:
         box.cost += cost
         box.account.bytes += cost
         self.stored_bytes += cost
 
-    def admit_group(self, box: Box) -> None:
+    def admit_group(self, box: Box, name: str) -> None:
         """Count a new pull group against who created the mailbox, or refuse it."""
-        self._admit_cost(box.account, GROUP_COST_BYTES)
-        self._add_cost(box, GROUP_COST_BYTES)
+        self._admit_cost(box.account, group_cost(name))
+        self._add_cost(box, group_cost(name))
 
     def extend(self, box: Box, ttl_s: float) -> None:
         """Give a mailbox so long from now on, if that is more than it has."""
