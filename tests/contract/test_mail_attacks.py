@@ -224,6 +224,43 @@ def test_ended_waits_leave_nothing_behind(rooms: Rooms) -> None:
     assert rooms.room._pulling._waits == {}
 
 
+# ---- names -------------------------------------------------------------------------------------
+
+TWINS = ["\u0430lerts", "\uff41lerts", "alerts\u200b", "a\u034flerts", "\u03b1lerts", "alerts\u0338"]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_name_that_can_be_taken_for_another_is_refused_wherever_it_comes_in(
+    rooms: Rooms, twin: str
+) -> None:
+    link = FakeLink()
+    body = json.dumps({"name": twin, "public": True, "ttl": 0}).encode()
+    refused = rooms.request(link, "$mq9.AI.MAILBOX.CREATE", body)
+    assert refused["code"] == 400
+    assert refused["error"].startswith("the mailbox name ")
+    for card in ({"name": twin}, {"mailbox": twin}, {"name": "agent", "mailbox": twin}):
+        refused = agent(rooms, link, "REGISTER", **card)
+        assert refused["code"] == 400
+        assert refused["error"].startswith("the agent's name ")
+
+
+def test_such_names_from_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms, link, twin = Rooms(tmp_path), FakeLink(), TWINS[0]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(mq9, "look_alike_fault", lambda _: "")
+        rooms.create(link, name=twin, public=True, ttl=0)
+        agent(rooms, link, "REGISTER", name=twin, mailbox=twin)
+    rooms.close_link(link)
+    rooms.reopen()
+    link = FakeLink()
+    rooms.send(link, twin, b"x")
+    rooms.create(link, name=twin, public=True, ttl=0)
+    assert agent(rooms, link, "REPORT", name=twin) == {"error": ""}
+    assert agent(rooms, link, "REGISTER", name=twin, mailbox=twin)["error"] == ""
+    assert agent(rooms, link, "UNREGISTER", name=twin) == {"error": ""}
+    assert agent(rooms, link, "REGISTER", name=twin)["code"] == 400
+
+
 # ---- the registry ------------------------------------------------------------------------------
 
 

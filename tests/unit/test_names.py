@@ -97,6 +97,11 @@ def test_the_error_carries_its_facts_and_is_a_value_error() -> None:
         "العربية",
         "🤖",
         "über-7",
+        "Агент 7",
+        "kırmızı",
+        "\u0939\u093f\u0928\u094d\u0926\u0940",  # Hindi, with vowel signs
+        "\u0e44\u0e17\u0e22\u0e48",  # Thai, with a tone mark
+        "a b",
     ],
 )
 def test_a_name_of_one_script_is_taken(name: str) -> None:
@@ -119,6 +124,33 @@ def test_a_name_of_one_script_is_taken(name: str) -> None:
         "e\u0301": "has characters in another form than the usual one",
         "bu\u200bilder": "has characters that nobody sees",
         "x\u202ey": "has characters that nobody sees",
+        "builder\ufe0f": "has characters that nobody sees",
+        "bu\u034filder": "has characters that nobody sees",
+        "\u115fbuilder": "has characters that nobody sees",
+        "builder\U000e0101": "has characters that nobody sees",
+        "a\u1680b": "has characters that nobody sees",
+        "a\u2800b": "has characters that nobody sees",
+        "a\x85b": "has characters that nobody sees",
+        "a\x07b": "has characters that nobody sees",
+        "a\tb": "has characters that nobody sees",
+        "a\ue000": "has characters that nobody sees",
+        "a\u0378": "has characters that nobody sees",
+        "a\ud800": "has characters that nobody sees",
+        " builder": "begins or ends with a blank, or has several in a row",
+        "builder ": "begins or ends with a blank, or has several in a row",
+        "a  b": "begins or ends with a blank, or has several in a row",
+        "q\u0303": "has marks that no letter has in its usual form",
+        "builder\u0338": "has marks that no letter has in its usual form",
+        "\u0441\u0442\u0440\u043e\u0331": "has marks that no letter has in its usual form",
+        "a\u093f": "mixes letters of different scripts (devanagari, latin)",
+        "task\u2010queue": "has characters that look like those of ASCII",
+        "task\u2212queue": "has characters that look like those of ASCII",
+        "\u0251gent": "has characters that look like those of ASCII",
+        "b\u1d0fx": "has characters that look like those of ASCII",
+        "\u0585\u057d": "has only letters that look like those of another script",
+        "\u13aa\u13df\u13ac": "has only letters that look like those of another script",
+        "\ua4d0\ua4f3\ua4eb": "has only letters that look like those of another script",
+        "\u0441\u043e\u0441\u043e": "has only letters that look like those of another script",
     }.items(),
 )
 def test_a_name_that_can_be_taken_for_another_is_refused(name: str, fault: str) -> None:
@@ -130,7 +162,8 @@ def test_mail_refuses_mailboxes_and_agents_with_such_names() -> None:
 
     with pytest.raises(mq9.Refused, match="the mailbox name mixes letters"):
         mq9.checked_name("\u0430lerts")
+    assert mq9.checked_name("\u0430lerts", known=True) == "\u0430lerts"
     with pytest.raises(mq9.Refused, match="the agent's name mixes letters"):
-        mq9.card('{"name": "\u0430gent"}'.encode())
+        mq9.checked_agent_name("\u0430gent")
     assert mq9.checked_name("alerts") == "alerts"
-    assert mq9.card('{"name": "Агент 7"}'.encode())["name"] == "Агент 7"
+    assert mq9.checked_agent_name("Агент 7") == "Агент 7"

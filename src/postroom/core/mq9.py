@@ -128,8 +128,8 @@ def subscription(subject: str) -> tuple[str, int]:
     return mail_id, ranks
 
 
-def checked_name(name: str) -> str:
-    """A name that its owner chose, as a mailbox's id."""
+def checked_name(name: str, *, known: bool = False) -> str:
+    """A name that its owner chose, as a mailbox's id. One that is known already may look like another."""
     if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise Refused(
             400,
@@ -137,8 +137,15 @@ def checked_name(name: str) -> str:
         )
     if name.rpartition(".")[2] in RANKS:
         raise Refused(400, f"a mailbox name cannot end in one of the words {', '.join(RANKS)}")
-    if fault := look_alike_fault(name):
+    if not known and (fault := look_alike_fault(name)):
         raise Refused(400, f"the mailbox name {fault}")
+    return name
+
+
+def checked_agent_name(name: str) -> str:
+    """What a new agent, or its mailbox, is called."""
+    if fault := look_alike_fault(name):
+        raise Refused(400, f"the agent's name {fault}")
     return name
 
 
@@ -293,8 +300,6 @@ def card(payload: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body is not a JSON object: {error}") from error
     if not agent_names(found):
         raise Refused(400, "an agent needs a name or a mailbox")
-    if fault := look_alike_fault(agent_names(found)[0]):
-        raise Refused(400, f"the agent's name {fault}")
     return found
 
 

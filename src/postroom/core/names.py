@@ -2,7 +2,8 @@
 
 Rule 1: a name that becomes a file name is ASCII, so nothing in it looks like something else.
 Rule 2: a name that may be any text (a mailbox, an agent's card) is refused when it can be taken for another
-        one: letters of two alphabets, or of another alphabet that all look like ASCII letters.
+        one: characters that nobody sees or that have a more usual form, letters of two alphabets, or of
+        another alphabet that all look like ASCII letters.
 Rule 3: only new names are checked. What is stored already stays readable.
 """
 
@@ -18,6 +19,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SCRIPT = re.compile(r"[A-Z]+")
 # Scripts whose letters look like nothing in another of them, so that one name may hold several.
 _TOGETHER = frozenset({"LATIN", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO"})
+_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
+# Characters that are usually not shown, as Unicode says (Default_Ignorable_Code_Point), and are in other
+# categories; and the blank of Braille.
+_UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+_MARK = "COMBINING "  # begins the names of marks that belong to no script
+_TWINS = frozenset(
+    # dashes, quotes, slashes and a colon
+    "\u02d7\u2010\u2012\u2013\u2014\u2015\u2043\u2212\u02bc\u02c8\u2018\u2019\u201a\u2032\u2044\u2215\u2236"
+    # Latin letters for phonetics: a g l ! c o s v w z
+    "\u0251\u0261\u01c0\u01c3\u1d04\u1d0f\ua731\u1d20\u1d21\u1d22"
+)
 _LIKE_ASCII = frozenset(
     # Cyrillic: a e o p c y x s i j h d q w, and A B E K M H O P C T Y X S I J
     "\u0430\u0435\u043e\u0440\u0441\u0443\u0445\u0455\u0456\u0458\u04bb\u0501\u051b\u051d"
@@ -25,6 +37,14 @@ _LIKE_ASCII = frozenset(
     # Greek: a i v o p u, and A B E Z H I K M N O P T Y X
     "\u03b1\u03b9\u03bd\u03bf\u03c1\u03c5"
     "\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d\u039f\u03a1\u03a4\u03a5\u03a7"
+    # Armenian: q h n u g o, and L U S O
+    "\u0566\u0570\u0578\u057d\u0581\u0585\u053c\u054d\u054f\u0555"
+    # Cherokee: D R T i y A J E W M H Y G h Z b R W S V S L C P K d B
+    "\u13a0\u13a1\u13a2\u13a5\u13a9\u13aa\u13ab\u13ac\u13b3\u13b7\u13bb\u13bd\u13c0\u13c2\u13c3\u13cf\u13d2\u13d4"
+    "\u13d5\u13d9\u13da\u13de\u13df\u13e2\u13e6\u13e7\u13f4"
+    # Lisu: B P D T G K J C Z F M N L S R V H W X Y A E I O U
+    "\ua4d0\ua4d1\ua4d3\ua4d4\ua4d6\ua4d7\ua4d9\ua4da\ua4dc\ua4dd\ua4df\ua4e0\ua4e1\ua4e2\ua4e3\ua4e6\ua4e7\ua4ea"
+    "\ua4eb\ua4ec\ua4ee\ua4f0\ua4f2\ua4f3\ua4f4"
 )
 
 
@@ -50,19 +70,38 @@ def is_name(text: str) -> bool:
 
 def look_alike_fault(text: str) -> str:
     """Why a name of any text could be taken for another one; empty when it could not."""
+    if text != text.strip(" ") or "  " in text:
+        return "begins or ends with a blank, or has several in a row"
     if text.isascii():
-        return ""
+        return "" if text.isprintable() else "has characters that nobody sees"
     if unicodedata.normalize("NFKC", text) != text:
         return "has characters in another form than the usual one"
-    if any(unicodedata.category(char) == "Cf" for char in text):
+    if _UNSEEN.search(text) or any(_is_unseen(char) for char in text):
         return "has characters that nobody sees"
-    letters = [char for char in text if char.isalnum() and not ("0" <= char <= "9")]
+    if any(unicodedata.name(char, "").startswith(_MARK) for char in text):
+        return "has marks that no letter has in its usual form"
+    return _script_fault(text)
+
+
+def _is_unseen(char: str) -> bool:
+    return char != " " and unicodedata.category(char) in _UNSEEN_CATEGORIES
+
+
+def _script_fault(text: str) -> str:
+    if not _TWINS.isdisjoint(text):
+        return "has characters that look like those of ASCII"
+    letters = [char for char in text if _has_script(char)]
     scripts = {_script(char) for char in letters}
     if len(scripts) > 1 and not scripts <= _TOGETHER:
         return f"mixes letters of different scripts ({', '.join(sorted(scripts)).lower()})"
     if letters and _LIKE_ASCII.issuperset(letters):
         return "has only letters that look like those of another script"
     return ""
+
+
+def _has_script(char: str) -> bool:
+    """Letters, marks, and digits other than the usual ones."""
+    return unicodedata.category(char)[0] == "M" or (char.isalnum() and not "0" <= char <= "9")
 
 
 def _script(char: str) -> str:

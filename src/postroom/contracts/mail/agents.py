@@ -79,7 +79,7 @@ class Agents:
     def register(self, link: Link, payload: bytes) -> dict[str, str]:
         """Put a card in, in place of an earlier one of the same name. Gives the name's secret."""
         card = mq9.card(payload)
-        name = mq9.agent_names(card)[0]
+        name = self._checked_names(card)[0]
         given = _taken_secret(card)
         known = self._agent(name)
         secret = given if known is not None and self._check_holder(known, link, given) else ""
@@ -124,6 +124,14 @@ class Agents:
         """A connection has ended: others of its client may go on with its names."""
         for name in self._held.pop(link.number, ()):
             self._entries[name].link = 0
+
+    def _checked_names(self, card: dict[str, Any]) -> list[str]:
+        """What a card calls its agent. Names that are known already may look like others."""
+        names = mq9.agent_names(card)
+        for name in names:
+            if name not in self._entries and name not in self._names:
+                mq9.checked_agent_name(name)
+        return names
 
     # ---- whose a name is -----------------------------------------------------------------------
 

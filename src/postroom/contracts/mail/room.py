@@ -301,7 +301,7 @@ class Mailroom:
         if len(desc) > mq9.DESC_CHARS_MAX:
             raise Refused(400, f"a description has at most {mq9.DESC_CHARS_MAX} characters")
         self._shelves.check_log("group")
-        if name and self._is_known(request, mq9.checked_name(name)):
+        if name and self._is_known(request, mq9.checked_name(name, known=name in self._shelves.boxes)):
             return
         mail_id = name or self._shelves.private_id(mq9.checked_prefix(body.prefix) if body.prefix else "")
         box = self._shelves.open(
