@@ -275,13 +275,38 @@ def test_a_name_that_another_client_holds_cannot_be_taken_changed_or_removed(roo
         assert agent(rooms, thief, verb, name="ada", text="theirs")["code"] == 409
         assert agent(rooms, thief, verb, name="ada", secret=verb)["code"] == 409
     assert agent(rooms, thief, "UNREGISTER", mailbox="ada.in")["code"] == 409
-    assert agent(rooms, thief, "REGISTER", name="eve", mailbox="ada.in")["error"] == ""
+    assert agent(rooms, thief, "REGISTER", name="eve", mailbox="ada.in")["code"] == 409
     assert agent(rooms, thief, "REGISTER", name="ada.in")["error"] == ""
     [card] = agent(rooms, thief, "DISCOVER", text="mine")["agents"]
     assert card["name"] == "ada"
     assert agent(rooms, holder, "REPORT", mailbox="ada.in", report_info="here") == {"error": ""}
     assert agent(rooms, holder, "UNREGISTER", mailbox="ada.in") == {"error": ""}
     assert agent(rooms, thief, "REGISTER", name="ada", text="theirs")["error"] == ""
+
+
+def test_a_card_cannot_name_the_mailbox_of_another_agent(rooms: Rooms) -> None:
+    holder, thief = FakeLink(), FakeLink(address="192.0.2.2")
+    agent(rooms, holder, "REGISTER", name="holder", mailbox="inbox.holder")
+    agent(rooms, holder, "REGISTER", mailbox="inbox.nameless")
+    agent(rooms, holder, "REGISTER", name="plain")
+    for mailbox in ("inbox.holder", "inbox.nameless", "plain"):
+        for card in ({"name": "thief"}, {"name": "thief", "secret": "guess"}, {}):
+            assert agent(rooms, thief, "REGISTER", mailbox=mailbox, **card)["code"] == 409
+    assert agent(rooms, thief, "REGISTER", name="thief", mailbox="inbox.thief")["error"] == ""
+    assert agent(rooms, thief, "REGISTER", name="thief", mailbox="inbox.holder")["code"] == 409
+    found = rooms.request(thief, f"{AGENT}DISCOVER")["agents"]
+    assert [card["mailbox"] for card in found if card["name"] == "thief"] == ["inbox.thief"]
+    assert agent(rooms, holder, "REPORT", mailbox="inbox.holder") == {"error": ""}
+
+
+def test_agents_of_one_holder_may_share_a_mailbox_and_an_ended_one_gives_it_back(rooms: Rooms) -> None:
+    holder, other = FakeLink(), FakeLink(address="192.0.2.2")
+    for name in ("one", "two"):
+        assert agent(rooms, holder, "REGISTER", name=name, mailbox="inbox.shared")["error"] == ""
+    assert agent(rooms, holder, "REGISTER", name="one", mailbox="inbox.shared")["error"] == ""
+    for name in ("one", "two"):
+        agent(rooms, holder, "UNREGISTER", name=name)
+    assert agent(rooms, other, "REGISTER", name="three", mailbox="inbox.shared")["error"] == ""
 
 
 def test_the_secret_of_a_name_works_on_every_connection_and_stands_in_no_card(rooms: Rooms) -> None:

@@ -5,7 +5,8 @@ Rule 2: the more of the words of a search an agent has, and the rarer they are, 
 Rule 3: a name belongs to the client that registered it. Its connection and its login need no proof; every
         other connection needs the secret that REGISTER returned. When the connection has ended, the same
         network address may go on with the name, and after `HOLD_S` without a sign of life everybody may.
-Rule 4: one limit holds for every card, whether it is registered, reported to or restored.
+Rule 4: a mailbox in a card is held in the same way: no other client's card may name it.
+Rule 5: one limit holds for every card, whether it is registered, reported to or restored.
 """
 
 import hashlib
@@ -82,6 +83,7 @@ class Agents:
         name = self._checked_names(card)[0]
         given = _taken_secret(card)
         known = self._agent(name)
+        self._check_mailbox(card, name, link)
         secret = given if known is not None and self._check_holder(known, link, given) else ""
         secret = secret or secrets.token_hex(SECRET_BYTES)
         card = {**card, "name": name, "registered_at": self._now_us() // MICROS_PER_S}
@@ -139,12 +141,23 @@ class Agents:
         """Refuse who does not hold a name. Gives whether the secret proved it."""
         if given and hmac.compare_digest(_digest(given), agent.secret):
             return True
+        if not self._is_holder(agent, link):
+            raise Refused(409, "the name belongs to another client: its secret is needed")
+        return False
+
+    def _is_holder(self, agent: Agent, link: Link) -> bool:
+        """Whether a connection may use a name without its secret."""
         holder = self._entries[agent.name].link
         if holder == link.number or (link.user and agent.client == link.client):
-            return False
-        if holder == 0 and (agent.client in ("", link.client) or self._is_lapsed(agent)):
-            return False
-        raise Refused(409, "the name belongs to another client: its secret is needed")
+            return True
+        return holder == 0 and (agent.client in ("", link.client) or self._is_lapsed(agent))
+
+    def _check_mailbox(self, card: dict[str, Any], name: str, link: Link) -> None:
+        """Refuse a card with the mailbox of another agent, unless the caller holds that one, too."""
+        mailbox = card.get("mailbox")
+        owner = self._agent(self._alias(mailbox)) or self._agent(mailbox)
+        if owner is not None and owner.name != name and not self._is_holder(owner, link):
+            raise Refused(409, "the mailbox of this card belongs to another agent")
 
     def _is_lapsed(self, agent: Agent) -> bool:
         return self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
