@@ -60,6 +60,19 @@ def shipped() -> int:
     return int(done.line["shipped"])
 
 
+def test_events_of_refusals_in_a_loop_reach_the_stream_and_count_every_call(tmp_path: Path) -> None:
+    calls = 500
+    with serving(tmp_path / "data") as server, Mail(server.url, name="n" * 1_000) as mail:
+        for _ in range(calls):
+            with pytest.raises(MailRefused):
+                mail.send("nobody", "x")
+        server.end()
+    told = len(server.events())
+    assert shipped() == told
+    events = [event for event in Audit(tmp_path / "audit").query(contract="mail") if event.kind == "rejected"]
+    assert sum(int(event.detail.get("refused", 1)) for event in events) == calls
+
+
 def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--receipts", "--dead-letter-after", "1") as server:
         assert shipped() == 0  # nothing was told yet
