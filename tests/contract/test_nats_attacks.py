@@ -1,4 +1,4 @@
-"""The NATS server under connections that have not logged in, or never finish what they say."""
+"""The NATS server under connections that do not log in, never finish what they say, or do not read."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,13 +11,15 @@ import pytest
 from postroom.runtime import natsconn, natsoptions, natsserver
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
-from tests.contract.natsservers import HANG_GUARD_S, Wanted, Wire, running
+from tests.contract.natsservers import HANG_GUARD_S, Server, Wanted, Wire, running
+from tests.crash.memory import peak_mb
 
 USERS = {"ann": "secret"}
 LOGIN = b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n'
 WRONG = LOGIN.replace(b"secret", b"wrong")
 VIOLATION = b"-ERR 'Authorization Violation'\r\n"
 WRONG_LOGIN_S_MIN = 0.1
+MB = 1 << 20
 
 
 @pytest.mark.parametrize("piece", [b"PUB a 1000000\r\n" + b"x" * 100_000, b"CONNECT {" + b" " * 100_000])
@@ -138,3 +140,27 @@ def test_a_client_is_its_login_or_its_address(address: str, network: str) -> Non
     assert network_of(address) == network
     assert client_of("", network) == client_of("token", network) == f"address:{network}"
     assert client_of("ann", network) == "user:ann"
+
+
+# ---- output that nobody reads ------------------------------------------------------------------------
+
+
+def growth_mb(server: Server, attack: Callable[[], object]) -> int:
+    """How much more memory the server has needed for an attack than before it."""
+    before = peak_mb(server.process.pid)
+    attack()
+    return peak_mb(server.process.pid) - before
+
+
+def test_one_message_to_many_own_subscriptions_is_not_multiplied_beyond_the_limit(tmp_path: Path) -> None:
+    subscriptions = b"".join(b"SUB a %d\r\n" % sid for sid in range(600))
+    frame = b"PUB a %d\r\n%b\r\n" % (MB, bytes(MB))
+    with (
+        running("ours", tmp_path, Wanted(pending_bytes_max=8 * MB)) as server,
+        Wire(server, receive_bytes=4096) as attacker,
+        Wire(server) as other,
+    ):
+        attacker.ask(subscriptions)
+        other.ask(b"SUB b 1\r\n")
+        assert growth_mb(server, lambda: attacker.rest(frame)) < 64
+        assert other.ask(b"PUB b 1\r\nx\r\n") == b"MSG b 1 1\r\nx\r\n"

@@ -132,6 +132,7 @@ class Connection(asyncio.Protocol):
         *(
             "_backlog",
             "_closing",
+            "_gave_up",
             "_holds",
             "_hub",
             "_held_bytes",
@@ -166,7 +167,7 @@ class Connection(asyncio.Protocol):
         """How many want that nothing is read from it."""
         self.slice_ends = 0.0
         self._login_bytes = self._held_bytes = 0
-        self._closing = False
+        self._closing = self._gave_up = False
         self._insecure = False
         """Whether TLS is required and has not begun: whoever speaks now speaks in the clear."""
         self._out: list[bytes] = []
@@ -380,13 +381,14 @@ class Connection(asyncio.Protocol):
             self._hub.has_output(self)
         self._out.append(data)
         self._out_bytes += len(data)
+        if self._out_bytes > LINK_FULL_BYTES:  # much of it is not left to the end of the turn
+            self.write_out()
 
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
         """One message of the room for a subscription of this connection."""
         subscription = self.subscriptions.get(_raw(sid))
         if subscription is not None:
             self._push(subscription, _raw(subject), _raw(reply), headers, payload)
-            self._write_much()
 
     def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
         """Several messages of the room in a row."""
@@ -396,7 +398,6 @@ class Connection(asyncio.Protocol):
         if self.headers and not subscription.last:
             subscription.delivered += len(messages)
             self.send(wire.messages(_raw(subject), subscription.sid, messages))
-            self._write_much()
             return
         for headers, payload in messages:
             self.deliver(sid, subject, "", headers, payload)
@@ -412,6 +413,8 @@ class Connection(asyncio.Protocol):
     def _push(
         self, subscription: Subscription, subject: bytes, reply: bytes, headers: bytes, payload: bytes
     ) -> None:
+        if self._closing:
+            return
         if not self.headers:
             headers = b""
         self.send(wire.message(subject, subscription.sid, reply, headers, payload))
@@ -444,18 +447,13 @@ class Connection(asyncio.Protocol):
         """More than `LINK_FULL_BYTES` waits: the transport is paused, or the turn ends with a write."""
         self._wants_room = True
 
-    def _write_much(self) -> None:
-        """Write before the turn ends: the room sees then how much of it the system took."""
-        if self._out_bytes > LINK_FULL_BYTES and not self.paused:
-            self.write_out()
-
     def write_out(self) -> None:
         """Hand over what this turn put aside. Who has too much waiting already is cut off."""
         transport, out, size = self._transport, self._out, self._out_bytes
         if transport is None or not out:
             return
         if self.pending_bytes > self._hub.pending_bytes_max:
-            self.cut()
+            self._overflow()
             return
         transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out, self._out_bytes = [], 0
@@ -463,6 +461,12 @@ class Connection(asyncio.Protocol):
         if self._wants_room and not self.paused:
             self._wants_room = False
             self._hub.loop.call_soon(self._hub.has_room, self)
+
+    def _overflow(self) -> None:
+        """Too much waits. From here on nothing is kept for it; it is cut off when whoever sends is done."""
+        self._closing = True
+        self._out, self._out_bytes = [], 0
+        self._hub.loop.call_soon(self.cut)
 
     def is_stuck(self, now_s: float, patience_s: float) -> bool:
         """Whether it is backed up and has taken nothing at all for so long."""
@@ -526,8 +530,8 @@ class Connection(asyncio.Protocol):
 
     def _give_up(self) -> None:
         """Nothing is taken or given from here on."""
-        if not self._closing:
-            self._closing = True
+        if not self._gave_up:
+            self._closing = self._gave_up = True
             self._out, self._out_bytes = [], 0
             self._hub.holds(self, -self._held_bytes)
             self._held_bytes = 0

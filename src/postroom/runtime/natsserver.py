@@ -319,7 +319,7 @@ class NatsServer:
         made, made_for, made_with = b"", b"", False
         for subscription in each:
             receiver = subscription.link
-            if receiver is link and not link.echo:
+            if receiver.is_closing or (receiver is link and not link.echo):
                 continue
             receivers += 1
             if subscription.last:
@@ -335,7 +335,7 @@ class NatsServer:
 
     def _deliver(self, subscription: Subscription, head: wire.Head, bodies: list[bytes]) -> None:
         link = subscription.link
-        if bodies:
+        if bodies and not link.is_closing:
             link.send(wire.passed_on(head, bodies, subscription.sid, with_headers=link.headers))
         if subscription.last and subscription.delivered >= subscription.last:
             link.drop(subscription)
