@@ -36,6 +36,7 @@ TOO_MANY_CONNECTIONS = "maximum connections exceeded"
 TOO_MUCH_UNFINISHED = "too much of unfinished messages from this address"
 TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
+TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exceeded"
 
 
 def _raw(text: str) -> bytes:
@@ -50,7 +51,7 @@ class _Rest(wire.Messages, frozen=True, gc=False):
 class Subscription:
     """What a connection wants to get."""
 
-    __slots__ = ("delivered", "group", "last", "link", "owned", "sid", "subject")
+    __slots__ = ("cost", "delivered", "group", "last", "link", "owned", "sid", "subject")
 
     def __init__(self, link: "Connection", request: wire.Subscribe) -> None:
         self.link = link
@@ -59,6 +60,7 @@ class Subscription:
         self.sid = request.sid
         self.owned = False
         """Whether the room has it, and not the plain half."""
+        self.cost = 0  # counted against its client
         self.delivered = 0
         self.last = 0
         """The number of the last message that it wants; 0 for no end."""
@@ -93,6 +95,9 @@ class Hub(Protocol):
 
     def holds(self, link: "Connection", more: int) -> bool:
         """Count what has come of messages that are not complete; whether its address may have so much."""
+
+    def waits(self, link: "Connection", more: int) -> bool:
+        """Count what a connection does not take at present; whether its client may have so much."""
 
     def gave_up(self, link: "Connection") -> None:
         """It gets nothing any more."""
@@ -149,7 +154,8 @@ class Connection(asyncio.Protocol):
             "client",
         ),
         *("echo", "headers", "heard", "name", "no_responders", "number", "paused", "pings_out", "stalled_at"),
-        *("slice_ends", "stalled_bytes", "subscriptions", "user", "verbose"),
+        *("slice_ends", "stalled_bytes", "subscription_bytes", "subscriptions", "user", "verbose"),
+        "waiting_bytes",
     )
 
     def __init__(self, hub: Hub, number: int) -> None:
@@ -179,6 +185,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self.stalled_at = 0.0
         self.stalled_bytes = 0
+        self.waiting_bytes = self.subscription_bytes = 0  # as counted against its client
 
     # ---- the transport's side --------------------------------------------------------------------------
 
@@ -202,6 +209,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - gone is gone
         self._give_up()
         self._transport = None
+        self.count_waiting()
         self._hub.left(self)
 
     def pause_writing(self) -> None:
@@ -210,6 +218,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = self._wants_room = False
+        self.count_waiting()
         self._hub.has_room(self)
 
     def data_received(self, data: bytes) -> None:
@@ -458,14 +467,27 @@ class Connection(asyncio.Protocol):
         transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out, self._out_bytes = [], 0
         self._sent_bytes += size
+        if self.paused:
+            self.count_waiting()
         if self._wants_room and not self.paused:
             self._wants_room = False
             self._hub.loop.call_soon(self._hub.has_room, self)
+
+    def count_waiting(self) -> None:
+        """Count what waits against the client, while the connection takes no more. Over its limit, end."""
+        waiting = (
+            self._transport.get_write_buffer_size() if self.paused and self._transport is not None else 0
+        )
+        more, self.waiting_bytes = waiting - self.waiting_bytes, waiting
+        if not self._hub.waits(self, more) and more > 0:
+            self._overflow()
 
     def _overflow(self) -> None:
         """Too much waits. From here on nothing is kept for it; it is cut off when whoever sends is done."""
         self._closing = True
         self._out, self._out_bytes = [], 0
+        self._hub.waits(self, -self.waiting_bytes)  # given back at once: the next one of its client may go on
+        self.waiting_bytes = 0
         self._hub.loop.call_soon(self.cut)
 
     def is_stuck(self, now_s: float, patience_s: float) -> bool:

@@ -20,10 +20,11 @@ from typing import Any
 from postroom.contracts.mail import Room
 from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
-from postroom.core.subjects import Subscriptions
+from postroom.core.subjects import Subscriptions, has_wildcard
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     STALE_CONNECTION,
+    TOO_LARGE_SUBSCRIPTIONS,
     TOO_MANY_CONNECTIONS,
     TOO_MANY_LOGINS,
     TOO_MANY_SUBSCRIPTIONS,
@@ -31,8 +32,14 @@ from postroom.runtime.natsconn import (
     Subscription,
 )
 from postroom.runtime.natsoptions import (
+    CLIENT_PENDING_BYTES_MAX,
+    CLIENT_SUBSCRIPTION_BYTES_MAX,
     LOGINS_MAX,
+    ROOM_GROUP_COST_BYTES,
+    ROOM_SUBSCRIPTION_COST_BYTES,
+    SUBSCRIPTION_COST_BYTES,
     UNFINISHED_BYTES_MAX,
+    WILDCARD_TOKEN_COST_BYTES,
     ServerOptions,
     allowed_connections,
     client_of,
@@ -58,6 +65,7 @@ class NatsServer:
         self.loop = asyncio.get_running_loop()
         self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
+        self._client_pending_bytes_max = max(CLIENT_PENDING_BYTES_MAX, options.pending_bytes_max)
         self.needs_auth = options.needs_auth
         self.port = options.port
         self.connections: set[Connection] = set()
@@ -70,6 +78,10 @@ class NatsServer:
         self._numbers = 0
         self._unfinished: dict[str, int] = {}
         """Addresses to what has come of messages that are not complete."""
+        self._waiting: dict[str, int] = {}
+        """Clients to what those of their connections have waiting that take no more at present."""
+        self._subscribed: dict[str, int] = {}
+        """Clients to what their subscriptions cost."""
         self._logins: dict[str, int] = {}
         """Addresses to how many of their connections have not logged in."""
         self._turns = 0  # which member of a queue group is next
@@ -190,16 +202,17 @@ class NatsServer:
             link.fail(AUTHENTICATION_TIMEOUT)
 
     def holds(self, link: Connection, more: int) -> bool:
-        held = self._unfinished.pop(link.network, 0) + more
-        if held > 0:
-            self._unfinished[link.network] = held
-        return held <= UNFINISHED_BYTES_MAX
+        return _add(self._unfinished, link.network, more) <= UNFINISHED_BYTES_MAX
+
+    def waits(self, link: Connection, more: int) -> bool:
+        return _add(self._waiting, link.client, more) <= self._client_pending_bytes_max
 
     def gave_up(self, link: Connection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
                 self._subscriptions.remove(subscription.subject, subscription)
         link.subscriptions.clear()
+        _add(self._subscribed, link.client, -link.subscription_bytes)
         if self.needs_auth and not link.admitted and link in self.connections:
             self._end_login(link.network)
         if self._room is not None:
@@ -267,8 +280,18 @@ class NatsServer:
         if self.needs_auth and not link.admitted:
             self._end_login(link.network)
         link.user, link.admitted = user, True
-        link.client = client_of(user, link.network)
+        self._count_for(link, client_of(user, link.network))
         return True
+
+    def _count_for(self, link: Connection, client: str) -> None:
+        """From here on a connection counts against this client."""
+        for counts, held in (
+            (self._waiting, link.waiting_bytes),
+            (self._subscribed, link.subscription_bytes),
+        ):
+            _add(counts, link.client, -held)
+            _add(counts, client, held)
+        link.client = client
 
     # ---- routing ---------------------------------------------------------------------------------------
 
@@ -277,15 +300,27 @@ class NatsServer:
         if len(link.subscriptions) > self.options.subscriptions_max:
             return TOO_MANY_SUBSCRIPTIONS
         text = self._owned(subscription.subject)
+        subscription.owned = text is not None
+        subscription.cost = _cost_of(subscription)
+        if self._subscribed.get(link.client, 0) + subscription.cost > CLIENT_SUBSCRIPTION_BYTES_MAX:
+            return TOO_LARGE_SUBSCRIPTIONS
+        self._count_subscription(link, subscription.cost)
         if text is None or self._room is None:
             self._subscriptions.add(subscription.subject, subscription)
             return ""
-        subscription.owned = True
         link.narrow()
         group = subscription.group.decode("utf-8", "replace")
-        return self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group) or ""
+        refusal = self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group)
+        if refusal:
+            self._count_subscription(link, -subscription.cost)
+        return refusal or ""
+
+    def _count_subscription(self, link: Connection, cost: int) -> None:
+        link.subscription_bytes += cost
+        _add(self._subscribed, link.client, cost)
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        self._count_subscription(subscription.link, -subscription.cost)
         if not subscription.owned:
             self._subscriptions.remove(subscription.subject, subscription)
         elif self._room is not None:
@@ -449,6 +484,7 @@ class NatsServer:
         if self._room is not None:
             attempt(self._room.tick)
         for link in [each for each in self.connections if each.paused]:
+            link.count_waiting()
             if link.is_stuck(now_s, self.options.write_timeout_s):
                 link.cut()
         if now_s >= self._next_ping_s:
@@ -466,6 +502,25 @@ class NatsServer:
             else:
                 link.pings_out += 1
                 link.send(wire.PING)
+
+
+def _add(counts: dict[str, int], key: str, more: int) -> int:
+    """Add to a count, and forget it at zero. Gives the count."""
+    count = counts.pop(key, 0) + more
+    if count > 0:
+        counts[key] = count
+    return count
+
+
+def _cost_of(subscription: Subscription) -> int:
+    """The memory that a subscription takes up."""
+    texts = len(subscription.subject) + len(subscription.sid) + len(subscription.group)
+    if subscription.owned:
+        return ROOM_SUBSCRIPTION_COST_BYTES + texts + (ROOM_GROUP_COST_BYTES if subscription.group else 0)
+    if not has_wildcard(subscription.subject):
+        return SUBSCRIPTION_COST_BYTES + texts
+    tokens = subscription.subject.count(b".") + 1
+    return SUBSCRIPTION_COST_BYTES + texts + WILDCARD_TOKEN_COST_BYTES * tokens
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
