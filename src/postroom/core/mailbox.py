@@ -8,7 +8,7 @@ Rule 4: what a pull group has acknowledged never comes again to it, and nothing 
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -77,7 +77,7 @@ class Letter(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lane:
-    """The numbers of one rank, ascending. What was removed stays in it until half of it is dead."""
+    """Ascending numbers, such as those of one rank. What was removed stays until half of it is dead."""
 
     __slots__ = ("_dead", "_numbers")
 
@@ -98,7 +98,7 @@ class Lane:
         else:
             self._numbers = sorted([*self._numbers, *numbers])
 
-    def lost(self, alive: dict[int, Letter]) -> None:
+    def lost(self, alive: Container[int]) -> None:
         """One of the numbers is dead."""
         self._dead += 1
         if self._dead > DEAD_NUMBERS_MAX and self._dead * 2 > len(self._numbers):

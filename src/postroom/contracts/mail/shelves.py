@@ -28,6 +28,7 @@ from postroom.core.mailbox import (
     MESSAGE_COST_BYTES,
     Account,
     Box,
+    Lane,
     Letter,
     PullGroup,
 )
@@ -112,7 +113,8 @@ class Shelves:
         self.emit = emit
         self.boxes: dict[str, Box] = {}
         self.by_serial: dict[int, Box] = {}
-        self.public: dict[str, Box] = {}
+        self.public = Lane()
+        """The serials of the public mailboxes."""
         self.agents: dict[str, records.Agent] = {}
         self.accounts = Accounts()
         self.stored_bytes = self.letters = 0
@@ -205,7 +207,7 @@ class Shelves:
         box = Box(serial, mail_id, public=public, named=named, label=label)
         self.boxes[mail_id] = self.by_serial[serial] = box
         if public:
-            self.public[mail_id] = box
+            self.public.add(serial)
         return box
 
     def _set_end(self, box: Box, ttl_s: float, expires_us: int, expires_ns: int) -> None:
@@ -304,7 +306,8 @@ class Shelves:
         """End a mailbox. Its letters are let go a bounded number at a time."""
         box.gone = True
         del self.boxes[box.mail_id], self.by_serial[box.serial]
-        self.public.pop(box.mail_id, None)
+        if box.public:
+            self.public.lost(self.by_serial)
         box.account.mailboxes -= 1
         self._add_cost(box, -box.cost)
         self._expired[hashed(box.mail_id)] = None
