@@ -1,5 +1,6 @@
 """The mail server under hostile clients: exceptions, registry, quotas, full disks."""
 
+import base64
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, segments
+from postroom.contracts.mail import agents, pulling, segments
 from postroom.contracts.mail.records import Record
 from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
@@ -20,6 +21,7 @@ from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_
 from tests.mailrooms import MSG, FakeLink, Rooms
 
 LIST = "$mq9.AI.MAILBOX.LIST."
+DELETE = "$mq9.AI.MAILBOX.DELETE."
 AGENT = "$mq9.AI.AGENT."
 NEWEST = "$mq9.AI.MSG."
 DEEP = b"[" * 5_000 + b"]" * 5_000
@@ -505,3 +507,68 @@ def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path:
     assert rooms.room.stats()["bytes"] == sum(
         [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
     )
+
+
+# ---- queries of large mailboxes --------------------------------------------------------------------
+
+
+def filled(rooms: Rooms, link: FakeLink, count: int) -> str:
+    mail_id = rooms.create(link, ttl=60)
+    rooms.room.published_many(link, f"{MSG}{mail_id}", [b"%d" % number for number in range(count)])
+    rooms.settle()
+    return mail_id
+
+
+def query(rooms: Rooms, link: FakeLink, inbox: str, mail_id: str, **body: Any) -> None:
+    rooms.room.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, b"", json.dumps(body).encode())
+
+
+def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    link, short = FakeLink(), FakeLink()
+    mail_id, small = filled(rooms, link, 95), filled(rooms, link, 5)
+    rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"a", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")
+    removed = rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"b", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")[
+        "msg_id"
+    ]
+    query(rooms, link, "_INBOX.first", mail_id, tags="t")
+    query(rooms, link, "_INBOX.second", mail_id, limit=3)
+    query(rooms, short, "_INBOX.short", small, tags="t")
+    assert [inbox for inbox, _ in short.answers] == ["_INBOX.short"]
+    for _ in range(5):
+        rooms.soon.get_nowait()()
+    assert rooms.answer_of(link, "_INBOX.first") is None
+    rooms.request(link, f"{DELETE}{mail_id}.{removed}")
+    found = rooms.answer_of(link, "_INBOX.first")["messages"]
+    assert [base64.b64decode(each["payload"]) for each in found] == [b"a"]
+    assert len(rooms.answer_of(link, "_INBOX.second")["messages"]) == 3
+
+
+def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    monkeypatch.setattr(pulling, "QUERIES_MAX", 3)
+    greedy, other = FakeLink(), FakeLink()
+    mail_id = filled(rooms, FakeLink(), 100)
+    for number in range(4):
+        query(rooms, greedy, f"_INBOX.{number}", mail_id, tags="t")
+    query(rooms, other, "_INBOX.other", mail_id, tags="t")
+    assert [json.loads(answer)["code"] for _, answer in greedy.answers] == [429]
+    while not other.answers:
+        rooms.soon.get_nowait()()
+    assert len(greedy.answers) == 2  # they take turns
+    rooms.close_link(greedy)
+    assert len(greedy.answers) == 2
+    assert not rooms.room._pulling._searches
+
+
+def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    link = FakeLink()
+    mail_id = filled(rooms, link, 100)
+    query(rooms, link, "_INBOX.query", mail_id, tags="t")
+    rooms.tick(60)
+    assert rooms.answer_of(link, "_INBOX.query")["code"] == 410
