@@ -261,21 +261,74 @@ def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> N
     rooms.create(FakeLink(), ttl=60)
 
 
-def test_pull_groups_count_against_who_made_the_mailbox(tmp_path: Path) -> None:
-    quota = MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES
-    rooms = Rooms(tmp_path, client_quota_bytes=quota)
-    link = FakeLink()
-    mail_id = rooms.create(link, ttl=60)
+def fetched(rooms: Rooms, link: FakeLink, mail_id: str, group: str, count: int = 10) -> Any:
+    config = {"num_msgs": count, "max_wait_ms": 0}
+    body = {"group_name": group, "deliver": "earliest", "config": config}
+    return rooms.request(link, f"{NEWEST}FETCH.{mail_id}", json.dumps(body).encode())
 
-    def codes(*names: str) -> list[int | None]:
-        bodies = [json.dumps({"group_name": name, "config": {"max_wait_ms": 0}}).encode() for name in names]
-        return [rooms.request(link, f"{NEWEST}FETCH.{mail_id}", body).get("code") for body in bodies]
 
-    assert codes("a", "b", "c", "a") == [None, None, 429, None]
+def acknowledged(rooms: Rooms, link: FakeLink, mail_id: str, msg_id: int) -> Any:
+    body = {"group_name": "g", "mail_address": mail_id, "msg_id": msg_id}
+    return rooms.request(link, f"{NEWEST}ACK.{mail_id}", json.dumps(body).encode())
+
+
+def test_pull_groups_count_against_who_made_them(tmp_path: Path) -> None:
+    rooms = Rooms(tmp_path, client_quota_bytes=MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES)
+    owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
+    mail_id = rooms.create(owner, ttl=60)
+
+    def codes(link: FakeLink, *names: str) -> list[int | None]:
+        return [fetched(rooms, link, mail_id, name).get("code") for name in names]
+
+    assert codes(stranger, "a", "b", "c", "d", "a") == [None, None, None, 429, None]
+    assert codes(owner, "e", "f", "h") == [None, None, 429]
     rooms.reopen()
-    assert codes("c", "a") == [429, None]
+    assert codes(stranger, "d", "a") == [429, None]
+    assert codes(owner, "h", "e") == [429, None]
     rooms.tick(60)
     assert rooms.room.stats()["bytes"] == 0
+
+
+def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "CLIENT_GROUPS_MAX", 4)
+    owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
+    boxes = [rooms.create(owner, ttl=60 + number) for number in range(3)]
+    for mail_id in boxes[:2]:
+        for group in ("a", "b"):
+            assert fetched(rooms, stranger, mail_id, group)["error"] == ""
+    assert fetched(rooms, stranger, boxes[2], "a")["code"] == 429
+    assert fetched(rooms, owner, boxes[2], "a")["error"] == ""
+    rooms.reopen()
+    assert fetched(rooms, stranger, boxes[2], "b")["code"] == 429
+    rooms.tick(60)  # the first mailbox ends, and its groups with it
+    assert fetched(rooms, stranger, boxes[2], "b")["error"] == ""
+
+
+def test_what_the_pull_groups_of_a_client_remember_is_bounded(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "CLIENT_REMEMBERED_MAX", 50)
+    owner, workers = FakeLink(), [FakeLink(address="192.0.2.2") for _ in range(3)]
+    mail_id = filled(rooms, owner, 100)
+    numbers = list(rooms.room._shelves.boxes[mail_id].letters)
+    account = rooms.room._shelves.accounts[workers[0].client]
+    assert len(fetched(rooms, workers[0], mail_id, "g", 40)["messages"]) == 40
+    assert len(fetched(rooms, workers[1], mail_id, "g", 40)["messages"]) == 10
+    assert fetched(rooms, workers[2], mail_id, "g", 40)["code"] == 429
+    assert acknowledged(rooms, workers[2], mail_id, numbers[80])["code"] == 429
+    assert len(fetched(rooms, owner, mail_id, "other", 40)["messages"]) == 40
+    assert account.remembered == 50
+    assert acknowledged(rooms, workers[0], mail_id, numbers[39])["error"] == ""
+    assert account.remembered == 10  # those before it need not be remembered one by one
+    rooms.request(owner, f"{DELETE}{mail_id}.{numbers[45]}")
+    assert account.remembered == 9
+    rooms.close_link(workers[1])
+    assert account.remembered == 0
+    assert len(fetched(rooms, workers[2], mail_id, "g", 40)["messages"]) == 40
+    rooms.tick(60)
+    assert account.remembered == account.groups == account.bytes == 0
 
 
 def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) -> None:

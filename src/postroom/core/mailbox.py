@@ -35,12 +35,14 @@ Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 class Account:
     """What one client has stored."""
 
-    __slots__ = ("agents", "bytes", "card_bytes", "client", "mailboxes")
+    __slots__ = ("agents", "bytes", "card_bytes", "client", "groups", "mailboxes", "remembered")
 
     def __init__(self, client: str) -> None:
         self.client = client
-        self.bytes = 0  # what its messages and mailboxes cost
+        self.bytes = 0  # what its messages, mailboxes and pull groups cost
         self.mailboxes = self.agents = self.card_bytes = 0
+        self.groups = 0  # pull groups that it made
+        self.remembered = 0  # letters of which these know that they are held or acknowledged
 
     @property
     def empty(self) -> bool:
@@ -128,7 +130,7 @@ class Lane:
 class PullGroup:
     """How far a group has acknowledged, and what its members hold meanwhile."""
 
-    __slots__ = ("_alive", "done", "handed", "through", "turn")
+    __slots__ = ("_alive", "_counted", "account", "done", "handed", "through", "turn")
 
     def __init__(self, alive: dict[int, Letter], turn: int = 0) -> None:
         self.turn = turn  # counts how often the group was told to begin anew
@@ -136,7 +138,22 @@ class PullGroup:
         self.done: set[int] = set()
         self.handed: dict[int, int] = {}
         """Letter to the connection that fetched it, in the order of the fetches."""
+        self.account = NOBODY
+        """Who made it."""
+        self._counted = 0
         self._alive = alive
+
+    def count(self) -> None:
+        """Count what it remembers against who made it."""
+        remembered = len(self.done) + len(self.handed)
+        self.account.remembered += remembered - self._counted
+        self._counted = remembered
+
+    def forget_all(self) -> None:
+        """It ends."""
+        self.done.clear()
+        self.handed.clear()
+        self.count()
 
     def next(self, lanes: "list[Lane]", link: int, limit: int, now_ns: int) -> list[Letter]:
         """What a connection can get: unacknowledged, and not with another connection."""
@@ -157,6 +174,7 @@ class PullGroup:
         for letter in letters:
             self.handed.pop(letter.number, None)
             self.handed[letter.number] = link
+        self.count()
 
     def acknowledge(self, number: int) -> list[int]:
         """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones.
@@ -185,6 +203,7 @@ class PullGroup:
         for number in numbers:
             self.done.add(number)
             self.handed.pop(number, None)
+        self.count()
 
     def advance(self, lanes: "list[Lane]") -> None:
         """Pass what is acknowledged or gone without a gap, so that it need not be remembered singly."""
@@ -194,17 +213,25 @@ class PullGroup:
                     break
                 self.through[rank] = number
                 self.done.discard(number)
+        self.count()
+
+    def unsettle(self, numbers: Iterable[int]) -> None:
+        """Letters are not acknowledged after all."""
+        self.done.difference_update(numbers)
+        self.count()
 
     def forget(self, number: int) -> None:
         """The letter is gone."""
-        self.handed.pop(number, None)
-        self.done.discard(number)
+        if self.handed.pop(number, None) is not None or number in self.done:
+            self.done.discard(number)
+            self.count()
 
     def lose(self, link: int) -> list[int]:
         """A connection is gone: what it held can be fetched by others."""
         lost = [number for number, holder in self.handed.items() if holder == link]
         for number in lost:
             del self.handed[number]
+        self.count()
         return lost
 
 
@@ -250,7 +277,7 @@ class Box:
         self.creator = ""
         self.creator_link = 0
         self.account = NOBODY
-        self.cost = 0  # of the mailbox and its pull groups, without its letters
+        self.cost = 0  # of the mailbox, without its letters
         self.ttl_s = 0.0
         self.created_us = self.expires_us = self.expires_ns = 0
         self.bytes = 0
@@ -346,6 +373,9 @@ class Box:
             return known, False
         group = PullGroup(self.letters, 0 if known is None else known.turn + 1)
         group.through = self.position(deliver, bound)
+        if known is not None:
+            known.forget_all()
+            group.account = known.account
         self.groups[name] = group
         return group, True
 

@@ -19,11 +19,13 @@ from postroom.contracts.mail.records import Pulled
 from postroom.contracts.mail.shelves import Shelves
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import Box, Letter, PullGroup
+from postroom.core.mailbox import Account, Box, Letter, PullGroup
 from postroom.core.mq9 import Refused
 
 WAITS_MAX = 100_000
 GROUPS_MAX = 1_000  # of one mailbox
+CLIENT_GROUPS_MAX = 10_000  # that one client has made, in all mailboxes
+CLIENT_REMEMBERED_MAX = 1_000_000  # letters that these hold, or know to be acknowledged, one by one
 QUERY_SCAN_MAX = 1_000  # letters that a query looks at in one turn of the loop
 QUERIES_MAX = 64  # of one connection that are not done after their first turn
 NANOS_PER_MS = 1_000_000
@@ -138,17 +140,40 @@ class Pulling:
         if len(box.groups) >= GROUPS_MAX and name not in box.groups:
             raise Refused(429, f"a mailbox has at most {GROUPS_MAX} groups")
         self._shelves.check_log("group")
-        if name not in box.groups:
-            self._shelves.admit_group(box)
+        account = self._admit(box, name, link.client)
+        is_new = name not in box.groups
         group, begins = box.group(name, asked.deliver, asked.bound, anew=bool(asked.force_deliver))
+        if is_new:
+            self._shelves.charge_group(group, account)
         wait = _Wait(link, reply, box, name, asked.limit, [])
         if begins and self._shelves.log is not None:
             # A start that a crash forgets would be chosen anew, and could skip what came meanwhile.
-            self._shelves.log.append(Pulled(box.serial, name, group.turn, list(group.through), []))
+            record = Pulled(box.serial, name, group.turn, list(group.through), [], group.account.client)
+            self._shelves.log.append(record)
             commit = self._shelves.commit
             commit("group", self._answer_or_wait, wait, asked.wait_ms, fail=self._refuse_wait)
         else:
             self._answer_or_wait(wait, asked.wait_ms)
+
+    def _admit(self, box: Box, name: str, client: str) -> Account:
+        """Who a group counts against: its maker. Refuses when that one has no room."""
+        if name in box.groups:
+            account = box.groups[name].account
+        else:
+            account = self._shelves.accounts[client]
+            if account.groups >= CLIENT_GROUPS_MAX:
+                raise Refused(429, f"a client makes at most {CLIENT_GROUPS_MAX} groups")
+            self._shelves.admit_group(account)
+        self._check_remembered(account)
+        return account
+
+    @staticmethod
+    def _check_remembered(account: Account) -> None:
+        if account.remembered >= CLIENT_REMEMBERED_MAX:
+            most = f"{CLIENT_REMEMBERED_MAX} messages singly"
+            raise Refused(
+                429, f"the groups of this client remember {most}: acknowledge what was fetched first"
+            )
 
     def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
         _refuse(wait.link, wait.reply, why)
@@ -180,13 +205,15 @@ class Pulling:
         return True
 
     def _find(self, wait: _Wait) -> list[Letter]:
-        box = wait.box
+        box, limit = wait.box, wait.limit
         reader = box.groups.get(wait.group) if wait.group else None
-        if reader is None:
+        if reader is not None:
+            limit = min(limit, max(0, CLIENT_REMEMBERED_MAX - reader.account.remembered))
+        else:
             reader = PullGroup(box.letters)
             reader.through = wait.through or [0] * len(box.lanes)
-        found = reader.next(box.lanes, wait.link.number, wait.limit, self._shelves.now_ns())
-        return replies.fitting(found, wait.limit)
+        found = reader.next(box.lanes, wait.link.number, limit, self._shelves.now_ns())
+        return replies.fitting(found, limit)
 
     def _tell_fetched(self, wait: _Wait, letters: list[Letter]) -> None:
         for letter in letters:
@@ -250,6 +277,8 @@ class Pulling:
         if group is None:
             raise Refused(404, "the group has fetched nothing from this mailbox")
         self._shelves.check_log("group")
+        if asked.msg_id not in group.handed:  # otherwise it is remembered already
+            self._check_remembered(group.account)
         fresh = group.acknowledge(asked.msg_id)
         durable = [number for number in fresh if number in box.letters and box.letters[number].durable]
         if durable and self._shelves.log is not None:
@@ -268,7 +297,7 @@ class Pulling:
         self, link: Link, reply: str, _: Box, group: PullGroup, fresh: list[int], why: str
     ) -> None:
         """An acknowledgement that could not be written is none: the group gets these letters again."""
-        group.done.difference_update(fresh)
+        group.unsettle(fresh)
         _refuse(link, reply, why)
 
     # ---- query ---------------------------------------------------------------------------------

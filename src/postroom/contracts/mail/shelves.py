@@ -26,6 +26,7 @@ from postroom.core.mailbox import (
     GROUP_COST_BYTES,
     MAILBOX_COST_BYTES,
     MESSAGE_COST_BYTES,
+    NOBODY,
     Account,
     Box,
     Lane,
@@ -198,7 +199,7 @@ class Shelves:
             group.through = list(pulled.through)
             group.done = {number for number in pulled.done if number in box.letters}
             box.groups[pulled.group] = group
-            self._add_cost(box, GROUP_COST_BYTES)
+            self.charge_group(group, self.accounts[pulled.client] if pulled.client else box.account)
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
@@ -274,10 +275,25 @@ class Shelves:
         box.account.bytes += cost
         self.stored_bytes += cost
 
-    def admit_group(self, box: Box) -> None:
-        """Count a new pull group against who created the mailbox, or refuse it."""
-        self._admit_cost(box.account, GROUP_COST_BYTES)
-        self._add_cost(box, GROUP_COST_BYTES)
+    def admit_group(self, account: Account) -> None:
+        """Refuse a pull group for which its maker has no room."""
+        self._admit_cost(account, GROUP_COST_BYTES)
+
+    def charge_group(self, group: PullGroup, account: Account) -> None:
+        """Count a pull group against who made it."""
+        group.account = account
+        group.count()
+        self._count_group(account, 1)
+
+    def _end_group(self, group: PullGroup) -> None:
+        group.forget_all()
+        self._count_group(group.account, -1)
+        group.account = NOBODY  # an acknowledgement may still be on its way to the disk
+
+    def _count_group(self, account: Account, change: int) -> None:
+        account.groups += change
+        account.bytes += change * GROUP_COST_BYTES
+        self.stored_bytes += change * GROUP_COST_BYTES
 
     def extend(self, box: Box, ttl_s: float) -> None:
         """Give a mailbox so long from now on, if that is more than it has."""
@@ -310,6 +326,8 @@ class Shelves:
             self.public.lost(self.by_serial)
         box.account.mailboxes -= 1
         self._add_cost(box, -box.cost)
+        for group in box.groups.values():
+            self._end_group(group)
         self._expired[hashed(box.mail_id)] = None
         if len(self._expired) > EXPIRED_KEPT_MAX:
             del self._expired[next(iter(self._expired))]
@@ -612,7 +630,8 @@ class Shelves:
                 continue
             yield opened_record(box)
             for name, group in list(box.groups.items()):
-                yield records.Pulled(box.serial, name, group.turn, list(group.through), sorted(group.done))
+                through, done, client = list(group.through), sorted(group.done), group.account.client
+                yield records.Pulled(box.serial, name, group.turn, through, done, client)
             for number, letter in [*box.letters.items(), *box.delayed.items()]:
                 if letter.durable and not box.gone and (number in box.letters or number in box.delayed):
                     yield put_record(box, letter, self.clock)
