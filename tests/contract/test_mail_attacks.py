@@ -581,9 +581,8 @@ def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: p
     link, short = FakeLink(), FakeLink()
     mail_id, small = filled(rooms, link, 95), filled(rooms, link, 5)
     rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"a", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")
-    removed = rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"b", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")[
-        "msg_id"
-    ]
+    first = b"NATS/1.0\r\nmq9-tags: t\r\nmq9-priority: critical\r\n\r\n"
+    removed = rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"b", first)["msg_id"]
     query(rooms, link, "_INBOX.first", mail_id, tags="t")
     query(rooms, link, "_INBOX.second", mail_id, limit=3)
     query(rooms, short, "_INBOX.short", small, tags="t")
@@ -611,9 +610,10 @@ def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
     while not other.answers:
         rooms.soon.get_nowait()()
     assert len(greedy.answers) == 2  # they take turns
-    rooms.close_link(greedy)
-    assert len(greedy.answers) == 2
+    rooms.room.closed(greedy)
     assert not rooms.room._pulling._searches
+    rooms.settle()
+    assert len(greedy.answers) == 2
 
 
 def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(
