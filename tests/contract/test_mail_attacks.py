@@ -1,5 +1,6 @@
 """The mail server under hostile clients: exceptions, registry, quotas, full disks."""
 
+import base64
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_
 from tests.mailrooms import MSG, FakeLink, Rooms
 
 LIST = "$mq9.AI.MAILBOX.LIST."
+DELETE = "$mq9.AI.MAILBOX.DELETE."
 AGENT = "$mq9.AI.AGENT."
 NEWEST = "$mq9.AI.MSG."
 DEEP = b"[" * 5_000 + b"]" * 5_000
@@ -467,21 +469,74 @@ def test_the_words_of_a_card_cost_their_bytes(rooms: Rooms) -> None:
     assert rooms.room._agents._cost - cost >= agents.AGENT_COST_BYTES + 2 * 40_000
 
 
-def test_pull_groups_count_against_who_made_the_mailbox(tmp_path: Path) -> None:
-    quota = MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES
-    rooms = Rooms(tmp_path, client_quota_bytes=quota)
-    link = FakeLink()
-    mail_id = rooms.create(link, ttl=60)
+def fetched(rooms: Rooms, link: FakeLink, mail_id: str, group: str, count: int = 10) -> Any:
+    config = {"num_msgs": count, "max_wait_ms": 0}
+    body = {"group_name": group, "deliver": "earliest", "config": config}
+    return rooms.request(link, f"{NEWEST}FETCH.{mail_id}", json.dumps(body).encode())
 
-    def codes(*names: str) -> list[int | None]:
-        bodies = [json.dumps({"group_name": name, "config": {"max_wait_ms": 0}}).encode() for name in names]
-        return [rooms.request(link, f"{NEWEST}FETCH.{mail_id}", body).get("code") for body in bodies]
 
-    assert codes("a", "b", "c", "a") == [None, None, 429, None]
+def acknowledged(rooms: Rooms, link: FakeLink, mail_id: str, msg_id: int) -> Any:
+    body = {"group_name": "g", "mail_address": mail_id, "msg_id": msg_id}
+    return rooms.request(link, f"{NEWEST}ACK.{mail_id}", json.dumps(body).encode())
+
+
+def test_pull_groups_count_against_who_made_them(tmp_path: Path) -> None:
+    rooms = Rooms(tmp_path, client_quota_bytes=MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES)
+    owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
+    mail_id = rooms.create(owner, ttl=60)
+
+    def codes(link: FakeLink, *names: str) -> list[int | None]:
+        return [fetched(rooms, link, mail_id, name).get("code") for name in names]
+
+    assert codes(stranger, "a", "b", "c", "d", "a") == [None, None, None, 429, None]
+    assert codes(owner, "e", "f", "h") == [None, None, 429]
     rooms.reopen()
-    assert codes("c", "a") == [429, None]
+    assert codes(stranger, "d", "a") == [429, None]
+    assert codes(owner, "h", "e") == [429, None]
     rooms.tick(60)
     assert rooms.room.stats()["bytes"] == 0
+
+
+def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "CLIENT_GROUPS_MAX", 4)
+    owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
+    boxes = [rooms.create(owner, ttl=60 + number) for number in range(3)]
+    for mail_id in boxes[:2]:
+        for group in ("a", "b"):
+            assert fetched(rooms, stranger, mail_id, group)["error"] == ""
+    assert fetched(rooms, stranger, boxes[2], "a")["code"] == 429
+    assert fetched(rooms, owner, boxes[2], "a")["error"] == ""
+    rooms.reopen()
+    assert fetched(rooms, stranger, boxes[2], "b")["code"] == 429
+    rooms.tick(60)  # the first mailbox ends, and its groups with it
+    assert fetched(rooms, stranger, boxes[2], "b")["error"] == ""
+
+
+def test_what_the_pull_groups_of_a_client_remember_is_bounded(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "CLIENT_REMEMBERED_MAX", 50)
+    owner, workers = FakeLink(), [FakeLink(address="192.0.2.2") for _ in range(3)]
+    mail_id = filled(rooms, owner, 100)
+    numbers = list(rooms.room._shelves.boxes[mail_id].letters)
+    account = rooms.room._shelves.accounts[workers[0].client]
+    assert len(fetched(rooms, workers[0], mail_id, "g", 40)["messages"]) == 40
+    assert len(fetched(rooms, workers[1], mail_id, "g", 40)["messages"]) == 10
+    assert fetched(rooms, workers[2], mail_id, "g", 40)["code"] == 429
+    assert acknowledged(rooms, workers[2], mail_id, numbers[80])["code"] == 429
+    assert len(fetched(rooms, owner, mail_id, "other", 40)["messages"]) == 40
+    assert account.remembered == 50
+    assert acknowledged(rooms, workers[0], mail_id, numbers[39])["error"] == ""
+    assert account.remembered == 10  # those before it need not be remembered one by one
+    rooms.request(owner, f"{DELETE}{mail_id}.{numbers[45]}")
+    assert account.remembered == 9
+    rooms.close_link(workers[1])
+    assert account.remembered == 0
+    assert len(fetched(rooms, workers[2], mail_id, "g", 40)["messages"]) == 40
+    rooms.tick(60)
+    assert account.remembered == account.groups == account.bytes == 0
 
 
 def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) -> None:
@@ -713,3 +768,68 @@ def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path:
     assert rooms.room.stats()["bytes"] == sum(
         [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
     )
+
+
+# ---- queries of large mailboxes --------------------------------------------------------------------
+
+
+def filled(rooms: Rooms, link: FakeLink, count: int) -> str:
+    mail_id = rooms.create(link, ttl=60)
+    rooms.room.published_many(link, f"{MSG}{mail_id}", [b"%d" % number for number in range(count)])
+    rooms.settle()
+    return mail_id
+
+
+def query(rooms: Rooms, link: FakeLink, inbox: str, mail_id: str, **body: Any) -> None:
+    rooms.room.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, b"", json.dumps(body).encode())
+
+
+def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    link, short = FakeLink(), FakeLink()
+    mail_id, small = filled(rooms, link, 95), filled(rooms, link, 5)
+    rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"a", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")
+    first = b"NATS/1.0\r\nmq9-tags: t\r\nmq9-priority: critical\r\n\r\n"
+    removed = rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"b", first)["msg_id"]
+    query(rooms, link, "_INBOX.first", mail_id, tags="t")
+    query(rooms, link, "_INBOX.second", mail_id, limit=3)
+    query(rooms, short, "_INBOX.short", small, tags="t")
+    assert [inbox for inbox, _ in short.answers] == ["_INBOX.short"]
+    for _ in range(5):
+        rooms.soon.get_nowait()()
+    assert rooms.answer_of(link, "_INBOX.first") is None
+    rooms.request(link, f"{DELETE}{mail_id}.{removed}")
+    found = rooms.answer_of(link, "_INBOX.first")["messages"]
+    assert [base64.b64decode(each["payload"]) for each in found] == [b"a"]
+    assert len(rooms.answer_of(link, "_INBOX.second")["messages"]) == 3
+
+
+def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    monkeypatch.setattr(pulling, "QUERIES_MAX", 3)
+    greedy, other = FakeLink(), FakeLink()
+    mail_id = filled(rooms, FakeLink(), 100)
+    for number in range(4):
+        query(rooms, greedy, f"_INBOX.{number}", mail_id, tags="t")
+    query(rooms, other, "_INBOX.other", mail_id, tags="t")
+    assert [json.loads(answer)["code"] for _, answer in greedy.answers] == [429]
+    while not other.answers:
+        rooms.soon.get_nowait()()
+    assert len(greedy.answers) == 2  # they take turns
+    rooms.room.closed(greedy)
+    assert not rooms.room._pulling._searches
+    rooms.settle()
+    assert len(greedy.answers) == 2
+
+
+def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    link = FakeLink()
+    mail_id = filled(rooms, link, 100)
+    query(rooms, link, "_INBOX.query", mail_id, tags="t")
+    rooms.tick(60)
+    assert rooms.answer_of(link, "_INBOX.query")["code"] == 410

@@ -1,12 +1,15 @@
 """Deliveries of `Mail`: how a queue group shares its messages, and what goes first to a slow subscriber."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from postroom.contracts.mail import LINK_FULL_BYTES, listening
 from postroom.contracts.mail.listening import GROUP_GROWTH, GROUP_PATIENCE_S
+from postroom.core.mq9 import PUBLIC_LIST
 from postroom.runtime.natsserver import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
 from tests.mailrooms import FakeLink, Rooms
@@ -325,3 +328,78 @@ def test_a_slow_connection_has_little_before_a_critical_message(tmp_path: Path) 
         assert before < SLOW_BYTES_MAX
 
     serve(tmp_path, work)
+
+
+# ---- the public list ---------------------------------------------------------------------------
+
+
+class Window(FakeLink):
+    """A connection for which everything waits that it was given since it was last drained."""
+
+    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+        super().deliver(sid, subject, reply, headers, payload)
+        self.pending_bytes += len(payload)
+
+    def drain(self, rooms: Rooms) -> list[tuple[str, str]]:
+        """What it was given; from here on it has room."""
+        self.pending_bytes = 0
+        said = [json.loads(payload) for payload in self.take()]
+        rooms.room.drained(self)
+        return [(each["event"], each["mail_id"]) for each in said]
+
+
+def listed(rooms: Rooms, count: int, **facts: Any) -> FakeLink:
+    """Public mailboxes with long descriptions."""
+    owner = FakeLink()
+    for number in range(count):
+        rooms.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, **facts)
+    return owner
+
+
+def test_the_public_list_is_handed_over_as_the_connection_has_room(rooms: Rooms) -> None:
+    listed(rooms, 100)
+    link, found = Window(), []
+    assert rooms.room.subscribed(link, "1", PUBLIC_LIST, "") is None
+    while link.got:
+        assert link.pending_bytes <= LINK_FULL_BYTES + 5_000
+        found += link.drain(rooms)
+    assert found == [("created", f"box.{number}") for number in range(100)]
+
+
+def test_mailboxes_that_come_and_go_during_the_public_list_are_told_once(rooms: Rooms) -> None:
+    owner = listed(rooms, 50, ttl=60)
+    rooms.clock.advance(30)
+    for number in range(50, 100):
+        rooms.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, ttl=60)
+    link, found = Window(), []
+    rooms.room.subscribed(link, "1", PUBLIC_LIST, "")
+    told = len(link.got)
+    assert 0 < told < 50
+    rooms.create(owner, public=True, name="late", ttl=60)
+    rooms.tick(30)  # the first fifty end
+    while link.got:
+        found += link.drain(rooms)
+    first = [("created", f"box.{number}") for number in range(told)]
+    ended = [("expired", f"box.{number}") for number in range(told)]
+    rest = [("created", f"box.{number}") for number in range(50, 100)]
+    assert found == [*first, *ended, *rest, ("created", "late")]
+    rooms.create(owner, public=True, name="live", ttl=60)
+    assert link.drain(rooms) == [("created", "live")]
+
+
+def test_a_long_public_list_leaves_turns_to_others_and_ends_with_its_subscription(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "REPLAY_STEP", 10)
+    listed(rooms, 35)
+    link = FakeLink()
+    rooms.room.subscribed(link, "1", PUBLIC_LIST, "")
+    counts = [len(link.got)]
+    for _ in range(2):
+        rooms.soon.get_nowait()()
+        counts.append(len(link.got))
+    assert counts == [10, 20, 30]
+    rooms.room.unsubscribed(link, "1")
+    rooms.settle()
+    assert len(link.got) == 30
+    assert not rooms.room._listening._unlisted

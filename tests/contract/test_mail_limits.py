@@ -23,6 +23,7 @@ MSG = "$mq9.AI.MAILBOX.MSG."
 DEAF_RECEIVE_BYTES = 4096
 BODY = b"x" * 20_000
 MESSAGES = 300  # more than all the buffers of a connection hold
+LARGE_MAILBOX = 50_000
 
 
 class Client:
@@ -233,3 +234,28 @@ def in_trouble(server: NatsServer) -> bool:
     room = server._room
     assert isinstance(room, Mailroom)
     return bool(room.trouble)
+
+
+def test_a_query_of_a_large_mailbox_leaves_turns_to_others(tmp_path: Path) -> None:
+    async def work(_: NatsServer, connect: Connect) -> None:
+        asking, other = await connect(), await connect()
+        mail_id = (await asking.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
+        asking.send(f"PUB {MSG}{mail_id} 1\r\nx\r\n".encode() * LARGE_MAILBOX)
+        await asking.ask(f"{MSG}{mail_id}.low", b"last")
+        answers: list[str] = []
+
+        async def query() -> None:
+            found = await asking.ask(f"$mq9.AI.MSG.QUERY.{mail_id}", b'{"tags":"none"}')
+            assert found["messages"] == []
+            answers.append("query")
+
+        async def ping() -> None:
+            for _ in range(3):
+                other.send(b"PING\r\n")
+                await other.until(b"PONG\r\n")
+                answers.append("ping")
+
+        await asyncio.gather(query(), ping())
+        assert answers == ["ping", "ping", "ping", "query"]
+
+    serve(tmp_path, work)

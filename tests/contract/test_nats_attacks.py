@@ -1,10 +1,11 @@
-"""The NATS server under connections that have not logged in, or never finish what they say."""
+"""The NATS server under connections that do not log in, never finish what they say, or do not read."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -12,12 +13,14 @@ from postroom.runtime import natsconn, natsoptions, natsserver
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S, Server, Wanted, Wire, running
+from tests.crash.memory import peak_mb
 
 USERS = {"ann": "secret"}
 LOGIN = b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n'
 WRONG = LOGIN.replace(b"secret", b"wrong")
 VIOLATION = b"-ERR 'Authorization Violation'\r\n"
 WRONG_LOGIN_S_MIN = 0.1
+MB = 1 << 20
 
 
 @pytest.mark.parametrize("piece", [b"PUB a 1000000\r\n" + b"x" * 100_000, b"CONNECT {" + b" " * 100_000])
@@ -207,3 +210,101 @@ def test_a_client_is_its_login_or_its_address(address: str, network: str) -> Non
     assert network_of(address) == network
     assert client_of("", network) == client_of("token", network) == f"address:{network}"
     assert client_of("ann", network) == "user:ann"
+
+
+# ---- output that nobody reads ------------------------------------------------------------------------
+
+
+def growth_mb(server: Server, attack: Callable[[], object]) -> int:
+    """How much more memory the server has needed for an attack than before it."""
+    before = peak_mb(server.process.pid)
+    attack()
+    return peak_mb(server.process.pid) - before
+
+
+def test_one_message_to_many_own_subscriptions_is_not_multiplied_beyond_the_limit(tmp_path: Path) -> None:
+    subscriptions = b"".join(b"SUB a %d\r\n" % sid for sid in range(600))
+    frame = b"PUB a %d\r\n%b\r\n" % (MB, bytes(MB))
+    with (
+        running("ours", tmp_path, Wanted(pending_bytes_max=8 * MB)) as server,
+        Wire(server, receive_bytes=4096) as attacker,
+        Wire(server) as other,
+    ):
+        attacker.ask(subscriptions)
+        other.ask(b"SUB b 1\r\n")
+        assert growth_mb(server, lambda: attacker.rest(frame)) < 64
+        assert other.ask(b"PUB b 1\r\nx\r\n") == b"MSG b 1 1\r\nx\r\n"
+
+
+class Deaf:
+    """A subscriber that reads nothing, from an address of its choice."""
+
+    def __init__(self, port: int, host: str) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.bind((host, 0))
+        self.socket.connect(("127.0.0.1", port))
+        self.socket.sendall(CONNECT + b"SUB flood 1\r\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
+def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsserver, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
+    frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
+
+    async def work(server: NatsServer) -> None:
+        reader, writer = await opened(server.port, CONNECT + b"PING\r\n")
+        with ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(Deaf(server.port, "127.0.0.2"))
+            stack.enter_context(Deaf(server.port, "127.0.0.3"))
+            while len(server.match(b"flood").each) < 9:  # noqa: ASYNC110 - the loop is the server's
+                await asyncio.sleep(0)
+            for _ in range(40):
+                writer.write(frame + b"PING\r\n")
+                await reader.readuntil(b"PONG\r\n")
+                assert sum(link.pending_bytes for link in of(server, "127.0.0.2")) <= 9 * MB
+            assert 0 < len(of(server, "127.0.0.2")) < 8
+            assert len(of(server, "127.0.0.3")) == 1
+        while len(server.connections) > 1:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        assert server._waiting == {}
+        writer.close()
+
+    served(work, pending_bytes_max=8 * MB)
+
+
+def of(server: NatsServer, address: str) -> list[natsconn.Connection]:
+    return [link for link in server.connections if link.network == address and not link.is_closing]
+
+
+def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsserver, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
+
+    async def work(server: NatsServer) -> None:
+        first, to_first = await opened(server.port, CONNECT)
+        second, to_second = await opened(server.port, CONNECT)
+
+        async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
+            writer.write(data + b"PING\r\n")
+            return (await reader.readuntil(b"PONG\r\n")).removesuffix(b"PONG\r\n")
+
+        long = b"x" * 3_900
+        assert await ask(first, to_first, b"SUB %b 1\r\nSUB %b.a 2\r\n" % (long, long)) == b""
+        assert await ask(second, to_second, b"SUB %b 1\r\nSUB b g%b 2\r\n" % (long, long)) == b""
+        for subject in (long, b"*" + b".x" * 100):
+            refused = await ask(second, to_second, b"SUB %b 3\r\n" % subject)
+            assert refused.startswith(b"-ERR 'Permissions Violation for Subscription")
+        assert await ask(first, to_first, b"UNSUB 1\r\nSUB %b 3\r\n" % long) == b""
+        for writer in (to_first, to_second):
+            writer.close()
+        while server.connections:  # noqa: ASYNC110 - the loop is the server's
+            await asyncio.sleep(0)
+        assert server._subscribed == {}
+
+    served(work)

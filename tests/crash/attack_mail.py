@@ -47,6 +47,7 @@ GOOD_PAUSE_S = 0.001  # between two sends: the good client stays far below its o
 NESTED = b"[" * 5_000 + b"]" * 5_000
 UNFINISHED_CONNECTIONS = 300
 WRONG_PASSWORDS = 50
+OWN_SUBSCRIPTIONS = 600
 PASSWORDS = "good:right\n"
 
 CREATE, MSG = "$mq9.AI.MAILBOX.CREATE", "$mq9.AI.MAILBOX.MSG."
@@ -310,7 +311,22 @@ def hijack(server: Server, tally: Tally, rng: Random) -> None:
             tally.breaks("a card was changed by somebody else")
 
 
-ATTACKS: tuple[Attack, ...] = (nest, report, flood, hijack)
+def multiply(server: Server, tally: Tally, _: Random) -> None:
+    """One large message to many subscriptions of a connection that does not read."""
+    with Client(server) as client:
+        client.send(b"".join(b"SUB own %d\r\n" % sid for sid in range(2, OWN_SUBSCRIPTIONS)) + b"PING\r\n")
+        client.until(wire.Pong)
+        client.send(wire.publish(b"own", bytes(MB)))
+        with Client(server) as other:  # the server has gone on
+            other.ask(CREATE)
+        try:
+            while True:
+                client.until(wire.Pong)
+        except OSError:
+            tally.count("refused")
+
+
+ATTACKS: tuple[Attack, ...] = (nest, report, hijack, multiply, flood)
 
 
 def linger(server: Server, tally: Tally, _: Random) -> None:

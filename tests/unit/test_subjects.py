@@ -111,3 +111,21 @@ def test_what_was_matched_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) 
     for number in range(100):
         assert len(tree.match(b"in.%d" % number).each) == 1
         assert len(tree._made) <= 10
+
+
+def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "MATCHED_KEPT_MAX", 100)
+    subscriptions: Subscriptions[Interest] = Subscriptions()
+    for number in range(40):
+        subscriptions.add(b">", Interest(b">", b"g" if number % 2 else b""))
+    for number in range(20):
+        assert len(subscriptions.match(b"a.%d" % number).each) == 20
+        kept = subscriptions._made.values()
+        assert sum(len(made.each) + sum(map(len, made.groups)) for made in kept) <= 100
+    own = Interest(b"a.19")
+    for _ in range(10):  # what is forgotten makes room
+        subscriptions.add(b"a.19", own)
+        subscriptions.match(b"a.19")
+        subscriptions.remove(b"a.19", own)
+        subscriptions.match(b"a.19")
+    assert len(subscriptions._made) == 2

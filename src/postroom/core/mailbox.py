@@ -8,7 +8,7 @@ Rule 4: what a pull group has acknowledged never comes again to it, and nothing 
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -35,12 +35,14 @@ Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 class Account:
     """What one client has stored."""
 
-    __slots__ = ("agents", "bytes", "card_bytes", "client", "mailboxes")
+    __slots__ = ("agents", "bytes", "card_bytes", "client", "groups", "mailboxes", "remembered")
 
     def __init__(self, client: str) -> None:
         self.client = client
-        self.bytes = 0  # what its messages and mailboxes cost
+        self.bytes = 0  # what its messages, mailboxes and pull groups cost
         self.mailboxes = self.agents = self.card_bytes = 0
+        self.groups = 0  # pull groups that it made
+        self.remembered = 0  # letters of which these know that they are held or acknowledged
 
     @property
     def empty(self) -> bool:
@@ -96,7 +98,7 @@ class Letter(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lane:
-    """The numbers of one rank, ascending. What was removed stays in it until half of it is dead."""
+    """Ascending numbers, such as those of one rank. What was removed stays until half of it is dead."""
 
     __slots__ = ("_dead", "_numbers")
 
@@ -117,7 +119,7 @@ class Lane:
         else:
             self._numbers = sorted([*self._numbers, *numbers])
 
-    def lost(self, alive: dict[int, Letter]) -> None:
+    def lost(self, alive: Container[int]) -> None:
         """One of the numbers is dead."""
         self._dead += 1
         if self._dead > DEAD_NUMBERS_MAX and self._dead * 2 > len(self._numbers):
@@ -147,7 +149,7 @@ class Lane:
 class PullGroup:
     """How far a group has acknowledged, and what its members hold meanwhile."""
 
-    __slots__ = ("_alive", "done", "handed", "through", "turn")
+    __slots__ = ("_alive", "_counted", "account", "done", "handed", "through", "turn")
 
     def __init__(self, alive: dict[int, Letter], turn: int = 0) -> None:
         self.turn = turn  # counts how often the group was told to begin anew
@@ -155,7 +157,22 @@ class PullGroup:
         self.done: set[int] = set()
         self.handed: dict[int, int] = {}
         """Letter to the connection that fetched it, in the order of the fetches."""
+        self.account = NOBODY
+        """Who made it."""
+        self._counted = 0
         self._alive = alive
+
+    def count(self) -> None:
+        """Count what it remembers against who made it."""
+        remembered = len(self.done) + len(self.handed)
+        self.account.remembered += remembered - self._counted
+        self._counted = remembered
+
+    def forget_all(self) -> None:
+        """It ends."""
+        self.done.clear()
+        self.handed.clear()
+        self.count()
 
     def next(self, lanes: "list[Lane]", link: int, limit: int, now_ns: int) -> list[Letter]:
         """What a connection can get: unacknowledged, and not with another connection."""
@@ -176,6 +193,7 @@ class PullGroup:
         for letter in letters:
             self.handed.pop(letter.number, None)
             self.handed[letter.number] = link
+        self.count()
 
     def acknowledge(self, number: int) -> list[int]:
         """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones.
@@ -204,6 +222,7 @@ class PullGroup:
         for number in numbers:
             self.done.add(number)
             self.handed.pop(number, None)
+        self.count()
 
     def advance(self, lanes: "list[Lane]") -> None:
         """Pass what is acknowledged or gone without a gap, so that it need not be remembered singly."""
@@ -213,17 +232,25 @@ class PullGroup:
                     break
                 self.through[rank] = number
                 self.done.discard(number)
+        self.count()
+
+    def unsettle(self, numbers: Iterable[int]) -> None:
+        """Letters are not acknowledged after all."""
+        self.done.difference_update(numbers)
+        self.count()
 
     def forget(self, number: int) -> None:
         """The letter is gone."""
-        self.handed.pop(number, None)
-        self.done.discard(number)
+        if self.handed.pop(number, None) is not None or number in self.done:
+            self.done.discard(number)
+            self.count()
 
     def lose(self, link: int) -> list[int]:
         """A connection is gone: what it held can be fetched by others."""
         lost = [number for number, holder in self.handed.items() if holder == link]
         for number in lost:
             del self.handed[number]
+        self.count()
         return lost
 
 
@@ -269,7 +296,7 @@ class Box:
         self.creator = ""
         self.creator_link = 0
         self.account = NOBODY
-        self.cost = 0  # of the mailbox and its pull groups, without its letters
+        self.cost = 0  # of the mailbox, without its letters
         self.ttl_s = 0.0
         self.created_us = self.expires_us = self.expires_ns = 0
         self.bytes = 0
@@ -365,6 +392,9 @@ class Box:
             return known, False
         group = PullGroup(self.letters, 0 if known is None else known.turn + 1)
         group.through = self.position(deliver, bound)
+        if known is not None:
+            known.forget_all()
+            group.account = known.account
         self.groups[name] = group
         return group, True
 

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 SUBJECT_BYTES_MAX = 4096  # a control line is no longer
 TOKENS_MAX = 512  # of a subscription: the tree gets no deeper
 MATCHES_KEPT_MAX = 16_384  # inboxes are new with every request; the memory for them is not
+MATCHED_KEPT_MAX = 1_000_000  # subscriptions in all of these matches, each time that they stand there
 
 ANY_ONE = b"*"
 ANY_MORE = b">"
@@ -37,6 +38,11 @@ class Match(NamedTuple, Generic[T]):
     """All of these get it,"""
     groups: tuple[tuple[T, ...], ...]
     """and of each of these, one."""
+
+    @property
+    def size(self) -> int:
+        """How many subscriptions stand in it."""
+        return len(self.each) + sum(map(len, self.groups))
 
 
 def is_pattern(subject: bytes) -> bool:
@@ -113,6 +119,7 @@ class Subscriptions(Generic[T]):
         self._root: _Node[T] = _Node()
         self._wild = 0
         self._made: dict[bytes, Match[T]] = {}
+        self._made_size = 0  # subscriptions in these matches
 
     def __len__(self) -> int:
         return self._wild + sum(map(len, self._literal.values()))
@@ -120,11 +127,11 @@ class Subscriptions(Generic[T]):
     def add(self, pattern: bytes, subscription: T) -> None:
         if not has_wildcard(pattern):
             self._literal.setdefault(pattern, []).append(subscription)
-            self._made.pop(pattern, None)
+            self._forget(pattern)
             return
         self._place(self._path(pattern)[-1], pattern).append(subscription)
         self._wild += 1
-        self._made.clear()
+        self._forget_all()
 
     def remove(self, pattern: bytes, subscription: T) -> None:
         """Take out what was added. It has to be there."""
@@ -133,24 +140,39 @@ class Subscriptions(Generic[T]):
             found.remove(subscription)
             if not found:
                 del self._literal[pattern]
-            self._made.pop(pattern, None)
+            self._forget(pattern)
             return
         path = self._path(pattern)
         self._place(path[-1], pattern).remove(subscription)
         for parent, token in zip(path[-2::-1], reversed(self._walked(pattern)), strict=True):
             parent.forget(token)
         self._wild -= 1
-        self._made.clear()
+        self._forget_all()
 
     def match(self, subject: bytes) -> Match[T]:
         """Who gets what is published to a subject, in no order that anybody may rely on."""
         made = self._made.get(subject)
         if made is None:
             made = _match(self._found(subject))
-            if len(self._made) >= MATCHES_KEPT_MAX:
-                self._made.clear()
-            self._made[subject] = made
+            self._keep(subject, made)
         return made
+
+    def _keep(self, subject: bytes, made: Match[T]) -> None:
+        size = made.size
+        if len(self._made) >= MATCHES_KEPT_MAX or self._made_size + size > MATCHED_KEPT_MAX:
+            self._forget_all()
+        if size <= MATCHED_KEPT_MAX:
+            self._made[subject] = made
+            self._made_size += size
+
+    def _forget(self, subject: bytes) -> None:
+        made = self._made.pop(subject, None)
+        if made is not None:
+            self._made_size -= made.size
+
+    def _forget_all(self) -> None:
+        self._made.clear()
+        self._made_size = 0
 
     def literal(self, subject: bytes) -> tuple[T, ...]:
         """Those whose subscription is this very subject."""

@@ -36,6 +36,7 @@ TOO_MANY_CONNECTIONS = "maximum connections exceeded"
 TOO_MUCH_UNFINISHED = "too much of unfinished messages from this address"
 TOO_MANY_LOGINS = "too many connections of this address have not logged in"
 TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
+TOO_LARGE_SUBSCRIPTIONS = "maximum size of the subscriptions of this client exceeded"
 
 
 def _raw(text: str) -> bytes:
@@ -50,7 +51,7 @@ class _Rest(wire.Messages, frozen=True, gc=False):
 class Subscription:
     """What a connection wants to get."""
 
-    __slots__ = ("delivered", "group", "last", "link", "owned", "sid", "subject")
+    __slots__ = ("cost", "delivered", "group", "last", "link", "owned", "sid", "subject")
 
     def __init__(self, link: "Connection", request: wire.Subscribe) -> None:
         self.link = link
@@ -59,6 +60,7 @@ class Subscription:
         self.sid = request.sid
         self.owned = False
         """Whether the room has it, and not the plain half."""
+        self.cost = 0  # counted against its client
         self.delivered = 0
         self.last = 0
         """The number of the last message that it wants; 0 for no end."""
@@ -93,6 +95,9 @@ class Hub(Protocol):
 
     def holds(self, link: "Connection", more: int) -> bool:
         """Count what has come of messages that are not complete; whether its address may have so much."""
+
+    def waits(self, link: "Connection", more: int) -> bool:
+        """Count what a connection does not take at present; whether its client may have so much."""
 
     def gave_up(self, link: "Connection") -> None:
         """It gets nothing any more."""
@@ -132,6 +137,7 @@ class Connection(asyncio.Protocol):
         *(
             "_backlog",
             "_closing",
+            "_gave_up",
             "_holds",
             "_hub",
             "_held_bytes",
@@ -148,7 +154,8 @@ class Connection(asyncio.Protocol):
             "client",
         ),
         *("echo", "headers", "heard", "name", "no_responders", "number", "paused", "pings_out", "stalled_at"),
-        *("slice_ends", "stalled_bytes", "subscriptions", "user", "verbose"),
+        *("slice_ends", "stalled_bytes", "subscription_bytes", "subscriptions", "user", "verbose"),
+        "waiting_bytes",
     )
 
     def __init__(self, hub: Hub, number: int) -> None:
@@ -166,7 +173,7 @@ class Connection(asyncio.Protocol):
         """How many want that nothing is read from it."""
         self.slice_ends = 0.0
         self._login_bytes = self._held_bytes = 0
-        self._closing = False
+        self._closing = self._gave_up = False
         self._insecure = False
         """Whether TLS is required and has not begun: whoever speaks now speaks in the clear."""
         self._out: list[bytes] = []
@@ -178,6 +185,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self.stalled_at = 0.0
         self.stalled_bytes = 0
+        self.waiting_bytes = self.subscription_bytes = 0  # as counted against its client
 
     # ---- the transport's side --------------------------------------------------------------------------
 
@@ -206,6 +214,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - gone is gone
         self._give_up()
         self._transport = None
+        self.count_waiting()
         self._hub.left(self)
 
     def pause_writing(self) -> None:
@@ -214,6 +223,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = self._wants_room = False
+        self.count_waiting()
         self._hub.has_room(self)
 
     def data_received(self, data: bytes) -> None:
@@ -389,13 +399,14 @@ class Connection(asyncio.Protocol):
             self._hub.has_output(self)
         self._out.append(data)
         self._out_bytes += len(data)
+        if self._out_bytes > LINK_FULL_BYTES:  # much of it is not left to the end of the turn
+            self.write_out()
 
     def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
         """One message of the room for a subscription of this connection."""
         subscription = self.subscriptions.get(_raw(sid))
         if subscription is not None:
             self._push(subscription, _raw(subject), _raw(reply), headers, payload)
-            self._write_much()
 
     def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
         """Several messages of the room in a row."""
@@ -405,7 +416,6 @@ class Connection(asyncio.Protocol):
         if self.headers and not subscription.last:
             subscription.delivered += len(messages)
             self.send(wire.messages(_raw(subject), subscription.sid, messages))
-            self._write_much()
             return
         for headers, payload in messages:
             self.deliver(sid, subject, "", headers, payload)
@@ -421,6 +431,8 @@ class Connection(asyncio.Protocol):
     def _push(
         self, subscription: Subscription, subject: bytes, reply: bytes, headers: bytes, payload: bytes
     ) -> None:
+        if self._closing:
+            return
         if not self.headers:
             headers = b""
         self.send(wire.message(subject, subscription.sid, reply, headers, payload))
@@ -453,25 +465,39 @@ class Connection(asyncio.Protocol):
         """More than `LINK_FULL_BYTES` waits: the transport is paused, or the turn ends with a write."""
         self._wants_room = True
 
-    def _write_much(self) -> None:
-        """Write before the turn ends: the room sees then how much of it the system took."""
-        if self._out_bytes > LINK_FULL_BYTES and not self.paused:
-            self.write_out()
-
     def write_out(self) -> None:
         """Hand over what this turn put aside. Who has too much waiting already is cut off."""
         transport, out, size = self._transport, self._out, self._out_bytes
         if transport is None or not out:
             return
         if self.pending_bytes > self._hub.pending_bytes_max:
-            self.cut()
+            self._overflow()
             return
         transport.write(out[0] if len(out) == 1 else b"".join(out))
         self._out, self._out_bytes = [], 0
         self._sent_bytes += size
+        if self.paused:
+            self.count_waiting()
         if self._wants_room and not self.paused:
             self._wants_room = False
             self._hub.loop.call_soon(self._hub.has_room, self)
+
+    def count_waiting(self) -> None:
+        """Count what waits against the client, while the connection takes no more. Over its limit, end."""
+        waiting = (
+            self._transport.get_write_buffer_size() if self.paused and self._transport is not None else 0
+        )
+        more, self.waiting_bytes = waiting - self.waiting_bytes, waiting
+        if not self._hub.waits(self, more) and more > 0:
+            self._overflow()
+
+    def _overflow(self) -> None:
+        """Too much waits. From here on nothing is kept for it; it is cut off when whoever sends is done."""
+        self._closing = True
+        self._out, self._out_bytes = [], 0
+        self._hub.waits(self, -self.waiting_bytes)  # given back at once: the next one of its client may go on
+        self.waiting_bytes = 0
+        self._hub.loop.call_soon(self.cut)
 
     def is_stuck(self, now_s: float, patience_s: float) -> bool:
         """Whether it is backed up and has taken nothing at all for so long."""
@@ -535,8 +561,8 @@ class Connection(asyncio.Protocol):
 
     def _give_up(self) -> None:
         """Nothing is taken or given from here on."""
-        if not self._closing:
-            self._closing = True
+        if not self._gave_up:
+            self._closing = self._gave_up = True
             self._out, self._out_bytes = [], 0
             self._hub.holds(self, -self._held_bytes)
             self._held_bytes = 0

@@ -21,11 +21,12 @@ from typing import Any
 from postroom.contracts.mail import Room
 from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
-from postroom.core.subjects import Subscriptions
+from postroom.core.subjects import Subscriptions, has_wildcard
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     AUTHORIZATION_VIOLATION,
     STALE_CONNECTION,
+    TOO_LARGE_SUBSCRIPTIONS,
     TOO_MANY_CONNECTIONS,
     TOO_MANY_LOGINS,
     TOO_MANY_SUBSCRIPTIONS,
@@ -33,8 +34,14 @@ from postroom.runtime.natsconn import (
     Subscription,
 )
 from postroom.runtime.natsoptions import (
+    CLIENT_PENDING_BYTES_MAX,
+    CLIENT_SUBSCRIPTION_BYTES_MAX,
     LOGINS_MAX,
+    ROOM_GROUP_COST_BYTES,
+    ROOM_SUBSCRIPTION_COST_BYTES,
+    SUBSCRIPTION_COST_BYTES,
     UNFINISHED_BYTES_MAX,
+    WILDCARD_TOKEN_COST_BYTES,
     ServerOptions,
     allowed_connections,
     client_of,
@@ -60,6 +67,7 @@ class NatsServer:
         self.loop = asyncio.get_running_loop()
         self.payload_bytes_max = options.payload_bytes_max
         self.pending_bytes_max = options.pending_bytes_max
+        self._client_pending_bytes_max = max(CLIENT_PENDING_BYTES_MAX, options.pending_bytes_max)
         self.needs_auth = options.needs_auth
         self.port = options.port
         self.connections: set[Connection] = set()
@@ -74,6 +82,10 @@ class NatsServer:
         """Clients to how many connections they have, those that are being closed included."""
         self._unfinished: dict[str, int] = {}
         """Addresses to what has come of messages that are not complete."""
+        self._waiting: dict[str, int] = {}
+        """Clients to what those of their connections have waiting that take no more at present."""
+        self._subscribed: dict[str, int] = {}
+        """Clients to what their subscriptions cost."""
         self._logins: dict[str, int] = {}
         """Addresses to how many of their connections have not logged in."""
         self._turns = 0  # which member of a queue group is next
@@ -192,7 +204,7 @@ class NatsServer:
             return False
         self._end_share(link.client)
         self._shares[client] += 1
-        link.client = client
+        self._count_for(link, client)
         return True
 
     def _may_log_in(self, link: Connection) -> bool:
@@ -215,16 +227,17 @@ class NatsServer:
             link.fail(AUTHENTICATION_TIMEOUT)
 
     def holds(self, link: Connection, more: int) -> bool:
-        held = self._unfinished.pop(link.network, 0) + more
-        if held > 0:
-            self._unfinished[link.network] = held
-        return held <= UNFINISHED_BYTES_MAX
+        return _add(self._unfinished, link.network, more) <= UNFINISHED_BYTES_MAX
+
+    def waits(self, link: Connection, more: int) -> bool:
+        return _add(self._waiting, link.client, more) <= self._client_pending_bytes_max
 
     def gave_up(self, link: Connection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
                 self._subscriptions.remove(subscription.subject, subscription)
         link.subscriptions.clear()
+        _add(self._subscribed, link.client, -link.subscription_bytes)
         if self.needs_auth and not link.admitted and link in self.connections:
             self._end_login(link.network)
         if self._room is not None:
@@ -299,6 +312,16 @@ class NatsServer:
         link.user, link.admitted = user, True
         return ""
 
+    def _count_for(self, link: Connection, client: str) -> None:
+        """From here on a connection counts against this client."""
+        for counts, held in (
+            (self._waiting, link.waiting_bytes),
+            (self._subscribed, link.subscription_bytes),
+        ):
+            _add(counts, link.client, -held)
+            _add(counts, client, held)
+        link.client = client
+
     # ---- routing ---------------------------------------------------------------------------------------
 
     def subscribe(self, subscription: Subscription) -> str:
@@ -306,15 +329,27 @@ class NatsServer:
         if len(link.subscriptions) > self.options.subscriptions_max:
             return TOO_MANY_SUBSCRIPTIONS
         text = self._owned(subscription.subject)
+        subscription.owned = text is not None
+        subscription.cost = _cost_of(subscription)
+        if self._subscribed.get(link.client, 0) + subscription.cost > CLIENT_SUBSCRIPTION_BYTES_MAX:
+            return TOO_LARGE_SUBSCRIPTIONS
+        self._count_subscription(link, subscription.cost)
         if text is None or self._room is None:
             self._subscriptions.add(subscription.subject, subscription)
             return ""
-        subscription.owned = True
         link.narrow()
         group = subscription.group.decode("utf-8", "replace")
-        return self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group) or ""
+        refusal = self._room.subscribed(link, subscription.sid.decode("utf-8", "replace"), text, group)
+        if refusal:
+            self._count_subscription(link, -subscription.cost)
+        return refusal or ""
+
+    def _count_subscription(self, link: Connection, cost: int) -> None:
+        link.subscription_bytes += cost
+        _add(self._subscribed, link.client, cost)
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        self._count_subscription(subscription.link, -subscription.cost)
         if not subscription.owned:
             self._subscriptions.remove(subscription.subject, subscription)
         elif self._room is not None:
@@ -348,7 +383,7 @@ class NatsServer:
         made, made_for, made_with = b"", b"", False
         for subscription in each:
             receiver = subscription.link
-            if receiver is link and not link.echo:
+            if receiver.is_closing or (receiver is link and not link.echo):
                 continue
             receivers += 1
             if subscription.last:
@@ -364,7 +399,7 @@ class NatsServer:
 
     def _deliver(self, subscription: Subscription, head: wire.Head, bodies: list[bytes]) -> None:
         link = subscription.link
-        if bodies:
+        if bodies and not link.is_closing:
             link.send(wire.passed_on(head, bodies, subscription.sid, with_headers=link.headers))
         if subscription.last and subscription.delivered >= subscription.last:
             link.drop(subscription)
@@ -478,6 +513,7 @@ class NatsServer:
         if self._room is not None:
             attempt(self._room.tick)
         for link in [each for each in self.connections if each.paused]:
+            link.count_waiting()
             if link.is_stuck(now_s, self.options.write_timeout_s):
                 link.cut()
         if now_s >= self._next_ping_s:
@@ -495,6 +531,25 @@ class NatsServer:
             else:
                 link.pings_out += 1
                 link.send(wire.PING)
+
+
+def _add(counts: dict[str, int], key: str, more: int) -> int:
+    """Add to a count, and forget it at zero. Gives the count."""
+    count = counts.pop(key, 0) + more
+    if count > 0:
+        counts[key] = count
+    return count
+
+
+def _cost_of(subscription: Subscription) -> int:
+    """The memory that a subscription takes up."""
+    texts = len(subscription.subject) + len(subscription.sid) + len(subscription.group)
+    if subscription.owned:
+        return ROOM_SUBSCRIPTION_COST_BYTES + texts + (ROOM_GROUP_COST_BYTES if subscription.group else 0)
+    if not has_wildcard(subscription.subject):
+        return SUBSCRIPTION_COST_BYTES + texts
+    tokens = subscription.subject.count(b".") + 1
+    return SUBSCRIPTION_COST_BYTES + texts + WILDCARD_TOKEN_COST_BYTES * tokens
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -37,6 +37,10 @@ class Listening:
         self._audiences: dict[str, Audience] = {}
         self._listeners: dict[int, dict[str, Listener]] = {}
         self._public: dict[int, dict[str, Link]] = {}
+        self._unlisted: dict[int, dict[str, int]] = {}
+        """Connection to its subscriptions that still get the public list, and the last serial of each."""
+        self._lists_scheduled: set[int] = set()
+        """Connections that are told more of the public list in the next turn of the loop."""
         self._backlogs: dict[int, Backlog] = {}
         """Connection to its listeners that have letters waiting."""
         self._restless: dict[tuple[str, str], None] = {}
@@ -76,6 +80,7 @@ class Listening:
     def unsubscribe(self, link: Link, sid: str) -> None:
         """End a subscription; harmless when there is none."""
         self._public.get(link.number, {}).pop(sid, None)
+        self._end_list(link, sid)
         listeners = self._listeners.get(link.number, {})
         listener = listeners.pop(sid, None)
         if not listeners:
@@ -86,6 +91,7 @@ class Listening:
     def close(self, link: Link) -> None:
         """End all subscriptions of a connection."""
         self._public.pop(link.number, None)
+        self._unlisted.pop(link.number, None)
         listeners = self._listeners.pop(link.number, {})
         for listener in listeners.values():
             self._detach(listener)
@@ -241,11 +247,14 @@ class Listening:
         backlog = self._backlogs.get(link.number)
         if backlog and not backlog.is_scheduled:
             self._feed(link)
+        self._tell_list(link)
 
     def tick(self) -> None:
         """A connection may have taken everything without a word, and a group may not delete at all."""
         for backlog in list(self._backlogs.values()):
             self.drained(cast("Link", backlog.first().link))
+        for number, sids in list(self._unlisted.items()):
+            self._tell_list(self._public[number][next(iter(sids))])
         now_ns = self._shelves.now_ns()
         for (mail_id, name), since_ns in list(self._held_up.items()):
             if now_ns - since_ns >= GROUP_PATIENCE_S * NANOS_PER_S:
@@ -345,26 +354,63 @@ class Listening:
             if not box.named:
                 del self._audiences[box.mail_id]
         if box.public and box.safe:
-            self._announce(replies.announcement("expired", box.mail_id, "", 0))
+            self._announce(box, replies.announcement("expired", box.mail_id, "", 0))
 
     # ---- the public list -----------------------------------------------------------------------
 
     def _subscribe_public(self, link: Link, sid: str) -> None:
         self._public.setdefault(link.number, {})[sid] = link
-        now_ns = self._shelves.now_ns()
-        for box in self._shelves.public.values():
-            if box.safe and (box.expires_ns == 0 or box.expires_ns > now_ns):
-                said = replies.announcement("created", box.mail_id, box.desc, box.ttl_s)
-                link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
+        self._unlisted.setdefault(link.number, {})[sid] = 0
+        self._tell_list(link)
+
+    def _tell_list(self, link: Link) -> None:
+        """Tell a connection of the public mailboxes that there are, as far as it has room in this turn."""
+        if link.number in self._lists_scheduled:
+            return
+        for _ in range(REPLAY_STEP):
+            sids = self._unlisted.get(link.number)
+            if not sids:
+                return
+            if link.pending_bytes > LINK_FULL_BYTES:
+                link.want_room()
+                return
+            sid, through = next(iter(sids.items()))
+            serials = self._shelves.public.next(through, 1)
+            if serials:
+                sids[sid] = serials[0]  # before delivering, which can end it
+                self._tell_listed(link, sid, serials[0])
+            else:
+                self._end_list(link, sid)
+        self._lists_scheduled.add(link.number)
+        self._run_soon(partial(self._go_on_list, link))
+
+    def _go_on_list(self, link: Link) -> None:
+        self._lists_scheduled.discard(link.number)
+        self._tell_list(link)
+
+    def _tell_listed(self, link: Link, sid: str, serial: int) -> None:
+        box = self._shelves.by_serial.get(serial)
+        if box is not None and box.safe and not 0 < box.expires_ns <= self._shelves.now_ns():
+            said = replies.announcement("created", box.mail_id, box.desc, box.ttl_s)
+            link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
+
+    def _end_list(self, link: Link, sid: str) -> None:
+        sids = self._unlisted.get(link.number, {})
+        sids.pop(sid, None)
+        if not sids:
+            self._unlisted.pop(link.number, None)
 
     def announce_created(self, box: Box) -> None:
         if box.public:
-            self._announce(replies.announcement("created", box.mail_id, box.desc, box.ttl_s))
+            self._announce(box, replies.announcement("created", box.mail_id, box.desc, box.ttl_s))
 
-    def _announce(self, said: bytes) -> None:
-        for sids in self._public.values():
-            for sid, link in sids.items():
-                link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
+    def _announce(self, box: Box, said: bytes) -> None:
+        """Tell of a mailbox whoever has been told of all up to it; the others find it in their list."""
+        for number, sids in list(self._public.items()):
+            unlisted = self._unlisted.get(number, {})
+            for sid, link in list(sids.items()):  # a delivery can end a subscription
+                if box.serial <= unlisted.get(sid, box.serial):
+                    link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
 
 
 def _fits(letters: list[Letter]) -> bool:

@@ -109,13 +109,17 @@ class Removed(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 
 
 class Pulled(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
-    """What a group has acknowledged. Records of one turn add up; a later turn begins anew."""
+    """What a group has acknowledged. Records of one turn add up; a later turn begins anew.
+
+    Who made the group stands in the first record of a turn.
+    """
 
     serial: Count
     group: str
     turn: Count
     through: Annotated[list[Count], Meta(min_length=RANK_COUNT, max_length=RANK_COUNT)]
     done: list[Count]
+    client: str = ""
 
 
 class Agent(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):

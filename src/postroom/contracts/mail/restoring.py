@@ -126,7 +126,10 @@ class Found:
         elif known.turn == record.turn:
             through = [max(pair) for pair in zip(known.through, record.through, strict=True)]
             known.done.extend(record.done)
-            groups[record.group] = Pulled(record.serial, record.group, record.turn, through, known.done)
+            client = known.client or record.client
+            groups[record.group] = Pulled(
+                record.serial, record.group, record.turn, through, known.done, client
+            )
 
     def last_serial(self) -> int:
         """The last that anything is said about: the record of its opening may be compacted away already."""

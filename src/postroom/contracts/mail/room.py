@@ -82,7 +82,7 @@ class Mailroom:
         self._shelves = Shelves(folder, run_soon, options or MailOptions(), clock or SystemClock(), emit)
         self._emit_stored = emit_stored
         self._listening = Listening(self._shelves, run_soon)
-        self._pulling = Pulling(self._shelves)
+        self._pulling = Pulling(self._shelves, run_soon)
         self._agents = Agents(self._shelves)
         self._refusals = Refusals(self._shelves)
         self._listening.failed = self._pulling.failed = self._delivery_failed

@@ -24,8 +24,10 @@ from postroom.contracts.mail.restoring import NANOS_PER_US, Found, letter_of, op
 from postroom.contracts.mail.segments import Fail, SegmentLog
 from postroom.core.mailbox import (
     MESSAGE_COST_BYTES,
+    NOBODY,
     Account,
     Box,
+    Lane,
     Letter,
     PullGroup,
     group_cost,
@@ -115,7 +117,8 @@ class Shelves:
         self.emit = emit
         self.boxes: dict[str, Box] = {}
         self.by_serial: dict[int, Box] = {}
-        self.public: dict[str, Box] = {}
+        self.public = Lane()
+        """The serials of the public mailboxes."""
         self.agents: dict[str, records.Agent] = {}
         self.accounts = Accounts()
         self.stored_bytes = self.letters = 0
@@ -202,7 +205,8 @@ class Shelves:
             group.through = list(pulled.through)
             group.done = {number for number in pulled.done if number in box.letters}
             box.groups[pulled.group] = group
-            self._add_cost(box, group_cost(pulled.group))
+            maker = self.accounts[pulled.client] if pulled.client else box.account
+            self.charge_group(pulled.group, group, maker)
 
     # ---- mailboxes -----------------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class Shelves:
         box = Box(serial, mail_id, public=public, named=named, label=label)
         self.boxes[mail_id] = self.by_serial[serial] = box
         if public:
-            self.public[mail_id] = box
+            self.public.add(serial)
         return box
 
     def _set_end(self, box: Box, ttl_s: float, expires_us: int, expires_ns: int) -> None:
@@ -278,10 +282,25 @@ class Shelves:
         box.account.bytes += cost
         self.stored_bytes += cost
 
-    def admit_group(self, box: Box, name: str) -> None:
-        """Count a new pull group against who created the mailbox, or refuse it."""
-        self._admit_cost(box.account, group_cost(name))
-        self._add_cost(box, group_cost(name))
+    def admit_group(self, account: Account, name: str) -> None:
+        """Refuse a pull group for which its maker has no room."""
+        self._admit_cost(account, group_cost(name))
+
+    def charge_group(self, name: str, group: PullGroup, account: Account) -> None:
+        """Count a pull group against who made it."""
+        group.account = account
+        group.count()
+        self._count_group(account, 1, group_cost(name))
+
+    def _end_group(self, name: str, group: PullGroup) -> None:
+        group.forget_all()
+        self._count_group(group.account, -1, -group_cost(name))
+        group.account = NOBODY  # an acknowledgement may still be on its way to the disk
+
+    def _count_group(self, account: Account, change: int, cost: int) -> None:
+        account.groups += change
+        account.bytes += cost
+        self.stored_bytes += cost
 
     def extend(self, box: Box, ttl_s: float) -> None:
         """Give a mailbox so long from now on, if that is more than it has."""
@@ -310,9 +329,12 @@ class Shelves:
         """End a mailbox. Its letters are let go a bounded number at a time."""
         box.gone = True
         del self.boxes[box.mail_id], self.by_serial[box.serial]
-        self.public.pop(box.mail_id, None)
+        if box.public:
+            self.public.lost(self.by_serial)
         box.account.mailboxes -= 1
         self._add_cost(box, -box.cost)
+        for name, group in box.groups.items():
+            self._end_group(name, group)
         self._expired[hashed(box.mail_id)] = None
         if len(self._expired) > EXPIRED_KEPT_MAX:
             del self._expired[next(iter(self._expired))]
@@ -633,7 +655,8 @@ class Shelves:
                 continue
             yield opened_record(box)
             for name, group in list(box.groups.items()):
-                yield records.Pulled(box.serial, name, group.turn, list(group.through), sorted(group.done))
+                through, done, client = list(group.through), sorted(group.done), group.account.client
+                yield records.Pulled(box.serial, name, group.turn, through, done, client)
             for number, letter in [*box.letters.items(), *box.delayed.items()]:
                 if letter.durable and not box.gone and (number in box.letters or number in box.delayed):
                     yield put_record(box, letter, self.clock)
