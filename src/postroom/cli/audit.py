@@ -125,6 +125,8 @@ def ship(
     from postroom.runtime.shipping import Sources, opened
 
     _check_there("bus", buses)
+    for path in buses:
+        shell.bus(path).need_bus()
     _check_there("queue", roots)
     _check_there("mail server's data folder", mail)
     stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
