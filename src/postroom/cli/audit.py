@@ -457,7 +457,9 @@ def _audit(shell: Shell, folder: Path | None, key_file: Path | None = None) -> "
     from postroom.contracts.audit import Audit
 
     shell.show_warnings()
-    return Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+    audit = Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+    audit.need_stream()
+    return audit
 
 
 def _cipher(key_file: Path | None, settings: "AuditSettings") -> Any:
