@@ -16,7 +16,9 @@ Act 4, the audit stream. Everything that these acts did goes to one stream; the 
 spoiled is shown from its first event to its last, the files are verified, and the checker of histories looks
 for anything that was lost, doubled or out of order.
 
-Act 5, the pipeline. Spark makes tables of the stream and draws a report, which stays; see pipelineact.py.
+Act 5, the pipeline. Spark makes tables of the stream and draws a report; see pipelineact.py.
+
+Everything stays in build/demo until the next demo, and its last lines are commands to look at it.
 """
 
 import argparse
@@ -24,10 +26,10 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from mailact import act_mail
-from pipelineact import REPORT, act_pipeline
+from pipelineact import act_pipeline
 
 from postroom import Audit, Bus, Queue, Tasks
 from postroom.client import Task, TaskClient
@@ -55,6 +57,7 @@ LEASE_S = 1.5  # short, so that nobody has to wait for long
 WORK_S = 0.15
 
 BIN = Path(sys.executable).parent
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 
 
 class Post:
@@ -387,7 +390,7 @@ def main() -> None:
     """Run the tour, or one of its roles."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--folder", type=Path, help="keep the files here (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help=f"where its files go (default: {FOLDER})")
     parser.add_argument("--role", choices=("coordinator", *WORKERS, "agent"), help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -401,22 +404,39 @@ def main() -> None:
         tour(arguments.folder)
 
 
-def tour(kept: Path | None) -> None:
+def tour(given: Path | None) -> None:
     """All acts, in a folder of their own."""
-    with tempfile.TemporaryDirectory(prefix="postroom-demo-") as temporary:
-        folder = kept or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            sys.exit(f"{folder} is not empty: the demo wants a folder of its own")
-        fine = act_one(folder)
-        fine = act_two(folder) and fine
-        fine = act_mail(folder, say) and fine
-        fine = act_audit(folder) and fine
-        report = REPORT if kept is None else folder / "report.html"
-        events = sum(1 for _ in Audit(folder / "audit").query())
-        fine = act_pipeline(folder, show, report, events) and fine
+    folder = FOLDER if given is None else given.absolute()
+    if given is None:
+        shutil.rmtree(folder, ignore_errors=True)  # the demo before this one left it
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty: the demo wants a folder of its own")
+    fine = act_one(folder)
+    fine = act_two(folder) and fine
+    fine = act_mail(folder, say) and fine
+    fine = act_audit(folder) and fine
+    events = sum(1 for _ in Audit(folder / "audit").query())
+    fine = act_pipeline(folder, show, folder / "report.html", events) and fine
+    show_what_stays(folder)
     print(f"\n{'Nothing acknowledged was lost.' if fine else 'SOMETHING IS WRONG.'}")
     sys.exit(0 if fine else 1)
+
+
+def show_what_stays(folder: Path) -> None:
+    """Commands that work in any folder, also without an activated environment."""
+    stream, tables = folder / "audit", folder / "tables"
+    print(f"\nEverything stays in {folder}: the audit stream in audit, the tables in tables. Go on with")
+    for words in (
+        ("audit", "tail", stream, "-n", "5"),
+        ("audit", "query", stream, "--kind", "lease_lapsed"),
+        ("pipeline", "status", "--tables", tables, "--events", stream),
+        ("pipeline", "report", "--tables", tables, "--out", folder / "report.html"),
+        ("bus", "tail", "--bus", folder / "bus.yaml", "-n", "3"),
+        ("queue", "status", "--root", folder / "queue"),
+        ("tasks", "status", "--data", folder / "harness"),
+    ):
+        print(f"  {shlex.join(map(str, (BIN / 'postroom', *words)))}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The last act of the demo: Spark makes tables of the audit stream, and draws a report of them.
 
 The tables have to know every event that the stream has, and every task's end. The report is one file that a
-browser shows offline; it stays when the demo is over.
+browser shows offline.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 POSTROOM = str(Path(sys.executable).with_name("postroom"))
-REPORT = Path(__file__).resolve().parents[1] / "build" / "demo" / "report.html"
 SPARK_S = 20  # for a few hundred events on two idle cores; most of it is the start of the JVM
 
 Show = Callable[..., None]
@@ -28,7 +27,6 @@ def act_pipeline(folder: Path, show: Show, report: Path, events: int) -> bool:
     )
     stream, tables = str(folder / "audit"), str(folder / "tables")
     show(folder, "postroom", "pipeline", "run", "--events", stream, "--tables", tables)
-    report.parent.mkdir(parents=True, exist_ok=True)
     show(folder, "postroom", "pipeline", "report", "--tables", tables, "--out", str(report))
     rows = {row["table"]: row for row in told("status", "--tables", tables, "--events", stream)}
     behind = rows["segments"]["behind"]

@@ -5,7 +5,7 @@
     │   ├── InvalidMessage        a field is missing, of the wrong kind or over its limit
     │   ├── InvalidName           an agent, session or recipient name that is not allowed
     │   ├── InvalidSetting        a value in the environment or in postroom.toml that does not fit
-    │   ├── UnsafePath            a symlink, a special file, or a path outside its root
+    │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
     │   ├── UnknownTask           no task has this id

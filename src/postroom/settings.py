@@ -8,11 +8,12 @@ A Python program reads no file, and of the environment only what a `Queue` needs
 The command line also reads postroom.toml, whose relative paths are relative to that file.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -23,6 +24,9 @@ from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 DEFAULT_SESSION = "default"
 DEFAULT_AGENT_ID = "anonymous"
 SECONDS_MAX = 86_400  # a wait of more than a day is a slip of the keyboard
+
+ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The start of s3://bucket or file:///x: as a path it would be a folder named `s3:` or `file:`."""
 
 _A_PATH = "a path"
 _SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
@@ -357,7 +361,7 @@ def _checked(setting: Setting, name: str, value: object, *, strict: bool) -> Any
 
 
 def _path(kind: type, value: object) -> Path:
-    if kind is not Path or not isinstance(value, str) or not value or "\0" in value:
+    if kind is not Path or not isinstance(value, str) or not value or "\0" in value or ADDRESS.match(value):
         raise ValueError
     return Path(value)
 

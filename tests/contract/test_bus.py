@@ -1019,3 +1019,72 @@ def test_threads_share_a_bus(tmp_path: Path) -> None:
     assert sorted(itertools.chain.from_iterable(made)) == read
     for mine in made:
         assert mine == sorted(mine)
+
+
+OTHER_FILES = {
+    "markdown": b"# A project\n\nText with a rule below it.\n\n---\n\nMore text.\n",
+    "front matter": b"---\ntitle: A page\nauthor: ada\n---\n\nText.\n",
+    "json": b'{"msg_id": "m-1", "type": "note"}\n',
+    "indented json": b'{\n  "msg_id": "m-1",\n  "ts": 1\n}\n',
+    "yaml": b"key: value\n",
+    "text without a newline": b"hello",
+    "binary": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "long": b"word " * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_file_that_is_no_bus_is_neither_written_nor_renamed(tmp_path: Path, name: str) -> None:
+    bus = Bus(tmp_path / "file")
+    bus.path.write_bytes(OTHER_FILES[name])
+    for change in (
+        lambda: bus.append(type="note", project_id="p"),
+        lambda: bus.append(type="note", project_id="p"),  # the refusal does not wear off
+        lambda: bus.append_many([{"type": "note", "project_id": "p"}]),
+        bus.rotate,
+        bus.need_bus,
+    ):
+        with pytest.raises(UnsafePath, match="is not a bus file"):
+            change()
+    assert bus.path.read_bytes() == OTHER_FILES[name]
+    assert list(tmp_path.iterdir()) == [bus.path]
+
+
+def test_a_handle_refuses_another_file_that_took_the_place_of_its_bus(tmp_path: Path) -> None:
+    bus = Bus(tmp_path / "file")
+    bus.append(type="note", project_id="p")
+    bus.path.unlink()
+    bus.path.write_text("key: value\n")
+    with pytest.raises(UnsafePath, match="is not a bus file"):
+        bus.append(type="note", project_id="p")
+    bus.path.unlink()
+    assert bus.append(type="note", project_id="p")
+    assert bus.count() == 1
+
+
+RECORD = b"---\nmsg_id: M-1\nts: 2026-01-01T00:00:00Z\ntype: t\nproject_id: p\n---\nbody\n"
+BUS_FILES = {
+    "empty": b"",
+    "blank": b"\n \n",
+    "foreign": RECORD,
+    "crlf": RECORD.replace(b"\n", b"\r\n"),
+    "byte order mark": b"\xef\xbb\xbf" + RECORD,
+    "another order of keys": b"---\ntype: t\nmsg_id: M-1\nproject_id: p\n---\nbody\n",
+    "comment in the header": b"---\n# written by hand\nmsg_id: M-1\ntype: t\nproject_id: p\n---\nbody\n",
+    "torn": RECORD[:8],
+    "damaged first line": b"-?" + RECORD[2:],
+    "damaged far behind the start": b"text\n" * 10_000 + b"\n" + RECORD,
+    "zeros of a power cut": bytes(4096) + b"end of a body\n",
+    "legacy lines": b"[2026-02-05 14:30:52] FACT: one\n",
+    "text before a legacy line": b"log of run 1\n[2026-02-05 14:30:52] FACT: one\n",
+}
+
+
+@pytest.mark.parametrize("name", BUS_FILES)
+def test_a_bus_of_others_and_a_damaged_one_are_written(tmp_path: Path, name: str) -> None:
+    bus = Bus(tmp_path / "bus.yaml")
+    bus.path.write_bytes(BUS_FILES[name])
+    bus.need_bus()
+    msg_id = bus.append(type="note", project_id="p", body="mine")
+    assert bus.path.read_bytes().startswith(BUS_FILES[name])
+    assert [message.body for message in bus.tail(1) if message.msg_id == msg_id] == ["mine"]

@@ -276,6 +276,15 @@ def test_encrypted_payloads_are_whole_for_who_has_the_key(
         (("retain", "a", "--keep-days", "nan"), "is not a number of days"),
         (("query", "a", "--kind", "nope"), "there is no kind 'nope'; the kinds are created, "),
         (("query", "a", "--contract", "nope"), "'nope' is not one of 'bus', 'queue'"),
+        (
+            ("ship", "--bus", "nothing", "--to", "s3://bucket/audit"),
+            "s3://bucket/audit is an address, and not",
+        ),
+        (
+            ("ship", "--bus", "nothing", "--to", "file:///tmp/audit"),
+            "file:///tmp/audit is an address, and not",
+        ),
+        (("tail", "s3://bucket/audit"), "s3://bucket/audit is an address, and not a path on this machine"),
         (("trace",), "say which message to trace"),
         (("trace", "a"), "say which message to trace"),
         (("trace", "a", ""), "the id of the message is empty"),
@@ -290,6 +299,42 @@ def test_a_wrong_call_is_one_sentence(arguments: tuple[str, ...], says: str) -> 
     assert done.code == (2 if "a" in arguments and "--to" not in arguments else done.code)
     assert done.code in (1, 2)
     assert says in done.error
+
+
+def test_a_stream_at_an_address_is_refused_and_no_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Bus("bus.yaml").append(type="note", project_id="p")
+    before = sorted(tmp_path.iterdir())
+    for address in ("s3://bucket/audit", f"file://{tmp_path}/audit"):
+        ship = ("audit", "ship", "--bus", "bus.yaml", "--once")
+        done = postroom(*ship, "--to", address)
+        assert (done.code, done.out) == (2, "")
+        assert f"{address} is an address" in done.error
+        monkeypatch.setenv("POSTROOM_AUDIT", address)
+        done = postroom(*ship)
+        assert (done.code, done.error) == (2, f"postroom: POSTROOM_AUDIT must be a path, not '{address}'")
+        monkeypatch.delenv("POSTROOM_AUDIT")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "words", [("tail",), ("query",), ("trace", "m-1"), ("verify",), ("retain", "--keep-days", "1")]
+)
+def test_a_folder_without_a_stream_is_no_empty_success(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "letter.txt").touch()
+    done = postroom("audit", words[0], "wrong", *words[1:])
+    assert (done.code, done.out) == (1, "")
+    assert done.error == f"postroom: {tmp_path}/wrong holds no audit stream"
+
+
+def test_a_file_that_is_no_bus_is_not_shipped(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# A project\n")
+    done = postroom("audit", "ship", "--bus", "README.md", "--to", "audit", "--once")
+    assert (done.code, done.out) == (1, "")
+    assert "README.md is not a bus file" in done.error
+    assert not (tmp_path / "audit").exists()
 
 
 def test_the_command_knows_every_contract() -> None:

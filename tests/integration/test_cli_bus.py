@@ -660,3 +660,18 @@ def test_reports_on_a_terminal_are_text(path: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "there is no bus below" in run_on_terminal("postroom", "bus", "discover", "--root", empty).out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("post", "--type", "note", "--project", "p", "--body", "x"),
+        ("read",), ("tail",), ("query",), ("count",), ("verify",), ("rotate",), ("follow", "--timeout", "0"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_bus_is_refused_in_one_sentence(command: tuple[str, ...]) -> None:
+    Path("README.md").write_text("# A project\n\nSome text.\n")
+    done = postroom("bus", command[0], "--bus", "README.md", *command[1:])
+    assert (done.code, done.out) == (1, "")
+    assert done.error == ("postroom: README.md is not a bus file: it is not empty and holds no bus record")
+    assert Path("README.md").read_text() == "# A project\n\nSome text.\n"

@@ -11,7 +11,7 @@ import pytest
 
 from postroom import TOPICS, Queue
 from postroom.cli import queue as commands
-from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start
+from tests.integration.commandline import Result, finish, isolate, postroom, run_on_terminal, start, zos_mq
 
 
 @pytest.fixture(autouse=True)
@@ -394,3 +394,55 @@ def test_a_terminal_gets_records_tables_and_sentences(root: Path) -> None:
     json_line = run_on_terminal("postroom", "queue", "tail", "--json").out
     assert json.loads(json_line)["body"] == "\x1b[2Jhello\nworld"
     assert "\x1b" not in json_line
+
+
+# ---- slips in a name -------------------------------------------------------------------------------
+
+READERS = [("poll", "--agent", "ada"), ("inbox", "--agent", "ada"), ("tail",), ("status",), ("check",)]
+
+
+@pytest.mark.parametrize("words", READERS)
+def test_a_session_without_messages_is_named_with_those_that_have_some(
+    root: Path, words: tuple[str, ...]
+) -> None:
+    send("--topic", "ask", "--to", "ada", "--body", "1")
+    send("--topic", "ask", "--to", "ada", "--body", "2", "--session", "nightly")
+    for _ in range(2):  # a poll makes the folder of the session: that is no message
+        done = postroom("queue", *words, "--session", "nihgtly")
+        assert done.code == 0
+        assert done.error == (
+            f"postroom: warning: session 'nihgtly' below {root} holds no messages; "
+            "sessions with messages: default, nightly"
+        )
+    assert postroom("queue", *words, "--session", "nightly").errors == ""
+
+
+def test_a_poll_of_a_wrong_folder_says_that_it_is_empty(tmp_path: Path) -> None:
+    send("--topic", "ask", "--to", "ada", "--body", "1")
+    done = postroom("queue", "poll", "--agent", "ada", "--root", tmp_path / "qeueu")
+    assert (done.code, done.out) == (0, "")
+    assert done.error == f"postroom: warning: session 'default' below {tmp_path / 'qeueu'} holds no messages"
+
+
+def test_many_sessions_are_not_all_named() -> None:
+    for number in range(12):
+        send("--topic", "ask", "--body", "1", "--session", f"s{number:02}")
+    assert postroom("queue", "tail").error.endswith("s07, s08, s09 and 2 more")
+
+
+@pytest.mark.parametrize("command", ["poll", "inbox"])
+def test_an_agent_that_is_not_registered_is_named_when_others_are(command: str) -> None:
+    send("--topic", "broadcast", "--body", "1")
+    postroom("queue", "poll", "--agent", "daa")
+    assert postroom("queue", command, "--agent", "daa").errors == ""
+    postroom("queue", "register", "--agent", "ada")
+    assert postroom("queue", command, "--agent", "daa").error == (
+        "postroom: warning: 'daa' is not registered in session 'default'; registered: ada"
+    )
+    assert postroom("queue", command, "--agent", "ada").errors == ""
+
+
+def test_the_commands_of_the_original_print_no_such_warning(root: Path) -> None:
+    send("--topic", "ask", "--body", "1")
+    done = zos_mq("--root", root, "poll", "--agent", "ada", "--session", "other")
+    assert (done.code, done.errors) == (0, "")

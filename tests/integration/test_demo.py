@@ -44,6 +44,17 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     assert act_5[0] == told
     assert (tmp_path / "files" / "report.html").read_text().startswith("<!doctype html>")
     assert f"The report: {(tmp_path / 'files' / 'report.html').as_uri()}" in run.stdout
+    commands = run.stdout[run.stdout.index(f"Everything stays in {tmp_path / 'files'}") :].splitlines()[1:-2]
+    assert [command.split()[1:3] for command in commands] == [
+        ["audit", "tail"], ["audit", "query"], ["pipeline", "status"], ["pipeline", "report"],
+        ["bus", "tail"], ["queue", "status"], ["tasks", "status"],
+    ]  # fmt: skip
+    for command in commands:
+        copied = subprocess.run(
+            ["/bin/sh", "-c", command], cwd="/", env={"HOME": str(tmp_path)},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (copied.returncode, bool(copied.stdout)) == (0, True), f"{command}\n{copied.stderr}"
 
 
 def test_demo_refuses_a_folder_that_is_in_use(tmp_path: Path) -> None:

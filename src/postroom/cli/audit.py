@@ -125,6 +125,8 @@ def ship(
     from postroom.runtime.shipping import Sources, opened
 
     _check_there("bus", buses)
+    for path in buses:
+        shell.bus(path).need_bus()
     _check_there("queue", roots)
     _check_there("mail server's data folder", mail)
     stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
@@ -455,7 +457,9 @@ def _audit(shell: Shell, folder: Path | None, key_file: Path | None = None) -> "
     from postroom.contracts.audit import Audit
 
     shell.show_warnings()
-    return Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+    audit = Audit(_folder(shell, folder), cipher=_cipher(key_file, shell.settings.audit))
+    audit.need_stream()
+    return audit
 
 
 def _cipher(key_file: Path | None, settings: "AuditSettings") -> Any:

@@ -142,7 +142,7 @@ def read(shell: Shell, path: Path | None, since_id: str, limit: int | None, arch
       postroom bus read --bus bus.yaml --since MSG-20261115-010112-326360337-PID26098-0001
     """
     log = shell.bus(path)
-    note_missing(shell, log.path)
+    check_is_bus(shell, log)
     print_messages(shell, itertools.islice(log.scan(since_id, archives=archives), limit))
 
 
@@ -158,7 +158,7 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
       postroom bus tail --bus bus.yaml -n 3
     """
     log = shell.bus(path)
-    note_missing(shell, log.path)
+    check_is_bus(shell, log)
     print_messages(shell, log.tail(count))
 
 
@@ -203,6 +203,7 @@ def follow(
     if since_id and count is not None:
         raise click.UsageError("give --since, or one of -n and --new, not both")
     log = shell.bus(path)
+    log.need_bus()
     if count is not None:
         since_id = before_last(log, count, kind)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -243,7 +244,7 @@ def query(shell: Shell, /, path: Path | None, **wanted: Any) -> None:
       postroom bus query --bus bus.yaml --since 2026-11-15T00:00:00Z --until 2026-11-16T00:00:00Z
     """
     log = shell.bus(path)
-    note_missing(shell, log.path)
+    check_is_bus(shell, log)
     print_messages(shell, log.query(**wanted))
 
 
@@ -258,7 +259,7 @@ def count(shell: Shell, path: Path | None) -> None:
       postroom bus count --bus bus.yaml
     """
     log = shell.bus(path)
-    note_missing(shell, log.path)
+    check_is_bus(shell, log)
     shell.output.number(log.count())
 
 
@@ -314,6 +315,7 @@ def verify(shell: Shell, path: Path | None) -> int:
       postroom bus verify --bus bus.yaml
     """
     log = shell.bus(path)
+    log.need_bus()
     size = log.path.stat().st_size
     if size >= LONG_WORK_BYTES:
         shell.note(f"checking {log.path}, {size:,} bytes")
@@ -346,6 +348,12 @@ def discover(shell: Shell, root: Path) -> None:
 
 
 add_json_option(bus)
+
+
+def check_is_bus(shell: Shell, log: "Bus") -> None:
+    """Refuse a file that is something else, and say when there is none."""
+    note_missing(shell, log.path)
+    log.need_bus()
 
 
 def before_last(log: "Bus", count: int, kind: str | None) -> str:

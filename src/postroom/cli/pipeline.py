@@ -20,7 +20,7 @@ from postroom.cli.shell import (
     together,
 )
 from postroom.cli.stopping import beside_spark, follower, starting
-from postroom.errors import EXIT_OK, EXIT_RUNTIME
+from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -290,9 +290,10 @@ def run(
       postroom pipeline run --events history --tables tables --skip-missing
       postroom pipeline run --events /data/audit --tables /data/tables --master spark://head:7077
     """
-    from postroom.pipeline.paths import need_stream, need_writable
+    from postroom.pipeline.paths import need_apart, need_stream, need_writable
 
     need_stream(events)
+    need_apart(events, tables)
     need_writable(tables)
     with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.run(events, skip_missing=skip_missing))
@@ -315,12 +316,13 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     Example:
       postroom pipeline backfill --tables tables
     """
-    from postroom.pipeline.paths import need_stream, need_tables, need_writable
+    from postroom.pipeline.paths import need_apart, need_stream, need_tables, need_writable
 
     if events is None:
         need_tables(tables)
     else:
         need_stream(events)
+        need_apart(events, tables)
     need_writable(tables)
     with _pipeline(shell, tables, where, redaction, events=events) as job:
         _print_summary(shell, job.backfill(events))
@@ -364,9 +366,10 @@ def stream(
     """
     if where["remote"] is not None:
         raise click.UsageError("a stream has no --remote: give `run` again and again, or use --master")
-    from postroom.pipeline.paths import need_stream, need_writable
+    from postroom.pipeline.paths import need_apart, need_stream, need_writable
 
     need_stream(events)
+    need_apart(events, tables)
     need_writable(tables)
     with _pipeline(shell, tables, where, redaction, follows=True) as job:
         job.stream(events, every_s=every_s, skip_missing=skip_missing)
@@ -387,6 +390,16 @@ def status(shell: Shell, events: Path | None, tables: Path) -> None:
     Example:
       postroom pipeline status --tables tables --events history
     """
+    from postroom.pipeline.paths import need_stream, need_tables
+
+    if events is not None:
+        need_stream(events)
+    try:
+        need_tables(tables)
+    except InvalidMessage as error:
+        if events is None:
+            raise
+        warn(shell.program, f"warning: {error}")  # before the first run
     from postroom.pipeline.session import need_packages
 
     need_packages()
@@ -415,6 +428,9 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
       postroom pipeline tables --tables tables
       postroom pipeline tables --tables tables --compact --vacuum
     """
+    from postroom.pipeline.paths import need_tables
+
+    need_tables(tables)
     from postroom.pipeline.session import need_packages
 
     need_packages()

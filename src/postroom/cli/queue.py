@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from postroom.cli.render import warn
 from postroom.cli.shell import (
     COUNT,
     HELP_OPTIONS,
@@ -24,10 +25,12 @@ from postroom.cli.shell import (
 from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
 
 if TYPE_CHECKING:
+    from postroom.contracts.queue import Queue
     from postroom.contracts.queuecheck import QueueReport
 
 TAIL_DEFAULT = 10
 ASK_TIMEOUT_S = 30.0
+NAMES_SHOWN = 10  # in a warning
 TOPICS = (
     "answer",
     "ask",
@@ -137,15 +140,13 @@ def poll(
     It then counts as read. The agent's place is stored before anything is printed: a crash loses messages
     rather than repeating them.
     """
+    name = chosen_session(shell, session)
     with shell.queue(root, durability) as mailbox:
         messages = mailbox.poll(
-            agent_id,
-            topics or None,
-            chosen_session(shell, session),
-            wait_s=wait_s,
-            keep_filtered=keep_filtered,
-            limit=limit,
+            agent_id, topics or None, name, wait_s=wait_s, keep_filtered=keep_filtered, limit=limit
         )
+        if not messages:
+            note_nothing_to_read(shell, mailbox, name, agent_id)
     print_messages(shell, messages)
 
 
@@ -153,9 +154,11 @@ def tail(
     shell: Shell, /, count: int, session: str | None, include_expired: bool, root: Path | None = None
 ) -> None:
     """Print the last messages of a session, and change nothing."""
+    name = chosen_session(shell, session)
     with shell.queue(root) as mailbox:
-        messages = mailbox.tail(count, chosen_session(shell, session), include_expired=include_expired)
+        messages = mailbox.tail(count, name, include_expired=include_expired)
         note_missing(shell, mailbox.root)
+        note_empty(shell, mailbox, name)
     print_messages(shell, messages)
 
 
@@ -171,6 +174,8 @@ def status(shell: Shell, /, session: str | None, root: Path | None = None) -> No
     with shell.queue(root) as mailbox:
         counts = mailbox.status(session)
         note_missing(shell, mailbox.root)
+        if session is not None:
+            note_empty(shell, mailbox, session)
     if shell.output.form == "zos":
         shell.output.pretty(counts)
         return
@@ -224,9 +229,11 @@ def inbox(shell: Shell, /, agent_id: str, session: str | None, root: Path | None
 
     `empty` is true only when no line holds anything new for the agent: silence is proved, not assumed.
     """
+    name = chosen_session(shell, session)
     with shell.queue(root) as mailbox:
-        facts = mailbox.inbox(agent_id, chosen_session(shell, session))
+        facts = mailbox.inbox(agent_id, name)
         note_missing(shell, mailbox.root)
+        note_nothing_to_read(shell, mailbox, name, agent_id)
     state = "nothing is waiting" if facts["empty"] else "something is waiting"
     place = f"{facts['cursor']} of {facts['high_water']} bytes in epoch {facts['epoch']}"
     shell.output.facts({"agent_id": agent_id, **facts}, f"{agent_id}: {state}; it has read {place}")
@@ -286,6 +293,8 @@ def check(shell: Shell, /, session: str | None, root: Path | None) -> int:
         names = mailbox.sessions() if session is None else [session]
         reports = [mailbox.check(name) for name in names]
         note_missing(shell, mailbox.root)
+        if session is not None:
+            note_empty(shell, mailbox, session)
     for report in reports:
         print_report(shell, report)
     return EXIT_OK if all(report.ok for report in reports) else EXIT_RUNTIME
@@ -332,6 +341,32 @@ def parse_place(text: str) -> Literal["start", "end"] | int:
 
 
 # ---- what they share ----------------------------------------------------------------------------
+
+
+def note_nothing_to_read(shell: Shell, mailbox: "Queue", session: str, agent_id: str) -> None:
+    """No message is no error, but a slip in the session or in the agent's name should not look like that."""
+    note_empty(shell, mailbox, session)
+    known = mailbox.agents(session)
+    if known and agent_id not in known and shell.output.form != "zos":
+        warn(
+            shell.program,
+            f"warning: {agent_id!r} is not registered in session {session!r}; registered: {shortened(known)}",
+        )
+
+
+def note_empty(shell: Shell, mailbox: "Queue", session: str) -> None:
+    """Name the sessions that hold messages, if this one holds none. The original prints no such sentence."""
+    if shell.output.form == "zos" or not mailbox.root.exists() or mailbox.holds_messages(session):
+        return
+    found = [name for name in mailbox.sessions() if mailbox.holds_messages(name)]
+    others = f"; sessions with messages: {shortened(found)}" if found else ""
+    warn(shell.program, f"warning: session {session!r} below {mailbox.root} holds no messages{others}")
+
+
+def shortened(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def chosen_session(shell: Shell, session: str | None) -> str:

@@ -314,10 +314,19 @@ def together(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 
 def as_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001 - click's
-    """An empty path would mean the current folder, and comes from a variable that is not set."""
+    """An empty path would mean the current folder, and comes from a variable that is not set.
+
+    An address would become a folder of that name in the current one.
+    """
+    if value is None:
+        return None
+    from postroom.settings import ADDRESS
+
     if value == "":
         raise click.BadParameter("the path is empty")
-    return None if value is None else Path(value)
+    if ADDRESS.match(value):
+        raise click.BadParameter(f"{value} is an address, and not a path on this machine")
+    return Path(value)
 
 
 def path_option(

@@ -128,18 +128,22 @@ class Audit:
         """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
         `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
-        file beside the folder is always compared. A folder that no writer has ever opened raises
-        `Unavailable`: it may be the wrong one, or it was wiped.
+        file beside the folder is always compared. A folder without a stream raises `Unavailable`.
         """
+        self.need_stream()
+        return verifying.verify(self.folder, head, noted=noted)
+
+    def need_stream(self) -> None:
+        """Raise `Unavailable` for a folder that no writer has opened: a wrong one, or one that was wiped."""
+        if holds_stream(self.folder):
+            return
         noted_here = noted_head(self.folder)
-        if not holds_stream(self.folder) and noted_here is not None:
+        if noted_here is not None:
             raise Unavailable(
                 f"{self.folder} holds no audit stream, and {head_path(self.folder)} notes that segment "
                 f"{noted_here.segment} was sealed there: it was wiped"
             )
-        if not holds_stream(self.folder):
-            raise Unavailable(f"{self.folder} holds no audit stream")
-        return verifying.verify(self.folder, head, noted=noted)
+        raise Unavailable(f"{self.folder} holds no audit stream")
 
     def head_is_noted(self) -> bool:
         """Whether a file beside the folder says which segment was sealed last."""

@@ -31,7 +31,7 @@ from postroom.system.handles import Closing, reset_after_fork
 
 FILE_MODE = 0o644  # as the original: other users may read a bus
 FOLDER_MODE = 0o755
-DISCOVERY_BYTES = 4096  # of a file that `discover` looks at
+DISCOVERY_BYTES = 4096  # of a file that `discover` looks at, and a writer that finds no id in it
 REOPENS_MAX = 1000  # a name that changes its file this often under one append is not a bus
 DURABILITIES = ("os", "group", "fsync")
 
@@ -230,6 +230,7 @@ class Bus(Closing):
     def _catch_up(self, size: int) -> int:
         """Another process wrote to the file, or (-1) it is new to us, or its name now means another one."""
         if size < 0:
+            self._known_end = _UNKNOWN
             size = self._lock_opened()
         self._learn_end(size)
         return size
@@ -249,6 +250,8 @@ class Bus(Closing):
         """Another process wrote last: take over its id, and fence off a line that it left unfinished."""
         if size:
             found, last_byte = busfile.last_id_and_byte(self._file.fd, size)
+            if not found and self._known_end == _UNKNOWN:
+                self._refuse_other_files()
             self._separator = b"\n" if last_byte == b"\n" else b"\n\n"
         else:
             found, self._separator = "", b""
@@ -256,6 +259,14 @@ class Bus(Closing):
         if found > self._last_id and ids.is_ordered(found):
             self._last_id = found
         self._known_end = size
+
+    def _refuse_other_files(self) -> None:
+        """A slip in the path must not write into somebody's document. Called with the lock held."""
+        try:
+            _need_bus(self.path, self._file.fd)
+        except UnsafePath:
+            self._file.close()  # so that the next append looks again
+            raise
 
     def _settle(self, ticket: int) -> None:
         file = self._file
@@ -401,6 +412,18 @@ class Bus(Closing):
         )
         return list(itertools.islice(hits, _most(limit)))
 
+    def need_bus(self) -> None:
+        """Raise `UnsafePath` when the file has contents that are not a bus. A missing file is fine."""
+        try:
+            fd = open_safely(self._at, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            if not busfile.last_id(fd):
+                _need_bus(self.path, fd)
+        finally:
+            os.close(fd)
+
     # ---- keeping -------------------------------------------------------------------------------
 
     def archives(self) -> list[Path]:
@@ -527,6 +550,12 @@ def _duplicates(fd: int, suspects: set[str]) -> Iterator[Duplicate]:
                 first = first_offsets.setdefault(message.msg_id, offset)
                 if first != offset:
                     yield Duplicate(message.msg_id, offset, first)
+
+
+def _need_bus(path: Path, fd: int) -> None:
+    """For a file in which no id was found."""
+    if not buswire.may_be_bus(os.pread(fd, DISCOVERY_BYTES, 0)):
+        raise UnsafePath(f"{path} is not a bus file: it is not empty and holds no bus record")
 
 
 def _looks_like_bus(path: Path) -> bool:

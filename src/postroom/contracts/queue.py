@@ -464,6 +464,13 @@ class Queue(Closing):
             return []
         return sorted(name for name in names if is_name(name))
 
+    def holds_messages(self, session: str | None = None) -> bool:
+        """Whether a session holds any line, read or unread. It costs one look at the file's size."""
+        try:
+            return self._session(session).messages.stat().st_size > 0
+        except FileNotFoundError:
+            return False
+
     def _status(self, files: SessionFiles) -> dict[str, Any]:
         if not files.exists():
             return _counts()

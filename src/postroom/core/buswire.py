@@ -57,6 +57,7 @@ _ID_CLAIM = re.compile(rb"""(?m)^[ \t{?]*["']?msg_id["']?[ \t]*:""")
 _FIELD_CLAIM = re.compile(rb"(?m)^(ts|type|project_id):[ \t]")
 _FIELDS_CLAIMED_MIN = 2
 _ID_LINE = re.compile(rb"(?m)^msg_id:.*$")
+_DAMAGED_ID_LINE = re.compile(rb"(?m)^msg_id: ")  # also where the separator line in front of it is damaged
 
 # A body line that a reader could take for a separator, and the same line after escaping.
 _BARE_SEPARATOR = re.compile(rb"(?m)^---\r*$")
@@ -475,6 +476,20 @@ def _opens_record(data: bytes, start: int, at_file_end: bool) -> bool | None:
 def opens_like_bus(data: bytes) -> bool:
     """Whether the first bytes of a file are the start of a record."""
     return _SEPARATOR_LINE.match(data) is not None and bool(_opens_record(data, 0, at_file_end=True))
+
+
+def may_be_bus(data: bytes) -> bool:
+    """Whether a file with these first bytes can be a bus, and is not some other text or data.
+
+    They are blank, begin a record (also a torn or damaged one), or hold a legacy line.
+    """
+    begun = data.lstrip()
+    return (
+        begun.startswith(b"\0")  # what a power cut can leave of a record
+        or may_grow_into_record(begun)
+        or _DAMAGED_ID_LINE.search(begun) is not None
+        or any(_legacy_message(line, 0) is not None for line in begun.split(b"\n"))
+    )
 
 
 def may_grow_into_record(rest: bytes) -> bool:

@@ -4,14 +4,13 @@ Rule: nothing here imports Spark or the tables.
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Final
 
 from postroom.errors import InvalidMessage
+from postroom.settings import ADDRESS
 from postroom.sinks.layout import CHAIN, STREAM
 
-URI: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 DATA: Final = frozenset({".jsonl", ".parquet"})
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
 LOGS: Final = "*/_delta_log"  # of tables, below their folder
@@ -19,7 +18,7 @@ LOGS: Final = "*/_delta_log"  # of tables, below their folder
 
 def need_local(text: str) -> None:
     """Refuse an address such as s3://bucket: as a path it would be a folder named `s3:`."""
-    if URI.match(text):
+    if ADDRESS.match(text):
         raise InvalidMessage(
             f"{text} is not a folder of this machine: tables and segments lie on a file system with locks "
             "and atomic rename, so mount it, or give a path"
@@ -37,8 +36,20 @@ def need_stream(events: Path) -> None:
         )
 
 
+def need_apart(events: Path, tables: Path) -> None:
+    """Neither folder may lie in the other: a reader of the stream would meet files of the tables."""
+    stream, folder = events.resolve(), tables.resolve()
+    if stream == folder:
+        raise InvalidMessage(
+            f"--events and --tables are the same folder, {events}: give the tables their own"
+        )
+    for inner, outer in ((stream, folder), (folder, stream)):
+        if inner.is_relative_to(outer):
+            raise InvalidMessage(f"{inner} lies in {outer}: give --events and --tables separate folders")
+
+
 def need_writable(tables: Path) -> None:
-    """A folder in which files can be made, or a place where it can be made."""
+    """A folder in which files can be made, or a place where it can be made, and no folder of other things."""
     place = tables.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -46,12 +57,27 @@ def need_writable(tables: Path) -> None:
         raise InvalidMessage(f"tables cannot be written to {tables}: {place} is not a folder")
     if not os.access(place, os.W_OK | os.X_OK):
         raise InvalidMessage(f"tables cannot be written to {tables}: there is no permission to write {place}")
+    if tables.is_dir() and not _holds_tables(tables) and (other := _other_entry(tables)):
+        raise InvalidMessage(f"{tables} is not a folder of tables: it has no table, but {other}")
+
+
+def _other_entry(folder: Path) -> str:
+    """A file that no job makes beside its tables, or a part of an audit stream; empty when there is none."""
+    for path in folder.iterdir():
+        is_hidden = path.name.startswith((".", "_"))
+        if path.name == CHAIN or path.name.startswith("date=") or (path.is_file() and not is_hidden):
+            return path.name
+    return ""
 
 
 def need_tables(tables: Path) -> None:
     """A folder in which at least one table was committed."""
-    if not any(any(log.iterdir()) for log in tables.glob(LOGS)):
+    if not _holds_tables(tables):
         raise InvalidMessage(f"there are no tables in {tables.absolute()}")
+
+
+def _holds_tables(tables: Path) -> bool:
+    return any(any(log.iterdir()) for log in tables.glob(LOGS))
 
 
 def is_small(*folders: Path | None) -> bool:

@@ -86,7 +86,10 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
     done = in_its_own_process("status", "--tables", tmp_path / "tables", "--events", tmp_path / "events")
     [row] = map(json.loads, done.stdout.splitlines())
     assert (done.code, row["behind"], row["missing"]) == (0, 3, [[2, 2]])
-    assert done.stderr == "postroom: segment 2 is missing, and 2 behind 2 wait for it\n"
+    assert done.stderr.splitlines() == [
+        f"postroom: warning: there are no tables in {tmp_path / 'tables'}",
+        "postroom: segment 2 is missing, and 2 behind 2 wait for it",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,21 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
         (("stream", "--events", ".", "--tables", "t"), ". is not an audit stream: it has no segments"),
         (("run", "--events", "events", "--tables", "file"), "tables cannot be written to file: "),
         (("run", "--events", "events", "--tables", "file/t"), "tables cannot be written to file/t: "),
+        (("run", "--events", "events", "--tables", "events"), "--events and --tables are the same folder, "),
+        (("run", "--events", "events", "--tables", "tables/../events"), "--events and --tables are the same"),
+        (("stream", "--events", "events", "--tables", "events"), "--events and --tables are the same folder"),
+        (("backfill", "--events", "events", "--tables", "events"), "--events and --tables are the same"),
+        (
+            ("run", "--events", "events", "--tables", "events/t"),
+            "{folder}/events/t lies in {folder}/events: ",
+        ),
+        (("run", "--events", "events", "--tables", "."), "{folder}/events lies in {folder}: "),
+        (("run", "--events", "events", "--tables", "other"), "other is not a folder of tables: it has no"),
+        (("run", "--events", "events", "--tables", "stream"), "stream is not a folder of tables: it has no"),
+        (("status", "--tables", "t", "--events", "nowhere"), "there is no folder nowhere: "),
+        (("status", "--tables", "t"), "there are no tables in "),
+        (("tables", "--tables", "t"), "there are no tables in "),
+        (("replay", "--tables", "t", "--where", "true", "--to", "sqlite:///x.db"), "there are no tables in "),
         (("backfill", "--tables", "t"), "there are no tables in "),
         (("sql", "--tables", "t", "SELECT 1"), "there are no tables in "),
         (("check", "--tables", "t"), "there are no tables in "),
@@ -134,12 +152,15 @@ def test_a_wrong_path_is_one_sentence_before_spark_starts(
     (tmp_path / "tables" / "gold_sla" / "_delta_log").mkdir(parents=True)
     (tmp_path / "tables" / "gold_sla" / "_delta_log" / "0.json").touch()
     (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    write_segment(tmp_path / "stream", 1, [])
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     done = commands(*words)
     assert (done.code, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"postroom: {sentence}")
+    assert done.stderr.startswith(f"postroom: {sentence.format(folder=tmp_path)}")
     assert sorted(tmp_path.rglob("*")) == before
 
 
