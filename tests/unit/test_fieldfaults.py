@@ -6,7 +6,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from postroom.contracts.tasks import encoded
 from postroom.core.fieldfaults import field_fault
+from postroom.errors import InvalidMessage
 
 
 class Inner(msgspec.Struct):
@@ -48,3 +50,17 @@ def test_a_fault_is_one_plain_sentence(body: Any, sentence: str) -> None:
 def test_a_fault_that_is_not_known_keeps_its_words() -> None:
     error = msgspec.ValidationError("Something new - at `$.agent`")
     assert field_fault(error, "the body", Thing) == "agent does not fit: Something new"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ([object()], "it holds a value of type object"),
+        ({(1, 2): 3}, "it holds a dict with a key that is no text"),
+        ("\ud800", "it holds lone surrogates, which are not Unicode text"),
+    ],
+)
+def test_what_json_cannot_hold_is_told_in_plain_words(value: Any, why: str) -> None:
+    with pytest.raises(InvalidMessage) as raised:
+        encoded("the payload", value)
+    assert str(raised.value) == f"the payload cannot be written as JSON: {why}"
