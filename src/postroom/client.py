@@ -14,7 +14,8 @@ Rule 4: no secret is logged or shown.
     │   ├── NotAllowed       no valid token, or a task of somebody else
     │   ├── UnknownTask      this agent has no such task
     │   ├── StaleLease       the task is no longer ours: stop working on it
-    │   └── WrongState       the task is not in a state in which this can be done
+    │   ├── WrongState       the task is not in a state in which this can be done
+    │   └── InvalidArgument  an argument of the wrong kind: nothing was sent (also a ValueError)
     ├── NotHeld              this client was never given the task, and no lease was named
     ├── NoResult             a task that was asked for ended without a result, or not in time
     └── Unreachable          nobody answered, or only with an excuse: trying again can work
@@ -26,6 +27,7 @@ import http.client
 import inspect
 import itertools
 import logging
+import math
 import os
 import queue
 import random
@@ -65,6 +67,7 @@ ANSWER_BYTES_MAX = 256 * 1024 * 1024
 LEASES_REMEMBERED_MAX = 10_000
 IDLE_CONNECTIONS_MAX = 64
 CONCURRENCY_MAX = 1_000
+PORT_MAX = 65_535
 NUDGE_BODY_BYTES_MAX = 64 * 1024
 NUDGE_READ_S = 5.0
 NUDGES_AT_ONCE_MAX = 16
@@ -106,6 +109,10 @@ class StaleLease(Refused):
 
 class WrongState(Refused):
     """What was asked for cannot be done to a task in this state."""
+
+
+class InvalidArgument(Refused, ValueError):
+    """An argument that no harness would take. Nothing was sent."""
 
 
 class NotHeld(TaskClientError):
@@ -306,13 +313,13 @@ class TaskClient:
         poll_every_s: float = POLL_EVERY_S,
         worker: str | None = None,
     ) -> None:
-        self.agent = agent
+        self.agent = _text("agent", agent)
         self._who = {"agent": agent} if agent else {}  # a token says by itself whose it is
         self.timeout_s = _positive("timeout_s", timeout_s)
         self.retries = _count("retries", retries)
         self.heartbeat_every_s = _positive("heartbeat_every_s", heartbeat_every_s)
         self.poll_every_s = _positive("poll_every_s", poll_every_s)
-        self._worker = worker
+        self._worker = None if worker is None else _text("worker", worker)
         self._connections = _Connections(url)
         self._headers = {"Authorization": f"Bearer {_header_text(token)}", "Content-Type": "application/json"}
         self._leases: OrderedDict[str, int] = OrderedDict()
@@ -332,9 +339,9 @@ class TaskClient:
 
     def next_tasks(self, limit: int, wait_s: float = 0.0, lease_s: float = LEASE_S) -> list[Task]:
         """Up to `limit` tasks, the oldest first."""
-        if not 0 <= wait_s < float("inf"):
-            raise ValueError(f"wait_s must be a number of seconds, 0 or more, not {wait_s!r}")
-        deadline = time.monotonic() + wait_s
+        _count("limit", limit, least=1)
+        _positive("lease_s", lease_s)
+        deadline = time.monotonic() + _seconds("wait_s", wait_s)
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             tasks = self._next(limit, min(left_s, WAIT_S_MAX), lease_s)
@@ -395,8 +402,8 @@ class TaskClient:
         self, task: str | Task, error: str, retry_in_s: float | None = None, *, lease: int | None = None
     ) -> None:
         """The task failed. The harness tries it again after a pause, or buries it."""
-        wish = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
-        self._say_last("/queue/fail", self._word(task, lease, error=error, **wish))
+        wish = {} if retry_in_s is None else {"retry_in_s": _seconds("retry_in_s", retry_in_s)}
+        self._say_last("/queue/fail", self._word(task, lease, error=_text("error", error), **wish))
 
     def release_task(self, task: str | Task, *, lease: int | None = None) -> None:
         """Give the task back untouched."""
@@ -416,7 +423,8 @@ class TaskClient:
     def _word(self, task: str | Task, lease: int | None, **facts: Any) -> dict[str, Any]:
         if isinstance(task, Task):
             return {**self._who, "task_id": task.task_id, "lease": task.lease, **facts}
-        shown = self._leases.get(task) if lease is None else lease
+        _text("task", task)
+        shown = self._leases.get(task) if lease is None else _count("lease", lease)
         if shown is None:
             raise NotHeld(task)
         return {**self._who, "task_id": task, "lease": shown, **facts}
@@ -480,17 +488,17 @@ class TaskClient:
         """Send a task to an agent and return its id: for operators, and agents that may send to it."""
         # With an id of our own the call can be repeated: the same id stores one task.
         wish: dict[str, Any] = {
-            "agent": agent,
+            "agent": _text("agent", agent),
             "payload": payload,
-            "task_id": task_id or f"t-{uuid.uuid4().hex}",
-            "delay_s": delay_s,
-            "type": type,
-            "parent": parent,
+            "task_id": f"t-{uuid.uuid4().hex}" if task_id is None else _text("task_id", task_id),
+            "delay_s": _seconds("delay_s", delay_s),
+            "type": _text("type", type),
+            "parent": _text("parent", parent),
         }
         if idempotency_key is not None:
-            wish["idempotency_key"] = idempotency_key
+            wish["idempotency_key"] = _text("idempotency_key", idempotency_key)
         if max_retries is not None:
-            wish["max_retries"] = max_retries
+            wish["max_retries"] = _count("max_retries", max_retries)
         stored = self._answer(self.request("POST", "/queue/enqueue", wish), _Stored)
         if stored.warning:
             _log.warning("task %s: %s", stored.task_id, stored.warning)
@@ -502,9 +510,7 @@ class TaskClient:
 
     def wait(self, task_id: str, timeout_s: float | None = None) -> TaskInfo:
         """Return the task when it has ended, or as it is when `timeout_s` has passed."""
-        if timeout_s is not None and not 0 <= timeout_s < float("inf"):
-            raise ValueError(f"timeout_s must be a number of seconds, 0 or more, or None, not {timeout_s!r}")
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        deadline = float("inf") if timeout_s is None else time.monotonic() + _seconds("timeout_s", timeout_s)
         while True:
             wait_s = min(max(0.0, deadline - time.monotonic()), WAIT_S_MAX)
             path = f"{_task_path(task_id)}?wait_s={wait_s:.3f}"
@@ -518,6 +524,8 @@ class TaskClient:
 
         Raises `NoResult` when the task fails for good, or when `timeout_s` has passed.
         """
+        if timeout_s is not None:
+            _seconds("timeout_s", timeout_s)  # before anything is sent
         task = self.wait(self.enqueue(agent, payload, **wishes), timeout_s)
         if not task.succeeded:
             raise NoResult(task)
@@ -596,8 +604,14 @@ class TaskClient:
         to finish and is then given back. With `until_empty` it ends when there is nothing to take. A handler
         that raises `StopWork` ends it, too. `on_end` is called after each task, in the handler's thread.
         """
-        if not 1 <= concurrency <= CONCURRENCY_MAX:
-            raise ValueError(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
+        if not callable(handler):
+            raise InvalidArgument(f"handler must be a function that takes a task, not {handler!r}")
+        if _count("concurrency", concurrency, least=1) > CONCURRENCY_MAX:
+            raise InvalidArgument(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
+        _positive("lease_s", lease_s)
+        _seconds("grace_s", grace_s)
+        if nudge_port is not None and _count("nudge_port", nudge_port) > PORT_MAX:
+            raise InvalidArgument(f"nudge_port must be from 0 to {PORT_MAX}, not {nudge_port!r}")
         shift = _Shift(self, handler, concurrency, lease_s, grace_s, until_empty, on_end)
         self._shifts.add(shift)
         try:
@@ -626,7 +640,8 @@ class TaskClient:
         Repeated with growing, random pauses while nobody answers: for words that may be said twice.
         """
         data = None if body is None else _json("the request", body)
-        call = _Call(method, path, data, self._headers, self.timeout_s if timeout_s is None else timeout_s)
+        longest_s = self.timeout_s if timeout_s is None else _positive("timeout_s", timeout_s)
+        call = _Call(method, path, data, self._headers, longest_s)
         return self._call(call, self.retries if retries is None else retries)
 
     def _call(self, call: "_Call", retries: int) -> Any:
@@ -678,30 +693,78 @@ def _pause_s(attempt: int, retry_after_s: float) -> float:
 
 def _json(what: str, value: Any) -> bytes:
     try:
-        return _encode(value)
+        data = _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"{what} cannot be written as JSON: {error}") from None
+        raise InvalidArgument(f"{what} cannot be written as JSON: {_unencodable(error)}") from None
+    # The encoder writes null for a number that is infinite or none.
+    if data.find(b"null") >= 0 and not _is_finite(msgspec.to_builtins(value)):
+        raise InvalidArgument(f"{what} holds a number that is infinite or none, which JSON cannot hold")
+    return data
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number in it is one."""
+    level = [value]
+    while level:
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            return False
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return True
+
+
+def _unencodable(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or holds itself"
+    if isinstance(error, UnicodeEncodeError):
+        return "it holds lone surrogates, which are not Unicode text"
+    if str(error).startswith("Only dicts with"):
+        return "it holds a dict with a key that is no text"
+    kind = str(error).removeprefix("Encoding objects of type ").removesuffix(" is unsupported")
+    return str(error) if kind == str(error) else f"it holds a value of type {kind}"
 
 
 def _task_path(task_id: str) -> str:
-    return f"/tasks/{urllib.parse.quote(task_id, safe='')}"
+    return f"/tasks/{urllib.parse.quote(_text('task_id', task_id), safe='')}"
 
 
-def _count(name: str, number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{name} must be a whole number, 0 or more, not {number!r}")
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a text, not {value!r}")
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidArgument(f"{name} holds lone surrogates, which are not Unicode text")
+    return value
+
+
+def _count(name: str, number: int, *, least: int = 0) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise InvalidArgument(f"{name} must be a whole number, {least} or more, not {number!r}")
     return number
 
 
-def _positive(name: str, seconds: float) -> float:
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{name} must be a number of seconds above 0, not {seconds!r}")
+def _seconds(name: str, seconds: float) -> float:
+    if not _is_number(seconds) or not 0 <= seconds < float("inf"):
+        raise InvalidArgument(f"{name} must be a number of seconds, 0 or more, not {seconds!r}")
     return seconds
 
 
+def _positive(name: str, seconds: float) -> float:
+    if not _is_number(seconds) or not 0 < seconds < float("inf"):
+        raise InvalidArgument(f"{name} must be a number of seconds above 0, not {seconds!r}")
+    return seconds
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _header_text(token: str) -> str:
-    if not token.isascii() or not token.isprintable() or not token:
-        raise ValueError("token must be printable ASCII")  # and is not shown
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
+        raise InvalidArgument("token must be printable ASCII")  # and is not shown
     return token
 
 
@@ -712,12 +775,10 @@ class _Connections:
     """Connections to one server, kept alive: as many as there are calls at the same time."""
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ValueError("url must be the address of a harness, such as http://127.0.0.1:8800")
+        parts, self._host, self._port = _address(url)
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._prefix = parts.path.rstrip("/")
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._age = (os.getpid(), 0)
         """Changes with every close and every fork; a connection of another age is not kept."""
@@ -786,6 +847,21 @@ class _Connections:
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
+
+
+def _address(url: str) -> tuple[urllib.parse.SplitResult, str, int | None]:
+    """The parts of a harness's address, its host and its port."""
+    wrong = InvalidArgument("url must be the address of a harness, such as http://127.0.0.1:8800")
+    try:
+        parts = urllib.parse.urlsplit(_text("url", url))
+        port = parts.port
+    except InvalidArgument:
+        raise
+    except ValueError:  # such as a port that is no number
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        raise wrong
+    return parts, parts.hostname, port
 
 
 def _reason(error: Exception) -> str:

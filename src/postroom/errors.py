@@ -8,6 +8,8 @@
     │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
+    │   ├── UnknownAgent          no agent of this name is registered
+    │   ├── AgentExists           an agent of this name is registered already
     │   ├── UnknownTask           no task has this id
     │   │   └── UnknownMessage    no event of the audit stream names this id
     │   ├── StaleLease            the lease ended, or was never this caller's
@@ -33,6 +35,8 @@
 """
 
 from pathlib import Path
+
+NAME_RULE = "1 to 128 ASCII letters, digits, '.', '_' or '-', starting with a letter or digit"
 
 
 class PostroomError(Exception):
@@ -61,10 +65,7 @@ class InvalidName(Rejected, ValueError):
     def __init__(self, kind: str, name: object) -> None:
         self.kind = kind
         self.name = name
-        super().__init__(
-            f"{kind} {name!r} is not allowed: use 1 to 128 ASCII letters, digits, '.', '_' or '-', "
-            "starting with a letter or digit"
-        )
+        super().__init__(f"{kind} {name!r} is not allowed: use {NAME_RULE}")
 
 
 class InvalidSetting(Rejected, ValueError):
@@ -133,6 +134,22 @@ class DamagedState(QueueError, Unavailable):
     """A cursor, topic list or journal that cannot be trusted."""
 
 
+class UnknownAgent(Rejected, LookupError):
+    """No agent of this name is registered."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"there is no agent {name!r}")
+
+
+class AgentExists(Rejected):
+    """An agent of this name is registered already. Nothing was changed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"there is an agent {name!r} already: remove it first")
+
+
 class UnknownTask(Rejected, LookupError):
     """No task has this id, or none that this caller may see."""
 
@@ -169,6 +186,9 @@ class SinkAhead(Rejected):
         )
 
 
+RETRIED = "DEAD_LETTER, CANCELLED, EXPIRED and QUARANTINED"
+
+
 class WrongState(Rejected):
     """What was asked for cannot be done to a task in this state. Nothing was changed."""
 
@@ -176,7 +196,8 @@ class WrongState(Rejected):
         self.task_id = task_id
         self.verb = verb
         self.state = state
-        super().__init__(f"cannot {verb} task {task_id!r}: it is {state}")
+        rule = f", and only {RETRIED} can be retried" if verb == "retry" else ""
+        super().__init__(f"cannot {verb} task {task_id!r}: it is {state}{rule}")
 
 
 class QueueFull(Unavailable):

@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 from postroom import Tasks
 from postroom.cli import tasks as commands
 from postroom.cli.program import ProgramFailed, run_program
+from postroom.contracts.tasks import STATUS
 from postroom.core.times import parse_utc
 from postroom.message import State
 from tests.integration.commandline import (
@@ -74,6 +76,8 @@ def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
 
 def test_the_states_are_those_of_the_contract() -> None:
     assert set(commands.STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
+    of_contract = {state: STATUS[state] for state in get_args(State) if state != "FAILED"}
+    assert {state: word for word, states in commands.STATUSES.items() for state in states} == of_contract
 
 
 # ---- both ways -----------------------------------------------------------------------------------------
@@ -216,7 +220,9 @@ def test_dead_letters_are_tried_again_together(where: tuple[str, ...], agent: st
     def tried_again(*which: object) -> list[str]:
         done = postroom("tasks", "retry", *where, *which)
         assert (done.code, done.errors) == (0, "")
-        return [line["task_id"] for line in done.lines]
+        *retried, counts = done.lines
+        assert counts == {"retried": len(retried), "skipped": 0}
+        return [line["task_id"] for line in retried]
 
     kill_all()
     assert tried_again("--agent", f"{agent}-other") == []
@@ -227,6 +233,40 @@ def test_dead_letters_are_tried_again_together(where: tuple[str, ...], agent: st
     kill_all()
     assert set(ids) <= set(tried_again("--all-dead"))
     assert tasks_command("show", alive, *where)["state"] == "SCHEDULED"
+
+
+def test_tasks_are_listed_by_status_and_by_state(where: tuple[str, ...], agent: str) -> None:
+    new = ("enqueue", *where, "--agent", agent, "--payload", "1", "--max-retries", "0")
+    ids = [tasks_command(*new)["task_id"] for _ in range(3)]
+    later = tasks_command(*new, "--delay-s", 60)["task_id"]
+    dead, held = postroom("tasks", "next", *where, "--agent", agent, "--limit", 2).lines
+    tasks_command("fail", dead["task_id"], *where, "--lease", dead["lease"], "--error", "no")
+
+    def listed(state: str, *options: object) -> list[str]:
+        done = postroom("tasks", "list", *where, "--agent", agent, "--state", state, *options)
+        assert (done.code, done.errors) == (0, "")
+        return [line["task_id"] for line in done.lines]
+
+    assert listed("pending") == [ids[2], later]  # QUEUED and SCHEDULED, in the order they came
+    assert listed("pending", "--limit", 1) == [ids[2]]
+    assert listed("queued") == listed("QUEUED") == [ids[2]]
+    assert listed("claimed") == listed("PROCESSING") == [held["task_id"]]
+    assert listed("failed") == listed("dead_letter") == [dead["task_id"]]
+    assert listed("done") == []
+
+
+def test_a_retry_says_what_it_did_and_keeps_the_attempts(where: tuple[str, ...], agent: str) -> None:
+    new = ("enqueue", *where, "--agent", agent, "--payload", "1", "--max-retries", "0")
+    task_id = tasks_command(*new)["task_id"]
+    lease = tasks_command("next", *where, "--agent", agent)["lease"]
+    tasks_command("fail", task_id, *where, "--lease", lease, "--error", "no")
+    dead = tasks_command("show", task_id, *where)
+    assert (dead["state"], dead["attempt"], dead["retry_count"]) == ("DEAD_LETTER", 1, 1)
+    assert tasks_command("retry", task_id, *where) == {"task_id": task_id, "said": "retry"}
+    again = tasks_command("show", task_id, *where)
+    assert (again["state"], again["attempt"], again["retry_count"]) == ("QUEUED", 1, 0)
+    assert again["errors"] == ["no"]
+    assert tasks_command("next", *where, "--agent", agent)["attempt"] == 2
 
 
 def test_stale_leases_and_unknown_tasks_are_one_sentence(where: tuple[str, ...], agent: str) -> None:
@@ -306,11 +346,14 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "lease that is no number": (["complete", "t1", *DATA, "--lease", "x"], "--lease"),
     "no task": (["show", *DATA], "TASK_ID"),
     "lease of no length": (["next", *DATA, "--agent", "a", "--lease-s", "0"], "lease_s"),
-    "unknown state": (["list", *DATA, "--state", "LOST"], "LOST"),
+    "unknown state": (
+        ["list", *DATA, "--state", "running"],
+        "'running' is neither a status nor a state: a s",
+    ),
     "no command to run": (["work", "--url", "http://127.0.0.1:1", "--agent", "a", "--token", "x"], "--exec"),
     "bad agent name": (["agent", "add", "a/b", *DATA], "'a/b'"),
     "bad nudge address": (["agent", "add", "a", *DATA, "--url", "ftp://x"], "http"),
-    "unknown agent": (["agent", "remove", "nobody", *DATA], "'nobody'"),
+    "no permission to take away": (["agent", "deny", "a", *DATA], "--may-send-to"),
     "bad port": (["serve", *DATA, "--port", "99999"], "--port"),
 }
 
@@ -330,7 +373,7 @@ def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
 BAD_LINES = {
     "no JSON": (b'{"payload": 1}\n{', "line 2 of --batch is not a JSON object"),
     "no text": (b'{"payload": "\xff"}', "line 1 of --batch is not a JSON object: byte 0 (0xff) is not UTF-8"),
-    "no object": (b"[1]", "line 1 of --batch is not a JSON object"),
+    "no object": (b"[1]", "line 1 of --batch must be an object, not a list"),
     "unknown key": (b'{"payload": 1, "colour": 2}', "line 1 of --batch has 'colour', which no task has"),
     "no payload": (b'{"agent": "a"}', "line 1 of --batch has no payload"),
     "no agent": (b'{"payload": 1}', "line 1 of --batch names no agent"),
@@ -380,6 +423,24 @@ def test_a_token_alone_and_who_may_be_sent_to(harness: Harness) -> None:
     assert planner["created"].endswith("Z")
 
 
+def test_who_may_be_sent_to_is_changed_by_the_command_that_a_refusal_names(
+    harness: Harness, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_TOKEN", harness.token(agent))
+    send = ("tasks", "enqueue", "--url", harness.url, "--agent", "critic", "--payload", "1")
+    refused = postroom(*send)
+    command = f"postroom tasks agent allow {agent} --may-send-to critic --data DIR"
+    assert (refused.code, command in refused.error) == (1, True)
+    arguments = command.replace("DIR", str(harness.data)).split()[1:]
+    assert postroom(*arguments).line == {"name": agent, "may_send_to": ["critic"]}
+    until(lambda: postroom(*send).code == 0)
+    deny = ("agent", "deny", agent, "--may-send-to", "critic", "--data", harness.data)
+    assert tasks_command(*deny) == {"name": agent, "may_send_to": []}
+    until(lambda: postroom(*send).code == 1)
+    again = postroom("tasks", *deny)
+    assert (again.code, "has no permission to send to 'critic'" in again.error) == (2, True)
+
+
 def test_the_choices_of_a_missing_option_stand_on_the_same_line() -> None:
     done = postroom("queue", "send")
     assert (done.code, done.raw) == (2, b"")
@@ -416,8 +477,21 @@ def test_what_a_harness_refuses_as_wrong_is_exit_code_2_too(
 
 
 def test_failures_are_one_sentence_and_exit_code_1(harness: Harness) -> None:
+    tasks_command("agent", "add", "known", *DATA)
     for arguments, expected in (
         (("status", "--data", "nothing"), "there are no tasks in nothing"),
+        (("next", "--data", "nothing", "--agent", "a", "--wait-s", "9"), "there are no tasks in nothing"),
+        (("work", "--data", "nothing", "--agent", "a", "--exec", "true"), "there are no tasks in nothing"),
+        (("work", *DATA, "--agent", "a", "--exec", "true"), "there are no tasks in data"),
+        (("wait", "t1", "--data", "nothing"), "there are no tasks in nothing"),
+        (("agent", "list", "--data", "nothing"), "there is no data folder nothing"),
+        (
+            ("agent", "allow", "a", "--data", "nothing", "--may-send-to", "b"),
+            "there is no data folder nothing",
+        ),
+        (("agent", "add", "known", *DATA), "there is an agent 'known' already"),
+        (("agent", "remove", "nobody", *DATA), "there is no agent 'nobody'"),
+        (("agent", "allow", "nobody", *DATA, "--may-send-to", "b"), "there is no agent 'nobody'"),
         (("status", "--url", harness.url, "--token", "pr_wrong"), "token"),
         (("status", "--url", "http://127.0.0.1:1", "--token", "x"), "cannot reach"),
     ):
@@ -425,6 +499,7 @@ def test_failures_are_one_sentence_and_exit_code_1(harness: Harness) -> None:
         assert (done.code, done.raw) == (1, b"")
         assert expected in done.error
     assert not Path("nothing").exists()
+    assert not Path("data/queue.db").exists()
 
 
 def test_a_token_in_an_option_wins_over_the_environment(
@@ -448,7 +523,6 @@ def test_agents_and_their_tokens() -> None:
     for secret in (added["token"], boss["token"]):
         assert secret not in listed.out
         assert secret not in Path("data/agents.json").read_text()
-    assert postroom("tasks", "agent", "add", "triage", *DATA).code == 2
     tasks_command("agent", "remove", "triage", *DATA)
     assert [row["name"] for row in postroom("tasks", "agent", "list", *DATA).lines] == ["boss"]
 
@@ -531,7 +605,38 @@ def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
     done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
     assert done.code == 1
-    assert f"port {harness.port}" in done.error
+    assert f"port {harness.port}: another program listens there, so choose another port" in done.error
+
+
+def test_two_servers_may_serve_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path) as one:
+        monkeypatch.setenv("POSTROOM_TOKEN", one.agents.add("boss", role="operator"))
+        second = start(
+            "postroom", "tasks", "serve", "--data", one.data, "--port", 0, stderr=subprocess.DEVNULL
+        )
+        assert second.stdout is not None
+        url = json.loads(second.stdout.readline())["url"]
+        one.token("a")
+        new = ("enqueue", "--agent", "a", "--payload", "1", "--url")
+        ids = [tasks_command(*new, where)["task_id"] for where in (one.url, url)]
+        for claimed_at, told_at in ((url, one.url), (one.url, url)):
+            task = tasks_command("next", "--agent", "a", "--url", claimed_at)
+            waiting = start("postroom", "tasks", "wait", task["task_id"], "--url", claimed_at)
+            tasks_command("complete", task["task_id"], "--lease", task["lease"], "--url", told_at)
+            assert (finish(waiting).code, task["task_id"] in ids) == (0, True)
+        second.terminate()
+        assert finish(second).code == 0
+        assert tasks_command("status", "--url", one.url)["totals"] == {"completed": 2}
+
+
+def test_a_word_for_operators_is_refused_to_an_agent(
+    harness: Harness, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_TOKEN", harness.token(agent))
+    done = postroom("tasks", "retry", "t1", "--url", harness.url)
+    assert (done.code, "only an operator may do that" in done.error) == (1, True)
+    done = postroom("tasks", "list", "--agent", "other", "--url", harness.url)
+    assert (done.code, f"this token is {agent}'s" in done.error) == (1, True)
 
 
 def test_without_the_server_extra_one_sentence_says_what_to_install(tmp_path: Path) -> None:

@@ -492,6 +492,36 @@ def test_what_is_not_a_query_is_refused(server: Server, query: str) -> None:
     assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
 
 
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            {"agent": "triage", "payload": 1, "max_retries": "3"},
+            "max_retries must be a whole number or null, not a",
+        ),
+        ({"agent": "triage", "payload": 1, "delay_s": -1}, "delay_s must be at least 0"),
+        (
+            {"agent": "triage", "payload": 1, "durability": "x"},
+            "durability cannot be 'x': it is one of fsync, g",
+        ),
+        ({"agent": "a b", "payload": 1}, "agent is not allowed: use 1 to 128 ASCII letters"),
+        ({"agent": "triage"}, "the body lacks the field 'payload'"),
+        ({"tasks": [{"agent": 1, "payload": 1}]}, "tasks[0].agent must be a text, not a whole number"),
+        ([], "the body must be an object, not a list"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_told_in_plain_words(server: Server, body: Any, sentence: str) -> None:
+    answer = server.send("boss", "POST", "/queue/enqueue", body)
+    assert (answer.status, answer.json["message"][: len(sentence)]) == (400, sentence)
+
+
+def test_a_query_that_does_not_fit_is_told_in_plain_words(server: Server) -> None:
+    limit = server.get("boss", "/tasks?limit=x").json["message"]
+    assert limit == "limit must be a whole number, not a text"
+    state = server.get("boss", "/tasks?state=pending").json["message"]
+    assert state.startswith("state cannot be 'pending': it is one of CANCELLED, COMPLETED")
+
+
 @pytest.mark.parametrize("number", ["wait_s", "lease_s", "limit"])
 def test_numbers_have_limits(server: Server, number: str) -> None:
     for value in (-1, 1e9, "5", None):

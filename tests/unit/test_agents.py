@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from postroom.contracts.tasks import DECISIONS
-from postroom.errors import InvalidMessage, InvalidName, StoreDamaged
-from postroom.runtime.agents import FILE_NAME, Agents, Identity
+from postroom.errors import AgentExists, InvalidMessage, InvalidName, StoreDamaged, UnknownAgent
+from postroom.runtime.agents import FILE_NAME, MAY_SEND_TO_MAX, Agents, Identity
 
 
 def test_a_token_says_who_somebody_is(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_a_removed_agent_comes_back_with_another_token(tmp_path: Path) -> None:
 def test_a_name_is_given_once(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     token = agents.add("triage")
-    with pytest.raises(InvalidMessage, match="already"):
+    with pytest.raises(AgentExists, match="already"):
         agents.add("triage")
     assert agents.identify(token) is not None
-    with pytest.raises(InvalidMessage, match="no agent"):
+    with pytest.raises(UnknownAgent, match="no agent"):
         agents.remove("nobody")
 
 
@@ -132,3 +132,33 @@ def test_only_agents_with_a_url_can_be_nudged(tmp_path: Path) -> None:
     agents.add("deaf")
     agents.add("listens", "http://127.0.0.1:1")
     assert agents.with_url() == {"listens": "http://127.0.0.1:1"}
+
+
+def test_permissions_to_send_are_changed_later(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("planner", may_send_to=["critic"])
+    server = Agents(tmp_path)
+    assert agents.allow("planner", ["coder", "critic"]) == ("critic", "coder")
+    planner = server.identify(token)
+    assert planner is not None
+    assert planner.may_send_to == ("critic", "coder")
+    assert agents.deny("planner", ["critic"]) == ("coder",)
+    assert agents.list()[0].may_send_to == ("coder",)
+
+
+def test_a_refused_change_of_permissions_changes_nothing(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    agents.add("planner", may_send_to=["critic"])
+    agents.add("boss", role="operator")
+    before = agents.list()
+    with pytest.raises(UnknownAgent):
+        agents.allow("nobody", ["critic"])
+    with pytest.raises(InvalidMessage, match="operator"):
+        agents.allow("boss", ["critic"])
+    with pytest.raises(InvalidMessage, match="has no permission to send to 'coder'"):
+        agents.deny("planner", ["critic", "coder"])
+    with pytest.raises(InvalidName):
+        agents.allow("planner", ["a b"])
+    with pytest.raises(InvalidMessage, match="at most"):
+        agents.allow("planner", [f"a{n}" for n in range(MAY_SEND_TO_MAX)])
+    assert agents.list() == before

@@ -18,6 +18,7 @@ import pytest
 
 from postroom import client as module
 from postroom.client import (
+    InvalidArgument,
     NotAllowed,
     NotHeld,
     Refused,
@@ -465,6 +466,67 @@ def test_a_wait_has_an_end(wait_s: float) -> None:
     client = TaskClient("http://127.0.0.1:1", agent="a", token=TOKEN)
     with pytest.raises(ValueError, match="wait_s must be a number of seconds"):
         client.next_task(wait_s)
+
+
+NAN = float("nan")
+WRONG_ARGUMENTS: dict[str, Callable[[TaskClient], object]] = {
+    "agent must be a text, not 1": lambda client: client.enqueue(agent=1, payload=1),  # type: ignore[arg-type]
+    "task_id must be a text": lambda client: client.enqueue("a", 1, task_id=7),  # type: ignore[arg-type]
+    "type must be a text": lambda client: client.enqueue("a", 1, type=None),  # type: ignore[arg-type]
+    "parent holds lone surrogates": lambda client: client.enqueue("a", 1, parent="\ud800"),
+    "delay_s must be a number of seconds, 0 or more, not '5'": lambda client: client.enqueue(
+        "a",
+        1,
+        delay_s="5",  # type: ignore[arg-type]
+    ),
+    "delay_s must be a number of seconds, 0 or more, not nan": lambda client: client.enqueue(
+        "a", 1, delay_s=NAN
+    ),
+    "max_retries must be a whole number": lambda client: client.enqueue("a", 1, max_retries=-1),
+    "it holds a value of type object": lambda client: client.enqueue("a", [object()]),
+    "it holds a dict with a key that is no text": lambda client: client.enqueue("a", {(1, 2): 3}),
+    "it holds lone surrogates": lambda client: client.enqueue("a", "\ud800"),
+    "holds a number that is infinite or none": lambda client: client.enqueue("a", {"n": [NAN]}),
+    "timeout_s must be a number of seconds, 0 or more, not '5'": lambda client: client.ask(
+        "a",
+        1,
+        timeout_s="5",  # type: ignore[arg-type]
+    ),
+    "timeout_s must be a number of seconds, 0 or more, not -1": lambda client: client.wait("t1", -1),
+    "task_id must be a text, not 5": lambda client: client.get(5),  # type: ignore[arg-type]
+    "limit must be a whole number, 1 or more, not 0": lambda client: client.next_tasks(0),
+    "limit must be a whole number, 1 or more, not '3'": lambda client: client.next_tasks("3"),  # type: ignore[arg-type]
+    "lease_s must be a number of seconds above 0, not 0": lambda client: client.next_task(lease_s=0),
+    "wait_s must be a number of seconds, 0 or more, not True": lambda client: client.next_task(True),
+    "task must be a text, not None": lambda client: client.heartbeat(None, lease=1),  # type: ignore[arg-type]
+    "lease must be a whole number": lambda client: client.heartbeat("t1", lease="x"),  # type: ignore[arg-type]
+    "error must be a text": lambda client: client.fail_task("t1", ValueError(), lease=1),  # type: ignore[arg-type]
+    "retry_in_s must be": lambda client: client.fail_task("t1", "no", NAN, lease=1),
+    "handler must be a function": lambda client: client.work(None),  # type: ignore[arg-type]
+    "concurrency must be a whole number": lambda client: client.work(print, concurrency="2"),  # type: ignore[arg-type]
+    "grace_s must be": lambda client: client.work(print, grace_s=-1),
+    "nudge_port must be from 0 to 65535": lambda client: client.work(print, nudge_port=65_536),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_one_sentence_and_nothing_is_sent(sentence: str) -> None:
+    with harness(NONE) as server, client_of(server) as client:
+        with pytest.raises(InvalidArgument) as raised:
+            WRONG_ARGUMENTS[sentence](client)
+        assert sentence in str(raised.value)
+        assert "\n" not in str(raised.value)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [("url", 5), ("url", "http://x:99999"), ("agent", 5), ("token", None), ("timeout_s", "5"), ("worker", 5)],
+)
+def test_a_client_of_wrong_arguments_is_not_made(argument: str, wrong: Any) -> None:
+    right = {"url": "http://127.0.0.1:1", "agent": "a", "token": TOKEN}
+    with pytest.raises(InvalidArgument, match=f"^{argument} must be"):
+        TaskClient(**{**right, argument: wrong})
 
 
 # ---- heartbeats --------------------------------------------------------------------------------------------

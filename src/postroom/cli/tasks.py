@@ -29,6 +29,7 @@ from postroom.errors import EXIT_USAGE, InvalidMessage, UnknownTask, WrongState,
 if TYPE_CHECKING:
     from postroom.client import TaskClient, TaskEnd
     from postroom.contracts.tasks import Task, Tasks
+    from postroom.runtime.agents import Agents
 
 DATABASE = "queue.db"
 HOST_DEFAULT = "127.0.0.1"
@@ -47,6 +48,16 @@ STATES = (
     "SCHEDULED", "QUEUED", "PROCESSING", "RETRYING", "COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER",
     "CANCELLED", "EXPIRED", "QUARANTINED",
 )  # fmt: skip
+STATUSES = {
+    "pending": ("SCHEDULED", "QUEUED", "RETRYING"),
+    "claimed": ("PROCESSING",),
+    "completed": ("COMPLETED", "EXECUTING"),
+    "done": ("DONE",),
+    "failed": ("DEAD_LETTER",),
+    "cancelled": ("CANCELLED",),
+    "expired": ("EXPIRED",),
+    "quarantined": ("QUARANTINED",),
+}  # foreman's words, as the contract has them
 SUCCEEDED = ("COMPLETED", "EXECUTING", "DONE")
 ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 BATCH_KEYS = {
@@ -213,7 +224,9 @@ def open_folder(data: Path, *, create: bool = False) -> "Tasks":
     if create:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif not database.exists():
-        raise click.ClickException(f"there are no tasks in {data} yet: serve or enqueue starts them")
+        raise click.ClickException(
+            f"there are no tasks in {data}: {DATABASE} is not there, and only serve and enqueue make it"
+        )
     return Tasks.open(f"sqlite:///{database}")
 
 
@@ -232,12 +245,13 @@ def open_client(url: str, agent: str, token: str | None, **options: Any) -> "Tas
 @contextmanager
 def refusals() -> Iterator[None]:
     """The client's errors are not ours: it knows nothing of postroom."""
-    from postroom.client import Refused, TaskClientError
+    from postroom.client import InvalidArgument, Refused, TaskClientError
 
     try:
         yield
     except Refused as error:
-        kind = WrongRemoteCall if error.status in _WRONG_CALL else click.ClickException
+        wrong_call = isinstance(error, InvalidArgument) or error.status in _WRONG_CALL
+        kind = WrongRemoteCall if wrong_call else click.ClickException
         raise kind(str(error)) from None
     except TaskClientError as error:
         raise click.ClickException(str(error)) from None
@@ -578,8 +592,12 @@ def read_batch(file: str, agent: str | None) -> Iterator[list[dict[str, Any]]]:
 def batch_line(number: int, line: bytes, agent: str | None) -> dict[str, Any]:
     import msgspec
 
+    from postroom.core.fieldfaults import field_fault
+
     try:
         task = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(field_fault(error, f"line {number} of --batch")) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"line {number} of --batch is not a JSON object: {reason(error)}") from None
     for name in task.keys() - BATCH_KEYS:
@@ -896,7 +914,7 @@ def work(
     check_place(data, url)
     shell.show_warnings()
     options = {"poll_every_s": poll_every_s, "worker": worker}
-    with working_client(shell, data, url, agent, token, options) as client, refusals():
+    with working_client(data, url, agent, token, options) as client, refusals():
         try:
             client.work(handler, on_end=print_ends(shell, agent), **terms)
         except StopWork as error:
@@ -907,7 +925,7 @@ def work(
 
 @contextmanager
 def working_client(
-    shell: Shell, data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
+    data: Path | None, url: str | None, agent: str, token: str | None, options: dict[str, Any]
 ) -> "Iterator[TaskClient]":
     """A worker's client: to a harness, or to a data folder itself."""
     if data is None:
@@ -918,9 +936,7 @@ def working_client(
     from postroom.core.names import checked_name
 
     checked_name("agent", agent)
-    if not (data / DATABASE).exists():
-        warn(shell.program, f"warning: there was no store in {data}: a new one is made")
-    with open_folder(data, create=True) as tasks:
+    with open_folder(data) as tasks:
         yield LocalClient(tasks, agent, **options)
 
 
@@ -1009,11 +1025,25 @@ def event_time(event: Mapping[str, Any]) -> str:
     return rfc3339(EPOCH + event["ts_us"] * MICROSECOND)
 
 
+def parse_states(text: str) -> tuple[str, ...]:
+    """The states that a word means: a status in lower case, else a state in any case."""
+    if text in STATUSES:
+        return STATUSES[text]
+    if text.upper() in STATES:
+        return (text.upper(),)
+    known = f"a status is one of {', '.join(STATUSES)}, a state one of {', '.join(STATES)}"
+    raise click.BadParameter(f"{text!r} is neither a status nor a state: {known}")
+
+
 @tasks.command(name="list")
 @where_options
 @click.option("--agent", metavar="NAME", help="Only of this agent.")
 @click.option(
-    "--state", type=click.Choice(STATES), metavar="STATE", help=f"Only in this state: {', '.join(STATES)}."
+    "--state",
+    "states",
+    type=parse_states,
+    metavar="STATE",
+    help=f"Only in this state ({', '.join(STATES)}), or of this status ({', '.join(STATUSES)}).",
 )
 @click.option(
     "--after",
@@ -1027,16 +1057,30 @@ def event_time(event: Mapping[str, Any]) -> str:
     help="Stop after so many.",
 )  # fmt: skip
 @click.pass_obj
-def find(shell: Shell, /, data: Path | None, url: str | None, token: str | None, **wanted: Any) -> None:
+def find(
+    shell: Shell,
+    /,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    states: tuple[str, ...] | None,
+    limit: int,
+    **wanted: Any,
+) -> None:
     """List tasks, in the order they came.
+
+    The status is the short word (pending, claimed, completed, done, failed); the state says more exactly
+    where a task is. --state takes either.
 
     \b
     Example:
       postroom tasks list --data run --agent triage
+      postroom tasks list --data run --state pending
       postroom tasks list --data run --state DEAD_LETTER
     """
     with place(shell, data, url, token) as there:
-        rows = there.find(**wanted)
+        found = [there.find(state=state, limit=limit, **wanted) for state in states or (None,)]
+    rows = sorted((row for page in found for row in page), key=lambda row: row["seq"])[:limit]
     columns = ["seq", "task_id", "agent", "status", "state", "attempt", "created_at"]
     shell.output.rows(columns, rows, empty="there is no such task")
 
@@ -1048,9 +1092,9 @@ def find(shell: Shell, /, data: Path | None, url: str | None, token: str | None,
 @click.argument("task_id", metavar="TASK_ID", required=False)
 @where_options
 @click.option("--all-dead", is_flag=True, help="Every dead letter, instead of one task.")
-@click.option("--agent", metavar="NAME", help="Every dead letter of this agent.")
+@click.option("--agent", metavar="NAME", help="Only dead letters of this agent.")
 @click.option(
-    "--since", type=parse_time, metavar="TIME", help="Every task that died since then, as RFC 3339 has it."
+    "--since", type=parse_time, metavar="TIME", help="Only what became a dead letter since then (RFC 3339)."
 )
 @click.pass_obj
 def retry(
@@ -1063,9 +1107,15 @@ def retry(
     agent: str | None,
     since: Any,
 ) -> None:
-    """Try a dead, cancelled or expired task again, with all its retries.
+    """Put a task that ended without a result back into its queue.
 
-    Or all dead letters at once: --all-dead, --agent and --since say which.
+    Takes a task in the state DEAD_LETTER, CANCELLED, EXPIRED or QUARANTINED; any other is refused. The task
+    is QUEUED again, at the end of its queue. Its retry count starts at 0, so it has all its retries again;
+    its attempt goes on counting, and its errors and history stay.
+
+    With --all-dead, --agent or --since instead of a TASK_ID it takes every dead letter that fits, but nothing
+    that was cancelled or has expired. It prints a line for each, and at the end how many were put back and
+    how many were skipped because somebody else had changed them meanwhile.
 
     \b
     Example:
@@ -1079,15 +1129,26 @@ def retry(
     if many == (task_id is not None):
         raise click.UsageError("give one TASK_ID, or say which dead letters: --all-dead, --agent, --since")
     with place(shell, data, url, token) as there:
-        for found in dead_letters(there, agent, since) if task_id is None else [task_id]:
+        if task_id is not None:
+            there.order("retry", task_id)
+            print_retried(shell, task_id)
+            return
+        retried = skipped = 0
+        for found in dead_letters(there, agent, since):
             try:
                 there.order("retry", found)
             except (WrongState, UnknownTask, client.WrongState, client.UnknownTask) as error:
-                if task_id is not None:
-                    raise
                 warn(shell.program, f"warning: {error}")  # somebody else was faster
-                continue
-            shell.output.facts({"task_id": found, "said": "retry"}, f"{found} waits again")
+                skipped += 1
+            else:
+                print_retried(shell, found)
+                retried += 1
+    counts = f"{retried} dead letters wait again, {skipped} were skipped"
+    shell.output.facts({"retried": retried, "skipped": skipped}, counts)
+
+
+def print_retried(shell: Shell, task_id: str) -> None:
+    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} waits again, with all its retries")
 
 
 def dead_letters(there: Folder | Remote, agent: str | None, since: Any) -> Iterator[str]:
@@ -1144,7 +1205,7 @@ def agent() -> None:
     "--may-send-to",
     multiple=True,
     metavar="NAME",
-    help="An agent that it may send tasks to. May be repeated.",
+    help="An agent that it may send tasks to. May be repeated, and changed later by `allow` and `deny`.",
 )
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
@@ -1188,16 +1249,70 @@ def list_agents(shell: Shell, data: Path) -> None:
     Example:
       postroom tasks agent list --data run
     """
-    from postroom.runtime.agents import Agents
-
     rows = [
         {
             "name": known.name, "role": known.role, "url": known.url,
             "may_send_to": list(known.may_send_to), "created": rfc3339(known.created),
         }
-        for known in Agents(data).list()
+        for known in registered(data).list()
     ]  # fmt: skip
     shell.output.rows(["name", "role", "url", "may_send_to", "created"], rows, empty="nobody is known yet")
+
+
+targets_option = click.option(
+    "--may-send-to",
+    "targets",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="The agent that is sent to. May be repeated.",
+)
+
+
+@agent.command()
+@click.argument("name", metavar="NAME")
+@needed_data_option
+@targets_option
+@click.pass_obj
+def allow(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
+    """Let an agent send tasks to further agents. Its token stays the same.
+
+    A harness that is running knows of it within 0.2 s.
+
+    \b
+    Example:
+      postroom tasks agent allow planner --may-send-to critic --data run
+    """
+    print_targets(shell, name, registered(data).allow(name, targets))
+
+
+@agent.command()
+@click.argument("name", metavar="NAME")
+@needed_data_option
+@targets_option
+@click.pass_obj
+def deny(shell: Shell, name: str, data: Path, targets: tuple[str, ...]) -> None:
+    """Let an agent send no more tasks to these agents. What it has sent stays.
+
+    \b
+    Example:
+      postroom tasks agent deny planner --may-send-to critic --data run
+    """
+    print_targets(shell, name, registered(data).deny(name, targets))
+
+
+def registered(data: Path) -> "Agents":
+    """The agents of a data folder, which has to be there."""
+    from postroom.runtime.agents import Agents
+
+    if not data.is_dir():
+        raise click.ClickException(f"there is no data folder {data}")
+    return Agents(data)
+
+
+def print_targets(shell: Shell, name: str, may_send_to: tuple[str, ...]) -> None:
+    sentence = f"{name} may send to {', '.join(may_send_to) or 'nobody'}"
+    shell.output.facts({"name": name, "may_send_to": list(may_send_to)}, sentence)
 
 
 @agent.command()
@@ -1211,11 +1326,7 @@ def remove(shell: Shell, name: str, data: Path) -> None:
     Example:
       postroom tasks agent remove triage --data run
     """
-    from postroom.runtime.agents import Agents
-
-    if not data.is_dir():
-        raise click.ClickException(f"there is no data folder {data}")
-    Agents(data).remove(name)
+    registered(data).remove(name)
     shell.output.facts({"name": name, "said": "remove"}, f"{name} is removed")
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from postroom.contracts.backlog import Backlog
 from postroom.core import lifecycle
+from postroom.core.fieldfaults import field_fault, unencodable
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
@@ -281,7 +282,7 @@ class Tasks(Closing):
         try:
             all_new = msgspec.convert(list(tasks), list[_NewTask])
         except msgspec.ValidationError as error:
-            raise InvalidMessage(f"not a task: {error}") from None
+            raise InvalidMessage(f"not a task: {field_fault(error, 'the list')}") from None
         envelopes: list[Envelope] = []
         last = None
         for new in all_new:
@@ -782,7 +783,7 @@ def encoded(what: str, value: Any) -> bytes:
         if data.find(b"null") >= 0 and value is not None:
             _check_numbers(what, msgspec.to_builtins(value))
     except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidMessage(f"{what} cannot be written as JSON: {error}") from None
+        raise InvalidMessage(f"{what} cannot be written as JSON: {unencodable(error)}") from None
     return data
 
 

@@ -74,7 +74,7 @@ def _arrow(verb: str, record: Record, target: State) -> EventKind:
     """The kind of event of a transition, which has to stand in the table."""
     kind = _ARROWS.get((verb, record.state, target))
     if kind is None:
-        raise WrongState(record.message_id, verb, record.state)
+        raise WrongState(record.message_id, "retry" if verb == "replay" else verb, record.state)
     return kind
 
 

@@ -10,7 +10,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from postroom.contracts.tasks import DECISIONS
+from postroom.core.fieldfaults import field_fault
 from postroom.core.names import checked_name
-from postroom.errors import InvalidMessage, StoreDamaged
+from postroom.errors import AgentExists, InvalidMessage, StoreDamaged, UnknownAgent
 from postroom.runtime.nudger import checked_url
 from postroom.system import lock
 from postroom.system.atomic import make_folder, open_safely, read_file, replace_file
@@ -100,13 +101,11 @@ class Agents:
         if role not in ("agent", "operator"):
             raise InvalidMessage(f"role must be agent or operator, not {role!r}")
         checked = None if url is None else checked_url(url)
-        targets = tuple(dict.fromkeys(checked_name("agent", target) for target in may_send_to))
-        if len(targets) > MAY_SEND_TO_MAX:
-            raise InvalidMessage(f"an agent may send to at most {MAY_SEND_TO_MAX} agents by name")
+        targets = _targets(may_send_to)
         token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
         with self._changing() as agents:
             if any(agent.name == name for agent in agents):
-                raise InvalidMessage(f"there is an agent {name!r} already: remove it first")
+                raise AgentExists(name)
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, and no more are kept")
             agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC), targets))
@@ -117,8 +116,36 @@ class Agents:
         with self._changing() as agents:
             kept = [agent for agent in agents if agent.name != name]
             if len(kept) == len(agents):
-                raise InvalidMessage(f"there is no agent {name!r}")
+                raise UnknownAgent(name)
             agents[:] = kept
+
+    def allow(self, name: str, targets: Iterable[str]) -> tuple[str, ...]:
+        """Let an agent send tasks to these agents, too; gives all that it may send to now."""
+        return self._change_targets(name, lambda before: _targets((*before, *targets)))
+
+    def deny(self, name: str, targets: Iterable[str]) -> tuple[str, ...]:
+        """Let an agent send no more tasks to these agents; gives all that it may send to now."""
+        denied = dict.fromkeys(targets)
+
+        def without_them(before: tuple[str, ...]) -> tuple[str, ...]:
+            for target in denied:
+                if target not in before:
+                    raise InvalidMessage(f"agent {name!r} has no permission to send to {target!r}")
+            return tuple(target for target in before if target not in denied)
+
+        return self._change_targets(name, without_them)
+
+    def _change_targets(
+        self, name: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        with self._changing() as agents:
+            for place, agent in enumerate(agents):
+                if agent.name == name:
+                    if agent.role == "operator":
+                        raise InvalidMessage(f"{name!r} is an operator, and may send to every agent")
+                    agents[place] = msgspec.structs.replace(agent, may_send_to=change(agent.may_send_to))
+                    return agents[place].may_send_to
+            raise UnknownAgent(name)
 
     def list(self) -> list[Agent]:
         """All of them, in the order they were added."""
@@ -175,6 +202,9 @@ class Agents:
     def _load(self, looks: tuple[int, int, int]) -> _Known:
         try:
             agents = _decode(read_file(self._path)).agents
+        except msgspec.ValidationError as error:
+            fault = field_fault(error, "the file")
+            raise StoreDamaged(f"{self._path} is not a list of agents: {fault}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
             raise StoreDamaged(f"{self._path} is not a list of agents: {error}") from error
         by_digest = {
@@ -186,6 +216,14 @@ class Agents:
         }
         names = frozenset(agent.name for agent in agents)
         return _Known(looks, tuple(agents), by_digest, names)
+
+
+def _targets(names: Iterable[str]) -> tuple[str, ...]:
+    """Agents that may be sent to, each once."""
+    targets = tuple(dict.fromkeys(checked_name("agent", name) for name in names))
+    if len(targets) > MAY_SEND_TO_MAX:
+        raise InvalidMessage(f"an agent may send to at most {MAY_SEND_TO_MAX} agents by name")
+    return targets
 
 
 def _digest(token: str) -> str:

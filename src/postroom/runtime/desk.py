@@ -118,7 +118,7 @@ class Reply(NamedTuple):
 
 
 NOTHING = Reply(204, b"", ())
-FORBIDDEN = "this token does not allow that"
+OPERATORS_ONLY = "only an operator may do that, and this token is an agent's"
 
 
 class Call:
@@ -387,7 +387,7 @@ class Desk:
         query: FindQuery = call.query
         owner = _own_queue(call.identity)
         if owner is not None and query.agent not in (UNSET, owner):
-            raise Refusal(403, "Forbidden", FORBIDDEN)
+            raise Refusal(403, "Forbidden", f"this token is {owner}'s, and lists no other agent's tasks")
         agent = owner or (query.agent or None)
         state = query.state or None
         lines = await self.read(
@@ -607,8 +607,8 @@ def _check_may_send(identity: Identity, agents: set[str]) -> None:
         raise Refusal(
             403,
             "Forbidden",
-            f"agent {identity.name!r} may not send to {agent!r}: its token lacks the permission "
-            f"(postroom tasks agent add {identity.name} --may-send-to {agent})",
+            f"agent {identity.name!r} may not send to {agent!r}. Whoever has the data folder allows it by: "
+            f"postroom tasks agent allow {identity.name} --may-send-to {agent} --data DIR",
         )
 
 

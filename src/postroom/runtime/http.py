@@ -7,6 +7,7 @@ Rule 3: every request gets an answer, and an error is one sentence without a pat
 """
 
 import asyncio
+import errno
 import itertools
 import logging
 import socket
@@ -27,6 +28,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from postroom.contracts.tasks import LEASE_S_MAX, LEASE_S_MIN, TaskInfo, Tasks
+from postroom.core.fieldfaults import field_fault
 from postroom.core.times import checked_seconds
 from postroom.errors import (
     BusFull,
@@ -76,7 +78,17 @@ from postroom.runtime.bodies import (
     TaskAnswer,
 )
 from postroom.runtime.buses import BUS_BYTES_MAX, Buses
-from postroom.runtime.desk import FORBIDDEN, JSON_TYPE, NOTHING, Call, Desk, Gone, Handler, Refusal, Reply
+from postroom.runtime.desk import (
+    JSON_TYPE,
+    NOTHING,
+    OPERATORS_ONLY,
+    Call,
+    Desk,
+    Gone,
+    Handler,
+    Refusal,
+    Reply,
+)
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.runtime.journal import Journal, JournalHandler, where
 from postroom.runtime.listener import CONNECTION, Listener, listener_config
@@ -171,7 +183,7 @@ class Endpoint:
         if connection is not None:  # the first request with a token on it
             connection.identify(identity)
         if self._operators_only and not identity.is_operator:
-            raise Refusal(403, "Forbidden", FORBIDDEN)
+            raise Refusal(403, "Forbidden", OPERATORS_ONLY)
 
     def _decode(self, body: bytes) -> Any:
         """The body as the first of the route's structs that it fits."""
@@ -181,7 +193,7 @@ class Endpoint:
         try:
             return _decoded(self._decoders[-1], body)
         except msgspec.ValidationError as error:
-            raise InvalidMessage(f"the body does not fit: {self._why(body, error)}") from None
+            raise InvalidMessage(self._why(body, error)) from None
 
     def _why(self, body: bytes, error: msgspec.ValidationError) -> str:
         """The first struct's complaint, unless the body is meant as the last."""
@@ -189,8 +201,8 @@ class Endpoint:
             try:
                 self._decoders[0].decode(body)
             except msgspec.ValidationError as first:
-                return str(first)
-        return str(error)
+                return field_fault(first, "the body", self.route.bodies[0])
+        return field_fault(error, "the body", self.route.bodies[-1])
 
     def _refuse(self, desk: Desk, call: Call, error: BaseException) -> Reply:
         reply = _refusal(error)
@@ -231,7 +243,7 @@ def _decode_query(query: bytes, kind: type) -> Any:
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidMessage(f"the query does not fit: {error}") from None
+        raise InvalidMessage(field_fault(error, "the query", kind)) from None
 
 
 async def _read_body(desk: Desk, call: Call, bytes_max: int) -> bytes:
@@ -655,7 +667,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2_048)
     except OSError as error:
-        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        in_use = error.errno == errno.EADDRINUSE
+        why = "another program listens there, so choose another port" if in_use else error.strerror
+        raise Unavailable(f"cannot listen on {host} port {port}: {why}") from error
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""What is wrong with a field, in plain words: msgspec names its own types, and a path such as `$.limit`.
+
+Rule 1: the field is named as the caller wrote it, and comes first.
+Rule 2: a text of msgspec that is not known here is given as it is: no reason is lost.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from postroom.errors import NAME_RULE
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_BOUNDS = {"<=": "at most {}", ">=": "at least {}", "<": "less than {}", ">": "more than {}"}
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def field_fault(error: msgspec.ValidationError, whole: str, kind: Any = None) -> str:
+    """Why a value does not fit: one sentence. `whole` names the value, `kind` is the type it should have."""
+    text = str(error)
+    found = _PLACE.search(text)
+    path = found[1] if found else ""
+    said = text[: found.start()] if found else text
+    for pattern, sentence in _SENTENCES:
+        if match := re.fullmatch(pattern, said, re.DOTALL):
+            return f"{path or whole} {sentence(match)}{_choices(kind, path)}"
+    return f"{path or whole} does not fit: {said}"
+
+
+def _wrong_type(match: re.Match[str]) -> str:
+    wanted = [_WORDS.get(name, name) for name in match[1].split(" | ")]
+    return f"must be {' or '.join(wanted)}, not {_WORDS.get(match[2], match[2])}"
+
+
+def _wrong_length(match: re.Match[str]) -> str:
+    unit = "characters" if match[1] == "str" else "items"
+    return f"must have {_BOUNDS[match[2]].format(match[3])} {unit}"
+
+
+def _out_of_bounds(match: re.Match[str]) -> str:
+    return f"must be {_BOUNDS[match[2]].format(match[3].removesuffix('.0'))}"
+
+
+_SENTENCES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+    (r"Object missing required field `(.+)`", lambda match: f"lacks the field {match[1]!r}"),
+    (r"Object contains unknown field `(.+)`", lambda match: f"has a field {match[1]!r}, which is not known"),
+    (r"Expected `([^`]+)`, got `([^`]+)`", _wrong_type),
+    (r"Expected `(\w+)` of length (<=|>=) (\d+)", _wrong_length),
+    (r"Expected `(\w+)` (<=|>=|<|>) (\S+)", _out_of_bounds),
+    (r"Expected `str` matching regex .+", lambda _: f"is not allowed: use {NAME_RULE}"),
+    (r"Invalid enum value (.+)", lambda match: f"cannot be {match[1]}"),
+    (r"(?:Number|Integer value) out of range", lambda _: "is too large a number"),
+)
+
+
+def _choices(kind: Any, path: str) -> str:
+    """What the field may be, where its type is a list of words."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return ""
+    info = msgspec.inspect.type_info(kind)
+    fields = {field.encode_name: field.type for field in getattr(info, "fields", ())}
+    found = fields.get(path)
+    for part in getattr(found, "types", (found,)):
+        if isinstance(part, msgspec.inspect.LiteralType):
+            return f": it is one of {', '.join(map(str, part.values))}"
+    return ""
+
+
+def unencodable(error: Exception) -> str:
+    """Why a value cannot be written as JSON."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or holds itself"
+    if isinstance(error, UnicodeEncodeError):
+        return "it holds lone surrogates, which are not Unicode text"
+    if match := re.fullmatch(r"Encoding objects of type (.+) is unsupported", str(error)):
+        return f"it holds a value of type {match[1]}"
+    if str(error).startswith("Only dicts with"):
+        return "it holds a dict with a key that is no text"
+    return str(error)
