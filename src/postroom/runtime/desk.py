@@ -68,7 +68,7 @@ from postroom.runtime.journal import Journal
 from postroom.runtime.openapi import EVENT_STREAM, JSON
 from postroom.runtime.shares import Shares
 from postroom.runtime.waiting import WAITERS_MAX, Waiting
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import TASK_BYTES, Writer
 from postroom.stores.base import ByIds, Claim
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ FORBIDDEN = "this token does not allow that"
 class Call:
     """One request, decoded."""
 
-    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "token")
+    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "size", "token")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -133,6 +133,8 @@ class Call:
         self.token = ""
         self.identity: Identity = _NOBODY
         self.body: Any = None
+        self.size = 0
+        """Bytes of the body."""
         self.body_bytes_held = 0
         """Of the bytes that bodies may have in memory; only a body that came in several pieces is counted."""
         self.query: Any = None
@@ -227,7 +229,7 @@ class Desk:
         if body.wait_s:
             claimed = await self._wait(call, terms, body.wait_s)
         else:
-            claimed = await self.writer.submit(terms)
+            claimed = await self.writer.submit(terms, call.identity)
         if not claimed:
             return NOTHING
         self.stir()
@@ -242,19 +244,19 @@ class Desk:
         self._polls.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
-            claimed = await self.waiting.claim(terms, wait_s, gone)
+            claimed = await self.waiting.claim(terms, call.identity, wait_s, gone)
             if gone.done():
-                await self._release(claimed)
+                await self._release(call, claimed)
                 raise Gone
             return claimed
         finally:
             self._polls.give_back(call.identity)
             gone.cancel()
 
-    async def _release(self, claimed: list[Task]) -> None:
+    async def _release(self, call: Call, claimed: list[Task]) -> None:
         for task in claimed:
             with suppress(PostroomError):
-                await self.writer.submit(_releasing(task), makes_room=True)
+                await self.writer.submit(_releasing(task), call.identity, makes_room=True)
 
     async def complete(self, call: Call) -> Reply:
         body: CompleteBody = call.body
@@ -269,7 +271,9 @@ class Desk:
             tasks.complete(body.task_id, body.lease, body.decision)
             return record.lease == body.lease and record.state in _DECIDED
 
-        repeated: bool = await self.writer.submit(work, makes_room=True)
+        repeated: bool = await self.writer.submit(
+            work, call.identity, TASK_BYTES + call.size, makes_room=True
+        )
         if repeated:  # the first may stand in the same commit, so it is read after that
             await self.read(lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
@@ -302,7 +306,7 @@ class Desk:
     async def _say(
         self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
     ) -> Reply:
-        await self.writer.submit(work, makes_room=makes_room)
+        await self.writer.submit(work, call.identity, TASK_BYTES + call.size, makes_room=makes_room)
         return self._said(call, event, task_id)
 
     def _said(self, call: Call, event: str, task_id: str) -> Reply:
@@ -323,7 +327,9 @@ class Desk:
             for task in keywords:
                 task["sender"] = call.identity.name
         warning = self._unregistered(agents)
-        task_ids: list[str] = await self.writer.submit(lambda tasks: tasks.enqueue_many(keywords))
+        task_ids: list[str] = await self.writer.submit(
+            lambda tasks: tasks.enqueue_many(keywords), call.identity, TASK_BYTES * len(new) + call.size
+        )
         self.stir()
         for added, task_id in zip(new, task_ids, strict=True):
             self.journal.write("enqueued", task_id=task_id, agent=added.agent)
