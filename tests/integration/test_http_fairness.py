@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import select
 import socket
 import threading
 from collections import Counter
@@ -102,3 +103,46 @@ def test_the_calls_of_one_agent_that_wait_have_a_share(server: Server) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     with server.tasks() as tasks:
         assert tasks.status().agents["sink"].depth == counts[201] * ENQUEUE_MANY_MAX + 1
+
+
+# ---- reads -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def flood_of_reads(server: Server) -> Iterator[list[socket.socket]]:
+    """Requests of one agent that each look at all its tasks, and find nothing."""
+    with server.tasks() as tasks:
+        tasks.enqueue_many([{"agent": "flood", "payload": 1}] * 20_000)
+    look = head("GET", "/tasks?state=DEAD_LETTER", server.tokens["flood"]) + b"\r\n"
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(server)) for _ in range(100)]
+        for connection in opened:
+            connection.sendall(look)
+        yield opened
+        assert {received(connection).status for connection in opened} == {200}
+
+
+def unanswered(connections: list[socket.socket]) -> int:
+    return len(connections) - len(select.select(connections, [], [], 0)[0])
+
+
+def test_health_does_not_wait_for_readers(server: Server) -> None:
+    with flood_of_reads(server) as flood:
+        assert health(server) == 200
+        assert unanswered(flood) > len(flood) // 4
+
+
+@pytest.mark.parametrize(
+    ("who", "path"), [("review", "/tasks"), ("review", "/tasks/unknown"), ("boss", "/queue/status")]
+)
+def test_a_flood_of_reads_does_not_go_before_the_reads_of_others(server: Server, who: str, path: str) -> None:
+    with flood_of_reads(server) as flood:
+        assert server.get(who, path).status in (200, 404)
+        assert unanswered(flood) > len(flood) // 4
+
+
+def test_health_does_not_wait_for_the_writer(server: Server) -> None:
+    with held_store(server), contextlib.ExitStack() as stack:
+        [mine] = begun(server, stack, 1, request(server, "boss", "/queue/enqueue", ONE))
+        assert health(server) == 200
+        assert unanswered([mine]) == 1

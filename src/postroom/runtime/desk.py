@@ -76,6 +76,7 @@ T = TypeVar("T")
 BUS_THREADS = 8  # a bus that another process holds stops no look at the store
 BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # threads that look at the store; it has one connection for that
+READERS_A_TOKEN_MAX = 1
 STREAMS_MAX = 256
 STREAMS_A_TOKEN_MAX = 32
 OPERATOR_STREAMS_RESERVE = 32
@@ -175,6 +176,8 @@ class Desk:
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
+        self._read_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(READERS_A_TOKEN_MAX))
+        self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
         self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
         self.writer = Writer(tasks, self._loop)
@@ -193,6 +196,11 @@ class Desk:
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
+
+    async def read_for(self, call: Call, look: Callable[[], T]) -> T:
+        """Look at the store for a request. One token never has all the readers: the next of it waits."""
+        async with self._read_turns(call.identity.name):
+            return await self.read(look)
 
     async def on_bus(self, call: Call, look: Callable[[], T]) -> T:
         """Do something with a bus. That may take long, so one token never has all the threads."""
@@ -214,6 +222,7 @@ class Desk:
         self.end_waits()
         self.writer.close()
         self._readers.shutdown()
+        self._health_thread.shutdown()
         self._bus_threads.shutdown()
         self.buses.close()
 
@@ -275,7 +284,7 @@ class Desk:
             work, call.identity, TASK_BYTES + call.size, makes_room=True
         )
         if repeated:  # the first may stand in the same commit, so it is read after that
-            await self.read(lambda: _check_same_decision(self.tasks, body))
+            await self.read_for(call, lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
         return self._said(call, "completed", body.task_id)
 
@@ -355,7 +364,7 @@ class Desk:
         """Only a nudge: whether there is a result, the harness sees for itself."""
         body: ResultBody = call.body
         owner = _owner(call)
-        await self.read(lambda: _seen(self.tasks, body.task_id, owner))
+        await self.read_for(call, lambda: _seen(self.tasks, body.task_id, owner))
         self.harness.wake()
         return Reply(202, _encode(TaskAnswer(body.task_id)))
 
@@ -372,7 +381,7 @@ class Desk:
     async def _readable(self, call: Call) -> TaskInfo:
         """A task, for its agent, its sender and operators; unknown to everybody else."""
         task_id, owner = call.in_path("id"), _own_queue(call.identity)
-        info = await self.read(lambda: self.tasks.get(task_id))
+        info = await self.read_for(call, lambda: self.tasks.get(task_id))
         if owner is not None and owner not in (info.agent, info.sender):
             raise UnknownTask(task_id)
         return info
@@ -396,13 +405,13 @@ class Desk:
             raise Refusal(403, "Forbidden", FORBIDDEN)
         agent = owner or (query.agent or None)
         state = query.state or None
-        lines = await self.read(
-            lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
+        lines = await self.read_for(
+            call, lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
         )
         return Reply(200, _encode(LinesAnswer(lines)))
 
     async def status(self, call: Call) -> Reply:
-        found = await self.read(self.tasks.status)
+        found = await self.read_for(call, self.tasks.status)
         owner = _own_queue(call.identity)
         if owner is None:
             return Reply(200, _encode(StatusAnswer(found.agents, found.totals, self.harness.status())))
@@ -423,7 +432,7 @@ class Desk:
         """What `_degraded` found lately: anybody may ask for the health, as often as they like."""
         if self._loop.time() >= self._health_looked + HEALTH_LOOK_S:
             self._health_looked = self._loop.time()
-            self._health_parts = await self.read(self._degraded)
+            self._health_parts = await self._loop.run_in_executor(self._health_thread, self._degraded)
         return self._health_parts
 
     def _degraded(self) -> dict[str, str]:
@@ -439,8 +448,8 @@ class Desk:
     async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
         return Reply(200, self.openapi_json)
 
-    async def metrics(self, call: Call) -> Reply:  # noqa: ARG002
-        status = await self.read(self.tasks.status)
+    async def metrics(self, call: Call) -> Reply:
+        status = await self.read_for(call, self.tasks.status)
         lines = [*_queue_metrics(status.agents), *_stream_metrics(status), *self._own_metrics()]
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         return Reply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
@@ -480,7 +489,7 @@ class Desk:
             data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
             return data, events[-1].seq if events else position
 
-        await self._stream(call, page, int(last) if last else call.query.after, self.read)
+        await self._stream(call, page, int(last) if last else call.query.after, partial(self.read_for, call))
 
     async def read_bus(self, call: Call) -> Reply | None:
         query: BusQuery = call.query
