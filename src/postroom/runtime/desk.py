@@ -524,7 +524,7 @@ class Desk:
     async def append_bus(self, call: Call) -> Reply:
         body: NewBusMessage = call.body
         name = call.in_path("name")
-        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body))
+        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body, call.identity))
         self.stir()
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))
