@@ -228,6 +228,43 @@ def test_what_is_not_http_is_refused_in_json(server: Server, raw: bytes) -> None
     assert answer.headers["content-type"] == "application/json"
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Transfer-Encoding: gzip, chunked",
+        "Transfer-Encoding: gzip",
+        "Transfer-Encoding: identity",
+        "Transfer-Encoding: chunked, chunked",
+        "Transfer-Encoding: xchunked",
+        "Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding:",
+        "Transfer-Encoding: chunked\r\nContent-Length: 2",
+        "Content-Length: 2\r\nTransfer-Encoding: chunked",
+        "Content-Length: 2\r\nTransfer-Encoding: gzip",
+        "Content-Length: 2\r\nContent-Length: 2",
+    ],
+)
+def test_a_body_is_framed_in_one_way_that_everybody_reads_alike(server: Server, lines: str) -> None:
+    task_id = server.enqueue("review")
+    for body in (b"0\r\n\r\n", b"{}"):
+        request = head("POST", f"/tasks/{task_id}/cancel", server.tokens["boss"])
+        answer = answered(server, request + lines.encode() + b"\r\n\r\n" + body)
+        assert (answer.status, answer.json["error"]) == (400, "BadRequest")
+        assert answer.headers["connection"] == "close"
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "pending"
+
+
+@pytest.mark.parametrize("value", ["chunked", "Chunked"])
+def test_a_body_in_chunks_is_read(server: Server, value: str) -> None:
+    request = (
+        head("POST", "/queue/next", server.tokens["triage"]) + f"Transfer-Encoding: {value}\r\n".encode()
+    )
+    with connected(server) as connection:
+        connection.sendall(request + b"\r\n2\r\n{}\r\n0\r\n\r\n")
+        assert received(connection).status == 204
+
+
 @pytest.mark.parametrize("path", ["/queue/status/", "/health/", "//health", "*", "/tasks/a/b/c"])
 def test_an_unknown_path_is_refused_in_json(server: Server, path: str) -> None:
     answer = answered(server, head("GET", path) + b"Connection: close\r\n\r\n")

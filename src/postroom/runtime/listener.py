@@ -168,6 +168,9 @@ class LimitedProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":  # the parser refuses the rest
+            self._refuse(400, "BadRequest", "no Transfer-Encoding but 'chunked' is taken here")
+            raise _Refused
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
