@@ -186,8 +186,29 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) 
         assert everything(connection).count(b'{"status":"ok"}') == 11
     with connected(server) as connection:
         connection.sendall(request * (100 * PIPELINED_MAX))
-        assert everything(connection).count(b'{"status":"ok"}') <= PIPELINED_MAX + 1
+        answers = everything(connection)
+    assert answers.count(b'{"status":"ok"}') == PIPELINED_MAX + 1
+    last = parsed(answers[answers.rindex(b"HTTP/1.1 ") :])
+    assert (last.status, last.json["error"]) == (429, "TooMany")
+    assert last.headers["connection"] == "close"
     assert health(server) == 200
+
+
+def test_pipelined_requests_wait_behind_a_long_poll_up_to_a_limit(server: Server) -> None:
+    body = b'{"wait_s": 30}'
+    poll = head("POST", "/queue/next", server.tokens["review"]) + b"Content-Length: %d\r\n\r\n" % len(body)
+    while server.post("review", "/queue/next").status == 200:  # what other tests left
+        pass
+    with connected(server) as connection:
+        connection.sendall(poll + body)
+        assert health(server) == 200
+        connection.sendall((head("GET", "/health") + b"\r\n") * (10 * PIPELINED_MAX))
+        assert health(server) == 200
+        task_id = server.enqueue("review")
+        answers = everything(connection)
+    assert parsed(answers).json["task_id"] == task_id
+    assert answers.count(b'{"status":"ok"}') == PIPELINED_MAX
+    assert parsed(answers[answers.rindex(b"HTTP/1.1 ") :]).status == 429
 
 
 def test_the_headers_of_a_request_are_counted(server: Server) -> None:
