@@ -115,7 +115,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._discard(len(data))
             return
         if self._overfull:
-            self.flow.pause_reading()
             return
         self._request_bytes += len(data)
         self._request_open = True
@@ -196,11 +195,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle = self.pipeline[0][0]
         self._overfull, self._request_open = True, False
         self._stop_timer()
+        self.flow.resume_reading()  # from here on it counts as reading, so that no request resumes it
+        self.transport.pause_reading()
 
     def on_response_complete(self) -> None:
         if self._overfull and not self.pipeline and not self.transport.is_closing():
             message = f"at most {PIPELINED_MAX} requests may wait on a connection"
             self.transport.write(_answer(429, "TooMany", message))
+            self.transport.resume_reading()
             self.end()
         else:
             super().on_response_complete()
