@@ -49,6 +49,7 @@ from figures import (
 
 from postroom import Tasks
 from postroom.message import Durability
+from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
 
 T = TypeVar("T")
@@ -591,10 +592,11 @@ def _repeat_synced(tasks: Tasks, count: int) -> None:
 
 async def _coroutines(tasks: Tasks, sizes: Sizes) -> None:
     writer = Writer(tasks, asyncio.get_running_loop())
+    caller_identity = Identity("bench", "operator")
 
     async def caller() -> None:
         for _ in range(sizes.calls_a_caller):
-            await writer.submit(_enqueue_synced)
+            await writer.submit(_enqueue_synced, caller_identity)
 
     await asyncio.gather(*(caller() for _ in range(sizes.callers)))
     writer.close()

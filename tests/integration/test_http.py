@@ -699,6 +699,51 @@ def test_a_name_that_another_sender_has_taken_is_refused(server: Server) -> None
     server.agents.remove("planner")
 
 
+def test_an_idempotency_key_belongs_to_its_sender(server: Server) -> None:
+    for name in ("planner", "critic"):
+        server.tokens[name] = server.agents.add(name, may_send_to=["triage"])
+
+    def sent(who: str, key: str) -> str:
+        answer = server.post(who, "/queue/enqueue", agent="triage", payload=who, idempotency_key=key)
+        assert answer.status == 201, answer
+        return str(answer.json["task_id"])
+
+    said = [
+        ("boss", "planner:x"), ("planner", "x"), ("critic", "x"), ("boss", "x"), ("boss", ":x"),
+        ("planner", "critic:x"), ("critic", "planner:x"), ("boss", "@planner:x"), ("boss", "@:x"),
+    ]  # fmt: skip
+    task_ids = [sent(who, key) for who, key in said]
+    assert len(set(task_ids)) == len(said)
+    assert [sent(who, key) for who, key in said] == task_ids
+    for name in ("planner", "critic"):
+        server.agents.remove(name)
+
+
+def test_a_task_of_others_and_no_task_get_the_same_answer(server: Server) -> None:
+    server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
+    task_id = server.enqueue("triage")
+    lease = server.claim("triage")["lease"]
+    for who in ("review", "planner"):
+        for method, path, body in (
+            ("GET", "/tasks/{}", None),
+            ("GET", "/tasks/{}?wait_s=20", None),
+            ("POST", "/result", {}),
+            ("POST", "/queue/complete", {"lease": lease, "decision": 1}),
+            ("POST", "/queue/heartbeat", {"lease": lease}),
+            ("POST", "/queue/release", {"lease": lease}),
+            ("POST", "/queue/fail", {"lease": lease, "error": "x"}),
+            ("POST", "/tasks/{}/cancel", None),
+        ):
+            answers = []
+            for asked in (task_id, f"{task_id}0"):
+                sent = None if body is None else {**body, "task_id": asked}
+                answer = server.send(who, method, path.format(asked), sent)
+                answers.append((answer.status, answer.body.replace(asked.encode(), b"ID")))
+            assert answers[0] == answers[1]
+            assert answers[0][0] in (403, 404)
+    server.agents.remove("planner")
+
+
 def test_a_task_for_an_agent_that_nobody_registered_is_stored_with_a_warning(server: Server) -> None:
     one = server.post("boss", "/queue/enqueue", agent="nobody", payload=1)
     assert (one.status, one.json["warning"]) == (201, "no agent 'nobody' is registered here")

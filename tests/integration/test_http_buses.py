@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from postroom import Bus
+from postroom.runtime.buses import BUSES_AN_AGENT_MAX
 from postroom.runtime.desk import BUS_THREADS
 from tests.integration.servers import Answer, Server, serving
 from tests.smalldisk import filled, small_disk
@@ -153,6 +154,36 @@ def test_a_bus_that_is_held_up_stops_only_who_posts_to_it(server: Server) -> Non
         fcntl.flock(file, fcntl.LOCK_UN)
         for thread in held_up:
             thread.join()
+
+
+def test_an_agent_makes_a_limited_number_of_buses(server: Server) -> None:
+    def made(who: str, name: str) -> Answer:
+        return server.send(who, "POST", f"/bus/{name}/messages", {"type": "INFO", "project_id": "demo"})
+
+    assert {made("triage", f"mine-{number}").status for number in range(BUSES_AN_AGENT_MAX)} == {201}
+    server.end()
+    server.start()  # who made a bus is remembered
+    refused = made("triage", "one-more")
+    assert (refused.status, refused.json["error"]) == (429, "TooMany")
+    assert refused.json["message"].startswith(f"'triage' may have at most {BUSES_AN_AGENT_MAX} buses")
+    assert not (server.data / "buses" / "one-more.yaml").exists()
+    assert made("triage", "mine-0").status == 201
+    assert made("review", "theirs").status == 201
+    assert made("boss", "one-more").status == 201
+    assert made("triage", "one-more").status == 201
+    for file in (server.data / "buses").glob("mine-0.yaml*"):
+        file.unlink()
+    assert made("triage", "again").status == 201
+
+
+def test_a_bus_that_was_just_rotated_is_no_new_bus(server: Server) -> None:
+    assert post(server).status == 201
+    [file] = files(server)
+    file.rename(file.with_name("news.yaml.20260101-000000.archived"))
+    message = {"type": "INFO", "project_id": "demo"}
+    for number in range(BUSES_AN_AGENT_MAX):
+        assert server.send("review", "POST", f"/bus/b{number}/messages", message).status == 201
+    assert server.send("review", "POST", PATH, message).status == 201
 
 
 def test_a_stream_misses_nothing_while_it_is_written_to(server: Server) -> None:

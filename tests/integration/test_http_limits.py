@@ -186,8 +186,29 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) 
         assert everything(connection).count(b'{"status":"ok"}') == 11
     with connected(server) as connection:
         connection.sendall(request * (100 * PIPELINED_MAX))
-        assert everything(connection).count(b'{"status":"ok"}') <= PIPELINED_MAX + 1
+        answers = everything(connection)
+    assert answers.count(b'{"status":"ok"}') == PIPELINED_MAX + 1
+    last = parsed(answers[answers.rindex(b"HTTP/1.1 ") :])
+    assert (last.status, last.json["error"]) == (429, "TooMany")
+    assert last.headers["connection"] == "close"
     assert health(server) == 200
+
+
+def test_pipelined_requests_wait_behind_a_long_poll_up_to_a_limit(server: Server) -> None:
+    body = b'{"wait_s": 30}'
+    poll = head("POST", "/queue/next", server.tokens["review"]) + b"Content-Length: %d\r\n\r\n" % len(body)
+    while server.post("review", "/queue/next").status == 200:  # what other tests left
+        pass
+    with connected(server) as connection:
+        connection.sendall(poll + body)
+        assert health(server) == 200
+        connection.sendall((head("GET", "/health") + b"\r\n") * (10 * PIPELINED_MAX))
+        assert health(server) == 200
+        task_id = server.enqueue("review")
+        answers = everything(connection)
+    assert parsed(answers).json["task_id"] == task_id
+    assert answers.count(b'{"status":"ok"}') == PIPELINED_MAX
+    assert parsed(answers[answers.rindex(b"HTTP/1.1 ") :]).status == 429
 
 
 def test_the_headers_of_a_request_are_counted(server: Server) -> None:
@@ -226,6 +247,43 @@ def test_what_is_not_http_is_refused_in_json(server: Server, raw: bytes) -> None
     answer = answered(server, raw)
     assert (answer.status, answer.json["error"]) == (400, "BadRequest")
     assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Transfer-Encoding: gzip, chunked",
+        "Transfer-Encoding: gzip",
+        "Transfer-Encoding: identity",
+        "Transfer-Encoding: chunked, chunked",
+        "Transfer-Encoding: xchunked",
+        "Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding:",
+        "Transfer-Encoding: chunked\r\nContent-Length: 2",
+        "Content-Length: 2\r\nTransfer-Encoding: chunked",
+        "Content-Length: 2\r\nTransfer-Encoding: gzip",
+        "Content-Length: 2\r\nContent-Length: 2",
+    ],
+)
+def test_a_body_is_framed_in_one_way_that_everybody_reads_alike(server: Server, lines: str) -> None:
+    task_id = server.enqueue("review")
+    for body in (b"0\r\n\r\n", b"{}"):
+        request = head("POST", f"/tasks/{task_id}/cancel", server.tokens["boss"])
+        answer = answered(server, request + lines.encode() + b"\r\n\r\n" + body)
+        assert (answer.status, answer.json["error"]) == (400, "BadRequest")
+        assert answer.headers["connection"] == "close"
+    assert server.get("boss", f"/tasks/{task_id}").json["status"] == "pending"
+
+
+@pytest.mark.parametrize("value", ["chunked", "Chunked"])
+def test_a_body_in_chunks_is_read(server: Server, value: str) -> None:
+    request = (
+        head("POST", "/queue/next", server.tokens["triage"]) + f"Transfer-Encoding: {value}\r\n".encode()
+    )
+    with connected(server) as connection:
+        connection.sendall(request + b"\r\n2\r\n{}\r\n0\r\n\r\n")
+        assert received(connection).status == 204
 
 
 @pytest.mark.parametrize("path", ["/queue/status/", "/health/", "//health", "*", "/tasks/a/b/c"])

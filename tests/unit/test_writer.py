@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -6,13 +7,17 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
-from postroom.errors import HandleDead, Unavailable, UnknownTask, WriteFailed
+from postroom.errors import HandleDead, TooMany, Unavailable, UnknownTask, WriteFailed
 from postroom.runtime import writer as module
+from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
 from postroom.stores.sqlite import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
 from tests.faultydisk import FaultyDisk
+from tests.waiting import HANG_GUARD_S
 
+ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))
+BOSS = Identity("boss", "operator")
 Work = Callable[[Tasks, Writer], Awaitable[Any]]
 
 
@@ -37,8 +42,8 @@ async def together(*futures: "asyncio.Future[Any]") -> list[Any]:
 
 def test_each_gets_its_own_answer() -> None:
     async def work(tasks: Tasks, writer: Writer) -> None:
-        good = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1))
-        bad = writer.submit(lambda tasks: tasks.cancel("nobody"))
+        good = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
+        bad = writer.submit(lambda tasks: tasks.cancel("nobody"), ONE)
         task_id, error = await together(good, bad)
         assert isinstance(error, UnknownTask)
         assert tasks.get(task_id).status == "pending"
@@ -51,7 +56,7 @@ def test_what_comes_together_is_one_commit() -> None:
 
     async def work(_: Tasks, writer: Writer) -> None:
         await together(
-            *(writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1)) for _ in range(50))
+            *(writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE) for _ in range(50))
         )
 
     run(work, store)
@@ -67,14 +72,14 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
         def enqueue(tasks: Tasks) -> str:
             return tasks.enqueue(agent="triage", payload=1, durability="group")
 
-        kept = await writer.submit(enqueue)
+        kept = await writer.submit(enqueue, ONE)
         disk.failing = True
-        [failed] = await together(writer.submit(enqueue))
+        [failed] = await together(writer.submit(enqueue, ONE))
         disk.failing = False
-        [dead] = await together(writer.submit(enqueue))
+        [dead] = await together(writer.submit(enqueue, ONE))
         assert isinstance(failed, WriteFailed)
         assert isinstance(dead, HandleDead)
-        last = await writer.submit(enqueue)
+        last = await writer.submit(enqueue, ONE)
         assert tasks.get(kept).status == tasks.get(last).status == "pending"
 
     run(work, SqliteStore(tmp_path / "queue.db"))
@@ -85,8 +90,10 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
         raise ZeroDivisionError
 
     async def work(tasks: Tasks, writer: Writer) -> None:
-        futures = [writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1)) for _ in range(3)]
-        failed = writer.submit(broken)
+        futures = [
+            writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE) for _ in range(3)
+        ]
+        failed = writer.submit(broken, ONE)
         *good, error = await together(*futures, failed)
         assert isinstance(error, ZeroDivisionError)
         assert [tasks.get(task_id).status for task_id in good] == ["pending"] * 3
@@ -100,10 +107,10 @@ def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
         def enqueue(tasks: Tasks) -> str:
             return tasks.enqueue(agent="triage", payload=1)
 
-        outcomes = await together(writer.submit(enqueue), writer.submit(enqueue))
+        outcomes = await together(writer.submit(enqueue, ONE), writer.submit(enqueue, ONE))
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
         assert tasks.find() == []
-        assert await writer.submit(enqueue)
+        assert await writer.submit(enqueue, ONE)
 
     run(work, FaultyStore(MemoryStore(), ["crash"]))
 
@@ -113,7 +120,7 @@ def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
         expected = tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(7)])
         one, three = tasks.terms("triage", 1, 300.0, None), tasks.terms("triage", 3, 300.0, None)
         other = tasks.terms("triage", 1, 60.0, "box-2")
-        outcomes = await together(*(writer.submit(terms) for terms in (one, three, one, other, three)))
+        outcomes = await together(*(writer.submit(terms, ONE) for terms in (one, three, one, other, three)))
         sizes = [len(outcome) for outcome in outcomes]
         assert sizes == [1, 3, 1, 0, 2]
         got = [task.task_id for outcome in (*outcomes[:3], outcomes[4]) for task in outcome]
@@ -128,7 +135,7 @@ def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(tasks: Tasks, writer: Writer) -> None:
         tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(12)])
         terms = tasks.terms("triage", 2, 300.0, None)
-        outcomes = await together(*(writer.submit(terms) for _ in range(6)))
+        outcomes = await together(*(writer.submit(terms, ONE) for _ in range(6)))
         payloads = [[task.payload for task in outcome] for outcome in outcomes]
         assert payloads == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
@@ -136,22 +143,135 @@ def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITING_MAX", 3)
+    monkeypatch.setattr(module, "WAITING_MAX", 4)
+    monkeypatch.setattr(module, "WAITING_A_TOKEN_MAX", 2)
+    monkeypatch.setattr(module, "WAITING_RESERVE", 1)
+
+    def find(tasks: Tasks) -> Any:
+        return tasks.find()
 
     async def work(_: Tasks, writer: Writer) -> None:
-        futures = [writer.submit(lambda tasks: tasks.find()) for _ in range(3)]
+        futures = [writer.submit(find, who) for who in (ONE, ONE, TWO)]
+        with pytest.raises(TooMany, match="'one' may have at most 2 calls that wait"):
+            writer.submit(find, ONE)
+        with pytest.raises(Unavailable, match="at most 3 calls that wait"):
+            writer.submit(find, TWO)
+        futures.append(writer.submit(find, BOSS))
         with pytest.raises(Unavailable):
-            writer.submit(lambda tasks: tasks.find())
+            writer.submit(find, BOSS)
         await together(*futures)
-        assert await writer.submit(lambda tasks: tasks.find()) == []
+        assert await writer.submit(find, ONE) == []
+
+    run(work)
+
+
+def test_the_bytes_that_wait_have_a_limit() -> None:
+    each_max = module.WAITING_BYTES_A_TOKEN_MAX
+
+    def find(tasks: Tasks) -> Any:
+        return tasks.find()
+
+    async def work(_: Tasks, writer: Writer) -> None:
+        large = writer.submit(find, ONE, each_max)
+        for _attempt in range(2 * module.WAITING_A_TOKEN_MAX):  # a call that is refused counts nowhere
+            with pytest.raises(TooMany, match="bytes of calls that wait"):
+                writer.submit(find, ONE)
+        other = writer.submit(find, TWO)
+        await together(large, other)
+        assert await writer.submit(find, ONE, each_max) == []
+
+    run(work)
+
+
+class Order:
+    """Calls that note in which commit they were done."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self.commits: list[list[str]] = [[]]
+        self._begun, self._go_on = threading.Event(), threading.Event()
+        self._turn = 0
+        self.futures: list[asyncio.Future[Any]] = []
+
+    async def begin(self) -> None:
+        """Keep the writer busy with a call, so that others wait."""
+
+        def wait(_: Tasks) -> None:
+            self._begun.set()
+            self._go_on.wait(HANG_GUARD_S)
+
+        self.futures.append(self.writer.submit(wait, BOSS))
+        await asyncio.to_thread(self._begun.wait, HANG_GUARD_S)
+
+    def submit(self, name: str, identity: Identity, size: int = 1) -> None:
+        def note(_: Tasks) -> None:
+            if self.writer.turns != self._turn:
+                self._turn = self.writer.turns
+                self.commits.append([])
+            self.commits[-1].append(name)
+
+        self.futures.append(self.writer.submit(note, identity, size))
+
+    async def end(self) -> list[list[str]]:
+        self._go_on.set()
+        await together(*self.futures)
+        return self.commits[1:]
+
+
+def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURN_MAX", 3)
+
+    async def work(_: Tasks, writer: Writer) -> None:
+        order = Order(writer)
+        await order.begin()
+        for number in range(5):
+            order.submit(f"one {number}", ONE)
+        order.submit("two 0", TWO)
+        order.submit("three 0", THREE)
+        order.submit("two 1", TWO)
+        assert await order.end() == [
+            ["one 0", "two 0", "three 0"],
+            ["one 1", "two 1", "one 2"],
+            ["one 3", "one 4"],
+        ]
+
+    run(work)
+
+
+def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
+    large = module.TURN_BYTES_MAX
+
+    async def work(_: Tasks, writer: Writer) -> None:
+        order = Order(writer)
+        await order.begin()
+        order.submit("two 0", TWO)
+        for number in range(2):
+            order.submit(f"one {number}", ONE, large + 1)
+        for number in range(2):
+            order.submit(f"three {number}", THREE, large - 1)
+        order.submit("two 1", TWO)
+        assert await order.end() == [["two 0", "three 0"], ["one 0"], ["two 1", "three 1"], ["one 1"]]
+
+    run(work)
+
+
+def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURN_MAX", 2)
+
+    async def work(tasks: Tasks, writer: Writer) -> None:
+        for _ in range(7):
+            writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
+        await asyncio.sleep(0)
+        writer.close()
+        assert len(tasks.find()) == 7
 
     run(work)
 
 
 def test_nobody_who_left_stops_the_others() -> None:
     async def work(_: Tasks, writer: Writer) -> None:
-        left = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1))
-        stays = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=2))
+        left = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
+        stays = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=2), ONE)
         left.cancel()
         assert await stays
 

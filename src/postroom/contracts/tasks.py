@@ -859,11 +859,14 @@ def _text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> st
 
 
 def _key(key: object, sender: str) -> str:
-    """Each sender has keys of its own: the same key of two senders is two tasks."""
+    """Each sender has keys of its own: the same key of two senders is two tasks.
+
+    A key without a sender is kept as it is, unless it looks like one with a sender.
+    """
     text = _text("idempotency_key", key, limit=KEY_CHARS_MAX)
     if not text:
         raise InvalidMessage("idempotency_key is empty: leave it out instead")
-    return f"{sender}:{text}" if sender else text
+    return f"@{sender}:{text}" if sender or text.startswith("@") else text
 
 
 def _task(delivery: Delivery) -> Task:

@@ -3,6 +3,7 @@
 Rule 1: a bus and its archives together hold at most `bytes_max` bytes. A post that would exceed it is
         refused. The server removes nothing: an operator moves archives away.
 Rule 2: no post takes the last of the disk: the store needs it.
+Rule 3: the first post makes a bus. One agent makes a limited number of them, and operators have a reserve.
 """
 
 import threading
@@ -15,16 +16,21 @@ import msgspec
 
 from postroom.contracts.bus import Bus
 from postroom.core.names import checked_name
-from postroom.errors import BusFull, InvalidMessage
+from postroom.errors import BusFull, InvalidMessage, StoreDamaged, TooMany
 from postroom.logs import busfile
 from postroom.message import BusMessage, Durability
+from postroom.runtime.agents import Identity
 from postroom.runtime.bodies import BUS_ANSWER_BYTES_MAX, NewBusMessage
+from postroom.system.atomic import read_file, replace_file
 from postroom.system.diskspace import free_bytes
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
+MAKERS = "bus-makers.json"  # which agent made which bus
 OPEN_BUSES_MAX = 64  # those that were used last
 BUSES_MAX = 1_000
+BUSES_AN_AGENT_MAX = 50
+OPERATOR_BUSES_RESERVE = 100
 BUS_BYTES_MAX = 1024 * 1024 * 1024  # of a bus with its archives, unless the server is told otherwise
 ROTATE_BYTES = 64 * 1024 * 1024
 FILES_A_BUS = 4  # at least: so an archive that is moved away makes room without emptying the bus
@@ -32,6 +38,7 @@ RECORD_EXTRA_BYTES = 512  # of a record, besides what was posted
 RETRY_AFTER_S = 60.0
 
 _encode = msgspec.json.Encoder().encode
+_decode_makers = msgspec.json.Decoder(dict[str, str]).decode
 
 
 class Buses:
@@ -50,18 +57,21 @@ class Buses:
         """By name: the size of the last post, if there was no room for it."""
         self._open: OrderedDict[str, Bus] = OrderedDict()
         self._mutex = threading.Lock()
+        self._making = threading.Lock()
 
     def path(self, name: str) -> Path:
         """Where a bus lies."""
         return self._folder / f"{checked_name('bus', name)}{SUFFIX}"
 
-    def append(self, name: str, new: NewBusMessage) -> str:
+    def append(self, name: str, new: NewBusMessage, identity: Identity) -> str:
         """Append a message and give its id."""
-        path = self.path(name)
-        if not path.exists() and self._folder.exists():
-            buses = sum(1 for file in self._folder.iterdir() if file.suffix == SUFFIX)
-            if buses >= BUSES_MAX:
-                raise InvalidMessage(f"there are {BUSES_MAX} buses already, and no more are made")
+        if self.path(name).exists():
+            return self._append(name, new)
+        with self._making:  # until it is there: who makes another one counts it
+            self._check_may_make(name, identity)
+            return self._append(name, new)
+
+    def _append(self, name: str, new: NewBusMessage) -> str:
         with self._room_for(name, len(_encode(new)) + RECORD_EXTRA_BYTES):
             return self._bus(name).append(
                 type=new.type,
@@ -73,6 +83,36 @@ class Buses:
                 body=new.body,
                 ts=new.ts,
             )
+
+    def _check_may_make(self, name: str, identity: Identity) -> None:
+        """Raise when there is no such bus and the caller may make no more; note who makes it."""
+        if self._exists(name):  # it was made or rotated just now
+            return
+        buses_max = BUSES_MAX if identity.is_operator else BUSES_MAX - OPERATOR_BUSES_RESERVE
+        if self._folder.exists():
+            buses = sum(1 for file in self._folder.iterdir() if file.suffix == SUFFIX)
+            if buses >= buses_max:
+                raise InvalidMessage(f"there are {buses_max} buses already, and no more are made")
+        if identity.is_operator:
+            return
+        makers = {bus: maker for bus, maker in self._makers().items() if bus != name and self._exists(bus)}
+        if Counter(makers.values())[identity.name] >= BUSES_AN_AGENT_MAX:
+            raise TooMany(identity.name, "buses of its own", BUSES_AN_AGENT_MAX, RETRY_AFTER_S)
+        replace_file(self._data / MAKERS, _encode({**makers, name: identity.name}), self._durability)
+
+    def _exists(self, name: str) -> bool:
+        path = self.path(name)
+        return path.exists() or bool(busfile.archives(path))
+
+    def _makers(self) -> dict[str, str]:
+        """Which agent made which bus."""
+        path = self._data / MAKERS
+        try:
+            return _decode_makers(read_file(path))
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            raise StoreDamaged(f"{path} does not say who made which bus: {error}") from error
 
     @contextmanager
     def _room_for(self, name: str, size: int) -> Iterator[None]:

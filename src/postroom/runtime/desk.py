@@ -68,7 +68,7 @@ from postroom.runtime.journal import Journal
 from postroom.runtime.openapi import EVENT_STREAM, JSON
 from postroom.runtime.shares import Shares
 from postroom.runtime.waiting import WAITERS_MAX, Waiting
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import TASK_BYTES, Writer
 from postroom.stores.base import ByIds, Claim
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ T = TypeVar("T")
 BUS_THREADS = 8  # a bus that another process holds stops no look at the store
 BUS_THREADS_A_TOKEN_MAX = 2
 READERS = 2  # threads that look at the store; it has one connection for that
+READERS_A_TOKEN_MAX = 1
 STREAMS_MAX = 256
 STREAMS_A_TOKEN_MAX = 32
 OPERATOR_STREAMS_RESERVE = 32
@@ -124,7 +125,7 @@ OPERATORS_ONLY = "only an operator may do that, and this token is an agent's"
 class Call:
     """One request, decoded."""
 
-    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "token")
+    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "size", "token")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -133,6 +134,8 @@ class Call:
         self.token = ""
         self.identity: Identity = _NOBODY
         self.body: Any = None
+        self.size = 0
+        """Bytes of the body."""
         self.body_bytes_held = 0
         """Of the bytes that bodies may have in memory; only a body that came in several pieces is counted."""
         self.query: Any = None
@@ -173,6 +176,8 @@ class Desk:
         self.requests: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
+        self._read_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(READERS_A_TOKEN_MAX))
+        self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
         self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
         self.writer = Writer(tasks, self._loop)
@@ -191,6 +196,11 @@ class Desk:
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
+
+    async def read_for(self, call: Call, look: Callable[[], T]) -> T:
+        """Look at the store for a request. One token never has all the readers: the next of it waits."""
+        async with self._read_turns(call.identity.name):
+            return await self.read(look)
 
     async def on_bus(self, call: Call, look: Callable[[], T]) -> T:
         """Do something with a bus. That may take long, so one token never has all the threads."""
@@ -212,6 +222,7 @@ class Desk:
         self.end_waits()
         self.writer.close()
         self._readers.shutdown()
+        self._health_thread.shutdown()
         self._bus_threads.shutdown()
         self.buses.close()
 
@@ -227,7 +238,7 @@ class Desk:
         if body.wait_s:
             claimed = await self._wait(call, terms, body.wait_s)
         else:
-            claimed = await self.writer.submit(terms)
+            claimed = await self.writer.submit(terms, call.identity)
         if not claimed:
             return NOTHING
         self.stir()
@@ -242,19 +253,19 @@ class Desk:
         self._polls.take(call.identity)
         gone = asyncio.ensure_future(_gone(call.receive))
         try:
-            claimed = await self.waiting.claim(terms, wait_s, gone)
+            claimed = await self.waiting.claim(terms, call.identity, wait_s, gone)
             if gone.done():
-                await self._release(claimed)
+                await self._release(call, claimed)
                 raise Gone
             return claimed
         finally:
             self._polls.give_back(call.identity)
             gone.cancel()
 
-    async def _release(self, claimed: list[Task]) -> None:
+    async def _release(self, call: Call, claimed: list[Task]) -> None:
         for task in claimed:
             with suppress(PostroomError):
-                await self.writer.submit(_releasing(task), makes_room=True)
+                await self.writer.submit(_releasing(task), call.identity, makes_room=True)
 
     async def complete(self, call: Call) -> Reply:
         body: CompleteBody = call.body
@@ -269,9 +280,11 @@ class Desk:
             tasks.complete(body.task_id, body.lease, body.decision)
             return record.lease == body.lease and record.state in _DECIDED
 
-        repeated: bool = await self.writer.submit(work, makes_room=True)
+        repeated: bool = await self.writer.submit(
+            work, call.identity, TASK_BYTES + call.size, makes_room=True
+        )
         if repeated:  # the first may stand in the same commit, so it is read after that
-            await self.read(lambda: _check_same_decision(self.tasks, body))
+            await self.read_for(call, lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
         return self._said(call, "completed", body.task_id)
 
@@ -302,7 +315,7 @@ class Desk:
     async def _say(
         self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
     ) -> Reply:
-        await self.writer.submit(work, makes_room=makes_room)
+        await self.writer.submit(work, call.identity, TASK_BYTES + call.size, makes_room=makes_room)
         return self._said(call, event, task_id)
 
     def _said(self, call: Call, event: str, task_id: str) -> Reply:
@@ -323,7 +336,9 @@ class Desk:
             for task in keywords:
                 task["sender"] = call.identity.name
         warning = self._unregistered(agents)
-        task_ids: list[str] = await self.writer.submit(lambda tasks: tasks.enqueue_many(keywords))
+        task_ids: list[str] = await self.writer.submit(
+            lambda tasks: tasks.enqueue_many(keywords), call.identity, TASK_BYTES * len(new) + call.size
+        )
         self.stir()
         for added, task_id in zip(new, task_ids, strict=True):
             self.journal.write("enqueued", task_id=task_id, agent=added.agent)
@@ -349,7 +364,7 @@ class Desk:
         """Only a nudge: whether there is a result, the harness sees for itself."""
         body: ResultBody = call.body
         owner = _owner(call)
-        await self.read(lambda: _seen(self.tasks, body.task_id, owner))
+        await self.read_for(call, lambda: _seen(self.tasks, body.task_id, owner))
         self.harness.wake()
         return Reply(202, _encode(TaskAnswer(body.task_id)))
 
@@ -366,7 +381,7 @@ class Desk:
     async def _readable(self, call: Call) -> TaskInfo:
         """A task, for its agent, its sender and operators; unknown to everybody else."""
         task_id, owner = call.in_path("id"), _own_queue(call.identity)
-        info = await self.read(lambda: self.tasks.get(task_id))
+        info = await self.read_for(call, lambda: self.tasks.get(task_id))
         if owner is not None and owner not in (info.agent, info.sender):
             raise UnknownTask(task_id)
         return info
@@ -390,13 +405,13 @@ class Desk:
             raise Refusal(403, "Forbidden", f"this token is {owner}'s, and lists no other agent's tasks")
         agent = owner or (query.agent or None)
         state = query.state or None
-        lines = await self.read(
-            lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
+        lines = await self.read_for(
+            call, lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
         )
         return Reply(200, _encode(LinesAnswer(lines)))
 
     async def status(self, call: Call) -> Reply:
-        found = await self.read(self.tasks.status)
+        found = await self.read_for(call, self.tasks.status)
         owner = _own_queue(call.identity)
         if owner is None:
             return Reply(200, _encode(StatusAnswer(found.agents, found.totals, self.harness.status())))
@@ -417,7 +432,7 @@ class Desk:
         """What `_degraded` found lately: anybody may ask for the health, as often as they like."""
         if self._loop.time() >= self._health_looked + HEALTH_LOOK_S:
             self._health_looked = self._loop.time()
-            self._health_parts = await self.read(self._degraded)
+            self._health_parts = await self._loop.run_in_executor(self._health_thread, self._degraded)
         return self._health_parts
 
     def _degraded(self) -> dict[str, str]:
@@ -433,8 +448,8 @@ class Desk:
     async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
         return Reply(200, self.openapi_json)
 
-    async def metrics(self, call: Call) -> Reply:  # noqa: ARG002
-        status = await self.read(self.tasks.status)
+    async def metrics(self, call: Call) -> Reply:
+        status = await self.read_for(call, self.tasks.status)
         lines = [*_queue_metrics(status.agents), *_stream_metrics(status), *self._own_metrics()]
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         return Reply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
@@ -474,7 +489,7 @@ class Desk:
             data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
             return data, events[-1].seq if events else position
 
-        await self._stream(call, page, int(last) if last else call.query.after, self.read)
+        await self._stream(call, page, int(last) if last else call.query.after, partial(self.read_for, call))
 
     async def read_bus(self, call: Call) -> Reply | None:
         query: BusQuery = call.query
@@ -509,7 +524,7 @@ class Desk:
     async def append_bus(self, call: Call) -> Reply:
         body: NewBusMessage = call.body
         name = call.in_path("name")
-        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body))
+        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body, call.identity))
         self.stir()
         self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
         return Reply(201, _encode(BusIdAnswer(msg_id)))

@@ -165,6 +165,7 @@ class Endpoint:
         if not self.route.is_open:
             self._identify(desk, call)
         body = await _read_body(desk, call, self._body_bytes_max)
+        call.size = len(body)
         if self._decoders:
             call.body = self._decode(body)
         else:

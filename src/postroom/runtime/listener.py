@@ -62,6 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _starting: tuple[RequestResponseCycle, Any] | None = None
     _parsing = False
     _keeps_alive = True
+    _overfull = False
     _ending = False
     _discardable = DISCARDED_BYTES_MAX
     _timer: TimerHandle | None = None
@@ -112,6 +113,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ending:
             self._discard(len(data))
+            return
+        if self._overfull:
             return
         self._request_bytes += len(data)
         self._request_open = True
@@ -168,6 +171,9 @@ class LimitedProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":  # the parser refuses the rest
+            self._refuse(400, "BadRequest", "no Transfer-Encoding but 'chunked' is taken here")
+            raise _Refused
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -180,8 +186,26 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._head_open = False
         if len(self.pipeline) > PIPELINED_MAX:
-            self._refuse(429, "TooMany", f"at most {PIPELINED_MAX} requests may wait on a connection")
+            self._leave_out()
             raise _Refused
+
+    def _leave_out(self) -> None:
+        """Too many requests wait: read no more. This one is refused when the others are answered."""
+        self.pipeline.popleft()
+        self.cycle = self.pipeline[0][0]
+        self._overfull, self._request_open = True, False
+        self._stop_timer()
+        self.flow.resume_reading()  # from here on it counts as reading, so that no request resumes it
+        self.transport.pause_reading()
+
+    def on_response_complete(self) -> None:
+        if self._overfull and not self.pipeline and not self.transport.is_closing():
+            message = f"at most {PIPELINED_MAX} requests may wait on a connection"
+            self.transport.write(_answer(429, "TooMany", message))
+            self.transport.resume_reading()
+            self.end()
+        else:
+            super().on_response_complete()
 
     # The next two are as uvicorn's, without what they do for WebSockets: every request comes by here.
 
@@ -210,8 +234,9 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - as uvicorn calls it
-        """What came is not HTTP."""
-        self._refuse(400, "BadRequest", "this is not a request that can be read")
+        """What came is not HTTP, or the parser was stopped."""
+        if not self._overfull:
+            self._refuse(400, "BadRequest", "this is not a request that can be read")
 
     # ---- refusals ------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Shares: one caller cannot use up what all callers of a server share."""
 
-from collections import Counter
-
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
 
@@ -19,19 +17,20 @@ class Shares:
         self._total_max = total_max
         self._each_max = each_max
         self._reserve = reserve
-        self._by_name: Counter[str] = Counter()
+        self._by_name: dict[str, int] = {}
         self.used = 0
 
     def take(self, identity: Identity, amount: int = 1) -> None:
         """Take a share, or raise: `TooMany` when the caller's own is used up, `Unavailable` when all is."""
         room = self._total_max
+        own = self._by_name.get(identity.name, 0) + amount
         if not identity.is_operator:
             room -= self._reserve
-            if self._by_name[identity.name] + amount > self._each_max:
+            if own > self._each_max:
                 raise TooMany(identity.name, self._what, self._each_max, RETRY_AFTER_S)
         if self.used + amount > room:
             raise Unavailable(f"the server takes at most {room} {self._what} at a time: try again later")
-        self._by_name[identity.name] += amount
+        self._by_name[identity.name] = own
         self.used += amount
 
     def give_back(self, identity: Identity, amount: int = 1) -> None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import cast
 
 from postroom.contracts.tasks import Task, Tasks
+from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
 from postroom.stores.base import Claim
 
@@ -25,10 +26,11 @@ Read = Callable[[Callable[[], float]], Awaitable[float]]
 class _Waiter:
     """One request in a line."""
 
-    __slots__ = ("future", "leaving", "served", "terms")
+    __slots__ = ("future", "identity", "leaving", "served", "terms")
 
-    def __init__(self, terms: Claim, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, terms: Claim, identity: Identity, loop: asyncio.AbstractEventLoop) -> None:
         self.terms = terms
+        self.identity = identity
         self.future: asyncio.Future[list[Task]] = loop.create_future()
         self.served = False
         self.leaving = False
@@ -52,9 +54,11 @@ class Waiting:
         if not self.ending.done():
             self.ending.set_result(None)
 
-    async def claim(self, terms: Claim, wait_s: float, gone: "asyncio.Future[None]") -> list[Task]:
+    async def claim(
+        self, terms: Claim, identity: Identity, wait_s: float, gone: "asyncio.Future[None]"
+    ) -> list[Task]:
         """Lease tasks as soon as there are any, unless `wait_s` passes or whoever asked is `gone`."""
-        waiter = _Waiter(terms, self._loop)
+        waiter = _Waiter(terms, identity, self._loop)
         line = self._lines.get(terms.queue)
         if line is None:
             line = self._lines[terms.queue] = _Line(self, terms.queue)
@@ -81,9 +85,9 @@ class Waiting:
         """A line has ended."""
         del self._lines[agent]
 
-    async def claim_now(self, terms: Claim) -> list[Task]:
+    async def claim_now(self, terms: Claim, identity: Identity) -> list[Task]:
         """What can be leased at once."""
-        return cast("list[Task]", await self._writer.submit(terms))
+        return cast("list[Task]", await self._writer.submit(terms, identity))
 
     async def look(self, agent: str) -> float:
         """How long nothing will come, rings aside; 0 when there is something."""
@@ -148,7 +152,8 @@ class _Line:
         for waiter in served:
             waiter.served = True
         outcomes = await asyncio.gather(
-            *(self._waiting.claim_now(waiter.terms) for waiter in served), return_exceptions=True
+            *(self._waiting.claim_now(waiter.terms, waiter.identity) for waiter in served),
+            return_exceptions=True,
         )
         got_none = []
         for waiter, outcome in zip(served, outcomes, strict=True):

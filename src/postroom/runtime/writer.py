@@ -2,11 +2,16 @@
 
 The event loop hands over what one of its rounds brought in one piece, and gets all answers in one piece.
 Between the two, one thread works while the other waits: two that take turns at every step cost far more.
+
+Rule 1: when more waits than one commit takes, the tokens take turns: one call of each, then the next of each.
+Rule 2: a call that does not fit into a commit goes first into the next one.
+Rule 3: one token has a share of the calls that wait and of their bytes. Operators have a reserve.
 """
 
 import asyncio
 import queue
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,22 +21,22 @@ from msgspec.structs import replace
 
 from postroom.contracts.tasks import Task, Tasks
 from postroom.errors import HandleDead, PostroomError, Unavailable
+from postroom.runtime.agents import Identity
+from postroom.runtime.shares import Shares
 from postroom.stores.base import CLAIM_MAX, Claim
 
+TASK_BYTES = 1_024  # what a task counts besides the bytes of its call: the work and the memory for it
 TURN_MAX = 256  # calls in one commit
+TURN_BYTES_MAX = 4 * 1024 * 1024  # the same in bytes; a larger call has a commit of its own
 WAITING_MAX = 10_000
+WAITING_A_TOKEN_MAX = 1_000
+WAITING_RESERVE = 1_000
+WAITING_BYTES_MAX = 512 * 1024 * 1024
+WAITING_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
+WAITING_BYTES_RESERVE = 128 * 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
 
 Call = Callable[[Tasks], Any]
-
-
-class _Job(msgspec.Struct, frozen=True):
-    """A call and who waits for what it gives. The claims of many who ask alike are one call."""
-
-    call: Call
-    futures: "tuple[asyncio.Future[Any], ...]"
-    limits: tuple[int, ...] = ()
-    """How many of the claimed tasks each of those who wait wants; empty when it is no claim."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -40,6 +45,20 @@ class _Asked(msgspec.Struct, frozen=True):
     wish: Call | Claim
     makes_room: bool
     future: "asyncio.Future[Any]"
+    identity: Identity
+    size: int
+    """What it counts in the share of its token, in bytes."""
+    work: int
+    """What it counts in a commit, in bytes."""
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """A call and who waits for what it gives. The claims of many who ask alike are one call."""
+
+    call: Call
+    asked: tuple[_Asked, ...]
+    limits: tuple[int, ...] = ()
+    """How many of the claimed tasks each of those who wait wants; empty when it is no claim."""
 
 
 class Writer:
@@ -49,9 +68,15 @@ class Writer:
         self._tasks = tasks
         self._loop = loop
         self._asked: list[_Asked] = []
-        self._waiting = 0
+        self._calls = Shares("calls that wait", WAITING_MAX, WAITING_A_TOKEN_MAX, WAITING_RESERVE)
+        self._bytes = Shares(
+            "bytes of calls that wait", WAITING_BYTES_MAX, WAITING_BYTES_A_TOKEN_MAX, WAITING_BYTES_RESERVE
+        )
         self._handed: queue.SimpleQueue[list[_Asked] | None] = queue.SimpleQueue()
+        self._lines: OrderedDict[str, deque[_Asked]] = OrderedDict()
+        """What did not fit into the last commit, by token; the token whose turn is next comes first."""
         self._closing = False
+        self._ended = False
         self.turns = 0
         self._thread = threading.Thread(target=self._run, name="postroom-writer", daemon=True)
         self._thread.start()
@@ -63,28 +88,40 @@ class Writer:
 
     # ---- in the event loop ---------------------------------------------------------------------
 
-    def submit(self, wish: Call | Claim, *, makes_room: bool = False) -> "asyncio.Future[Any]":
+    def submit(
+        self, wish: Call | Claim, identity: Identity, size: int = TASK_BYTES, *, makes_room: bool = False
+    ) -> "asyncio.Future[Any]":
         """What a call or claim gives, or the error it raised, once it is committed.
 
-        `makes_room` marks what must also work on a full disk.
+        `size` is how many bytes it counts. `makes_room` marks what must also work on a full disk.
         """
-        if self._closing or self._waiting >= WAITING_MAX:
-            raise Unavailable("too many requests wait for the store: try again soon")
+        if self._closing:
+            raise Unavailable("the server ends now: try again soon")
+        self._take(identity, size)
         future = self._loop.create_future()
         if not self._asked:
             self._loop.call_soon(self._hand_over)
-        self._asked.append(_Asked(wish, makes_room, future))
-        self._waiting += 1
+        work = wish.limit * TASK_BYTES if isinstance(wish, Claim) else size
+        self._asked.append(_Asked(wish, makes_room, future, identity, size, work))
         return future
+
+    def _take(self, identity: Identity, size: int) -> None:
+        self._calls.take(identity)
+        try:
+            self._bytes.take(identity, size)
+        except Unavailable:
+            self._calls.give_back(identity)
+            raise
 
     def _hand_over(self) -> None:
         asked, self._asked = self._asked, []
-        for start in range(0, len(asked), TURN_MAX):
-            self._handed.put(asked[start : start + TURN_MAX])
+        self._handed.put(asked)
 
-    def _answer(self, answers: list[tuple["asyncio.Future[Any]", Any]]) -> None:
-        self._waiting -= len(answers)
-        for future, answer in answers:
+    def _answer(self, answers: list[tuple[_Asked, Any]]) -> None:
+        for asked, answer in answers:
+            self._calls.give_back(asked.identity)
+            self._bytes.give_back(asked.identity, asked.size)
+            future = asked.future
             if future.done():
                 continue
             if isinstance(answer, Exception):
@@ -101,36 +138,60 @@ class Writer:
     # ---- in the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended = False
-        while not ended:
-            asked, ended = self._gather()
-            answers: list[tuple[asyncio.Future[Any], Any]] = []
+        while asked := self._gather():
+            answers: list[tuple[_Asked, Any]] = []
             for makes_room in (True, False):  # what makes room goes first, and not with what needs room
                 jobs = _jobs([one for one in asked if one.makes_room is makes_room])
                 if jobs:
                     outcomes = self._commit([job.call for job in jobs], makes_room=makes_room)
                     for job, outcome in zip(jobs, outcomes, strict=True):
                         if job.limits:
-                            answers += zip(job.futures, _shares(job, outcome), strict=True)
+                            answers += zip(job.asked, _shares(job, outcome), strict=True)
                         else:
-                            answers.append((job.futures[0], outcome))
+                            answers.append((job.asked[0], outcome))
             self.turns += 1
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._answer, answers)
 
-    def _gather(self) -> tuple[list[_Asked], bool]:
-        """What waits; and whether it was the last."""
+    def _gather(self) -> list[_Asked]:
+        """What the next commit is made of; empty when the writer is closed and nothing waits."""
+        asked = self._drain()
+        if not self._lines and len(asked) <= TURN_MAX and sum(one.work for one in asked) <= TURN_BYTES_MAX:
+            return asked
+        for one in asked:
+            self._lines.setdefault(one.identity.name, deque()).append(one)
+        return self._group()
+
+    def _drain(self) -> list[_Asked]:
+        """What was handed over meanwhile. Waits for it when there is nothing else to do."""
         asked: list[_Asked] = []
-        handed = self._handed.get()
-        while handed is not None:
-            asked += handed
-            if len(asked) >= TURN_MAX:
-                return asked, False
-            try:
-                handed = self._handed.get_nowait()
-            except queue.Empty:
-                return asked, False
-        return asked, True
+        with suppress(queue.Empty):
+            while not self._ended:
+                handed = self._handed.get(block=not (asked or self._lines))
+                if handed is None:
+                    self._ended = True
+                else:
+                    asked += handed
+        return asked
+
+    def _group(self) -> list[_Asked]:
+        """As many calls as fit into one commit: one of each token in turn."""
+        group: list[_Asked] = []
+        left = TURN_BYTES_MAX
+        unfit: list[tuple[str, deque[_Asked]]] = []
+        while self._lines and len(group) < TURN_MAX:
+            name, line = self._lines.popitem(last=False)
+            if group and line[0].work > left:
+                unfit.append((name, line))
+                continue
+            group.append(line.popleft())
+            left -= group[-1].work
+            if line:
+                self._lines[name] = line
+        for name, line in reversed(unfit):
+            self._lines[name] = line
+            self._lines.move_to_end(name, last=False)
+        return group
 
     def _commit(self, calls: list[Call], *, makes_room: bool) -> list[Any]:
         try:
@@ -154,7 +215,7 @@ def _jobs(asked: list[_Asked]) -> list[_Job]:
         if isinstance(one.wish, Claim):
             claims.setdefault(replace(one.wish, limit=0), []).append(one)
         else:
-            jobs.append(_Job(one.wish, (one.future,)))
+            jobs.append(_Job(one.wish, (one,)))
     for terms, alike in claims.items():
         jobs += _claims(terms, alike)
     return jobs
@@ -163,28 +224,28 @@ def _jobs(asked: list[_Asked]) -> list[_Job]:
 def _claims(terms: Claim, asked: list[_Asked]) -> list[_Job]:
     """As few claims as hold what all of those who ask alike want."""
     jobs: list[_Job] = []
-    futures: list[asyncio.Future[Any]] = []
+    alike: list[_Asked] = []
     limits: list[int] = []
     for one in asked:
         assert isinstance(one.wish, Claim)  # noqa: S101 - for the type checker: they were sorted by it
         if limits and sum(limits) + one.wish.limit > CLAIM_MAX:
-            jobs.append(_claim(terms, futures, limits))
-            futures, limits = [], []
-        futures.append(one.future)
+            jobs.append(_claim(terms, alike, limits))
+            alike, limits = [], []
+        alike.append(one)
         limits.append(one.wish.limit)
-    jobs.append(_claim(terms, futures, limits))
+    jobs.append(_claim(terms, alike, limits))
     return jobs
 
 
-def _claim(terms: Claim, futures: list["asyncio.Future[Any]"], limits: list[int]) -> _Job:
+def _claim(terms: Claim, asked: list[_Asked], limits: list[int]) -> _Job:
     together = replace(terms, limit=sum(limits))
-    return _Job(lambda tasks: tasks.claim_now(together), tuple(futures), tuple(limits))
+    return _Job(lambda tasks: tasks.claim_now(together), tuple(asked), tuple(limits))
 
 
 def _shares(job: _Job, outcome: Any) -> list[Any]:
     """What each of those who wait gets: who asked first is served first."""
     if isinstance(outcome, Exception):
-        return [outcome] * len(job.futures)
+        return [outcome] * len(job.asked)
     tasks: list[Task] = outcome
     shares = []
     for limit in job.limits:

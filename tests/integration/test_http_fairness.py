@@ -1,0 +1,148 @@
+"""One token floods the task server, as a real process: the calls of others are served between its calls."""
+
+import contextlib
+import json
+import select
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postroom import Tasks
+from postroom.runtime.bodies import ENQUEUE_MANY_MAX
+from postroom.runtime.writer import TURN_MAX
+from tests.integration.servers import HANG_GUARD_S, Server, serving
+from tests.integration.test_http_limits import connected, head, health, received
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "data") as running:
+        running.tokens["flood"] = running.agents.add("flood", may_send_to=["sink"])
+        yield running
+
+
+@contextlib.contextmanager
+def held_store(server: Server) -> Iterator[None]:
+    """The lock of the store in the hands of another process: no write of the server ends meanwhile."""
+    holds, release = threading.Event(), threading.Event()
+
+    def hold(tasks: Tasks) -> None:
+        def wait(_: object) -> None:
+            holds.set()
+            release.wait(HANG_GUARD_S)
+
+        tasks.store.write(wait)
+
+    with server.tasks() as tasks:
+        thread = threading.Thread(target=hold, args=(tasks,))
+        thread.start()
+        holds.wait(HANG_GUARD_S)
+        try:
+            yield
+        finally:
+            release.set()
+            thread.join()
+
+
+def request(server: Server, who: str, path: str, body: object) -> bytes:
+    raw = json.dumps(body).encode()
+    return head("POST", path, server.tokens[who]) + b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw)
+
+
+def begun(server: Server, stack: contextlib.ExitStack, count: int, raw: bytes) -> list[socket.socket]:
+    """So many requests that the server has read and not answered."""
+    opened = [stack.enter_context(connected(server)) for _ in range(count)]
+    for connection in opened:
+        connection.sendall(raw)
+    assert health(server) == 200
+    return opened
+
+
+ONE = {"agent": "sink", "payload": 1}
+MANY = {"tasks": [ONE] * ENQUEUE_MANY_MAX}
+
+
+@pytest.mark.parametrize(
+    ("flood", "count", "behind_min"),
+    [(ONE, 3 * TURN_MAX, TURN_MAX // 2), (MANY, 30, 15 * ENQUEUE_MANY_MAX)],
+    ids=["small calls", "large calls"],
+)
+def test_a_flood_does_not_go_before_the_calls_of_others(
+    server: Server, flood: object, count: int, behind_min: int
+) -> None:
+    with contextlib.ExitStack() as stack:
+        with held_store(server):
+            flooding = begun(server, stack, count, request(server, "flood", "/queue/enqueue", flood))
+            [mine] = begun(server, stack, 1, request(server, "boss", "/queue/enqueue", {**ONE, "agent": "x"}))
+        assert received(mine).status == 201
+        assert {received(connection).status for connection in flooding} == {201}
+    with server.tasks() as tasks:
+        [stored] = tasks.find(agent="x")
+        assert len(tasks.find(agent="sink", after=stored.seq, limit=100_000)) >= behind_min
+
+
+def test_the_calls_of_one_agent_that_wait_have_a_share(server: Server) -> None:
+    large = request(server, "flood", "/queue/enqueue", MANY)
+    with contextlib.ExitStack() as stack:
+        with held_store(server):
+            flood = begun(server, stack, 80, large)
+            [other] = begun(server, stack, 1, request(server, "triage", "/queue/next", {}))
+            [boss] = begun(server, stack, 1, request(server, "boss", "/queue/enqueue", ONE))
+        assert received(other).status == 204
+        assert received(boss).status == 201
+        answers = [received(connection) for connection in flood]
+    counts = Counter(answer.status for answer in answers)
+    assert set(counts) == {201, 429}
+    refused = next(answer for answer in answers if answer.status == 429)
+    assert refused.json["error"] == "TooMany"
+    assert "'flood' may have at most" in refused.json["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    with server.tasks() as tasks:
+        assert tasks.status().agents["sink"].depth == counts[201] * ENQUEUE_MANY_MAX + 1
+
+
+# ---- reads -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def flood_of_reads(server: Server) -> Iterator[list[socket.socket]]:
+    """Requests of one agent that each look at all its tasks, and find nothing."""
+    with server.tasks() as tasks:
+        tasks.enqueue_many([{"agent": "flood", "payload": 1}] * 20_000)
+    look = head("GET", "/tasks?state=DEAD_LETTER", server.tokens["flood"]) + b"\r\n"
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(server)) for _ in range(100)]
+        for connection in opened:
+            connection.sendall(look)
+        yield opened
+        assert {received(connection).status for connection in opened} == {200}
+
+
+def unanswered(connections: list[socket.socket]) -> int:
+    return len(connections) - len(select.select(connections, [], [], 0)[0])
+
+
+def test_health_does_not_wait_for_readers(server: Server) -> None:
+    with flood_of_reads(server) as flood:
+        assert health(server) == 200
+        assert unanswered(flood) > len(flood) // 4
+
+
+@pytest.mark.parametrize(
+    ("who", "path"), [("review", "/tasks"), ("review", "/tasks/unknown"), ("boss", "/queue/status")]
+)
+def test_a_flood_of_reads_does_not_go_before_the_reads_of_others(server: Server, who: str, path: str) -> None:
+    with flood_of_reads(server) as flood:
+        assert server.get(who, path).status in (200, 404)
+        assert unanswered(flood) > len(flood) // 4
+
+
+def test_health_does_not_wait_for_the_writer(server: Server) -> None:
+    with held_store(server), contextlib.ExitStack() as stack:
+        [mine] = begun(server, stack, 1, request(server, "boss", "/queue/enqueue", ONE))
+        assert health(server) == 200
+        assert unanswered([mine]) == 1
