@@ -16,7 +16,7 @@ builder() {
 }
 
 builder &
-postroom queue ask --to builder --sender boss --timeout 20 --body "How is the build?" |
+postroom queue ask --to builder --sender boss --timeout-s 20 --body "How is the build?" |
     python3 -c 'import json, sys; print("the answer is", json.load(sys.stdin)["body"])'
 wait
 

@@ -28,6 +28,7 @@ from postroom.core.mailcalls import (
     LIST,
     REPLY_TO,
     WITHOUT_PAYLOADS,
+    Created,
     Listed,
     MailMessage,
     Payload,
@@ -37,11 +38,15 @@ from postroom.core.mailcalls import (
     address,
     as_bytes,
     checked,
+    checked_number,
+    checked_text,
     header_block,
     listed,
     message_of,
     suffix,
+    wanted_suffix,
 )
+from postroom.core.times import SECONDS_MAX, checked_seconds
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
 from postroom.natsclient import SID, Connection, Login, servers_of
 
@@ -117,6 +122,8 @@ class AsyncSubscription:
 
     async def next(self, timeout_s: float | None = None) -> MailMessage | None:
         """The next message; None when none came in time."""
+        if timeout_s is not None:
+            checked_seconds("timeout_s", timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._some.wait()
@@ -188,10 +195,23 @@ class AsyncMail:
         self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
     ) -> str:
         """Make a mailbox; gives its id. One that exists is left as it is."""
-        wanted = {"ttl": ttl_s, "name": name or None, "public": public or None, "desc": desc or None}
+        return (await self.ensure(name, ttl_s=ttl_s, public=public, desc=desc)).mail_id
+
+    async def ensure(
+        self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
+    ) -> Created:
+        """As `create`; also gives whether the mailbox is new."""
+        if not isinstance(public, bool):
+            raise InvalidMessage(f"public must be true or false, not {public!r}")
+        wanted = {
+            "ttl": None if ttl_s is None else checked_seconds("ttl_s", ttl_s),
+            "name": checked_text("name", name) or None,
+            "public": public or None,
+            "desc": checked_text("desc", desc) or None,
+        }
         body = {key: value for key, value in wanted.items() if value is not None}
         reply = await self._call(CREATE, msgspec.json.encode(body))
-        return reply.mail_id or reply.mail_address
+        return Created(reply.mail_id or reply.mail_address, reply.is_new)
 
     async def send(
         self,
@@ -203,7 +223,8 @@ class AsyncMail:
         wait: bool = True,
     ) -> int:
         """Send; gives the message's id once it is stored. Without `wait` nobody says whether it was: 0."""
-        subject, block = address(mail_id, after=suffix(priority)), header_block(headers or {})
+        subject = address(mail_id, after=suffix(priority))
+        block = b"" if headers is None else header_block(headers)
         if not wait:
             await self._connection.publish(subject, as_bytes(payload), block)
             return 0
@@ -222,9 +243,12 @@ class AsyncMail:
 
         Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
         """
+        checked_seconds("timeout_s", timeout_s, SECONDS_MAX - REPLY_TTL_S)
+        content, given = as_bytes(payload), headers or {}
+        header_block(given)  # refused before a mailbox is made for the answer
         reply_to = await self.create(ttl_s=timeout_s + REPLY_TTL_S)
-        sent = {**(headers or {}), REPLY_TO: reply_to}
-        msg_id = await self.send(mail_id, payload, priority=priority, headers=sent)
+        sent = {**given, REPLY_TO: reply_to}
+        msg_id = await self.send(mail_id, content, priority=priority, headers=sent)
         subscription = await self.subscribe(reply_to)
         try:
             answer = await subscription.next(timeout_s)
@@ -238,10 +262,9 @@ class AsyncMail:
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
     ) -> AsyncSubscription:
         """The messages of a mailbox: what is stored by priority, then what comes. A group shares them."""
-        ranks = ".*" if priority == "*" else suffix(priority)
-        if any(char.isspace() for char in group):
+        if any(char.isspace() for char in checked_text("group", group)):
             raise InvalidMessage("the name of a group has no blanks")
-        return await self._subscribed(address(mail_id, after=ranks), mail_id, group)
+        return await self._subscribed(address(mail_id, after=wanted_suffix(priority)), mail_id, group)
 
     async def _subscribed(self, subject: bytes, mail_id: str, group: str = "") -> AsyncSubscription:
         subscription = AsyncSubscription(self._login, subject, mail_id, group)
@@ -253,6 +276,8 @@ class AsyncMail:
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", quiet_s: float = QUIET_S
     ) -> Messages:
         """What a mailbox holds now: until the last that its list names, or until nothing came for a while."""
+        wanted_suffix(priority)
+        checked_seconds("quiet_s", quiet_s)
         rows = await self.list(mail_id)
         rank = RANKS.get(priority)
         wanted = {each.msg_id for each in rows if rank is None or RANKS.get(each.priority) == rank}
@@ -277,12 +302,13 @@ class AsyncMail:
 
     async def delete(self, mail_id: str, msg_id: int) -> bool:
         """Take a message away; whether it was there."""
-        subject = address(mail_id, what=mq9.DELETE, after=f".{msg_id:d}")
+        subject = address(mail_id, what=mq9.DELETE, after=f".{checked_number(msg_id)}")
         reply = await self._call(subject, b"{}")
         return reply.deleted is not False
 
     async def public(self, *, quiet_s: float = QUIET_S) -> PublicMailboxes:
         """The public mailboxes that there are."""
+        checked_seconds("quiet_s", quiet_s)
         found: dict[str, PublicMailbox] = {}
         subscription = await self._subscribed(mq9.PUBLIC_LIST.encode(), "")
         try:
@@ -348,9 +374,14 @@ class Mail:
         timeout_s: float = TIMEOUT_S,
         name: str = CLIENT_NAME,
     ) -> None:
+        given = {"server": server, "user": user, "password": password, "token": token, "name": name}
+        for argument, value in given.items():
+            checked_text(argument, value)
+        if tls is not None and not isinstance(tls, ssl.SSLContext):
+            raise InvalidMessage(f"tls must be an ssl.SSLContext, not {type(tls).__name__}")
         servers = servers_of(server, user=user, password=password, token=token)
         self._login = Login(servers, name, tls)
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._async: AsyncMail | None = None
         self._opening = threading.Lock()
         self._inner: AsyncMail | None = None
@@ -427,6 +458,12 @@ class Mail:
     ) -> str:
         """Make a mailbox; gives its id. One that exists is left as it is."""
         return self._run(self._opened().create(name, ttl_s=ttl_s, public=public, desc=desc))
+
+    def ensure(
+        self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
+    ) -> Created:
+        """As `create`; also gives whether the mailbox is new."""
+        return self._run(self._opened().ensure(name, ttl_s=ttl_s, public=public, desc=desc))
 
     def send(
         self,

@@ -157,8 +157,8 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "negative count": (["tail", "--bus", "b", "-n", "-1"], "-n"),
     "huge count": (["read", "--bus", "b", "--limit", "9" * 30], "--limit"),
     "empty path": (["read", "--bus", ""], "empty"),
-    "endless timeout": (["follow", "--bus", "b", "--timeout", "inf"], "--timeout"),
-    "no timeout": (["follow", "--bus", "b", "--timeout", "nan"], "--timeout"),
+    "endless timeout": (["follow", "--bus", "b", "--timeout-s", "inf"], "--timeout-s"),
+    "no timeout": (["follow", "--bus", "b", "--timeout-s", "nan"], "--timeout-s"),
     "no size": (["rotate", "--root", ".", "--max-size", "big"], "10MiB"),
     "no limit": (["rotate", "--root", "."], "--max-size"),
     "two places": (["rotate", "--bus", "b", "--root", ".", "--max-size", "1"], "not both"),
@@ -445,14 +445,14 @@ def test_follow_prints_at_once_and_ends_cleanly_at_a_signal(path: Path, number: 
 
 
 def test_follow_waits_for_a_file_and_ends_after_its_timeout(path: Path) -> None:
-    assert postroom("bus", "follow", "--bus", path, "--timeout", "0.01") == Result(0, b"", "")
+    assert postroom("bus", "follow", "--bus", path, "--timeout-s", "0.01") == Result(0, b"", "")
     ids = filled(path, 2)
-    done = postroom("bus", "follow", "--bus", path, "--since", ids[0], "--timeout", "0.01")
+    done = postroom("bus", "follow", "--bus", path, "--since", ids[0], "--timeout-s", "0.01")
     assert bodies(done) == ["text 1"]
 
 
 def follow(path: Path, *arguments: object) -> list[str]:
-    done = postroom("bus", "follow", "--bus", path, *arguments, "--timeout", "0.01")
+    done = postroom("bus", "follow", "--bus", path, *arguments, "--timeout-s", "0.01")
     assert (done.code, done.errors) == (0, "")
     return bodies(done)
 

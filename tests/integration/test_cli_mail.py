@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,10 +59,18 @@ def test_a_second_server_of_a_folder_is_refused(server: MailServer) -> None:
     assert done.error == f"postroom: {server.data} belongs to a mail server that is running"
 
 
-def test_a_taken_port_is_one_sentence(tmp_path: Path, server: MailServer) -> None:
-    done = run("postroom", "mail", "serve", "--data", tmp_path / "other", "--port", server.port)
+def test_a_taken_port_is_one_sentence_and_leaves_nothing_behind(tmp_path: Path, server: MailServer) -> None:
+    done = run("postroom", "mail", "serve", "--data", tmp_path / "run" / "other", "--port", server.port)
     assert (done.code, done.raw) == (1, b"")
-    assert "address already in use" in done.error.lower()
+    assert done.error == f"postroom: cannot listen on 127.0.0.1 port {server.port}: Address already in use"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_cannot_be_listened_on_is_one_sentence(tmp_path: Path) -> None:
+    done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--host", "no host", "--port", 0)
+    assert (done.code, done.raw) == (1, b"")
+    assert done.error.startswith("postroom: cannot listen on no host port 0: ")
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_file_of_events_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -159,6 +168,16 @@ def test_an_id_can_stay_in_a_file() -> None:
     assert mail("read", "@missing").error.endswith("missing: No such file or directory")
 
 
+def test_create_says_whether_the_mailbox_is_new() -> None:
+    named = ["create", "--public", "--name", "cli.again", "--ttl-s", 60]
+    assert mail(*named).line == {"mail_id": "cli.again", "is_new": True}
+    assert mail(*named).line == {"mail_id": "cli.again", "is_new": False}
+    env = {"NO_COLOR": "1", **environ()}
+    assert run_on_terminal("postroom", "mail", *named, env=env).out == "cli.again exists already\n"
+    named[3] = "cli.other"
+    assert run_on_terminal("postroom", "mail", *named, env=env).out == "cli.other\n"
+
+
 def test_public_mailboxes_are_discovered() -> None:
     assert box("--public", "--name", "cli.queue", "--desc", "for all") == "cli.queue"
     private = box()
@@ -182,20 +201,47 @@ def test_follow_prints_what_is_there_and_what_comes_until_sigterm() -> None:
 def test_follow_ends_after_its_timeout() -> None:
     mail_id = box()
     mail("send", mail_id, "--body", "stored")
-    done = mail("follow", mail_id, "--timeout", 1)
+    done = mail("follow", mail_id, "--timeout-s", 1)
     assert (done.code, [each["body"] for each in done.lines]) == (0, ["stored"])
+
+
+@pytest.mark.parametrize("option", ["--timeout-s", "--timeout"])
+def test_every_command_has_one_name_for_its_timeout(option: str) -> None:
+    """The earlier one works, and is not shown."""
+    mail_id = box()
+    assert mail("send", mail_id, "--body", "x", option, 30).code == 0
+    assert mail("read", mail_id, option, 30).line["body"] == "x"
+    assert mail("follow", mail_id, option, 0.5).line["body"] == "x"
+    assert "nobody answered" in mail("ask", mail_id, "--body", "x", option, 0).error
+    for command in ("create", "send", "ask", "read", "follow", "delete", "list", "discover"):
+        assert "--timeout-s S" in mail(command, "--help").out
+        assert "--timeout " not in mail(command, "--help").out
+
+
+@pytest.mark.parametrize("option", ["-n", "--count"])
+def test_read_and_follow_end_after_so_many_messages(option: str) -> None:
+    mail_id = box()
+    for body in ("first", "second"):
+        mail("send", mail_id, "--body", body)
+    assert mail("follow", mail_id, option, 1).line["body"] == "first"
+    assert mail("read", mail_id, option, 1, "--delete").line["body"] == "first"
+    assert [each["body"] for each in mail("read", mail_id, option, 5).lines] == ["second"]
+    for command in ("read", "follow"):
+        done = mail(command, mail_id, option, 0)
+        assert (done.code, done.raw) == (2, b"")
+        assert "0 is not a number from 1 to " in done.error
 
 
 def test_ask_prints_the_answer_and_fails_without_one() -> None:
     mail_id = box()
     asking = start(
-        "postroom", "mail", "ask", mail_id, "--body", "is it green?", "--timeout", str(HANG_GUARD_S)
+        "postroom", "mail", "ask", mail_id, "--body", "is it green?", "--timeout-s", str(HANG_GUARD_S)
     )
     question = mail("follow", mail_id, "-n", 1).line
     mail("send", question["headers"]["Mq9-Reply-To"], "--body", "it is")
     code, printed, _ = finish(asking)
     assert (code, json.loads(printed)["body"]) == (0, "it is")
-    nobody = mail("ask", mail_id, "--body", "and now?", "--timeout", 0)
+    nobody = mail("ask", mail_id, "--body", "and now?", "--timeout-s", 0)
     assert (nobody.code, nobody.raw) == (1, b"")
     assert "nobody answered message" in nobody.error
 
@@ -249,16 +295,41 @@ def environ() -> dict[str, str]:
         (["follow", "no.such"], 1, "the server refuses the subscription: there may be no such mailbox"),
         (["send", "a b", "--body", "x"], 2, "a mailbox is named without blanks and wildcards"),
         (["send", "a", "--body", "x", "--header", "none"], 2, "a header is written as NAME:VALUE"),
-        (["create", "--public"], 1, "a public mailbox needs a name"),
+        (["create", "--public"], 2, "--public needs --name"),
+        (["create", "--name", "x"], 2, "--name needs --public"),
         (["discover", "--server", "http://x"], 2, "the address of a server looks like"),
         (["discover", "--server", "127.0.0.1:1"], 1, "mail server at 127.0.0.1:1: Connection refused"),
-        (["discover", "--tls-ca", "missing"], 1, "cannot use the certificates in missing"),
+        (["discover", "--tls-ca", "missing"], 2, "cannot use the certificates in missing"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_sentence(arguments: list[str], code: int, told: str) -> None:
     done = mail(*arguments)
     assert (done.code, done.raw) == (code, b"")
     assert told in done.error
+
+
+def test_the_exit_code_is_1_when_the_server_is_gone_or_refuses(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    commands = [
+        ["create"], ["send", "a", "--body", "x"], ["ask", "a", "--body", "x"], ["read", "a"],
+        ["follow", "a"], ["delete", "a", "1"], ["list", "a"], ["discover"],
+    ]  # fmt: skip
+    with serving(tmp_path / "data", "--user", "ada", "--password", "one") as server:
+        for words in commands:
+            gone = mail(*words, "--server", f"127.0.0.1:{port}")
+            assert (gone.code, gone.raw) == (1, b"")
+            told = f"cannot reach the mail server at 127.0.0.1:{port}: Connection refused"
+            assert gone.error == f"postroom: {told}"
+            refused = mail(*words, "--server", server.url, "--user", "ada", "--password", "two")
+            assert (refused.code, refused.raw) == (1, b"")
+            assert "the server does not let us in: wrong user, password or token" in refused.error
+
+
+def test_the_exit_code_is_1_when_the_server_does_not_answer_in_time() -> None:
+    done = mail("create", "--timeout-s", 0)
+    assert (done.code, done.raw) == (1, b"")
+    assert done.error == "postroom: no answer within 0 s: it may or may not be done"
 
 
 def test_another_server_without_mailboxes_is_told_apart(tmp_path: Path) -> None:

@@ -263,7 +263,17 @@ def test_ask_prints_the_answer(root: Path) -> None:
     builder = threading.Thread(target=answer)
     builder.start()
     process = start(
-        "postroom", "queue", "ask", "--to", "builder", "--sender", "boss", "--body", "green?", "--timeout", 30
+        "postroom",
+        "queue",
+        "ask",
+        "--to",
+        "builder",
+        "--sender",
+        "boss",
+        "--body",
+        "green?",
+        "--timeout-s",
+        30,
     )
     done = finish(process)
     builder.join()
@@ -272,7 +282,7 @@ def test_ask_prints_the_answer(root: Path) -> None:
 
 
 def test_ask_without_an_answer_fails() -> None:
-    done = postroom("queue", "ask", "--to", "nobody", "--body", "hello?", "--timeout", "0.01")
+    done = postroom("queue", "ask", "--to", "nobody", "--body", "hello?", "--timeout-s", "0.01")
     assert (done.code, done.raw) == (1, b"")
     assert done.error == "postroom: nobody did not answer within 0.01 s"
 

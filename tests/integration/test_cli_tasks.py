@@ -153,7 +153,7 @@ def test_cancel_and_retry(where: tuple[str, ...], agent: str) -> None:
 def test_a_result_is_waited_for(where: tuple[str, ...], agent: str) -> None:
     new = ("enqueue", *where, "--agent", agent, "--payload", '{"issue": 7}')
     task_id = tasks_command(*new)["task_id"]
-    pending = postroom("tasks", "wait", task_id, *where, "--timeout", "0.05")
+    pending = postroom("tasks", "wait", task_id, *where, "--timeout-s", "0.05")
     assert (pending.code, pending.line["status"]) == (1, "pending")
     assert pending.error == f"postroom: task {task_id} has not ended: it is pending"
     waiting = start("postroom", "tasks", "wait", task_id, *where)
@@ -165,7 +165,7 @@ def test_a_result_is_waited_for(where: tuple[str, ...], agent: str) -> None:
         "task_id": task_id, "agent": agent, "status": "completed", "state": "COMPLETED",
         "result": {"label": "bug"}, "errors": [],
     }  # fmt: skip
-    asking = start("postroom", "tasks", *new, "--wait", "--timeout", "60", "--max-retries", "0")
+    asking = start("postroom", "tasks", *new, "--wait", "--timeout-s", "60", "--max-retries", "0")
     asked = tasks_command("next", *where, "--agent", agent, "--wait-s", 60)
     tasks_command("fail", asked["task_id"], *where, "--lease", asked["lease"], "--error", "no such label")
     failed = finish(asking)
@@ -337,7 +337,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "retry of nothing": (["retry", *DATA], "--all-dead"),
     "retry of one and all": (["retry", "t1", "--all-dead", *DATA], "--all-dead"),
     "retry since no time": (["retry", *DATA, "--since", "yesterday"], "RFC 3339"),
-    "endless timeout": (["wait", "t1", *DATA, "--timeout", "inf"], "inf"),
+    "endless timeout": (["wait", "t1", *DATA, "--timeout-s", "inf"], "inf"),
     "work at two places": (
         ["work", *DATA, "--url", "http://x", "--agent", "a", "--exec", "true"],
         "two places",

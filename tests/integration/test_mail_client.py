@@ -6,8 +6,9 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from tests.contract.natsservers import key_beside, made_certificate, running
 from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
 
 MANY = 1_200
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.fixture(name="server", scope="module")
@@ -245,6 +248,102 @@ def test_wrong_words_are_refused_here(mail: Mail) -> None:
         mail.send("a", "x", headers={"A": "b\r\nC: d"})
     with pytest.raises(InvalidMessage, match="group"):
         mail.subscribe("a", group="a b")
+
+
+TEXTS: list[Any] = [1, None, b"x", ["x"], object()]
+SECONDS: list[Any] = ["x", -1, True, float("nan"), float("inf"), object()]
+WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
+
+
+@pytest.mark.parametrize(
+    ("call", "values", "told"),
+    [
+        (lambda mail, _, value: mail.send(value, "x"), TEXTS, "mail_id must be text"),
+        (lambda mail, _, value: mail.list(value), TEXTS, "mail_id must be text"),
+        (lambda mail, _, value: mail.delete(value, 1), TEXTS, "mail_id must be text"),
+        (lambda mail, _, value: mail.messages(value), TEXTS, "mail_id must be text"),
+        (lambda mail, _, value: mail.subscribe(value), TEXTS, "mail_id must be text"),
+        (
+            lambda mail, box, value: mail.send(box, "x", priority=value),
+            WORDS,
+            "priority must be one of critical, urgent, high, normal, low, not ",
+        ),
+        (
+            lambda mail, box, value: mail.subscribe(box, priority=value),
+            WORDS,
+            "priority must be one of critical, urgent, high, normal, low, or * for all, not ",
+        ),
+        (lambda mail, box, value: mail.messages(box, priority=value), WORDS, "priority must be one of "),
+        (
+            lambda mail, box, value: mail.send(box, value),
+            [object(), {"a": object()}, {(1, 2): 3}, ENDLESS],
+            "payload must be bytes, text, or what JSON can hold, not ",
+        ),
+        (lambda mail, box, value: mail.send(box, value), ["\ud800", ["\ud800"]], "payload holds lone surr"),
+        (
+            lambda mail, box, value: mail.send(box, "x", headers=value),
+            [1, "a:b", ["a"]],
+            "headers must be a dict of text, not ",
+        ),
+        (
+            lambda mail, box, value: mail.send(box, "x", headers=value),
+            [{"a": 1}, {b"a": b"b"}, {"a": "\ud800"}],
+            " of a header ",
+        ),
+        (lambda mail, box, value: mail.ask(box, "x", headers=value), [1, "a:b"], "headers must be a dict"),
+        (lambda mail, _, value: mail.create(ttl_s=value), SECONDS, "ttl_s must be a number of seconds"),
+        (
+            lambda mail, _, value: mail.create(value, public=True),
+            [1, ["n"], b"n", "n\ud800"],
+            "name ",
+        ),
+        (
+            lambda mail, _, value: mail.create("n", public=True, desc=value),
+            [1, b"n", "\ud800"],
+            "desc ",
+        ),
+        (lambda mail, _, value: mail.create("n", public=value), [1, "yes", None], "public must be true or"),
+        (lambda mail, box, value: mail.subscribe(box, group=value), TEXTS, "group must be text"),
+        (
+            lambda mail, box, value: mail.delete(box, value),
+            ["1", None, 1.5, -1, True],
+            "msg_id must be the number of a message, not ",
+        ),
+        (lambda mail, box, value: mail.messages(box, quiet_s=value), SECONDS, "quiet_s must be a number of"),
+        (lambda mail, _, value: mail.public(quiet_s=value), SECONDS, "quiet_s must be a number of"),
+        (lambda mail, box, value: mail.ask(box, "x", timeout_s=value), SECONDS, "timeout_s must be a number"),
+        (lambda mail, box, value: mail.subscribe(box).next(value), SECONDS, "timeout_s must be a number"),
+        (lambda _, __, value: Mail(value), TEXTS, "server must be text"),
+        (lambda _, __, value: Mail(user=value), TEXTS, "user must be text"),
+        (lambda _, __, value: Mail(password=value), TEXTS, "password must be text"),
+        (lambda _, __, value: Mail(name=value), TEXTS, "name must be text"),
+        (lambda _, __, value: Mail(timeout_s=value), SECONDS, "timeout_s must be a number"),
+        (lambda _, __, value: Mail(tls=value), [True, "ca.pem"], "tls must be an ssl.SSLContext, not "),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_wrong_kind_are_one_sentence(
+    mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], told: str
+) -> None:
+    box = mail.create(ttl_s=60)
+    for value in values:
+        with pytest.raises(InvalidMessage) as refused:
+            call(mail, box, value)
+        assert told in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert mail.list(box) == []
+
+
+def test_bytes_of_every_kind_are_sent_as_they_are(mail: Mail) -> None:
+    box = mail.create(ttl_s=60)
+    for payload in (b"\x00a", bytearray(b"\x00a"), memoryview(b"\x00a")):
+        mail.send(box, payload)
+    assert [each.payload for each in mail.messages(box)] == [b"\x00a"] * 3
+
+
+def test_ensure_says_whether_the_mailbox_is_new(mail: Mail) -> None:
+    assert mail.ensure("ensured", public=True, ttl_s=60) == ("ensured", True)
+    assert mail.ensure("ensured", public=True, ttl_s=60) == ("ensured", False)
+    assert mail.create("ensured", public=True) == "ensured"
 
 
 def test_the_same_calls_for_asyncio(server: MailServer) -> None:

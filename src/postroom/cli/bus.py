@@ -16,6 +16,7 @@ from postroom.cli.shell import (
     HELP_OPTIONS,
     Shell,
     Stopped,
+    TimeoutOption,
     add_json_option,
     note_missing,
     parse_wait,
@@ -167,8 +168,8 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
 @since_option
 @archives_option
 @click.option(
-    "--timeout",
-    "timeout_s",
+    "--timeout-s",
+    cls=TimeoutOption,
     type=parse_wait,
     metavar="S",
     help="Stop after this many seconds.  [default: never]",
@@ -189,7 +190,7 @@ def follow(
 ) -> None:
     """Print messages as they come.
 
-    First those that are there, then new ones, also across rotations. Ends at a signal, after --timeout, or
+    First those that are there, then new ones, also across rotations. Ends at a signal, after --timeout-s, or
     when nobody reads its output any more.
 
     \b

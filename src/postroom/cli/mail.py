@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.shell import (
-    COUNT,
+    COUNT_MAX,
     HELP_OPTIONS,
     Decorated,
     Shell,
     Stopped,
+    TimeoutOption,
     add_json_option,
     parse_wait,
     path_option,
@@ -21,7 +22,7 @@ from postroom.cli.shell import (
     reader_gone,
     together,
 )
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
     from postroom.contracts.mail.options import MailOptions
@@ -34,9 +35,11 @@ PASSWORD_VARIABLE = "POSTROOM_MAIL_PASSWORD"  # noqa: S105 - the name of a varia
 TOKEN_VARIABLE = "POSTROOM_MAIL_TOKEN"  # noqa: S105 - the same
 HOST_DEFAULT = "127.0.0.1"
 PORT_DEFAULT = 4222
+CALL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0
 AMOUNT_MAX = 1 << 40
 PORT = click.IntRange(0, 65535)
+AT_LEAST_ONE = click.IntRange(1, COUNT_MAX)
 STORAGES = click.Choice(["memory", "os", "group"])
 PRIORITIES = ("critical", "urgent", "high", "normal", "low")
 BODY_BYTES_MAX = 64 << 20  # what a server takes is its own affair, and less
@@ -64,7 +67,7 @@ token_option = click.option(
     metavar="TEXT",
     help=f"A token instead of a user. Shown in lists of processes.  [default: ${TOKEN_VARIABLE}]",
 )
-server_options = together(
+place_options = together(
     click.option(
         "--server",
         metavar="URL",
@@ -77,14 +80,30 @@ server_options = together(
     path_option(
         "--tls-ca", metavar="FILE", text="Trust servers whose certificate is signed by one of these."
     ),
-    click.option(
+)
+
+
+def _timeout_option(default: float | None, text: str) -> Callable[[Decorated], Decorated]:
+    return click.option(
         "--timeout-s",
+        cls=TimeoutOption,
         type=parse_wait,
-        default=5.0,
-        show_default=True,
+        default=default,
+        show_default=default is not None,
         metavar="S",
-        help="How long to wait for an answer.",
-    ),
+        help=text,
+    )
+
+
+server_options = together(
+    place_options, _timeout_option(CALL_TIMEOUT_S, "How long to wait for the server's answer.")
+)
+count_option = click.option(
+    "-n",
+    "--count",
+    type=click.IntRange(1, COUNT_MAX),
+    metavar="N",
+    help="At most N messages.  [default: all]",
 )
 mail_argument = click.argument("mail_id", metavar="MAIL_ID")
 priority_option = click.option(
@@ -254,16 +273,21 @@ def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
 @server_options
 @click.pass_obj
 def create(shell: Shell, /, name: str, public: bool, ttl_s: float | None, desc: str, **where: Any) -> None:
-    """Make a mailbox, and print its id. One that exists is left as it is.
+    """Make a mailbox, and print its id and whether it is new. One that exists is left as it is.
 
     \b
     Example:
       postroom mail create --ttl-s 3600
       postroom mail create --public --name task.queue --desc "work for anybody"
     """
+    if public != bool(name):
+        raise click.UsageError("--public needs --name" if public else "--name needs --public")
     with _mail(shell, where) as client:
-        mail_id = client.create(name, ttl_s=ttl_s, public=public, desc=desc)
-    shell.output.facts({"mail_id": mail_id}, mail_id)
+        made = client.ensure(name, ttl_s=ttl_s, public=public, desc=desc)
+    facts = {"mail_id": made.mail_id, "is_new": made.is_new}
+    if made.is_new is None:  # another server, which does not say it
+        del facts["is_new"]
+    shell.output.facts(facts, f"{made.mail_id} exists already" if made.is_new is False else made.mail_id)
 
 
 @mail.command()
@@ -301,20 +325,12 @@ def send(
 @click.option("--body-file", metavar="FILE", help="Take it from a file; - is stdin.")
 @priority_option
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
-@click.option(
-    "--timeout",
-    "answer_s",
-    type=parse_wait,
-    default=ASK_TIMEOUT_S,
-    show_default=True,
-    metavar="S",
-    help="How long to wait for the answer to the message.",
-)
-@server_options
+@_timeout_option(ASK_TIMEOUT_S, "How long to wait for the answer to the message.")
+@place_options
 @click.pass_obj
 def ask(
     shell: Shell, /, mail_id: str, body: str | None, body_file: str | None, priority: Any,
-    headers: tuple[str, ...], answer_s: float, **where: Any,
+    headers: tuple[str, ...], timeout_s: float, **where: Any,
 ) -> None:  # fmt: skip
     """Send a message, wait for the answer, and print it.
 
@@ -323,12 +339,12 @@ def ask(
 
     \b
     Example:
-      postroom mail ask task.queue --timeout 60 --body "is it green?"
+      postroom mail ask task.queue --timeout-s 60 --body "is it green?"
     """
     text = read_body(shell, body, body_file, BODY_BYTES_MAX)
     with _mail(shell, where) as client:
         answer = client.ask(
-            _mail_id(mail_id), text, priority=priority, headers=_headers(headers), timeout_s=answer_s
+            _mail_id(mail_id), text, priority=priority, headers=_headers(headers), timeout_s=timeout_s
         )
     _print(shell, answer)
 
@@ -344,19 +360,21 @@ def _headers(texts: tuple[str, ...]) -> dict[str, str]:
 @mail_argument
 @only_option
 @click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
+@count_option
 @server_options
 @click.pass_obj
-def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, **where: Any) -> None:
+def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, count: int | None, **where: Any) -> None:
     """What a mailbox holds now, in the order of priority. It stays there.
 
     \b
     Example:
       postroom mail read @box.json
       postroom mail read task.queue --priority critical --delete
+      postroom mail read task.queue -n 1
     """
     box = _mail_id(mail_id)
     with _mail(shell, where) as client:
-        for message in client.messages(box, priority=priority):
+        for message in client.messages(box, priority=priority)[:count]:
             _print(shell, message)
             if take:
                 shell.output.flush()
@@ -368,36 +386,30 @@ def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, **where: Any)
 @only_option
 @click.option("--group", default="", metavar="NAME", help="Share the messages with the others of this group.")
 @click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
-@click.option("-n", "count", type=COUNT, default=0, metavar="N", help="End after so many.  [default: never]")
-@click.option(
-    "--timeout",
-    "follow_s",
-    type=parse_wait,
-    metavar="S",
-    help="Stop after this many seconds.  [default: never]",
-)
-@server_options
+@count_option
+@_timeout_option(None, "Stop after this many seconds.  [default: never]")
+@place_options
 @click.pass_obj
 def follow(
-    shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int,
-    follow_s: float | None, **where: Any,
+    shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int | None,
+    timeout_s: float | None, **where: Any,
 ) -> None:  # fmt: skip
     """What a mailbox holds, and then what comes. A lost connection is made again.
 
-    Ends at a signal, after --timeout, after -n messages, or when nobody reads its output any more.
+    Ends at a signal, after --timeout-s, after -n messages, or when nobody reads its output any more.
 
     \b
     Example:
-      postroom mail follow @box.json --timeout 60
+      postroom mail follow @box.json --timeout-s 60
       postroom mail follow task.queue --group workers --delete
     """
     box = _mail_id(mail_id)
     with _mail(shell, where) as client, client.subscribe(box, priority=priority, group=group) as messages:
         shell.note("following; Ctrl-C ends it")
         printed = 0
-        ends_at = None if follow_s is None else time.monotonic() + follow_s
+        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not (count and printed >= count):
+            while count is None or printed < count:
                 message = _next(messages, ends_at)
                 if message is None:
                     return
@@ -493,7 +505,7 @@ def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
         password=where["password"] or os.environ.get(PASSWORD_VARIABLE, ""),
         token=where["token"] or os.environ.get(TOKEN_VARIABLE, ""),
         tls=_trusting(where["tls_ca"]) if where["tls_ca"] else None,
-        timeout_s=where["timeout_s"],
+        timeout_s=where.get("timeout_s", CALL_TIMEOUT_S),
         name="postroom-cli",
     )
 
@@ -505,7 +517,7 @@ def _trusting(authorities: Path) -> Any:
         return ssl.create_default_context(cafile=authorities)
     except (OSError, ssl.SSLError) as error:
         why = error.strerror or "it holds no certificate"
-        raise click.ClickException(f"cannot use the certificates in {authorities}: {why}") from None
+        raise InvalidSetting(f"cannot use the certificates in {authorities}: {why}") from None
 
 
 def _mail_id(text: str) -> str:

@@ -16,6 +16,7 @@ from postroom.cli.shell import (
     COUNT,
     HELP_OPTIONS,
     Shell,
+    TimeoutOption,
     add_json_option,
     as_path,
     note_missing,
@@ -503,8 +504,8 @@ add(
         body_option(),
         body_file_option(),
         sender_option(),
-        click.Option(
-            ["--timeout", "timeout_s"],
+        TimeoutOption(
+            ["--timeout-s"],
             type=parse_wait,
             default=ASK_TIMEOUT_S,
             show_default=True,
@@ -514,7 +515,7 @@ add(
         ttl_option(),
         session_option(),
     ],
-    'postroom queue ask --to builder --timeout 60 --body "is it green?"',
+    'postroom queue ask --to builder --timeout-s 60 --body "is it green?"',
 )
 add("register", register, [agent_option(), session_option()], "postroom queue register --agent builder")
 add("agents", agents, [session_option()], "postroom queue agents")

@@ -347,6 +347,14 @@ def parse_wait(text: str) -> float:
     return seconds
 
 
+class TimeoutOption(click.Option):
+    """`--timeout-s`, how long a command waits. Its earlier name `--timeout` works, and is not shown."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        parser.add_option(self, ["--timeout"], dest=self.name, action="store", nargs=1)
+
+
 def json_option() -> click.Option:
     return click.Option(
         ["--json"],

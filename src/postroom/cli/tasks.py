@@ -19,6 +19,7 @@ from postroom.cli.shell import (
     HELP_OPTIONS,
     Decorated,
     Shell,
+    TimeoutOption,
     add_json_option,
     parse_wait,
     path_option,
@@ -292,8 +293,8 @@ def lease_s_option(default: float) -> Callable[[Decorated], Decorated]:
 
 
 timeout_option = click.option(
-    "--timeout",
-    "timeout_s",
+    "--timeout-s",
+    cls=TimeoutOption,
     type=parse_wait,
     metavar="S",
     help="Wait at most so many seconds.  [default: until the task has ended]",
@@ -549,7 +550,7 @@ def enqueue(
       postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}'
       postroom tasks enqueue --data run --agent triage --key delivery-93 --payload-file event.json
       postroom tasks enqueue --data run --agent triage --batch tasks.jsonl
-      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}' --wait --timeout 60
+      postroom tasks enqueue --data run --agent triage --payload '{"issue": 7}' --wait --timeout-s 60
     """
     if batch is not None:
         if payload is not None or payload_file is not None or waits:
@@ -637,7 +638,7 @@ def wait(
 
     \b
     Example:
-      postroom tasks wait t-1 --data run --timeout 60
+      postroom tasks wait t-1 --data run --timeout-s 60
     """
     with place(shell, data, url, token) as there:
         ended = there.wait(task_id, timeout_s)

@@ -69,37 +69,84 @@ class PublicMailbox(NamedTuple):
     ttl_s: float
 
 
+class Created(NamedTuple):
+    """A mailbox that was asked for."""
+
+    mail_id: str
+    is_new: bool | None
+    """False when it existed already, and was left as it is; None when the server does not say."""
+
+
 Priority = Literal["critical", "urgent", "high", "normal", "low"]
-Payload = bytes | str | Mapping[str, Any] | list[Any]
+Payload = bytes | bytearray | memoryview | str | Mapping[str, Any] | list[Any]
+
+
+def checked_text(name: str, value: object) -> str:
+    """An argument that is text, and can be sent as such."""
+    if not isinstance(value, str):
+        raise InvalidMessage(f"{name} must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage(f"{name} holds lone surrogates, which are not Unicode text") from None
+    return value
+
+
+def checked_number(msg_id: object) -> int:
+    """The id of a message, as a send or a list gave it."""
+    if isinstance(msg_id, bool) or not isinstance(msg_id, int) or msg_id < 0:
+        raise InvalidMessage(f"msg_id must be the number of a message, not {msg_id!r}")
+    return msg_id
 
 
 def address(mail_id: str, *, what: str = mq9.SEND, after: str = "") -> bytes:
     """A subject for a mailbox. What would change the meaning of the line is refused."""
+    if not isinstance(mail_id, str):
+        raise InvalidMessage(f"mail_id must be text, not {type(mail_id).__name__}")
     if not mail_id or any(char in mail_id for char in " \t\r\n*>") or not mail_id.isprintable():
         raise InvalidMessage("a mailbox is named without blanks and wildcards")
     return f"{what}{mail_id}{after}".encode()
 
 
 def suffix(priority: str) -> str:
-    if priority not in RANKS:
-        raise InvalidMessage(f"the priority is one of {', '.join(RANKS)}")
+    if not isinstance(priority, str) or priority not in RANKS:
+        raise InvalidMessage(f"priority must be one of {', '.join(RANKS)}, not {priority!r}")
     return "" if priority == "normal" else f".{priority}"
+
+
+def wanted_suffix(priority: str) -> str:
+    """The same for a reader, who may want all of them."""
+    if priority == "*":
+        return ".*"
+    if not isinstance(priority, str) or priority not in RANKS:
+        raise InvalidMessage(f"priority must be one of {', '.join(RANKS)}, or * for all, not {priority!r}")
+    return suffix(priority)
 
 
 def as_bytes(payload: Payload) -> bytes:
     if isinstance(payload, bytes):
         return payload
-    return (
-        payload.encode("utf-8", "surrogateescape")
-        if isinstance(payload, str)
-        else msgspec.json.encode(payload)
-    )
+    try:
+        if isinstance(payload, str):
+            return payload.encode("utf-8", "surrogateescape")
+        if isinstance(payload, bytearray | memoryview):
+            return bytes(payload)
+        return msgspec.json.encode(payload)
+    except UnicodeEncodeError:
+        raise InvalidMessage("payload holds lone surrogates, which are not Unicode text") from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        told = f"payload must be bytes, text, or what JSON can hold, not {type(payload).__name__}"
+        raise InvalidMessage(f"{told}: {reason(error)}") from None
 
 
 def header_block(headers: Mapping[str, str]) -> bytes:
+    if not isinstance(headers, Mapping):
+        raise InvalidMessage(f"headers must be a dict of text, not {type(headers).__name__}")
     if not headers:
         return b""
     for name, value in headers.items():
+        checked_text("the name of a header", name)
+        checked_text("the value of a header", value)
         if not name or ":" in name or any(char in name + value for char in "\r\n"):
             raise InvalidMessage("a header has a name without a colon, and no line breaks")
     return "".join(
@@ -145,6 +192,7 @@ class Reply(msgspec.Struct):
     mail_address: str = ""
     msg_id: int | str | None = None
     deleted: bool | None = None
+    is_new: bool | None = None
     messages: list[dict[str, Any]] = []
 
 

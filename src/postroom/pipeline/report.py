@@ -9,10 +9,12 @@ Rule 3: percentiles over several groups come from the histograms in `gold_latenc
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
+from postroom.contracts.tasks import DECISIONS
+from postroom.core.events import Contract
 from postroom.core.lives import ENDLESS
 from postroom.errors import InvalidMessage
 from postroom.pipeline.database import Database
@@ -54,6 +56,7 @@ FINE_STEPS_US: Final = tuple(
 """Widths of columns that are finer than an hour."""
 STACK_OF_WAITING: Final = "waiting"
 NAMELESS_ERROR: Final = "without a class"
+UNNAMED: Final = "unnamed"
 TABLES: Final = (
     *("silver_events", "silver_messages", "gold_latency", "gold_throughput", "gold_depth", "gold_errors"),
     *("gold_tokens", "gold_cost", "gold_traffic", "gold_dlq_patterns", "gold_poison_suspects", "gold_flames"),
@@ -138,7 +141,7 @@ class Reading:
             self._until_us,
             self._step_us,
             rows_of(self._tables.files("silver_events")),
-            self._outcomes(),
+            self._ends(_OF_AGENTS),
             latency,
             overall,
             self._targets_us,
@@ -154,6 +157,9 @@ class Reading:
             self._patterns(),
             self._suspects(),
             self.goals(GOALS_MAX),
+            self._ends(_OF_HARNESS),
+            next(iter(self._queues(_OF_HARNESS)), None),
+            *self._lapses(),
         )
 
     def _extent(self) -> tuple[int, int, bool]:
@@ -172,13 +178,16 @@ class Reading:
         """The column of time that a moment belongs to."""
         return f"(({column}) - ({column}) % {self._step_us})"
 
-    def _outcomes(self) -> dict[str, int]:
-        """How messages ended. One of a contract without an end is kept or removed, and not open."""
+    def _ends(self, whose: str) -> dict[str, int]:
+        """How messages of agents, or those of the harness, ended.
+
+        One of a contract without an end is kept or removed, and not open.
+        """
         rows = self._db.rows(
-            """SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
+            f"""SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
                            WHEN outcome = 'open' THEN $kept WHEN outcome = 'cancelled' THEN $removed
                            ELSE outcome END AS outcome, count(*) AS n
-               FROM silver_messages GROUP BY ALL""",
+               FROM silver_messages WHERE {whose} GROUP BY ALL""",
             endless=sorted(ENDLESS),
             kept=KEPT,
             removed=REMOVED,
@@ -200,8 +209,8 @@ class Reading:
         if self._is_fine:
             return f"""SELECT priority, {self._at(_BORN_US)} AS at_us, greatest(queue_us, 0) AS le_us,
                               count(*) AS n
-                       FROM silver_messages WHERE priority IS NOT NULL AND queue_us IS NOT NULL
-                       GROUP BY ALL"""
+                       FROM silver_messages
+                       WHERE priority IS NOT NULL AND queue_us IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
         return f"""SELECT priority, {self._at("hour_us")} AS at_us, bucket.le_us AS le_us,
                           sum(bucket.n) AS n
                    FROM (SELECT priority, hour_us, unnest(histogram) AS bucket
@@ -214,7 +223,8 @@ class Reading:
             rows = self._db.rows(
                 f"""SELECT {self._at(_BORN_US)} AS at_us, count(*) AS n,
                            count(*) FILTER (WHERE queue_us <= $target_us) AS within
-                    FROM silver_messages WHERE queue_us IS NOT NULL AND priority = $priority GROUP BY ALL""",
+                    FROM silver_messages
+                    WHERE queue_us IS NOT NULL AND priority = $priority AND {_OF_AGENTS} GROUP BY ALL""",
                 target_us=target_us,
                 priority=priority,
             )
@@ -229,7 +239,7 @@ class Reading:
                 for column, (kind, _) in _HAPPENED.items()
             )
             source = f"""SELECT {self._at("ts_us")} AS at_us, {sums} FROM silver_events
-                         WHERE message_id IS NOT NULL GROUP BY ALL"""
+                         WHERE message_id IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
         else:
             sums = ", ".join(f"sum({column}) AS {column}" for column in _HAPPENED)
             source = f"SELECT {self._at('hour_us')} AS at_us, {sums} FROM gold_throughput GROUP BY ALL"
@@ -272,14 +282,20 @@ class Reading:
         """How many messages wait in all queues, and the queues that most messages came to."""
         self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
         total = self._db.rows(
-            f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves GROUP BY ALL),
+            f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves
+                                 WHERE {_OF_AGENTS} GROUP BY ALL),
                      depths AS (SELECT moment_us, sum(change) OVER (ORDER BY moment_us) AS depth FROM changes)
                 SELECT {self._at("moment_us")} AS at_us, max(depth) AS peak,
                        arg_max(depth, moment_us) AS last
                 FROM depths GROUP BY ALL ORDER BY at_us"""
         )
-        ranked = self._db.rows(
-            f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves GROUP BY ALL),
+        return self._held(total), self._queues(_OF_AGENTS)
+
+    def _queues(self, whose: str) -> list[Queue]:
+        """The queues that most messages came to. `_depth` has made `moves`."""
+        rows = self._db.rows(
+            f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
+                                 WHERE {whose} GROUP BY ALL),
                      depths AS (SELECT *, sum(change) OVER (PARTITION BY queue ORDER BY moment_us) AS depth
                                 FROM changes),
                      arrived AS (SELECT queue, count(*) AS messages FROM silver_messages GROUP BY ALL)
@@ -288,8 +304,7 @@ class Reading:
                 FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
                 ORDER BY messages DESC, queue LIMIT {RANKED_MAX}"""
         )
-        queues = [Queue(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in ranked]
-        return self._held(total), queues
+        return [Queue(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
 
     def _moves(self) -> str:
         """Grain: moment and queue: by how many the messages that wait became more.
@@ -322,6 +337,16 @@ class Reading:
             depth = depth if row is None else row["last"]
         return found
 
+    def _lapses(self) -> tuple[int, int]:
+        """Leases that ran out, and errors that are timeouts."""
+        [row] = self._db.rows(
+            """SELECT coalesce(sum(n) FILTER (WHERE kind = 'lease_lapsed'), 0) AS lapses,
+                      coalesce(sum(n) FILTER (WHERE kind = 'execution_failed'
+                                              AND error_type ILIKE '%timeout%'), 0) AS timeouts
+               FROM gold_errors"""
+        )
+        return int(row["lapses"]), int(row["timeouts"])
+
     # ---- rankings ------------------------------------------------------------------------------------
 
     def _spending(self, column: str) -> list[Spender]:
@@ -336,17 +361,20 @@ class Reading:
         return [Spender(row["name"], row["calls"], row["tokens"] or 0, row["cost_usd"]) for row in rows]
 
     def _traffic(self) -> list[Pair]:
-        """The pairs among those who send and those who get the most."""
+        """The pairs among those who send and those who get the most. A contract is nobody who sends."""
         rows = self._db.rows(
-            f"""WITH named AS (SELECT {_named("sender")} AS sender, {_named("recipient")} AS recipient,
-                                      messages, dead_letters FROM gold_traffic),
+            f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR list_contains($contracts, sender)
+                                           THEN '{UNNAMED}' ELSE sender END AS sender,
+                                      {_named("recipient")} AS recipient, messages, dead_letters
+                               FROM gold_traffic WHERE recipient IS DISTINCT FROM '{DECISIONS}'),
                      senders AS (SELECT sender FROM named GROUP BY sender
                                  ORDER BY sum(messages) DESC, sender LIMIT {MATRIX_MAX}),
                      recipients AS (SELECT recipient FROM named GROUP BY recipient
                                     ORDER BY sum(messages) DESC, recipient LIMIT {MATRIX_MAX})
                 SELECT sender, recipient, sum(messages) AS messages, sum(dead_letters) AS dead_letters
                 FROM named SEMI JOIN senders USING (sender) SEMI JOIN recipients USING (recipient)
-                GROUP BY ALL ORDER BY messages DESC, sender, recipient"""
+                GROUP BY ALL ORDER BY messages DESC, sender, recipient""",
+            contracts=list(get_args(Contract)),
         )
         return [Pair(row["sender"], row["recipient"], row["messages"], row["dead_letters"]) for row in rows]
 
@@ -417,12 +445,14 @@ def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
     return (min(lows), max(highs)) if lows and highs else None
 
 
+_OF_HARNESS: Final = f"queue = '{DECISIONS}'"
+_OF_AGENTS: Final = f"queue IS DISTINCT FROM '{DECISIONS}'"
 _BORN_US: Final = "coalesce(created_us, first_us)"
 _SPENDERS: Final = {"model": "model", "organization": "org_id", "agent": "agent_id", "goal": "goal_id"}
 
 
 def _named(column: str) -> str:
-    return f"coalesce({column}, 'unnamed')"
+    return f"coalesce({column}, '{UNNAMED}')"
 
 
 def _percentiles(keys: str) -> str:
@@ -453,7 +483,7 @@ def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -
     hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
     return Goal(
         goal_id,
-        next((row["org_id"] for row in rows if row["org_id"] is not None), "unnamed"),
+        next((row["org_id"] for row in rows if row["org_id"] is not None), UNNAMED),
         sum(row["messages"] for row in rows),
         max(min(hours), extent[0]) if hours else None,
         min(max(hours) + HOUR_US, extent[1]) if hours else None,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from postroom.contracts.mail import Room
 from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
 from postroom.core.subjects import Subscriptions, has_wildcard
+from postroom.errors import Unavailable
 from postroom.runtime.natsconn import (
     AUTHENTICATION_TIMEOUT,
     AUTHORIZATION_VIOLATION,
@@ -107,20 +109,45 @@ class NatsServer:
 
     # ---- life ------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Listen. `port` is right from here on."""
+    async def bind(self) -> None:
+        """Take the port, which `port` tells from here on. Nobody can connect yet."""
         context = self.options.tls if self.options.tls_first else None
-        self._server = await self.loop.create_server(
-            self._connection,
-            self.options.host,
-            self.options.port,
-            backlog=BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=TLS_TIMEOUT_S if context else None,
-        )
+        try:
+            self._server = await self.loop.create_server(
+                self._connection,
+                self.options.host,
+                self.options.port,
+                backlog=BACKLOG,
+                ssl=context,
+                ssl_handshake_timeout=TLS_TIMEOUT_S if context else None,
+                start_serving=False,
+            )
+        except OSError as error:
+            raise self._cannot_listen(error) from None
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def start(self, room: Room | None = None) -> None:
+        """Listen, for a room that was made after the port was taken."""
+        self._room = room or self._room
+        if self._server is None:
+            await self.bind()
+        assert self._server is not None  # noqa: S101 - for the types: it has its port
+        try:
+            await self._server.start_serving()
+        except OSError as error:
+            raise self._cannot_listen(error) from None
         self._next_ping_s = self.loop.time() + self.options.ping_interval_s
         self._ticker = self.loop.call_later(TICK_S, self._tick)
+
+    def _cannot_listen(self, error: OSError) -> Unavailable:
+        """Asyncio tells the address a second time, and a name that is not known has no number of its own."""
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        return Unavailable(f"cannot listen on {self.options.host} port {self.options.port}: {why}")
+
+    def unbind(self) -> None:
+        """Give the port back, when there is nothing to serve."""
+        if self._server is not None:
+            self._server.close()
 
     def ask_to_stop(self) -> None:
         self._stop.set()
@@ -572,11 +599,14 @@ def serve(
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        room = make_room(loop.call_soon_threadsafe) if make_room else None
-        server = NatsServer(replace(options, connections_max=most), room)
+        server = NatsServer(replace(options, connections_max=most))
+        await server.bind()  # before the room, which makes its folder
+        room: Room | None = None
         try:
-            await server.start()
+            room = make_room(loop.call_soon_threadsafe) if make_room else None
+            await server.start(room)
         except BaseException:
+            server.unbind()
             if room is not None:
                 room.close()
             raise

@@ -8,12 +8,14 @@ import subprocess
 import zlib
 from decimal import Decimal
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
+from postroom.contracts.tasks import DECISIONS
 from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.pipeline import report
 from postroom.pipeline.html.facts import (
@@ -32,6 +34,7 @@ from postroom.pipeline.html.facts import (
 from postroom.pipeline.html.findings import findings
 from postroom.pipeline.html.flames import Profile, speedscope, tree
 from postroom.pipeline.html.page import POLICY, page
+from postroom.pipeline.html.plots import Stretch, area
 from postroom.pipeline.html.words import (
     DAY_US,
     HOUR_US,
@@ -46,7 +49,7 @@ from postroom.pipeline.html.words import (
     width,
 )
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.report import Reading, goal_of, step_of, write_report
+from postroom.pipeline.report import UNNAMED, Reading, goal_of, step_of, write_report
 from postroom.pipeline.tables import Tables
 from postroom.pipeline.transforms import gold
 from tests.spark.commands import Commands, in_its_own_process
@@ -91,6 +94,10 @@ def hostile(text: str = EVIL) -> Facts:
         ],
         suspects=[Suspect(text, text, text, 2, 2, False, at)],
         goals=[Goal(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
+        decisions={"completed": 2},
+        decision_queue=Queue(text, 2, 1, 0),
+        lapses=1,
+        timeouts=1,
     )
 
 
@@ -162,6 +169,7 @@ def test_a_page_of_nothing_says_so() -> None:
         since_us=0, until_us=HOUR_US, step_us=HOUR_US, events=0, outcomes={}, latency={}, overall={},
         targets_us={}, sla={}, throughput={}, depth={}, queues=[], errors={}, tokens={}, spending={},
         cost_usd=Decimal(0), traffic=[], patterns=[], suspects=[], goals=[],
+        decisions={}, decision_queue=None, lapses=0, timeouts=0,
     )  # fmt: skip
     text = page(empty)
     assert_stands_alone(text)
@@ -380,18 +388,23 @@ SHORT = (
     ("created", 0, "m1", "QUEUED"), ("enqueued", 0, "m1", "QUEUED"), ("created", 1, "m2", "QUEUED"),
     ("dequeued", 2, "m1", "PROCESSING"), ("lease_lapsed", 9, "m1", "QUEUED"),
     ("dequeued", 20, "m1", "PROCESSING"), ("execution_completed", 50, "m1", "COMPLETED"),
+    ("created", 50, "d1", "QUEUED"), ("enqueued", 50, "d1", "QUEUED"), ("dequeued", 51, "d1", "PROCESSING"),
+    ("execution_failed", 52, "d1", "RETRYING"), ("enqueued", 53, "d1", "QUEUED"),
+    ("dequeued", 53, "d1", "PROCESSING"), ("execution_completed", 54, "d1", "COMPLETED"),
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """A history of a minute in which a task is put back, one stays open, and a bus has a message."""
+    """A minute: a task is put back, one stays open, a decision is tried twice, and a bus has a message."""
     folder = tmp_path_factory.mktemp("short")
     events = [
         AuditEvent(
             event_id=event_id("store", n), seq=n, ts_us=START_US + 1000 + at * SECOND, kind=kind,  # type: ignore[arg-type]
-            contract="tasks", source="store", schema=1, queue="work", message_id=message, state=state,  # type: ignore[arg-type]
-            priority=1, lease=n if kind == "dequeued" else 0, type="job",
+            contract="tasks", source="store", schema=1, message_id=message, state=state,  # type: ignore[arg-type]
+            queue=DECISIONS if message == "d1" else "work", type="decision" if message == "d1" else "job",
+            priority=1, lease=n if kind == "dequeued" else 0, sender="ada" if message == "m2" else "",
+            error_type="TimeoutError" if kind == "execution_failed" else "",
         )
         for n, (kind, at, message, state) in enumerate(SHORT, 1)
     ]  # fmt: skip
@@ -415,7 +428,10 @@ def test_columns_are_as_fine_as_a_history_is_short(short: Facts) -> None:
     times = short.throughput["completed"]
     assert {at: n for at, n in times.items() if n} == {START_US + 50 * SECOND: 1}
     assert set(short.latency[1]) == {START_US}  # that of the message which was delivered
-    assert short.errors == {"without a class": {START_US + 9 * SECOND: 1}}
+    assert short.errors == {
+        "without a class": {START_US + 9 * SECOND: 1},
+        "TimeoutError": {START_US + 52 * SECOND: 1},
+    }
 
 
 def test_a_message_that_is_put_back_is_no_second_arrival(short: Facts) -> None:
@@ -429,6 +445,46 @@ def test_a_message_of_a_bus_is_kept_and_not_open(short: Facts) -> None:
     said = "".join(Reader(page(short)).text)
     assert "kept for readers" in said
     assert "100 %ended well" in said
+
+
+def test_decisions_of_the_harness_are_shown_apart(short: Facts) -> None:
+    assert short.decisions == {"completed": 1}
+    assert short.decision_queue == Queue(DECISIONS, 1, 1, 0)
+    assert short.overall[1].n == 1
+    assert sum(short.throughput["completed"].values()) == 1
+    text = page(short)
+    said = "".join(Reader(text).text)
+    assert "1decisions of the harness" in said
+    assert "The harness' own queue, of its decisions" in said
+    assert "Decisions of the harness are among them." not in said
+    assert said.index("A decision is what the harness does") < said.index("What stands out")
+    assert "Decisions of the harness are among them." in page(hostile("x"))  # whose columns are hours
+
+
+def test_a_contract_is_no_sender(short: Facts) -> None:
+    assert {(pair.sender, pair.recipient, pair.messages) for pair in short.traffic} == {
+        ("ada", "work", 1),
+        (UNNAMED, "work", 1),
+        (UNNAMED, UNNAMED, 2),
+    }
+
+
+def test_lapsed_leases_and_timeouts_stand_out(short: Facts) -> None:
+    assert (short.lapses, short.timeouts) == (1, 1)
+    said = [one.text for one in findings(short)]
+    assert any(text.startswith("1 lease lapsed: the worker died, hung, or sent no heart") for text in said)
+    assert "1 error is a timeout." in said
+    said = [one.text for one in findings(short._replace(lapses=0, timeouts=3))]
+    assert not any("lapsed" in text for text in said)
+    assert "3 errors are timeouts." in said
+
+
+def test_priorities_are_explained_before_they_are_named(short: Facts) -> None:
+    for facts in (short, hostile("x")):
+        said = "".join(Reader(page(facts)).text).partition("What stands out")[0]
+        assert "Mail sets them: critical is P0, urgent and high are P1, normal is P2, low is P3." in said
+        assert "Every task is P2." in said
+    assert "are priorities" not in page(short._replace(latency={}, sla={}))
 
 
 def test_hours_whose_events_have_left_are_drawn_from_gold(
@@ -463,13 +519,37 @@ def test_the_width_of_a_column_follows_the_span(span_us: int, step_us: int) -> N
     ("said", "text"),
     [
         (moment(START_US), "2024-10-04 00:00"), (moment(START_US + 5 * SECOND), "2024-10-04 00:00:05"),
-        (clock(START_US + SECOND // 2), "00:00:00.5"), (clock(START_US + 61 * SECOND), "00:01:01"),
+        (moment(START_US, SECOND), "2024-10-04 00:00:00"), (clock(START_US + HOUR_US, SECOND), "01:00:00"),
+        (clock(START_US + SECOND // 2, SECOND // 2), "00:00:00.5"),
+        (clock(START_US + 61 * SECOND), "00:01:01"),
+        (clock(START_US, SECOND // 2), "00:00:00.0"), (clock(START_US, HOUR_US), "00:00"),
         (width(HOUR_US), "hour"), (width(5 * SECOND), "5 seconds"), (width(SECOND // 2), "0.5 seconds"),
         (width(15 * 60 * SECOND), "15 minutes"),
     ],
 )  # fmt: skip
 def test_times_are_as_exact_as_they_need_to_be(said: str, text: str) -> None:
     assert said == text
+
+
+@pytest.mark.parametrize("width", [501, 1062])
+@pytest.mark.parametrize(
+    "span_us",
+    [
+        SECOND // 2, 7 * SECOND // 10, SECOND, 7 * SECOND // 2, 7 * SECOND, 31 * SECOND, 55 * SECOND,
+        61 * SECOND, 7 * 60 * SECOND, 50 * 60 * SECOND, 5 * HOUR_US, 23 * HOUR_US, 30 * HOUR_US, 6 * DAY_US,
+        50 * DAY_US, 700 * DAY_US,
+    ],
+)  # fmt: skip
+def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
+    """A character of them is 6.2 pixels wide, or less."""
+    for since_us in (START_US, START_US + 17 * SECOND, START_US + 23 * HOUR_US):
+        over = Stretch(since_us, since_us + span_us, SECOND // 10)
+        drawn = area({since_us: 1.0}, title="t", said="s", words=count, over=over, name="n", width=width)
+        ticks = re.findall(r'<text class="tick" x="([\d.]+)" y="[\d.]+" text-anchor="middle">([^<]+)<', drawn)
+        assert ticks
+        edges = [(float(x) - 3.1 * len(name), float(x) + 3.1 * len(name)) for x, name in ticks]
+        assert all(left[1] < right[0] for left, right in pairwise(edges))
+        assert edges[-1][1] <= width
 
 
 def test_what_has_no_name_is_said_in_words() -> None:
@@ -543,6 +623,22 @@ def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, Facts], tmp_path: Pat
     dom = browse(tmp_path, out, "--dump-dom").decode()
     assert dom.count("<svg") == out.read_text().count("<svg")
     assert esc(facts.goals[0].goal_id) in dom
+
+
+MEASURED = """<script>onload = () => {
+    const ends = [...document.querySelectorAll("svg.wide")].map(one => one.getBoundingClientRect().right);
+    document.title = JSON.stringify([ends.length, Math.max(...ends), document.documentElement.scrollWidth]);
+}</script></body>"""
+
+
+def test_a_narrow_window_shows_the_whole_of_every_plot_over_time(tmp_path: Path) -> None:
+    out = tmp_path / "narrow.html"
+    out.write_text(page(hostile("agent-name")).replace(POLICY, "").replace("</body>", MEASURED))
+    dom = browse(tmp_path, out, "--window-size=500,2400", "--dump-dom").decode()
+    plots, right, scrolled = json.loads(re.findall(r"<title>(.*?)</title>", dom)[0])
+    assert plots >= 5
+    assert right <= 500
+    assert scrolled <= 500
 
 
 def test_a_browser_runs_nothing_that_an_enemy_chose(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from decimal import Decimal
 from typing import Final, NamedTuple
 
 from postroom.pipeline.html.flames import Profile
+from postroom.pipeline.html.words import HOUR_US
 
 
 class Percentiles(NamedTuple):
@@ -129,9 +130,22 @@ class Facts(NamedTuple):
     patterns: list[Pattern]
     suspects: list[Suspect]
     goals: list[Goal]
+    decisions: dict[str, int]
+    """How the harness' own messages ended. Only their errors and dead letters are counted elsewhere, too."""
+    decision_queue: Queue | None
+    lapses: int
+    """Leases that ran out."""
+    timeouts: int
+    """Errors whose class is a timeout."""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether columns of time are shorter than an hour: then they are drawn from silver."""
+        return self.step_us < HOUR_US
 
     @property
     def messages(self) -> int:
+        """Those of the harness are not among them."""
         return sum(self.outcomes.values())
 
     def attained(self, priority: int) -> Attained:

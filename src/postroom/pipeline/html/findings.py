@@ -25,6 +25,7 @@ def findings(facts: Facts) -> list[Finding]:
         *_targets(facts),
         *_dead_letters(facts),
         *_poison(facts),
+        *_lapses(facts),
         *_errors(facts),
         *_depth(facts),
         *_money(facts),
@@ -56,8 +57,8 @@ def _targets(facts: Facts) -> Iterator[Finding]:
         worst = min(busy, key=lambda at: busy[at].share)
         yield Finding(
             "warn",
-            f"The worst time began at {moment(worst)}: {share(busy[worst].share)} of {count(busy[worst].n)} "
-            "deliveries were in time.",
+            f"The worst time began at {moment(worst, facts.step_us)}: {share(busy[worst].share)} of "
+            f"{count(busy[worst].n)} deliveries were in time.",
         )
 
 
@@ -90,6 +91,18 @@ def _poison(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _lapses(facts: Facts) -> Iterator[Finding]:
+    if facts.lapses:
+        yield Finding(
+            "warn",
+            f"{plural(facts.lapses, 'lease')} lapsed: the worker died, hung, or sent no heartbeat for too "
+            "long. Each time the message was put back or buried.",
+        )
+    if facts.timeouts:
+        are = "is a timeout" if facts.timeouts == 1 else "are timeouts"
+        yield Finding("warn", f"{plural(facts.timeouts, 'error')} {are}.")
+
+
 def _errors(facts: Facts) -> Iterator[Finding]:
     sums: dict[int, int] = {}
     for times in facts.errors.values():
@@ -101,7 +114,10 @@ def _errors(facts: Facts) -> Iterator[Finding]:
     mean = sum(sums.values()) / columns
     worst = max(sums, key=lambda at: sums[at])
     if sums[worst] >= max(FEW, PEAK * mean):
-        yield Finding("warn", f"Errors peak at {moment(worst)}: {sums[worst]:,}, where {mean:.1f} are usual.")
+        yield Finding(
+            "warn",
+            f"Errors peak at {moment(worst, facts.step_us)}: {sums[worst]:,}, where {mean:.1f} are usual.",
+        )
 
 
 def _depth(facts: Facts) -> Iterator[Finding]:

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from decimal import Decimal
 from importlib import resources
-from itertools import starmap
 from typing import Final
 
 from postroom.pipeline.html import plots
-from postroom.pipeline.html.facts import KEPT, REMOVED, Facts, Goal, Pair, Pattern, Spender, Times
+from postroom.pipeline.html.facts import KEPT, REMOVED, Facts, Goal, Pair, Pattern, Queue, Spender, Times
 from postroom.pipeline.html.findings import findings
 from postroom.pipeline.html.flames import flame_graph
 from postroom.pipeline.html.pieces import (
@@ -32,7 +31,6 @@ from postroom.pipeline.html.pieces import (
 )
 from postroom.pipeline.html.plots import Cell, Series
 from postroom.pipeline.html.words import (
-    HOUR_US,
     count,
     day,
     duration,
@@ -96,7 +94,7 @@ def page(facts: Facts) -> str:
 
 
 def _period(facts: Facts) -> str:
-    return f"{moment(facts.since_us)} to {moment(facts.until_us)}"
+    return f"{moment(facts.since_us, facts.step_us)} to {moment(facts.until_us, facts.step_us)}"
 
 
 def a_width(facts: Facts) -> str:
@@ -137,6 +135,7 @@ def _summary(facts: Facts) -> str:
         ("bad" if dead else "", count(dead), "dead letters"),
         ("", count(facts.outcomes.get("open", 0)), "still open"),
         *([("", count(kept), "kept for readers")] if (kept := facts.outcomes.get(KEPT, 0)) else []),
+        *([("", count(own), "decisions of the harness")] if (own := sum(facts.decisions.values())) else []),
         ("", count(sum(sum(times.values()) for times in facts.tokens.values())), "tokens"),
         ("", money(facts.cost_usd), "for models"),
     ]
@@ -148,9 +147,27 @@ def _summary(facts: Facts) -> str:
     )
     told = "".join(f'<li class="{found.level}">{esc(found.text)}</li>' for found in findings(facts))
     return (
-        f'<section id="summary" aria-label="Summary"><div class="sheet keys">{shown}</div>'
+        f'<section id="summary" aria-label="Summary"><div class="sheet keys">{shown}</div>{_terms(facts)}'
         f'<h2 class="gap">What stands out</h2><ul class="outstanding">{told}</ul></section>'
     )
+
+
+_PRIORITIES: Final = (
+    "P0 to P3 are priorities, the most urgent first. Mail sets them: critical is P0, urgent and high are P1, "
+    "normal is P2, low is P3. Every task is P2. Messages of a bus and of a queue of files have none. No "
+    "contract sets a target: `report --target` does."
+)
+_DECISIONS: Final = (
+    "A decision is what the harness does about the result of a task. It is a message of the harness to "
+    "itself, and is counted apart from the messages of agents."
+)
+
+
+def _terms(facts: Facts) -> str:
+    """What the words of the page mean, in front of their first use."""
+    told = [_PRIORITIES] if facts.latency or facts.sla else []
+    told += [_DECISIONS] if facts.decisions else []
+    return "".join(f'<p class="terms">{esc(text)}</p>' for text in told)
 
 
 # ---- latency and targets -----------------------------------------------------------------------------
@@ -165,10 +182,15 @@ def _latency(facts: Facts) -> str:
     return (
         lead(
             "How long messages wait for their first delivery, on a logarithmic scale. Half of them wait less "
-            "than p50; one in a hundred longer than p99."
+            "than p50; one in a hundred longer than p99." + _with_decisions(facts)
         )
         + f'<div class="grid">{plots_}</div>'
     )
+
+
+def _with_decisions(facts: Facts) -> str:
+    """Tables by the hour do not know queues."""
+    return " Decisions of the harness are among them." if facts.decisions and not facts.is_fine else ""
 
 
 def _latency_of(facts: Facts, priority: int) -> str:
@@ -190,7 +212,11 @@ def _latency_of(facts: Facts, priority: int) -> str:
         over=stretch(facts),
     )
     rows = [
-        [moment(at), f"{one.n:,}", *(duration(getattr(one, field)) for _, field in _PERCENTILES)]
+        [
+            moment(at, facts.step_us),
+            f"{one.n:,}",
+            *(duration(getattr(one, field)) for _, field in _PERCENTILES),
+        ]
         for at, one in sorted(times.items())
     ]
     return sheet(
@@ -215,7 +241,7 @@ def _sla(facts: Facts) -> str:
         )
         strips.append((f"P{priority}", _sla_cells(facts, priority)))
         rows += [
-            [f"{moment(at)} P{priority}", f"{one.n:,}", f"{one.within:,}", share(one.share)]
+            [f"{moment(at, facts.step_us)} P{priority}", f"{one.n:,}", f"{one.within:,}", share(one.share)]
             for at, one in sorted(facts.sla[priority].items())
         ]
     strip = plots.strip(
@@ -245,7 +271,8 @@ def _sla_cells(facts: Facts, priority: int) -> dict[int, Cell]:
         late = 1 - one.share
         style = "ok" if one.share >= SLA_GOOD else "miss"
         strength = 0.35 + 0.65 * (1 - late / (1 - SLA_GOOD)) if style == "ok" else 0.3 + 0.7 * late
-        told = f"{moment(at)} UTC\nP{priority}: {share(one.share)} of {plural(one.n, 'message')} in time"
+        when = f"{moment(at, facts.step_us)} UTC"
+        told = f"{when}\nP{priority}: {share(one.share)} of {plural(one.n, 'message')} in time"
         cells[at] = Cell(style, strength, told)
     return cells
 
@@ -274,8 +301,8 @@ def _throughput(facts: Facts) -> str:
     ]
     totals = ", ".join(f"{count(sum(one.values.values()))} {one.name}" for one in series)
     plot = plots.stacked(series, title="Throughput", said=totals, words=count, over=stretch(facts))
-    return lead(f"What happened to messages. A column is {a_width(facts)}.") + sheet(
-        totals, legend((one.style, one.name) for one in series), plot, time_table(series)
+    return lead(f"What happened to messages. A column is {a_width(facts)}.{_with_decisions(facts)}") + sheet(
+        totals, legend((one.style, one.name) for one in series), plot, time_table(series, facts.step_us)
     )
 
 
@@ -284,7 +311,7 @@ def _depth(facts: Facts) -> str:
         return empty("Nothing ever waited.")
     peak_at = max(facts.depth, key=lambda at: facts.depth[at])
     peak = plural(facts.depth[peak_at], "message")
-    said = f"at most {peak} waited, at {moment(peak_at)}"
+    said = f"at most {peak} waited, at {moment(peak_at, facts.step_us)}"
     plot = plots.area(
         {at: float(n) for at, n in facts.depth.items()},
         title="Queue depth",
@@ -293,20 +320,24 @@ def _depth(facts: Facts) -> str:
         name="waiting at most",
         over=stretch(facts),
     )
-    rows = [[moment(at), f"{n:,}"] for at, n in sorted(facts.depth.items())]
-    busiest = [
-        (one.name, float(one.messages), f"{one.messages:,} / {one.peak:,} / {one.waiting:,}")
-        for one in facts.queues
-    ]
+    rows = [[moment(at, facts.step_us), f"{n:,}"] for at, n in sorted(facts.depth.items())]
+    own = [facts.decision_queue] if facts.decision_queue is not None else []
     return (
-        lead("Messages that wait in all queues together: the highest number in each column of time.")
-        + sheet(said, plot, numbers(("from", "waiting"), rows))
-        + sheet(
-            "The busiest queues",
-            ranked(("queue", "messages / waiting at most / waiting now"), busiest, 3),
-            style="gap",
+        lead(
+            "Messages that wait in all queues of agents together: the highest number in each column of time."
         )
+        + sheet(said, plot, numbers(("from", "waiting"), rows))
+        + sheet("The busiest queues", _queues(facts.queues), style="gap")
+        + (sheet("The harness' own queue, of its decisions", _queues(own), style="gap") if own else "")
     )
+
+
+def _queues(queues: Iterable[Queue]) -> str:
+    rows = [
+        (one.name, float(one.messages), f"{one.messages:,} / {one.peak:,} / {one.waiting:,}")
+        for one in queues
+    ]
+    return ranked(("queue", "messages / waiting at most / waiting now"), rows, 3)
 
 
 # ---- errors ------------------------------------------------------------------------------------------
@@ -323,7 +354,10 @@ def _errors(facts: Facts) -> str:
     return lead(
         "Failed attempts, lost leases, refused and buried messages, by the class of their error."
     ) + sheet(
-        plural(total, "error"), legend((one.style, one.name) for one in series), plot, time_table(series)
+        plural(total, "error"),
+        legend((one.style, one.name) for one in series),
+        plot,
+        time_table(series, facts.step_us),
     )
 
 
@@ -366,7 +400,7 @@ def _pattern(facts: Facts, pattern: Pattern) -> str:
     )
     trend = (
         ""
-        if facts.step_us < HOUR_US
+        if facts.is_fine
         else plots.spark(
             _sparks(facts, pattern.hours),
             title="When",
@@ -374,7 +408,8 @@ def _pattern(facts: Facts, pattern: Pattern) -> str:
         )
     )
     where = [plural(pattern.orgs, "organization")] if pattern.orgs else []
-    meta = ", ".join([f"{moment(pattern.first_us)} to {moment(pattern.last_us)}", *where, *pattern.types])
+    first, last = (moment(us, facts.step_us) for us in (pattern.first_us, pattern.last_us))
+    meta = ", ".join([f"{first} to {last}", *where, *pattern.types])
     return (
         f'<div class="pattern"><div><span class="tag {kind}">{said}</span>'
         f'<span class="tag {esc(pattern.trend)}">{esc(pattern.trend)}</span>'
@@ -413,7 +448,9 @@ def _cost(facts: Facts) -> str:
     )
     return (
         lead("Tokens that went in and came out, by the model, and what they cost. Sums are exact.")
-        + sheet(said, legend((one.style, one.name) for one in series), plot, time_table(series))
+        + sheet(
+            said, legend((one.style, one.name) for one in series), plot, time_table(series, facts.step_us)
+        )
         + f'<div class="grid gap">{ranks}</div>'
     )
 
@@ -441,7 +478,7 @@ def _traffic(facts: Facts) -> str:
     ]
     return lead(
         "Who talks to whom: senders on the left, recipients on top, the busiest of both. "
-        "Red is where a dead letter is among the messages."
+        "Red is where a dead letter is among the messages. Who a message does not name is unnamed."
     ) + sheet(
         said,
         plots.matrix(senders, recipients, cells, title="Traffic", said=said),
@@ -476,17 +513,17 @@ def _flames(facts: Facts) -> str:
     del frames["waiting"]
     kinds = sorted(frames, key=lambda kind: (-frames[kind], kind))
     colours = {kind: CALM[n % len(CALM)] for n, kind in enumerate(kinds)}
-    goals = "".join(starmap(_goal, ((goal, colours) for goal in facts.goals)))
+    goals = "".join(_goal(goal, colours, facts.step_us) for goal in facts.goals)
     return lead(
         "The goals that most messages serve. Each box is a kind of message, below it what it led to; width "
         "is time. Pale boxes are time spent waiting."
     ) + sheet("", goals)
 
 
-def _goal(goal: Goal, colours: dict[str, int]) -> str:
+def _goal(goal: Goal, colours: dict[str, int], step_us: int) -> str:
     said = f"{duration(goal.profile.total_us)} in {plural(goal.messages, 'message')}"
     if goal.from_us is not None and goal.until_us is not None:
-        said += f", created from {moment(goal.from_us)} to {moment(goal.until_us)}"
+        said += f", created from {moment(goal.from_us, step_us)} to {moment(goal.until_us, step_us)}"
     rows = [
         [" ; ".join(path), duration(us)] for path, us in sorted(goal.profile.stacks, key=lambda one: -one[1])
     ]

@@ -86,7 +86,7 @@ def over_time(parts: dict[str, Times], colours: Sequence[int] = CALM) -> list[Se
     ]
 
 
-def time_table(series: Sequence[Series]) -> str:
+def time_table(series: Sequence[Series], step_us: int) -> str:
     times = sorted({at for one in series for at in one.values})
-    rows = [[moment(at), *(f"{one.values.get(at, 0):,.0f}" for one in series)] for at in times]
+    rows = [[moment(at, step_us), *(f"{one.values.get(at, 0):,.0f}" for one in series)] for at in times]
     return numbers(["from", *(one.name for one in series)], rows)

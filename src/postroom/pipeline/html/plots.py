@@ -32,6 +32,8 @@ RIGHT: Final = 12
 TOP: Final = 14
 BOTTOM: Final = 24
 TICKS_MAX: Final = 7
+TICK_CHAR: Final = 6.2  # pixels of a character of a tick's name
+TICK_GAP: Final = 10  # between two of them
 GRID_LINES: Final = 4
 COLOURS: Final = 8  # classes c0 to c7
 LADDER: Final = (
@@ -91,6 +93,7 @@ def svg(width: int, height: float, title: str, said: str, body: str, style: str 
     """A drawing with its words.
 
     It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
+    In a narrow window the page makes a wide plot fit, and its text larger.
     """
     size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
     return (
@@ -124,7 +127,9 @@ def _round_up(value: float) -> float:
         power *= 10
 
 
-def _time_ticks(since_us: int, until_us: int) -> Iterator[tuple[int, str]]:
+def _time_ticks(frame: Frame) -> Iterator[tuple[int, str]]:
+    """Round times, few enough that their names do not touch each other or the end of the plot."""
+    since_us, until_us = frame.since_us, frame.until_us
     steps = [
         *(tenths * TENTH_US for tenths in (1, 2, 5)),
         *(seconds * MICROS_PER_S for seconds in (1, 2, 5, 10, 15, 30)),
@@ -132,11 +137,24 @@ def _time_ticks(since_us: int, until_us: int) -> Iterator[tuple[int, str]]:
         *(hours * HOUR_US for hours in (1, 2, 3, 6, 12)),
         *(days * DAY_US for days in (1, 2, 7, 14, 28, 91, 365)),
     ]
-    step = next((step for step in steps if (until_us - since_us) / step <= TICKS_MAX), steps[-1])
+    step = next((step for step in steps if _have_room(frame, step)), steps[-1])
     tick = -(-since_us // step) * step
     while tick <= until_us:
-        yield tick, day(tick) if tick % DAY_US == 0 else clock(tick)
+        name = _tick_name(tick, step)
+        if frame.x(tick) + TICK_CHAR * len(name) / 2 <= frame.width:
+            yield tick, name
         tick += step
+
+
+def _tick_name(tick: int, step: int) -> str:
+    return day(tick) if tick % DAY_US == 0 else clock(tick, step)
+
+
+def _have_room(frame: Frame, step: int) -> bool:
+    """Whether ticks so far apart are few, and each has room for its name."""
+    span_us = frame.until_us - frame.since_us
+    apart = frame.x(frame.since_us + step) - LEFT
+    return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
 
 
 def _value_ticks(frame: Frame) -> Iterator[float]:
@@ -155,7 +173,7 @@ def _axes(frame: Frame, words: Words) -> str:
             f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             + _text("tick", LEFT - 8, y + 3.5, words(value))
         )
-    for tick, name in _time_ticks(frame.since_us, frame.until_us):
+    for tick, name in _time_ticks(frame):
         x = frame.x(tick)
         parts.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.floor}" y2="{frame.floor + 4}"/>'
@@ -205,16 +223,16 @@ def lines(
             f'<text class="target-name" x="{LEFT + 6}" y="{y - 5:.1f}">'
             f"target {esc(words(target))}</text>"
         )
-    body.append(_columns(frame, over.step_us, _told(series, words)))
+    body.append(_columns(frame, over.step_us, _told(series, words, over.step_us)))
     return svg(width, height, title, said, "".join(body))
 
 
-def _told(series: Sequence[Series], words: Words) -> dict[int, str]:
+def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
     times = sorted({at for one in series for at in one.values})
     return {
         at: "\n".join(
             [
-                f"{moment(at)} UTC",
+                f"{moment(at, step_us)} UTC",
                 *(f"{one.name}: {words(one.values[at])}" for one in series if at in one.values),
             ]
         )
@@ -267,8 +285,8 @@ def area(
             f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
             f'<path class="line c0" d="M{outline[1:]}"/>'
         )
-    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words)))
-    return svg(width, height, title, said, "".join(body))
+    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words, over.step_us)))
+    return svg(width, height, title, said, "".join(body), "plot wide")
 
 
 def stacked(
@@ -298,8 +316,10 @@ def stacked(
                     f'<rect class="fill {one.style}" x="{frame.x(at) + 0.4:.1f}" y="{y:.2f}" '
                     f'width="{wide:.2f}" height="{tall:.2f}"/>'
                 )
-    body.append(_columns(frame, over.step_us, _told([one for one in series if one.values], words)))
-    return svg(width, height, title, said, "".join(body))
+    body.append(
+        _columns(frame, over.step_us, _told([one for one in series if one.values], words, over.step_us))
+    )
+    return svg(width, height, title, said, "".join(body), "plot wide")
 
 
 def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> str:
@@ -352,11 +372,8 @@ def strip(
         y = TOP + n * row_height
         body.append(_text("name", LEFT - 8, y + row_height / 2 + 3, name))
         body += [_cell(cell, frame.x(at), y, wide, row_height - 4) for at, cell in sorted(cells.items())]
-    body += [
-        _text("tick", frame.x(tick), height - 6, name, "middle")
-        for tick, name in _time_ticks(over.since_us, over.until_us)
-    ]
-    return svg(width, height, title, said, "".join(body))
+    body += [_text("tick", frame.x(tick), height - 6, name, "middle") for tick, name in _time_ticks(frame)]
+    return svg(width, height, title, said, "".join(body), "plot wide")
 
 
 def matrix(

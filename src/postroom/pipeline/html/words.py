@@ -66,22 +66,21 @@ def money(amount: Decimal) -> str:
     return f"${amount:.4f}" if amount >= SMALL else f"${amount.normalize():f}"
 
 
-def moment(us: int) -> str:
-    """A date and a time of day in UTC; seconds and their tenths where they are not 0."""
-    return f"{datetime.fromtimestamp(us // MICROS_PER_S, UTC):%Y-%m-%d} {clock(us)}"
+def moment(us: int, step_us: int = MINUTE_US) -> str:
+    """A date and a time of day in UTC, like `clock`."""
+    return f"{datetime.fromtimestamp(us // MICROS_PER_S, UTC):%Y-%m-%d} {clock(us, step_us)}"
 
 
 def day(us: int) -> str:
     return datetime.fromtimestamp(us // MICROS_PER_S, UTC).strftime("%d %b").lstrip("0")
 
 
-def clock(us: int) -> str:
-    """A time of day in UTC, like `moment`."""
+def clock(us: int, step_us: int = MINUTE_US) -> str:
+    """A time of day in UTC. Beside others that are `step_us` apart it has as many digits as they have."""
     told = datetime.fromtimestamp(us // MICROS_PER_S, UTC)
-    tenths = us % MICROS_PER_S // TENTH_US
-    if not us % MINUTE_US:
-        return f"{told:%H:%M}"
-    return f"{told:%H:%M:%S}.{tenths}" if tenths and not us % TENTH_US else f"{told:%H:%M:%S}"
+    if step_us < MICROS_PER_S:
+        return f"{told:%H:%M:%S}.{us % MICROS_PER_S // TENTH_US}"
+    return f"{told:%H:%M}" if step_us >= MINUTE_US and not us % MINUTE_US else f"{told:%H:%M:%S}"
 
 
 def width(step_us: int) -> str:
