@@ -11,6 +11,8 @@ from postroom.core.redaction.triggers import Look
 from tests.redactioncorpus import ASSIGNMENTS, FRAMES, NEAR_MISSES, PLANTED, assigned, secret
 from tests.redactionholdout import holdout
 from tests.redactionoutside import HARMLESS, SECRETS
+from tests.redactionsecrets import ORDINARY
+from tests.redactionsecrets import SECRETS as WRITTEN
 
 PAYLOADS = 1_500
 SEED = 11
@@ -29,6 +31,7 @@ WORDS = (
     "x\\nAKIAIOSFODNN7EXAMPLE", "b'my words'", '{"password": ["a b"]}',
 )  # fmt: skip
 HELD_OUT = [*(sample.text for sample in holdout()), *(text for _, text in SECRETS), *HARMLESS]
+HELD_OUT += [*(secret.text for secret in WRITTEN), *ORDINARY, '["curl", "-u", "bo:tulip"]']
 LABELS = (
     "password",
     "DB_PASSWORD ",

@@ -14,7 +14,7 @@ import pytest
 
 from postroom.core import redaction
 from postroom.core.redaction import DEFAULT_FIELDS, PASSES_MAX, Redactor, level_for, luhn, mod97, shape_of
-from tests import redactioncorpus, redactionoutside
+from tests import redactioncorpus, redactionoutside, redactionsecrets
 from tests.redactioncorpus import corpus, measure, misses
 from tests.redactionholdout import Either, holdout, overall
 
@@ -414,6 +414,41 @@ def test_precision_and_recall_on_texts_written_by_hand() -> None:
     print(redactioncorpus.report(found))
     assert overall(found).recall >= BY_HAND_RECALL_MIN
     assert overall(found).precision >= BY_HAND_PRECISION_MIN
+
+
+def test_a_card_behind_the_colour_of_a_terminal_goes() -> None:
+    assert Redactor("medium").text("\x1b[0m4111111111111111") == "\x1b[0m<card>"
+
+
+KNOWN_LEFT = 14  # docs/howto/redact.md names them
+
+
+def test_a_hundred_written_secrets_go_but_for_those_that_the_page_names() -> None:
+    found = redactionsecrets.measured()
+    assert len(redactionsecrets.SECRETS) >= 100
+    assert len(found.left) == KNOWN_LEFT, [secret.text for secret in found.left]
+
+
+def test_ordinary_texts_stay_as_they_are() -> None:
+    assert redactionsecrets.measured().false == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "docker run -p 8080:80 nginx",
+        "after the login use ssh -p 2222 host7",
+        "mysql -u root -p app",
+        "mysqldump --port 3306 --protocol tcp app",
+        '["curl","-u","bo","https://example.com"]',
+        '["grep","-u","a:b","https://example.com"]',
+        '["--user","1000:1000","https://example.com"]',
+        "costs $2 today, $1$2 tomorrow",
+        "SKU SK12345, a SKILL",
+    ],
+)
+def test_what_only_looks_like_a_command_with_a_password_stays(text: str) -> None:
+    assert Either("medium").text(text) == text
 
 
 def test_precision_and_recall_on_the_list_of_an_outsider() -> None:

@@ -5,10 +5,11 @@ Rule 1: Spark's own parser decides what a query is. The plan that was checked is
 Rule 2: lists name what is allowed. A kind of plan, a function or an expression that no list names is refused,
         also one that a later version of Spark brings.
 Rule 3: the session is a second barrier. It reads no file by its path, substitutes no variables and commits no
-        files.
+        files. The parser reads the settings of the active session, so this one is active while it parses.
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,14 +19,13 @@ from py4j.java_gateway import JavaObject, is_instance_of  # type: ignore[import-
 from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 PLAN_NODES_MAX: Final = 20_000  # of a parsed query; each costs some calls into the JVM
 
 READ_ONLY: Final = {
     "spark.sql.runSQLOnFiles": "false",
     "spark.sql.variable.substitute": "false",  # ${env:NAME} would be the environment of this process
-    "spark.sql.scripting.enabled": "false",
     # Every file that Spark writes is committed by an instance of this class, and an abstract one has none.
     "spark.sql.sources.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
     "spark.sql.streaming.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
@@ -82,16 +82,22 @@ def read_only(spark: "SparkSession") -> "SparkSession":
 
 def checked(session: "SparkSession", query: str, tables: Collection[str]) -> Question:
     """Parse a query, and refuse it unless everything in it is on a list."""
-    plan = _internals(session).sessionState().sqlParser().parsePlan(query)
+    with _active(session) as internals:
+        plan = internals.sessionState().sqlParser().parsePlan(query)
     check = _Check(session, tables)
     check.walk(plan)
     named = frozenset(tables) if check.lists_tables else frozenset(tables) & check.relations
     return Question(plan, named)
 
 
-def need_condition(session: "SparkSession", text: str) -> None:
-    """Refuse a condition on the columns of one table that asks for other tables, or calls what runs code."""
-    _Check(session, ()).walk(_internals(session).sessionState().sqlParser().parseExpression(text))
+def condition(session: "SparkSession", text: str) -> "Column":
+    """A condition on the columns of one table. It may neither ask for other tables nor run code."""
+    from pyspark.sql.classic.column import Column  # noqa: PLC0415 - lazy
+
+    with _active(session) as internals:
+        parsed = internals.sessionState().sqlParser().parseExpression(text)
+    _Check(session, ()).walk(parsed)
+    return Column(_jvm(session).org.apache.spark.sql.classic.ExpressionUtils.column(parsed))
 
 
 def execute(session: "SparkSession", question: Question) -> "DataFrame":
@@ -208,6 +214,22 @@ def _internals(session: "SparkSession") -> Any:
             "SQL is checked by Spark's own parser, which a Spark Connect client does not have"
         )
     return found
+
+
+@contextmanager
+def _active(session: "SparkSession") -> Iterator[Any]:
+    """The session in the JVM, as the one whose settings this thread reads."""
+    internals = _internals(session)
+    sessions = _jvm(session).org.apache.spark.sql.classic.SparkSession
+    before = sessions.getActiveSession()
+    sessions.setActiveSession(internals)
+    try:
+        yield internals
+    finally:
+        if before.isDefined():
+            sessions.setActiveSession(before.get())
+        else:
+            sessions.clearActiveSession()
 
 
 def _jvm(session: "SparkSession") -> Any:

@@ -110,21 +110,22 @@ def replay(
 
 def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFrame:
     """Grain: message_id, in the order of creation, with the event that told it where keys are given."""
-    messages = tables.read(spark, "silver_messages")
+    session = asking.read_only(spark)
+    messages = tables.read(session, "silver_messages")
     born = F.coalesce("created_us", "first_us")
     if wanted.since_us is not None:
         messages = messages.where(born >= wanted.since_us)
     if wanted.until_us is not None:
         messages = messages.where(born < wanted.until_us)
     try:
-        asking.need_condition(spark, wanted.where)
-        chosen = messages.where(wanted.where).select(*_COLUMNS, "day", born.alias("born_us"))
+        where = asking.condition(session, wanted.where)
+        chosen = messages.where(where).select(*_COLUMNS, "day", born.alias("born_us"))
     except (AnalysisException, ParseException) as error:
         raise InvalidMessage(
             f"{wanted.where!r} is no condition on silver_messages: {first_sentence(str(error))}"
         ) from None
     if wanted.key_file is not None:
-        chosen = chosen.join(_created(tables.read(spark, "silver_events")), ["day", "message_id"], "left")
+        chosen = chosen.join(_created(tables.read(session, "silver_events")), ["day", "message_id"], "left")
     return chosen.orderBy("born_us", "message_id").drop("day", "born_us")
 
 

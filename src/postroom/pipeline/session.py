@@ -65,6 +65,8 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.scheduler.mode": "FAIR",
     "spark.scheduler.allocation.file": f"file:{POOLS}",
     "spark.sql.session.timeZone": "UTC",
+    # No SQL here has variables, and ${env:NAME} would be the environment of this process.
+    "spark.sql.variable.substitute": "false",
     "spark.sql.adaptive.enabled": "true",
     # Plans as text: nobody reads them, and they are made for every query, and again whenever it adapts.
     "spark.sql.ui.explainMode": "simple",

@@ -15,7 +15,7 @@ from postroom.core.redaction.values import Values, Work
 Level: TypeAlias = Literal["none", "medium", "full"]
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_HEAD: Final = 4  # the rules that come before a deployment's own fields
+_HEAD: Final = 5  # the rules that come before a deployment's own fields
 
 
 def level_for(environment: str | None) -> Level:

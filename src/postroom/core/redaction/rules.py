@@ -108,6 +108,13 @@ RULES: Final = (
         ("-----BEGIN ",),
     ),
     Rule(
+        "key",
+        BLOCKS,
+        rf"Private-Lines: [0-9]{{1,4}}{_LINE_END}"
+        rf"((?:(?!Private-)[A-Za-z0-9+/=]{{1,80}}{_LINE_END}){{1,400}})",
+        ("Private-Lines: ",),
+    ),
+    Rule(
         "redacted",
         LINKS,
         r"://[^\x00-\x20/?#@:\"'<>]{0,128}:([^\x00-\x20/?#\"'<>]{1,256})@",
@@ -170,7 +177,9 @@ RULES: Final = (
         rf"(?:[Kk]ey|KEY|[Tt]oken|TOKEN) (?:is |IS )?['`]?(?={SHOWN}{{0,128}}[0-9])"
         rf"(?={SHOWN}{{0,128}}[A-Za-z])({SHOWN}{{16,}})"
         rf"|[Pp]assword (?:is:? )?['`]?(?={BARE}{{0,128}}[0-9])({BARE}{{4,}})"
-        rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})",
+        rf"|--(?:[a-z]{{1,20}}-){{0,3}}(?:password|token|(?:api|access)-key) (?!-)({BARE}{{4,}})"
+        rf"|machine[ \t\r\n]{{1,8}}{BARE}{{1,256}}[ \t\r\n]{{1,8}}login[ \t\r\n]{{1,8}}{BARE}{{1,128}}"
+        rf"[ \t\r\n]{{1,8}}password ({BARE}{{1,}})",
         ("key ", "Key ", "KEY ", "oken ", "OKEN ", "word "),
     ),
     Rule(
@@ -199,8 +208,32 @@ RULES: Final = (
         rf"--(?:[a-z]{{1,20}}-){{0,3}}(?:pass|passwd|passphrase|pwd|pw) (?!-)({BARE}{{4,}})"
         rf"|sshpass -p ?['\"\\]{{0,4}}({BARE}{{1,}})|-pass(?:in|out)? pass:({BARE}{{1,}})"
         rf"|curl [^\n]{{0,256}}?(?<= )(?:-u|--user) ['\"\\]{{0,4}}[A-Za-z0-9._@%+-]{{1,64}}:({BARE}{{1,}})"
-        r"[^\n]{0,256}? ['\"\\]{0,4}https?://",
+        r"[^\n]{0,256}? ['\"\\]{0,4}https?://"
+        r"|curl (?:(?!https?://)[^\n]){0,256}(?<=[ '\"\\])https?://[^\n]{0,256}? (?:-u|--user) ['\"\\]{0,4}"
+        rf"[A-Za-z0-9._@%+-]{{1,64}}:({BARE}{{1,}})",
         ("--", "sshpass ", "pass:", "curl "),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        rf"mysql[a-z]{{0,8}} (?:[^\n]{{0,256}} )?-p['\"\\]{{0,4}}({BARE}{{3,}})"
+        r"|(?:docker|podman|nerdctl|registry|oras|buildah|skopeo) login (?:[^\n]{0,256} )?-p "
+        rf"['\"\\]{{0,4}}(?!-)({BARE}{{4,}})",
+        ("mysql", "login "),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        r"(?:\$(?:apr1|[156y]|2[abxy]|argon2(?:id|i|d)|scrypt)|pbkdf2_sha[0-9]{1,3}\$[0-9]{1,9})\$"
+        r"[A-Za-z0-9./+=,_-]{1,64}\$[A-Za-z0-9./+=,$_-]{16,}",
+        ("$",),
+    ),
+    Rule(
+        "key",
+        VENDORS,
+        rf"{_BEGINS}dp\.(?:pt|st|ct|sa)\.(?={OPAQUE}{{0,64}}[0-9]){OPAQUE}{{20,}}"
+        rf"|{_BEGINS}SK[0-9a-f]{{32}}(?![A-Za-z0-9])",
+        ("dp.", "SK"),
     ),
     Rule(
         "card",

@@ -52,20 +52,23 @@ _worded: Final = re.compile(  # the group that took part says what it may be, as
     rf"|a(?:ss(?:word |(?:word|wd|khrase)?{_NEXT}()|(?:wd|khrase)? ()|:())|t-(?<=glkat-)|kk-)"
     r"|ok[abeorsk]-|yki-|hone[a-z .:#]{0,12}[0(]()"
     rf"|wd?(?:{_NEXT}()|(?<=-kw) ()|(?<=-kwd) ())"
-    rf"|s(?:[./](?<=hooks.)()|{_URL.format('s')})|\.office()"
-    rf"|i(?<=daki)[0a-f]{{20}}()|ff(?<=atatt0kff)()|{_URL.format('')})"
+    rf"|s(?:[./](?<=hooks.)()|{_URL.format('s')})|\.(?:office|(?:kt|st|ct|sa)\.)()"
+    rf"|i(?<=daki)[0a-f]{{20}}()|rivate-lines: ()| (?<= -k )()"
+    rf"|ff(?<=atatt0kff)()|{_URL.format('')})"
 ).search
 _KEYED: Final = VENDORS | WORDED
 _OPTIONS: Final = PAIRS | WORDED
 _WORDS: Final = (
     WORDED, _OPTIONS, _KEYED, _KEYED, _KEYED, _OPTIONS, _KEYED, _KEYED, PHONES, _OPTIONS, _KEYED, _KEYED,
-    _KEYED, VENDORS, _KEYED, _KEYED, _KEYED, VENDORS,
+    _KEYED, VENDORS, _KEYED, _KEYED, BLOCKS, VENDORS, _KEYED, VENDORS,
 )  # fmt: skip
 _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 
 # As it is.
 _PREFIXED: Final = re.compile(rf"_{OPAQUE}{{20}}")
 _CLOUD: Final = re.compile(rf"A(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza){OPAQUE}{{16}}")
+_HASH: Final = re.compile(r"\$[A-Za-z0-9./+=,$_-]{16}")
+_ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # in `low`
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
 # In `shape`.
@@ -123,11 +126,16 @@ class Triggers:
         woken |= _keys(raw, low, places) | _numbers(raw, low, data.translate(SHAPE).decode("latin-1"), places)
         if "@" in raw or "=" in raw or "%" in raw:
             woken |= _links(raw, places)
+            if "=" in raw and (match := _ASSIGNED.search(low)):
+                woken |= NAMED
+                places += _starts(_ASSIGNED, low, match)
+        if woken & VENDORS and '"curl"' in raw:
+            woken |= PAIRS
         woken |= self._always | FIELDS if signs else self._always
         return Look(woken, raw, signs, places) if woken else NOTHING
 
 
-def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901 - a loop over the same takes longer
+def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 - loops take longer
     woken = 0
     match = _worded(low)
     while match:
@@ -159,6 +167,15 @@ def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901 - a loop 
     if "B" in raw and "--BEGIN " in raw:
         woken |= BLOCKS
         places += _every("--BEGIN ", raw)
+    if "$" in raw and (match := _HASH.search(raw)):
+        woken |= VENDORS
+        places += _starts(_HASH, raw, match)
+    if "K" in raw and "SK" in raw:
+        woken |= VENDORS
+        places += _every("SK", raw)
+    if "q" in raw and "mysql" in raw:
+        woken |= VENDORS
+        places += _every("mysql", raw)
     return woken
 
 
@@ -175,9 +192,9 @@ def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
     at = shape.find(_CARD_RUN)
     while at >= 0:
         # As cards begin; a time in microseconds does not, nor does a hash. An escape may end in a digit, and
-        # an address that is taken out just before one.
+        # an address that is taken out just before one. The colour of a terminal ends in a letter.
         begins = raw[at] in _CARD_STARTS and (not at or shape[at - 1] not in _WORD)
-        if begins or "\\" in raw or "%" in raw or "@" in raw:
+        if begins or "\\" in raw or "%" in raw or "@" in raw or "\x1b" in raw:
             woken |= CARDS
             places.append(at)
         at = shape.find(_CARD_RUN, at + len(_CARD_RUN))

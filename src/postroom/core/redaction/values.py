@@ -167,13 +167,9 @@ class Values:
         redacted = [self._walk(item, work, depth) for item in obj]
         if work.pairs and not self._full:
             for at, (option, value) in enumerate(itertools.pairwise(obj), 1):
-                if (
-                    type(option) is str
-                    and option[:1] == "-"
-                    and type(value) is str
-                    and value[:1] not in ("", "-")
-                ):
-                    redacted[at] = self.masked(value, 0) if _OPTION.fullmatch(option) else redacted[at]
+                is_option = type(option) is str and option[:1] == "-" and type(value) is str
+                if is_option and _tells(option, value, obj):
+                    redacted[at] = self.masked(value, 0)
         return redacted
 
     def _number(self, number: float, work: Work) -> Any:
@@ -217,6 +213,16 @@ class Values:
         if len(self._verdicts) < NAMES_CACHED_MAX and len(name) < NAME_CHARS_MAX:
             self._verdicts[name] = verdict
         return verdict
+
+
+def _tells(option: str, value: str, arguments: list[Any]) -> bool:
+    """Whether an option of a command says that its value is a secret."""
+    if value[:1] in ("", "-"):
+        return False
+    if option in ("-u", "--user"):  # of curl, with an address: the first look notices that
+        pages = (type(item) is str and item.startswith(("http://", "https://")) for item in arguments)
+        return arguments[0] == "curl" and ":" in value and any(pages)
+    return _OPTION.fullmatch(option) is not None
 
 
 def _distinct(name: Any, taken: Collection[Any]) -> str:
