@@ -1,6 +1,5 @@
 """The command `postroom`."""
 
-import sys
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ from postroom.cli.bus import bus
 from postroom.cli.mail import mail
 from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
-from postroom.cli.shell import HELP_OPTIONS, Shell, path_option, run
+from postroom.cli.shell import HELP_OPTIONS, Shell, leave, path_option, run
 from postroom.cli.tasks import tasks
 from postroom.cli.verify import verify_command
 
@@ -53,7 +52,7 @@ cli.add_command(verify_command)
 
 def main() -> None:
     """The installed command."""
-    sys.exit(run(cli, PROGRAM))
+    leave(run(cli, PROGRAM))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,19 @@ Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower tha
 Rule 3: a reader that goes away is no error: nobody is left to tell.
 """
 
+import atexit
 import os
 import re
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -190,6 +192,24 @@ def _stoppable() -> Iterator[None]:
 
 
 # ---- one run ---------------------------------------------------------------------------------
+
+
+def leave(code: int) -> NoReturn:
+    """End the process.
+
+    Threads of Arrow and Delta may still run when a signal has cut a command short. They crash when the
+    interpreter is taken apart under them, so then the process ends without that.
+    """
+    if "pyarrow" not in sys.modules and "deltalake" not in sys.modules:
+        sys.exit(code)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001 - what `os._exit` leaves out
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 def run(command: click.Command, program: str, arguments: list[str] | None = None) -> int:

@@ -195,7 +195,8 @@ def test_a_damaged_or_missing_table_is_named_in_one_sentence(
     assert rows["silver_messages"]["behind"] is None
 
 
-def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_what_is_missing_is_said_in_one_sentence(tables_of: TablesOf, tmp_path: Path) -> None:
+    _, tables = tables_of()
     write_segment(tmp_path / "events", 1, [])
     where = ("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables")
     done = in_its_own_process(*where, JAVA_HOME=str(tmp_path))
@@ -206,7 +207,7 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden" / "pyspark"
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text('raise ModuleNotFoundError("no", name="pyspark")')
-    for command in (where, ("status", "--tables", tmp_path)):
+    for command in (where, ("status", "--tables", tables.folder)):
         done = in_its_own_process(*command, PYTHONPATH=str(hidden.parent))
         assert done.code == 2
         missing = (

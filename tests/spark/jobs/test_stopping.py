@@ -51,7 +51,7 @@ def test_a_stream_ends_in_the_middle_of_a_table(tables_of: TablesOf, tmp_path: P
     events, _ = tables_of()
     words = ("stream", "--events", events, "--tables", tmp_path, "--every", 5, "--master", "local[2]")
     code, rest = stopped(terminate, "  silver_events", 0.5, *words)
-    assert code == 0  # as every follower's
+    assert code == 0, rest  # as every follower's
     assert "postroom: interrupted" not in rest
     assert all(line.startswith("postroom: ") for line in rest)
 
