@@ -83,4 +83,4 @@ class _Store(client._Connections):  # noqa: SLF001 - it takes the place of the n
                 return {"tasks": msgspec.to_builtins(found)}
 
     def close(self) -> None:
-        """There is no connection. The store is closed by who opened it."""
+        """There is no connection to close; the caller closes the store."""

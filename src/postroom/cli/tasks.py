@@ -942,7 +942,7 @@ def working_client(
 
 
 def print_ends(shell: Shell, agent: str) -> "Callable[[TaskEnd], None]":
-    """Prints a line for each task that a worker is done with."""
+    """Prints a line for each task that a worker has finished."""
     import threading
 
     mutex = threading.Lock()

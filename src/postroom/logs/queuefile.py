@@ -159,7 +159,7 @@ class SessionFiles:
         return self._lock_changed()
 
     def _take_turn(self, now: float) -> None:
-        """Take the file lock: at once while our turn lasts and it is free, else behind those who wait."""
+        """Take the file lock: at once during our own turn, else after the processes that wait for it."""
         if now < self._turn_ends:
             try:
                 flock(self._lock_fd, EXCLUSIVE_NOW)

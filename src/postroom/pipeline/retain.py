@@ -281,7 +281,7 @@ class Retention:
         return Retained(name, before, change.going, archived)
 
     def _retain_gold(self, name: str, *, dry_run: bool) -> Retained:
-        """Let the days of a gold table leave that are older than gold is kept."""
+        """Drop the days of a gold table that are older than its retention."""
         base, files = self._tables.version(name), self._tables.files(name)
         over: list[DataFile] = []
         if self._policy.gold_days and name not in KEPT_GOLD:

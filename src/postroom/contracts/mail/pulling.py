@@ -163,7 +163,7 @@ class Pulling:
             self._answer_or_wait(wait, asked.wait_ms)
 
     def _admit(self, box: Box, name: str, client: str) -> Account:
-        """Who a group counts against: its maker. Refuses when that one has no room."""
+        """The account of the client that made a group. Refuses a new group when it has no room."""
         if name in box.groups:
             account = box.groups[name].account
         else:
