@@ -48,6 +48,7 @@ from figures import (
 )
 
 from postroom import Tasks
+from postroom.contracts.task_operations import NewTask
 from postroom.message import Durability
 from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
@@ -548,6 +549,9 @@ def claim_ms(tasks: Tasks, claims: int) -> float:
 # ---- many callers, one commit ----------------------------------------------------------------------
 
 
+_SYNCED = NewTask(agent=AGENT, payload=PAYLOAD, durability="group")
+
+
 def _enqueue_synced(tasks: Tasks) -> str:
     return tasks.enqueue(agent=AGENT, payload=PAYLOAD, durability="group")
 
@@ -596,7 +600,7 @@ async def _coroutines(tasks: Tasks, sizes: Sizes) -> None:
 
     async def caller() -> None:
         for _ in range(sizes.calls_a_caller):
-            await writer.submit(_enqueue_synced, caller_identity)
+            await writer.submit(lambda operations: operations.enqueue([_SYNCED]), caller_identity)
 
     await asyncio.gather(*(caller() for _ in range(sizes.callers)))
     writer.close()

@@ -150,6 +150,7 @@ CALLS: dict[str, str] = {
     "renew": "`Tasks.heartbeat`",
     "complete": "`Tasks.complete`",
     "release": "`Tasks.release`",
+    "defer": "",
     "fail": "`Tasks.fail`",
     "lapse": "`Tasks.claim`, `Tasks.sweep`",
     "retry": "`Tasks.fail`, `Tasks.claim`, `Tasks.sweep`",  # a lapse is tried again at once, see NARROWER
@@ -178,7 +179,7 @@ ALSO: dict[EventKind, str] = {
 KIND_MEANINGS: dict[EventKind, str] = {
     "created": "it was accepted",
     "enqueued": "it can be claimed from now on",
-    "promoted": "it rose to a better lane by waiting",
+    "promoted": "it was claimed as one of a better lane, because it has waited long",
     "dequeued": "somebody holds a lease; the number of this event is its token",
     "conflict_detected": "it collides with another message",
     "conflict_resolved": "and that was settled",
@@ -187,6 +188,7 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "execution_completed": "its holder said that it is done",
     "execution_failed": "its holder said that it failed",
     "retry_scheduled": "it is tried again after a pause",
+    "deferred": "it waits, for a reason that the detail names; nothing is counted against it",
     "dead_letter": "it is not tried again",
     "heartbeat": "its holder is still at work",
     "lease_lapsed": "its holder was not heard of in time",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from postroom.mailclient import Mail
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
-    from postroom.stores.opening import open_store
+    from postroom.stores.open import open_store
 
     __version__: str
 
@@ -66,7 +66,7 @@ _HOME = {
     "StaleLease": "postroom.errors",
     "Tasks": "postroom.contracts.tasks",
     "UnknownTask": "postroom.errors",
-    "open_store": "postroom.stores.opening",
+    "open_store": "postroom.stores.open",
     "QueueFull": "postroom.errors",
     "WrongState": "postroom.errors",
     "Bus": "postroom.contracts.bus",

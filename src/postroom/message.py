@@ -91,6 +91,7 @@ EventKind = Literal[
     "execution_completed",
     "execution_failed",
     "retry_scheduled",
+    "deferred",
     "dead_letter",
     "heartbeat",
     "lease_lapsed",
@@ -146,30 +147,38 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     queue: str
     state: State
     priority: int
+    """The priority it was accepted with. Nothing changes it."""
+    lane: int
+    """The lane it waits in: its priority, unless a retry demoted it or a replay chose another one."""
     place: int
-    """Its turn within queue and priority: the lowest goes first. It is the number of the event that put it
-    there, and of the last one once it is completed."""
+    """Its position in the lane: the lowest is delivered first. It is the number of the event that put the
+    record there, and the number of the completion event once it is completed."""
     attempt: int
     """Deliveries so far."""
     retries: int
-    """Failures and lapses so far in this life."""
+    """Failures and lapsed leases since it was accepted or replayed."""
+    crashes: int
+    """Lapsed leases since it was accepted or replayed: the holder crashed, or hung."""
     max_retries: int
     lease: int
-    """The fencing token, larger than every earlier one. It stays when its holder said the last word, so that
-    the word can be repeated, negative when that was a release; 0 when the lease was taken away."""
+    """The fencing token, larger than every earlier one. It stays after the holder's last call, so that the
+    call can be repeated; it is negative when that call was a release, and 0 when the lease was taken away."""
     worker_id: str
     lease_ns: int
     lease_until: int
     due: int
-    """When it enters its lane; 0 unless it waits for that."""
+    """When its delay ends; 0 without a delay."""
     ready_at: int
+    """Since when it can be claimed, or since when its delay runs."""
     expires: int
     durability: Durability
     created_us: int
     claimed_us: int
     heartbeat_us: int
     ended_us: int
-    """When it came to an end; 0 until then."""
+    """When it ended; 0 before that."""
+    sender: str = ""
+    """The agent that sent it; empty when an operator or the library did."""
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -193,7 +202,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     body_bytes: int = 0
     detail: dict[str, Any] = {}
     prior: State | None = None
-    """The state before, of kinds that can follow several: an end, and a replay."""
+    """The previous state, for kinds that can follow several states: an end, a replay, a deferral."""
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

@@ -12,8 +12,8 @@ import pytest
 from postroom.errors import WriteFailed
 from postroom.message import Envelope
 from postroom.stores import checkpoints
-from postroom.stores.base import Claim
 from postroom.stores.sqlite import SqliteStore
+from postroom.stores.transaction import Claim
 from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import fill, small_disk
@@ -87,7 +87,7 @@ def _count_commits(connection: apsw.Connection, in_a_commit: list[int]) -> None:
 
 def test_pages_move_while_somebody_commits(store: SqliteStore, path: Path) -> None:
     insert(store)
-    with store._leading:
+    with store._group.leading:
         store._checkpoints._move()
         alone = sqlite3.connect(f"file:{path}?immutable=1", uri=True)
         assert alone.execute("SELECT count(*) FROM records").fetchone() == (1,)

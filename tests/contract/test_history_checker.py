@@ -20,7 +20,8 @@ from postroom.message import Envelope
 from postroom.pipeline.faults import Fault
 from postroom.pipeline.generate import FAULTS, generate
 from postroom.sinks.reading import Segments
-from postroom.stores.base import ByIds, Claim
+from postroom.stores.base import ByIds
+from postroom.stores.transaction import Claim
 from postroom.testing import ManualClock
 from tests.quick import QUICK, quick_path
 

@@ -12,6 +12,7 @@ import pytest
 
 from postroom import Tasks
 from postroom.errors import WriteFailed
+from postroom.stores.sqlite_transaction import SqliteTransaction
 from postroom.testing import check_books
 
 ROUNDS = 300
@@ -36,14 +37,13 @@ def numbers(tasks: Tasks) -> list[int]:
 def test_an_interrupt_right_behind_the_commit_gives_no_number_twice(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = tasks.store
-    settle = store._settle  # type: ignore[attr-defined]
+    committed = SqliteTransaction.committed
 
-    def interrupted(_: object) -> None:
-        monkeypatch.setattr(store, "_settle", settle)
+    def interrupted(_: SqliteTransaction) -> None:
+        monkeypatch.setattr(SqliteTransaction, "committed", committed)
         raise Interrupted
 
-    monkeypatch.setattr(store, "_settle", interrupted)
+    monkeypatch.setattr(SqliteTransaction, "committed", interrupted)
     with pytest.raises(Interrupted):
         tasks.enqueue_many([{"agent": "a", "payload": "cut short"}] * 3)
     last = tasks.enqueue(agent="a", payload="last")

@@ -17,7 +17,7 @@ import pytest
 from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS, STATUS, TaskInfo
 from postroom.errors import StoreDamaged, WriteFailed
-from postroom.stores import sqlite
+from postroom.stores import sqlite_file
 from postroom.testing import ManualClock
 
 GOLDEN = sorted(Path(__file__).parents[1].glob("data/store-v*.db"))
@@ -33,7 +33,7 @@ def old_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_there_is_a_file_of_every_earlier_version() -> None:
     versions = [int(path.stem.removeprefix("store-v")) for path in GOLDEN]
-    assert versions == list(sqlite._migrations())[:-1]
+    assert versions == list(sqlite_file.migrations())[:-1]
 
 
 def open_tasks(path: Path) -> Tasks:
@@ -41,7 +41,7 @@ def open_tasks(path: Path) -> Tasks:
 
 
 def scripts_with(text: str) -> dict[int, str]:
-    known = sqlite._migrations()
+    known = sqlite_file.migrations()
     return {**known, max(known) + 1: text}
 
 
@@ -71,7 +71,7 @@ def test_a_later_version_takes_a_step_forward_and_keeps_everything(
         before = [tasks.get(line.task_id) for line in tasks.find()]
     later = scripts_with(NEXT)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite, "_migrations", lambda: later)
+        patch.setattr(sqlite_file, "migrations", lambda: later)
         with open_tasks(old_store) as tasks:
             assert [tasks.get(line.task_id) for line in tasks.find()] == before
             assert tasks.enqueue(agent="triage", payload="new")
@@ -84,7 +84,7 @@ def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(
 ) -> None:
     broken = scripts_with(NEXT + "DROP TABLE there_is_no_such_table;")
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite, "_migrations", lambda: broken)
+        patch.setattr(sqlite_file, "migrations", lambda: broken)
         with open_tasks(old_store) as tasks, pytest.raises(WriteFailed, match="no such table"):
             tasks.enqueue(agent="triage", payload=1)
     with open_tasks(old_store) as tasks:

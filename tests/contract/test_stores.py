@@ -29,11 +29,13 @@ from postroom.errors import (
     WriteFailed,
 )
 from postroom.message import Durability, Envelope
-from postroom.stores import batches, sqlite, sqliteverbs
-from postroom.stores.base import ByIds, Claim, InState, Limits, Store, Transaction
-from postroom.stores.eventruns import UNTOLD_MAX
+from postroom.stores import sqlite, sqlite_transaction
+from postroom.stores.base import ByIds, Limits, Listing
+from postroom.stores.event_runs import IMPLIED_MAX
 from postroom.stores.sql import queries
 from postroom.stores.sqlite import SqliteStore
+from postroom.stores.store import Store
+from postroom.stores.transaction import Claim, Transaction
 from postroom.testing import (
     Crashed,
     FaultyStore,
@@ -43,6 +45,7 @@ from postroom.testing import (
     check_books,
     explained,
 )
+from postroom.testing.clock import FIRST_BOOT_NS
 from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background
@@ -139,7 +142,7 @@ def test_children_share_an_open_handle(store: SqliteStore, no_child_left: None) 
     """Each child adds and takes through what it inherited; nothing is lost and nothing is doubled."""
     insert(store, b"0")
     claim(store)
-    store.find(InState(None, None, 0, 1))  # a reader is open too
+    store.find(Listing(limit=1))  # a reader is open too
 
     def child() -> None:
         for number in range(EACH):
@@ -218,7 +221,7 @@ def test_callers_share_a_commit_and_one_that_fails_spoils_nobodys(store: SqliteS
     other = SqliteStore(path)
     other._lock.acquire()  # nobody can commit, so everybody waits for the same commit
     threads = [in_background(partial(call, number)) for number in range(12)]
-    while len(store._pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
+    while len(store._group.pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
         threads[0].join(0.01)
     other._lock.release()
     other._lock.forget()
@@ -235,7 +238,7 @@ def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> Non
     other = SqliteStore(path)
     other._lock.acquire()
     threads = [in_background(lambda: insert(store, b"1")) for _ in range(20)]
-    while len(store._pending) + 2 < len(threads):
+    while len(store._group.pending) + 2 < len(threads):
         threads[0].join(0.01)
     other._lock.release()
     other._lock.forget()
@@ -266,7 +269,7 @@ def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteS
 
 
 def test_what_others_did_is_in_the_counters(store: SqliteStore, path: Path, no_child_left: None) -> None:
-    store.set_limits("q", Limits(max_depth=10))
+    store.write(lambda transaction: transaction.set_limits("q", Limits(max_depth=10)))
     insert(store, b"1")
 
     def child() -> None:
@@ -286,13 +289,13 @@ def test_counters_outlive_the_events_they_follow_from(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handle that slept while another one wrote the depths down and purged the events sees the depths."""
-    monkeypatch.setattr(sqliteverbs, "FOLD_EVENTS", 20)
-    store.set_limits("q", Limits(max_depth=100))
+    monkeypatch.setattr(sqlite_transaction, "FOLD_EVENTS", 20)
+    store.write(lambda transaction: transaction.set_limits("q", Limits(max_depth=100)))
     insert(store, b"1")
     other = SqliteStore(path)
     for _ in range(40):
         insert(other, b"1")
-    other.purge_events(up_to=10**9, before_us=10**18, limit=1_000)
+    other.write(lambda transaction: transaction.purge_events(10**9, 10**18, 1_000))
     left = other.events()
     assert left[0].seq > 20
     assert left[-1].seq == 82
@@ -361,7 +364,7 @@ def test_the_time_of_a_store_goes_on_after_a_reboot(path: Path) -> None:
     clock.reboot()
     store = SqliteStore(path, clock=clock)
     assert store.steady_ns() == before
-    assert store.oldest_ns("q") == 1_000 * NANOS_PER_S
+    assert store.read(lambda transaction: transaction.oldest_ns("q")) == 1_000 * NANOS_PER_S
     store.close()
 
 
@@ -400,7 +403,7 @@ def test_an_age_is_never_negative(path: Path) -> None:
     store.close()
     clock.reboot()
     store = SqliteStore(path, clock=clock)
-    assert store.oldest_ns("q") == 0
+    assert store.read(lambda transaction: transaction.oldest_ns("q")) == 0
     store.close()
 
 
@@ -455,7 +458,7 @@ def test_a_damaged_page_is_said(store: SqliteStore, path: Path) -> None:
     for page in range(4096, len(data), 4096):
         data[page : page + 200] = b"\xff" * 200
     path.write_bytes(data)
-    for look in (lambda: claim(store), store.count, lambda: store.find(InState(None, None, 0, 100))):
+    for look in (lambda: claim(store), store.count, lambda: store.find(Listing(limit=100))):
         with pytest.raises(StoreDamaged, match="is damaged"):
             look()
 
@@ -485,24 +488,22 @@ def test_a_link_in_place_of_the_file_is_not_followed(store: SqliteStore, path: P
 ARRAY = apsw.carray(array("q", [1]))
 GIVEN = ("SCAN CONSTANT ROW", "SCAN given VIRTUAL TABLE INDEX 1:", "SCAN carray VIRTUAL TABLE INDEX 1:")
 HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "claim": (queries.HEADS, (1, 2, 1)),
+    "claim": (queries.HEADS, (18, 1)),
+    "pull": (queries.PULL, (18, 1)),
+    "first deadlines": (queries.FIRST_DEADLINES, ()),
     "lease": (queries.LEASE_MANY, (1, "w", 1, 1, 1, ARRAY)),
     "leased": (queries.LEASED_MANY, (ARRAY,)),
     "complete": (queries.COMPLETE_ALIKE, (1, b"", 1, ARRAY)),
-    "lease a row": (queries.LEASE_ROW, (1, "w", 1, 1, 1, 1, 3)),
-    "leased row": (queries.LEASED_ROW, (1, 3)),
-    "complete a row": (queries.COMPLETE_ROW, (1, b"", 1, 1, 3)),
-    "claim by priority": (queries.READY, (1, 2, 1)),
-    "heads": (queries.HEAD, (1, 2)),
-    "overdue": (queries.DUE, (1, 9, 0, 1)),
-    "expired": (queries.EXPIRED, (0, 1)),
+    "ending": (queries.ENDING, (9, 0, 1)),
+    "expiring": (queries.EXPIRING, (0, 1)),
     "by name": (queries.BY_NAME, ("x",)),
     "by number": (queries.BY_SEQ, (1,)),
-    "next work": (queries.NEXT_WORK, (1,)),
-    "new events": (queries.NEW_EVENTS, (1,)),
-    "untold": (queries.UNTOLD, (1, 9)),
-    "keys": ("SELECT message_id FROM keys WHERE queue = ? AND key = ?", (1, "k")),
-    "old keys": ("SELECT queue, key FROM keys WHERE seen_us < ? ORDER BY seen_us LIMIT ?", (0, 1)),
+    "by state": sqlite_transaction._listing(Listing(state="DONE"), 0),
+    "by queue and state": sqlite_transaction._listing(Listing("q", "DONE"), 1),
+    "counts": (queries.COUNTS_AFTER, (1,)),
+    "implied": (queries.IMPLIED, (1, 9)),
+    "cell": (queries.CELL, ("key", "k")),
+    "cells": (queries.CELLS, ("key", "k", 1)),
 }
 
 
@@ -520,7 +521,7 @@ def test_a_hot_query_looks_at_what_it_gives_and_sorts_nothing(store: SqliteStore
 
 # ---- many at once, in one statement ----------------------------------------------------------------
 
-LONG = batches.ALIKE_PAYLOAD_BYTES + 1
+LONG = sqlite_transaction.ALIKE_PAYLOAD_BYTES_MAX + 1
 MIXED = [
     *(Envelope(queue="q", payload=b"%d" % number) for number in range(5)),
     *(Envelope(queue="q", payload=b"later", delay_ns=NANOS_PER_S) for _ in range(3)),
@@ -533,22 +534,25 @@ MIXED = [
 ]
 
 
-class FromZero(MemoryStore):
+class FromZero(ManualClock):
     """Its time begins at 0, as that of a new file does."""
 
-    def steady_ns(self) -> int:
-        return super().steady_ns() - ManualClock().boot_ns()
+    def boot_ns(self) -> int:
+        return super().boot_ns() - FIRST_BOOT_NS
 
 
 def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
     """What the same work does to SQLite and to memory: its answer, the records, everything about each."""
-    clock = ManualClock()
     seen = []
-    for store in (SqliteStore(path, clock=clock, store_id="t1"), FromZero(clock=clock, store_id="t1")):
+    stores = (
+        SqliteStore(path, clock=ManualClock(), store_id="t1"),
+        MemoryStore(clock=FromZero(), store_id="t1"),
+    )
+    for store in stores:
         answer = store.write(work)
         check_books(store)
-        records = store.find(InState(None, None, 0, 1_000))
-        stored = [store.read(record.message_id) for record in records]
+        records = store.find(Listing(limit=1_000))
+        stored = [store.load(record.message_id) for record in records]
         seen.append((answer, records, stored, store.events(), store.count()))
         store.close()
     return seen
@@ -558,7 +562,7 @@ def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
 def test_unlike_messages_of_a_batch_are_stored_as_memory_stores_them(
     path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr(batches, "ALIKE_ROWS", rows)
+    monkeypatch.setattr(sqlite_transaction, "ALIKE_ROWS_MAX", rows)
     ours, model = both(path, lambda transaction: transaction.insert(MIXED))
     assert ours == model
 
@@ -629,14 +633,14 @@ def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, resta
     another = SqliteStore(
         small_disk / "queue.db", clock=clock
     )  # a process that starts now can look and end work
-    assert another.read(names[0]) is None
+    assert another.load(names[0]) is None
     complete(another, *held[11])
     assert store.count() == another.count()
     counts = store.count()["q"]
     assert counts == {"COMPLETED": 7, "CANCELLED": 1, "PROCESSING": 8, "QUEUED": len(names) - 21}
     filler.unlink()
     names += insert(store, b"y" * 3_000)
-    assert (small_disk / "queue.db.ballast").stat().st_size == sqlite.BALLAST_BYTES
+    assert (small_disk / "queue.db.ballast").stat().st_size == sqlite.RESERVE_BYTES
     assert len(claim(store, 1_000)) == len(names) - 21
     check_books(store)
     store.close()
@@ -776,7 +780,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
     assert store.find(ByIds(tuple(kept)))[0].state == "QUEUED"  # looking is still allowed
     store.reopen()
     kept += insert(store, b"4", durability="fsync")
-    found = [record.message_id for record in store.find(InState(None, None, 0, 100))]
+    found = [record.message_id for record in store.find(Listing(limit=100))]
     assert set(kept) <= set(found)
     assert len(found) <= 3
     check_books(store)
@@ -827,7 +831,7 @@ def test_an_interrupt_during_the_fsync_repeats_nobodys_work(
     other = SqliteStore(path)
     other._lock.acquire()
     threads = [in_background(call) for _ in range(8)]
-    while len(store._pending) + 2 < len(threads):
+    while len(store._group.pending) + 2 < len(threads):
         threads[0].join(0.01)
     other._lock.release()
     other._lock.forget()
@@ -870,7 +874,7 @@ def test_a_write_can_arrive_twice_or_late() -> None:
 def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
     store = FaultyStore(MemoryStore(), ["lost_ring"])
     told: list[set[str]] = []
-    store.on_ready = told.append
+    store.on_commit = lambda transaction: told.append(transaction.ready) if transaction.ready else None
     insert(store, b"1")
     assert told == []
     insert(store, b"2")
@@ -981,7 +985,7 @@ def test_a_record_by_itself_tells_its_own_events(store: SqliteStore, path: Path)
     assert rows_of_events(path) == 0
     events = store.events()
     assert [(event.kind, event.message_id, event.body_bytes) for event in events[::2]] == [
-        ("created", f"{store.store_id}-{seq}", size) for seq, size in ((1, 1), (3, 2), (5, 3))
+        ("created", f"{store.identity()}-{seq}", size) for seq, size in ((1, 1), (3, 2), (5, 3))
     ]
     assert [event.kind for event in events[1::2]] == ["enqueued"] * 3
     check_events(store, path)
@@ -1011,7 +1015,7 @@ def test_whoever_tells_other_events_tells_those_before(store: SqliteStore, path:
 def test_many_by_themselves_are_told_now_and_then(store: SqliteStore, path: Path) -> None:
     for number in range(300):
         insert(store, b"1", queue="q" if number % 7 else "r")
-    assert 300 // UNTOLD_MAX <= rows_of_events(path) <= 300 // UNTOLD_MAX + 1
+    assert 300 // IMPLIED_MAX <= rows_of_events(path) <= 300 // IMPLIED_MAX + 1
     check_events(store, path)
     everything = store.events(limit=10_000)
     for after in range(590):
@@ -1026,7 +1030,10 @@ def test_two_handles_take_turns_with_untold_records(store: SqliteStore, path: Pa
                 insert(handle, b"1")
             if turn % 5 == 4:
                 claim(handle, 2)
-            assert handle.count()["q"]["QUEUED"] == handle.write(lambda transaction: transaction.depth("q"))
+            assert (
+                handle.count()["q"]["QUEUED"]
+                == handle.write(lambda transaction: transaction.depth("q"))["P2"]
+            )
     check_events(store, path)
     other.close()
 
@@ -1052,15 +1059,15 @@ def test_what_lies_between_records_in_a_row_is_left_alone(path: Path) -> None:
         for queue in ("q", "r"):
             insert(store, b"1", queue=queue, delay_ns=NANOS_PER_S)
     clock.advance(2.0)
-    assert [claim(store, 1)[0][0]] == [f"{store.store_id}-1"]
+    assert [claim(store, 1)[0][0]] == [f"{store.identity()}-1"]
     held = claim(store, 2)
-    assert [message_id for message_id, _ in held] == [f"{store.store_id}-3", f"{store.store_id}-5"]
-    assert store.count() == {"q": {"PROCESSING": 3}, "r": {"SCHEDULED": 3}}
-    others = store.find(ByIds(tuple(f"{store.store_id}-{number}" for number in (2, 4, 6))))
-    assert [record.state for record in others] == ["SCHEDULED"] * 3
+    assert [message_id for message_id, _ in held] == [f"{store.identity()}-3", f"{store.identity()}-5"]
+    assert store.count() == {"q": {"PROCESSING": 3}, "r": {"QUEUED": 3}}
+    others = store.find(ByIds(tuple(f"{store.identity()}-{number}" for number in (2, 4, 6))))
+    assert [record.state for record in others] == ["QUEUED"] * 3
     words = {message_id: (lease, b"null") for message_id, lease in held}
     store.write(lambda transaction: transaction.complete(words))
     assert [record.lease for record in store.find(ByIds(tuple(words)))] == [lease for _, lease in held]
-    others = store.find(ByIds(tuple(f"{store.store_id}-{number}" for number in (2, 4, 6))))
-    assert [record.state for record in others] == ["SCHEDULED"] * 3
+    others = store.find(ByIds(tuple(f"{store.identity()}-{number}" for number in (2, 4, 6))))
+    assert [record.state for record in others] == ["QUEUED"] * 3
     store.close()

@@ -12,7 +12,9 @@ import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
 from postroom.contracts import tasks as module
-from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX, Retention, Task, TaskInfo
+from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
+from postroom.contracts.task_operations import NewTask, TaskOperations
+from postroom.contracts.tasks import DECISIONS, Retention, Task, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -102,14 +104,14 @@ def test_a_refused_task_leaves_no_queue_behind(tasks: Tasks) -> None:
     too_long = "x" * 2_000_000
     refused, kept = tasks.run_many(
         [
-            lambda tasks: tasks.enqueue(agent="ghost", payload=too_long),
-            lambda tasks: tasks.enqueue(agent="a", payload=1),
+            lambda operations: operations.enqueue([NewTask(agent="ghost", payload=too_long)]),
+            lambda operations: operations.enqueue([NewTask(agent="a", payload=1)]),
         ]
     )
     assert isinstance(refused, InvalidMessage)
     with pytest.raises(InvalidMessage, match="max_payload_bytes"):
         tasks.enqueue(agent="ghost", payload=too_long)
-    assert tasks.get(kept).status == "pending"
+    assert tasks.get(kept[0]).status == "pending"
     assert "ghost" not in tasks.status().agents
 
 
@@ -190,7 +192,7 @@ def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
 
 
 def test_a_repeated_last_word_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
-    words: list[Callable[[Task], None]] = [
+    words: list[Callable[[Task], object]] = [
         lambda task: tasks.complete(task.task_id, task.lease, "first"),
         lambda task: tasks.release(task.task_id, task.lease),
         lambda task: tasks.fail(task.task_id, task.lease, "no", retry_in_s=0),
@@ -210,7 +212,7 @@ def test_a_repeated_last_word_is_no_error_and_changes_nothing(tasks: Tasks) -> N
 # ---- leases ----------------------------------------------------------------------------------------
 
 
-def words_of(tasks: Tasks) -> list[Callable[[str, int], None]]:
+def words_of(tasks: Tasks) -> list[Callable[[str, int], object]]:
     return [
         tasks.heartbeat,
         tasks.complete,
@@ -708,7 +710,7 @@ def test_a_wait_for_a_result_that_takes_too_long_gives_the_task_as_it_is(tasks: 
 def test_a_lost_ring_delays_a_result_and_no_more(url: str) -> None:
     tasks = Tasks.open(url)
     task_id = tasks.enqueue(agent="a", payload=1)
-    tasks.store.on_ended = None
+    tasks.store.on_commit = None
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(tasks.wait(task_id)))
     task = take(tasks)
@@ -838,14 +840,14 @@ def test_several_calls_share_a_commit_and_each_has_its_answer(tasks: Tasks) -> N
     task = take(tasks)
     answers = tasks.run_many(
         [
-            lambda inside: inside.enqueue(agent="a", payload=1, task_id="one"),
-            lambda inside: inside.complete(held, task.lease, "ok"),
-            lambda inside: inside.complete(held, task.lease + 1, "stale"),
-            lambda inside: inside.claim(agent="a"),
-            lambda inside: inside.cancel("nobody"),
+            lambda operations: operations.enqueue([NewTask(agent="a", payload=1, task_id="one")]),
+            lambda operations: operations.complete({held: (task.lease, b'"ok"')}),
+            lambda operations: operations.complete({held: (task.lease + 1, b'"stale"')}),
+            lambda operations: operations.claim(checked_terms("a", 1, 60.0, None)),
+            lambda operations: operations.cancel("nobody"),
         ]
     )
-    assert (answers[0], answers[1], answers[3][0].payload) == ("one", None, 1)
+    assert (answers[0], answers[1], answers[3][0].payload) == (["one"], [], 1)
     assert isinstance(answers[2], StaleLease)
     assert isinstance(answers[4], UnknownTask)
     assert tasks.get(held).result == "ok"
@@ -855,7 +857,9 @@ def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
     """Else it would be executed without its content where one cannot read what is not committed."""
     held = tasks.enqueue(agent="a", payload=0)
     task = take(tasks)
-    tasks.run_many([lambda t: t.complete(held, task.lease, "content"), lambda t: t.open_decision(held)])
+    tasks.run_many(
+        [lambda t: t.complete({held: (task.lease, b'"content"')}), lambda t: t.open_decision(held)]
+    )
     if tasks.get(held).state == "COMPLETED":
         tasks.open_decision(held)
     assert tasks.claim(agent=DECISIONS)[0].payload == "content"
@@ -867,21 +871,40 @@ def test_tidying_is_not_done_inside_a_commit(
     monkeypatch.setattr(module, "TIDY_EVERY_S", 0.0)
     tasks = Tasks.open(url, clock=clock)
     tasks.enqueue(agent="a", payload=1)
-    [[task]] = tasks.run_many([lambda inside: inside.claim(agent="a")])
+    [[task]] = tasks.run_many([lambda operations: operations.claim(checked_terms("a", 1, 60.0, None))])
     assert task.payload == 1
-    [refusal] = tasks.run_many([lambda inside: inside.limit_queue("a", max_depth=3)])
-    assert isinstance(refusal, InvalidMessage)
     tasks.close()
 
 
 def test_a_call_that_fails_half_way_spoils_nobodys(tasks: Tasks) -> None:
-    def half_way(inside: Tasks) -> None:
-        inside.enqueue(agent="a", payload="half")
-        inside.cancel("nobody")
+    def half_way(operations: TaskOperations) -> None:
+        operations.enqueue([NewTask(agent="a", payload="half")])
+        operations.cancel("nobody")
 
-    answers = tasks.run_many([lambda inside: inside.enqueue(agent="a", payload="whole"), half_way])
+    whole = NewTask(agent="a", payload="whole")
+    answers = tasks.run_many([lambda operations: operations.enqueue([whole]), half_way])
     assert isinstance(answers[1], UnknownTask)
-    assert tasks.get(answers[0]).payload == "whole"
+    assert [line.task_id for line in tasks.find()] == answers[0]
+
+
+def test_completing_can_claim_the_next_tasks_in_the_same_commit(tasks: Tasks) -> None:
+    for number in range(5):
+        tasks.enqueue(agent="a", payload=number)
+    [first] = tasks.claim(agent="a", worker="w", lease_s=60.0)
+    before = len(tasks.events())
+    following = tasks.complete(first.task_id, first.lease, "done", claim_next=2)
+    assert [task.payload for task in following] == [1, 2]
+    assert [task.lease_s for task in following] == [60.0, 60.0]
+    assert {tasks.get(task.task_id).worker for task in following} == {"w"}
+    new = tasks.events()[before:]
+    assert [event.kind for event in new] == ["execution_completed", "dequeued", "dequeued"]
+    last = tasks.complete_many([(task.task_id, task.lease, None) for task in following], claim_next=10)
+    assert [task.payload for task in last] == [3, 4]
+    with pytest.raises(StaleLease):
+        tasks.complete(last[0].task_id, last[0].lease + 100, claim_next=1)
+    for wrong in (-1, 1_001, "1", True):
+        with pytest.raises(InvalidMessage, match="claim_next must be from 0 to 1000"):
+            tasks.complete(last[0].task_id, last[0].lease, claim_next=wrong)  # type: ignore[arg-type]
 
 
 # ---- keeping ---------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def judge(tasks: Tasks, folder: Path, acknowledged: set[str], tally: Tally) -> N
     history = History()
     for event in events:
         history.add(event)
-    verdict = history.verdict(absent=lambda message: tasks.store.read(message.message_id) is None)
+    verdict = history.verdict(absent=lambda message: tasks.store.load(message.message_id) is None)
     for violation in verdict.violations:
         tally.breaks(f"{violation.rule}: {violation.sentence}")
 

@@ -14,7 +14,8 @@ from random import Random
 from typing import Any
 
 from postroom import StaleLease, Tasks
-from postroom.contracts.tasks import DECISIONS, RETRIES_MAX, Task
+from postroom.contracts.task_input import RETRIES_MAX
+from postroom.contracts.tasks import DECISIONS, Task
 from postroom.core.retry import RetryPolicy
 from postroom.message import Durability
 from postroom.stores import checkpoints
@@ -162,7 +163,7 @@ def _speak(report: Report, tasks: Tasks, task: Task, word: str, *, timed: bool) 
     report("completed" if word == "complete" else word, task.task_id, task.lease, took)
 
 
-WORDS: dict[str, Callable[[Tasks, str, int], None]] = {
+WORDS: dict[str, Callable[[Tasks, str, int], object]] = {
     "heartbeat": lambda tasks, task_id, lease: tasks.heartbeat(task_id, lease),
     "complete": lambda tasks, task_id, lease: tasks.complete(task_id, lease, {"under": lease}),
     "fail": lambda tasks, task_id, lease: tasks.fail(task_id, lease, "it was not to be", retry_in_s=0.0),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from postroom import StaleLease, Tasks
 from postroom.message import Durability
-from postroom.stores.base import Leased
+from postroom.stores.base import Listing
 from tests.crash.ledger import Tally, compare, token_of
 from tests.crash.taskprograms import open_tasks, task_of
 from tests.crash.tasks import check_store, delivery_of, ids_of
@@ -68,7 +68,10 @@ def _claim(tasks: Tasks, attempt: int) -> list[str]:
 
 def _complete(tasks: Tasks, attempt: int) -> list[str]:
     """Both leases that are there; what a first try has done may be said again."""
-    held = [(record.message_id, record.lease) for record in tasks.store.find(Leased(AGENT, LEASED))]
+    held = [
+        (record.message_id, record.lease)
+        for record in tasks.store.find(Listing(AGENT, "PROCESSING", limit=LEASED))
+    ]
     tasks.complete_many((task_id, lease, {"under": lease}) for task_id, lease in held)
     return [word for task_id, lease in held for word in (task_id, str(lease))]
 
@@ -125,7 +128,9 @@ def _judge_claimed(folder: Path, expected: Expected, attempts: list[Attempt], ta
     with _open(folder, "os") as tasks:
         tally.acknowledged += len(expected[AGENT])
         infos = [tasks.get(task_id) for task_id in expected[AGENT]]
-        leased = {record.message_id: str(record.lease) for record in tasks.store.find(Leased(AGENT, 100))}
+        leased = {
+            record.message_id: str(record.lease) for record in tasks.store.find(Listing(AGENT, "PROCESSING"))
+        }
         for task_id, lease in claims.items():
             tally.lost += leased.get(task_id) != lease
         if len(leased) not in (0, 2) and len(attempts) <= 1:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.tasks import DECISIONS, JSON_DEPTH_MAX
+from postroom.contracts.task_input import JSON_DEPTH_MAX
+from postroom.contracts.tasks import DECISIONS
 from postroom.runtime.bodies import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,

@@ -195,7 +195,7 @@ def holder(report: Report, *, url: str, name: str, go: str) -> None:
     report("holds", task.task_id, task.lease)
     while not Path(go).exists():
         time.sleep(0.001)
-    words: dict[str, Callable[[], None]] = {
+    words: dict[str, Callable[[], object]] = {
         "heartbeat": lambda: tasks.heartbeat(task.task_id, task.lease),
         "complete": lambda: tasks.complete(task.task_id, task.lease, "zombie"),
         "release": lambda: tasks.release(task.task_id, task.lease),

@@ -20,20 +20,10 @@ from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import PostroomError
 from postroom.message import Envelope, Event, Record, State
-from postroom.stores.base import (
-    ByIds,
-    Claim,
-    Decide,
-    Due,
-    Expired,
-    InState,
-    Leased,
-    Limits,
-    Overdue,
-    Store,
-    Transaction,
-)
+from postroom.stores.base import FOREVER_NS, LANES, ByIds, Deadline, Ending, Limits, Listing
 from postroom.stores.sqlite import SqliteStore
+from postroom.stores.store import Store
+from postroom.stores.transaction import Claim, Decide, Transaction
 from postroom.testing import ManualClock, MemoryStore, check_books
 from tests.quick import QUICK
 
@@ -42,6 +32,7 @@ STORE_ID = "both"
 QUEUES = ["a", "b"]
 STEPS = 50
 LOOK_MAX = 10_000
+DEADLINES: list[Deadline] = ["lease", "delay", "expiry"]
 
 queues = st.sampled_from(QUEUES)
 seconds = st.sampled_from([0.5, 1.0, 5.0, 60.0, 400.0])
@@ -65,32 +56,46 @@ claims = st.builds(
     worker_id=st.sampled_from(["w", "v"]),
     limit=st.integers(1, 4),
     lease_ns=st.sampled_from([NANOS_PER_S, 5 * NANOS_PER_S, 300 * NANOS_PER_S]),
-    priorities=st.sampled_from([(0, 1, 2, 3), (2,), (0, 1, 2, 3)]),
+    lanes=st.sampled_from([(0, 1, 2, 3), (2,), (0, 1, 2, 3)]),
     promote_after_ns=st.sampled_from([(), (), (2 * NANOS_PER_S, 2 * NANOS_PER_S, NANOS_PER_S)]),
 )
 
 
+class _Clock(ManualClock):
+    """The clock of the store in memory, which goes on where the store last knew it."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._real = clock
+        self.offset_ns = 0
+
+    def boot_ns(self) -> int:
+        return self.offset_ns + self._real.boot_ns()
+
+    def wall_us(self) -> int:
+        return self._real.wall_us()
+
+
 class _Memory(MemoryStore):
-    """It lives through a reboot, so that it can say what another store has to look like afterwards."""
+    """It survives a reboot, so that it can say what another store has to look like afterwards."""
 
-    offset_ns = 0
-
-    def steady_ns(self) -> int:
-        return self.offset_ns + super().steady_ns()
+    def __init__(self, clock: ManualClock) -> None:
+        self.own_clock = _Clock(clock)
+        super().__init__(clock=self.own_clock, store_id=STORE_ID)
 
     def rebooted(self, boot_ns: int) -> None:
         """Time goes on where the store last knew it, and every lease runs its length once more."""
-        records = [row.record for row in self.rows.values()]
+        records = [row.record for row in self._data.rows.values()]
         leased = [record for record in records if record.state == "PROCESSING"]
         last = max(records, key=lambda record: record.seq, default=None)
         known = [record.lease_until - record.lease_ns for record in leased]
         known += [record.ready_at for record in records if record.due or record is last]
         newest = max([0, *known])
-        self.offset_ns = newest - boot_ns
+        self.own_clock.offset_ns = newest - boot_ns
         for record in leased:
-            row = self.rows[record.message_id]
-            anew = replace(record, lease_until=newest + record.lease_ns)
-            self.put(record.message_id, replace(row, record=anew))
+            row = self._data.rows[record.message_id]
+            again = replace(record, lease_until=newest + record.lease_ns)
+            self._data.put(record.message_id, replace(row, record=again))
 
 
 class Planned(Exception):
@@ -102,7 +107,7 @@ class BothStores(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="postroom-model-", dir=QUICK))
         self.clock = ManualClock()
-        self.memory = _Memory(clock=self.clock, store_id=STORE_ID)
+        self.memory = _Memory(self.clock)
         self.memory.rebooted(self.clock.boot_ns())  # the time of a new file begins at 0
         self.sqlite = self._open()
         self.leases: list[tuple[str, int]] = []
@@ -110,7 +115,7 @@ class BothStores(RuleBasedStateMachine):
 
     def _open(self) -> SqliteStore:
         path = self.folder / "queue.db"
-        return SqliteStore(path, clock=self.clock, store_id=STORE_ID, ballast_bytes=0)
+        return SqliteStore(path, clock=self.clock, store_id=STORE_ID, reserve_bytes=0)
 
     def teardown(self) -> None:
         self.sqlite.close()
@@ -126,12 +131,15 @@ class BothStores(RuleBasedStateMachine):
     def _write(self, work: Callable[[Transaction], Any]) -> Any:
         return self._both(lambda store: store.write(work))
 
+    def _read(self, work: Callable[[Transaction], Any]) -> Any:
+        return self._both(lambda store: store.read(work))
+
     def _decide(self, message_ids: tuple[str, ...], decide: Decide) -> None:
         self._write(lambda transaction: transaction.apply(ByIds(message_ids), decide))
 
     def _pick(self, choice: int) -> str:
         """Some message, sometimes one that is not there."""
-        records = self.memory.find(InState(None, None, 0, LOOK_MAX))
+        records = self.memory.find(Listing(limit=LOOK_MAX))
         names = [record.message_id for record in records] or ["nobody"]
         return "nobody" if choice % 31 == 30 else names[choice % len(names)]
 
@@ -146,7 +154,8 @@ class BothStores(RuleBasedStateMachine):
 
     @initialize(max_depth=st.sampled_from([4, 1_000]))
     def limit(self, max_depth: int) -> None:
-        self._both(lambda store: store.set_limits("a", Limits(max_depth=max_depth, max_payload_bytes=20)))
+        limits = Limits(max_depth=max_depth, max_payload_bytes=20)
+        self._write(lambda transaction: transaction.set_limits("a", limits))
 
     @rule(new=st.lists(envelopes, min_size=1, max_size=3))
     def insert(self, new: list[Envelope]) -> None:
@@ -183,6 +192,21 @@ class BothStores(RuleBasedStateMachine):
     def release(self, choice: int) -> None:
         message_id, token = self._lease(choice)
         self._decide((message_id,), lambda record, now: lifecycle.release(record, now, token))
+
+    @rule(choice=choices, delay_ns=delays_ns)
+    def defer(self, choice: int, delay_ns: int) -> None:
+        message_id, token = self._lease(choice)
+        self._decide((message_id,), lambda record, now: lifecycle.defer(record, now, delay_ns, "busy", token))
+
+    @rule(choice=choices, lane=st.integers(0, 3))
+    def demote(self, choice: int, lane: int) -> None:
+        message_id, token = self._lease(choice)
+        self._decide((message_id,), lambda record, now: lifecycle.fail(record, now, token, "no", lane=lane))
+
+    @rule(key=st.sampled_from(["a", "b"]), value=st.sampled_from([b"1", None]))
+    def put_cell(self, key: str, value: bytes | None) -> None:
+        self._write(lambda transaction: transaction.put_cell("some", key, value))
+        self._read(methodcaller("cells", "some"))
 
     @rule(choice=choices)
     def renew(self, choice: int) -> None:
@@ -221,7 +245,7 @@ class BothStores(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 2))
     def purge_keys(self, limit: int) -> None:
         before_us = self.clock.wall_us()
-        self._both(lambda store: store.purge_keys(before_us, limit))
+        self._write(lambda transaction: transaction.purge_keys("", before_us, limit))
 
     @rule(new=envelopes, terms=claims, choice=choices)
     def raise_half_way(self, new: Envelope, terms: Claim, choice: int) -> None:
@@ -273,24 +297,28 @@ class BothStores(RuleBasedStateMachine):
 
     @invariant()
     def records_and_events_are_equal(self) -> None:
-        records: list[Record] = self._both(lambda store: store.find(InState(None, None, 0, LOOK_MAX)))
+        records: list[Record] = self._both(lambda store: store.find(Listing(limit=LOOK_MAX)))
         events: list[Event] = self._both(lambda store: store.events(self.seen, LOOK_MAX))
         self.seen += len(events)
         told = {event.message_id for event in events}
         for record in records:
             if record.message_id in told:
-                self._both(methodcaller("read", record.message_id))
+                self._both(methodcaller("load", record.message_id))
 
     @invariant()
     def counts_and_looks_are_equal(self) -> None:
         self._both(lambda store: {queue: counts for queue, counts in store.count().items() if counts})
         for queue in QUEUES:
             self._both(methodcaller("next_work_ns", queue))
-            self._both(methodcaller("oldest_ns", queue))
-            for pick in (Overdue(queue, 2), Due(queue, 2), Leased(queue, 2), InState(queue, "QUEUED", 3, 2)):
-                self._both(methodcaller("find", pick))
-        for late in (Overdue(None, 2), Due(None, 2), Expired(2)):
-            self._both(methodcaller("find", late))
+            self._read(methodcaller("oldest_ns", queue))
+            self._read(methodcaller("depth", queue))
+            for lane in range(LANES):
+                self._read(methodcaller("pull", queue, lane, 2))
+            self._both(methodcaller("find", Listing(queue, "QUEUED", 3, 2)))
+        self._both(methodcaller("find", Listing(None, "DEAD_LETTER", 0, 2)))
+        for deadline in DEADLINES:
+            self._both(methodcaller("find", Ending(deadline, self.memory.own_clock.boot_ns(), 2)))
+            self._both(methodcaller("find", Ending(deadline, FOREVER_NS, 2)))
 
     @invariant()
     def the_events_explain_the_state(self) -> None:

@@ -14,7 +14,7 @@ from postroom.message import Envelope, Event, Moment, Record, State, Step
 TOKEN = 30
 LATER = Moment(number=100, steady_ns=50 * NANOS_PER_S, wall_us=9_000_000)
 STATES: tuple[State, ...] = get_args(State)
-UNCHANGING = ("seq", "message_id", "queue", "max_retries", "durability", "created_us")
+UNCHANGING = ("seq", "message_id", "queue", "priority", "max_retries", "durability", "created_us", "sender")
 
 
 def record_in(state: State, **facts: object) -> Record:
@@ -24,9 +24,11 @@ def record_in(state: State, **facts: object) -> Record:
         queue="q",
         state=state,
         priority=2,
+        lane=2,
         place=1,
         attempt=1,
         retries=0,
+        crashes=0,
         max_retries=3,
         lease=TOKEN,
         worker_id="w",
@@ -48,7 +50,7 @@ Verb = Callable[[Record], Step | None]
 
 VERBS: dict[str, Verb] = {
     "wake": lambda record: lifecycle.wake(record, LATER),
-    "promote": lambda record: lifecycle.promote(record, LATER, 1),
+    "defer": lambda record: lifecycle.defer(record, LATER, NANOS_PER_S, "busy", TOKEN),
     "lease": lambda record: lifecycle.lease(record, LATER, "w", NANOS_PER_S),
     "renew": lambda record: lifecycle.renew(record, LATER, TOKEN),
     "complete": lambda record: lifecycle.complete(record, LATER, TOKEN, b"1"),
@@ -95,7 +97,7 @@ def check_whole(step: Step, before: Record | None = None) -> None:
 
 
 def test_the_table_names_every_verb_and_every_state() -> None:
-    assert {t.verb for t in TRANSITIONS} == VERBS.keys() | BY_THE_WAY | {"accept"}
+    assert {t.verb for t in TRANSITIONS} == VERBS.keys() | BY_THE_WAY | {"accept", "promote"}
     assert {t.target for t in TRANSITIONS} == set(STATES)
     assert {t.source for t in TRANSITIONS if t.source} == set(STATES) - {"DONE"}
     assert set(WAITING) | set(ENDED) | {"PROCESSING", "FAILED"} == set(STATES)
@@ -175,6 +177,15 @@ def test_a_failure_goes_where_the_table_says(arrow: Transition) -> None:
         "E",
     )
     assert (then.kind, then.state) == (arrow.kind, arrow.target)
+
+
+def test_a_promotion_is_an_event_of_the_lease_and_does_not_change_the_record() -> None:
+    before = record_in("QUEUED", lease=0, lease_until=0, priority=3, lane=3)
+    step = lifecycle.lease(before, LATER, "w", NANOS_PER_S, lane=1)
+    promoted, dequeued = step.events
+    assert (promoted.kind, promoted.priority, promoted.detail) == ("promoted", 1, {"from": 3})
+    assert (dequeued.kind, dequeued.priority, dequeued.seq) == ("dequeued", 3, LATER.number + 1)
+    assert (step.record.priority, step.record.lane, step.record.lease) == (3, 3, LATER.number + 1)
 
 
 # ---- leases ----------------------------------------------------------------------------------------
@@ -267,7 +278,8 @@ def test_an_error_has_a_limit() -> None:
 def test_a_replay_is_a_new_life_of_the_same_message() -> None:
     before = record_in("DEAD_LETTER", retries=4, attempt=4, expires=1)
     after = lifecycle.replay(before, LATER, priority=0).record
-    assert (after.retries, after.attempt, after.lease, after.expires, after.priority) == (0, 4, 0, 0, 0)
+    assert (after.retries, after.attempt, after.lease, after.expires, after.lane) == (0, 4, 0, 0, 0)
+    assert (after.priority, lifecycle.replay(before, LATER).record.lane) == (2, 2)
     assert after.place == LATER.number
 
 
@@ -282,8 +294,8 @@ def test_a_replay_is_a_new_life_of_the_same_message() -> None:
     ],
 )  # fmt: skip
 def test_waiting_lifts_lane_by_lane(priority: int, age: int, risen: int) -> None:
-    assert lifecycle.effective_priority(priority, age, (30, 20, 10)) == risen
-    assert lifecycle.effective_priority(priority, age, ()) == priority
+    assert lifecycle.effective_lane(priority, age, (30, 20, 10)) == risen
+    assert lifecycle.effective_lane(priority, age, ()) == priority
 
 
 # ---- the history -----------------------------------------------------------------------------------
@@ -335,8 +347,7 @@ def test_the_straight_way_needs_no_trail() -> None:
 def test_a_winding_way_is_told_whole() -> None:
     life = Life(delay_ns=1)
     life.take(lifecycle.wake(life.record, life.now))
-    life.take(lifecycle.promote(life.record, life.now, 1))
-    life.lease()
+    life.take(lifecycle.lease(life.record, life.now, "w", NANOS_PER_S, lane=1))
     life.take(lifecycle.release(life.record, life.now, life.record.lease))
     assert life.told() == life.happened()
     for _ in range(2):

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
+from postroom.contracts.task_input import checked_terms
+from postroom.contracts.task_operations import NewTask, TaskOperations
 from postroom.errors import HandleDead, TooMany, Unavailable, UnknownTask, WriteFailed
 from postroom.runtime import writer as module
 from postroom.runtime.agents import Identity
@@ -40,10 +42,18 @@ async def together(*futures: "asyncio.Future[Any]") -> list[Any]:
     return await asyncio.gather(*futures, return_exceptions=True)
 
 
+def enqueue_1(operations: TaskOperations) -> str:
+    return operations.enqueue([NewTask(agent="triage", payload=1)])[0]
+
+
+def enqueue_2(operations: TaskOperations) -> str:
+    return operations.enqueue([NewTask(agent="triage", payload=2)])[0]
+
+
 def test_each_gets_its_own_answer() -> None:
     async def work(tasks: Tasks, writer: Writer) -> None:
-        good = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
-        bad = writer.submit(lambda tasks: tasks.cancel("nobody"), ONE)
+        good = writer.submit(enqueue_1, ONE)
+        bad = writer.submit(lambda operations: operations.cancel("nobody"), ONE)
         task_id, error = await together(good, bad)
         assert isinstance(error, UnknownTask)
         assert tasks.get(task_id).status == "pending"
@@ -55,9 +65,7 @@ def test_what_comes_together_is_one_commit() -> None:
     store = FaultyStore(MemoryStore())
 
     async def work(_: Tasks, writer: Writer) -> None:
-        await together(
-            *(writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE) for _ in range(50))
-        )
+        await together(*(writer.submit(enqueue_1, ONE) for _ in range(50)))
 
     run(work, store)
     assert len(store.happened) == 1
@@ -69,8 +77,8 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
     disk = FaultyDisk(monkeypatch)
 
     async def work(tasks: Tasks, writer: Writer) -> None:
-        def enqueue(tasks: Tasks) -> str:
-            return tasks.enqueue(agent="triage", payload=1, durability="group")
+        def enqueue(operations: TaskOperations) -> str:
+            return operations.enqueue([NewTask(agent="triage", payload=1, durability="group")])[0]
 
         kept = await writer.submit(enqueue, ONE)
         disk.failing = True
@@ -86,13 +94,11 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
 
 
 def test_a_defect_in_one_call_hurts_no_other() -> None:
-    def broken(_: Tasks) -> None:
+    def broken(_: TaskOperations) -> None:
         raise ZeroDivisionError
 
     async def work(tasks: Tasks, writer: Writer) -> None:
-        futures = [
-            writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE) for _ in range(3)
-        ]
+        futures = [writer.submit(enqueue_1, ONE) for _ in range(3)]
         failed = writer.submit(broken, ONE)
         *good, error = await together(*futures, failed)
         assert isinstance(error, ZeroDivisionError)
@@ -104,8 +110,7 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
 
 def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
     async def work(tasks: Tasks, writer: Writer) -> None:
-        def enqueue(tasks: Tasks) -> str:
-            return tasks.enqueue(agent="triage", payload=1)
+        enqueue = enqueue_1
 
         outcomes = await together(writer.submit(enqueue, ONE), writer.submit(enqueue, ONE))
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
@@ -118,8 +123,8 @@ def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
 def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
     async def work(tasks: Tasks, writer: Writer) -> None:
         expected = tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(7)])
-        one, three = tasks.terms("triage", 1, 300.0, None), tasks.terms("triage", 3, 300.0, None)
-        other = tasks.terms("triage", 1, 60.0, "box-2")
+        one, three = checked_terms("triage", 1, 300.0, None), checked_terms("triage", 3, 300.0, None)
+        other = checked_terms("triage", 1, 60.0, "box-2")
         outcomes = await together(*(writer.submit(terms, ONE) for terms in (one, three, one, other, three)))
         sizes = [len(outcome) for outcome in outcomes]
         assert sizes == [1, 3, 1, 0, 2]
@@ -134,7 +139,7 @@ def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work(tasks: Tasks, writer: Writer) -> None:
         tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(12)])
-        terms = tasks.terms("triage", 2, 300.0, None)
+        terms = checked_terms("triage", 2, 300.0, None)
         outcomes = await together(*(writer.submit(terms, ONE) for _ in range(6)))
         payloads = [[task.payload for task in outcome] for outcome in outcomes]
         assert payloads == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
@@ -147,8 +152,8 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_A_TOKEN_MAX", 2)
     monkeypatch.setattr(module, "WAITING_RESERVE", 1)
 
-    def find(tasks: Tasks) -> Any:
-        return tasks.find()
+    def find(_: TaskOperations) -> list[str]:
+        return []
 
     async def work(_: Tasks, writer: Writer) -> None:
         futures = [writer.submit(find, who) for who in (ONE, ONE, TWO)]
@@ -168,8 +173,8 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bytes_that_wait_have_a_limit() -> None:
     each_max = module.WAITING_BYTES_A_TOKEN_MAX
 
-    def find(tasks: Tasks) -> Any:
-        return tasks.find()
+    def find(_: TaskOperations) -> list[str]:
+        return []
 
     async def work(_: Tasks, writer: Writer) -> None:
         large = writer.submit(find, ONE, each_max)
@@ -196,7 +201,7 @@ class Order:
     async def begin(self) -> None:
         """Keep the writer busy with a call, so that others wait."""
 
-        def wait(_: Tasks) -> None:
+        def wait(_: TaskOperations) -> None:
             self._begun.set()
             self._go_on.wait(HANG_GUARD_S)
 
@@ -204,7 +209,7 @@ class Order:
         await asyncio.to_thread(self._begun.wait, HANG_GUARD_S)
 
     def submit(self, name: str, identity: Identity, size: int = 1) -> None:
-        def note(_: Tasks) -> None:
+        def note(_: TaskOperations) -> None:
             if self.writer.turns != self._turn:
                 self._turn = self.writer.turns
                 self.commits.append([])
@@ -260,7 +265,7 @@ def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.Monk
 
     async def work(tasks: Tasks, writer: Writer) -> None:
         for _ in range(7):
-            writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
+            writer.submit(enqueue_1, ONE)
         await asyncio.sleep(0)
         writer.close()
         assert len(tasks.find()) == 7
@@ -270,8 +275,8 @@ def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.Monk
 
 def test_nobody_who_left_stops_the_others() -> None:
     async def work(_: Tasks, writer: Writer) -> None:
-        left = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=1), ONE)
-        stays = writer.submit(lambda tasks: tasks.enqueue(agent="triage", payload=2), ONE)
+        left = writer.submit(enqueue_1, ONE)
+        stays = writer.submit(enqueue_2, ONE)
         left.cancel()
         assert await stays
 

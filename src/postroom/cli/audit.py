@@ -158,12 +158,13 @@ def detach(shell: Shell, data: Path | None, store: str | None) -> None:
     Example:
       postroom audit detach --data run
     """
-    from postroom.stores.opening import open_store
+    from postroom.contracts.feeds import set_outbox
+    from postroom.stores.open import open_store
 
     if (data is None) == (store is None):
         raise click.UsageError("say which store: --data DIR, or --store URL")
     opened = open_store(f"sqlite:///{_database(data)}" if data is not None else _known(str(store)))
-    opened.set_outbox(None)
+    set_outbox(opened, None)
     opened.close()
     shell.output.facts({"store": "detached"}, "the store waits for no shipper any more")
 
@@ -422,7 +423,7 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
 
 def _head_in(url: str) -> "Head | None":
     from postroom.contracts.feeds import head_in
-    from postroom.stores.opening import open_store
+    from postroom.stores.open import open_store
 
     store = open_store(_known(url))
     try:

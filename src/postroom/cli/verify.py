@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.history import History, Open, Verdict
     from postroom.sinks.reading import Segments
-    from postroom.stores.base import Store
+    from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
 PROGRESS_EVERY_S = 2.0
@@ -131,7 +131,7 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
 
 def _beside_store(history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool) -> "Verdict":
     """What is open in the stream has to be in the store, unless it ended after the stream did."""
-    from postroom.stores.opening import SQLITE, open_store
+    from postroom.stores.open import SQLITE, open_store
 
     path = url.removeprefix(SQLITE)
     if path != url and not Path(path).exists():
@@ -171,7 +171,7 @@ def _read_on(history: "History", store: "Store", source: str) -> None:
 
 def _absent(store: "Store", source: str) -> "Callable[[Open], bool]":
     def absent(message: "Open") -> bool:
-        return message.source == source and store.read(message.message_id) is None
+        return message.source == source and store.load(message.message_id) is None
 
     return absent
 

@@ -7,7 +7,8 @@ import logging
 import time
 
 from postroom.errors import AuditBehind
-from postroom.stores.base import RETRY_AFTER_S, Outbox, Store
+from postroom.stores.base import RETRY_AFTER_S, Outbox
+from postroom.stores.store import Store
 
 LOOK_EVERY_S = 1.0
 SLOW_S = 0.05  # what each enqueue waits then: twenty a second for each caller
@@ -47,7 +48,7 @@ class Backlog:
         if time.monotonic() < self.look_at:
             return
         self.look_at = time.monotonic() + LOOK_EVERY_S
-        outbox = self._store.outbox()
+        outbox = self._store.read(lambda transaction: transaction.outbox())
         self.waiting = None if outbox is None else self._store.newest_event() - outbox.shipped
         was_behind = self.behind is not None
         too_far = outbox is not None and self.waiting is not None and self.waiting > outbox.backlog_max

@@ -24,7 +24,8 @@ from postroom.errors import ShippedElsewhere, SinkAhead
 from postroom.logs import busfile, eventfiles
 from postroom.message import Event
 from postroom.sinks.heads import Head
-from postroom.stores.base import Outbox, Store
+from postroom.stores.base import Outbox
+from postroom.stores.store import Store
 from postroom.system.atomic import open_safely
 
 _log = logging.getLogger("postroom.audit")
@@ -64,7 +65,7 @@ class StoreFeed:
     def _refuse_second_stream(self) -> None:
         if self._outbox is None:
             return
-        there = self._store.outbox()
+        there = outbox_of(self._store)
         if there is not None and there.stream not in ("", self._outbox.stream):
             raise ShippedElsewhere(
                 f"the events of {self._store.url} go to another stream already ({there.stream}): "
@@ -106,13 +107,18 @@ class StoreFeed:
         # For a reader an event that was forgotten is no loss: it may have been shipped long ago.
         if self._outbox is not None and after and found[0].seq != after + 1:
             self._tell_gap(after + 1, found[0].seq - 1)
-        # A message that was forgotten meanwhile is told without what it said.
-        said = self._store.payloads(found[0].seq - 1, found[-1].seq) if self._payloads else {}
+        payloads = self._payloads_of(found) if self._payloads else {}
         source, contract = self.source, self._contract
         return [
-            events.of_store(event, source, contract, said.get(event.seq, b"").decode("utf-8", "replace"))
+            events.of_store(event, source, contract, payloads.get(event.seq, b"").decode("utf-8", "replace"))
             for event in found
         ]
+
+    def _payloads_of(self, found: list[Event]) -> dict[int, bytes]:
+        """The payloads of `created` events by number. A message that was purged meanwhile has none."""
+        created = {event.message_id: event.seq for event in found if event.kind == "created"}
+        payloads = self._store.read(lambda transaction: transaction.payloads([*created]))
+        return {created[message_id]: payload for message_id, payload in payloads.items()}
 
     def _tell_gap(self, first: int, last: int) -> None:
         said = f"events {first} to {last} were forgotten before they were shipped"
@@ -122,7 +128,7 @@ class StoreFeed:
     def kept(self, up_to: int) -> None:
         if self._outbox is not None:
             self._outbox = msgspec.structs.replace(self._outbox, shipped=up_to)
-            self._store.set_outbox(self._outbox)
+            set_outbox(self._store, self._outbox)
 
     def noted_head(self) -> Head | None:
         """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
@@ -132,7 +138,7 @@ class StoreFeed:
         """Tell the store which segment of the stream was sealed last."""
         if self._outbox is not None and (segment, head) != (self._outbox.segment, self._outbox.head):
             self._outbox = msgspec.structs.replace(self._outbox, segment=segment, head=head)
-            self._store.set_outbox(self._outbox)
+            set_outbox(self._store, self._outbox)
 
     def close(self) -> None:
         self._store.close()
@@ -140,7 +146,17 @@ class StoreFeed:
 
 def head_in(store: Store) -> Head | None:
     """The last sealed segment of the stream that a store's events go to; None before there is one."""
-    return _head_of(store.outbox())
+    return _head_of(outbox_of(store))
+
+
+def outbox_of(store: Store) -> Outbox | None:
+    """How far the shipper of a store has come; None when its events are not shipped."""
+    return store.read(lambda transaction: transaction.outbox())
+
+
+def set_outbox(store: Store, outbox: Outbox | None) -> None:
+    """Note in a store how far its shipper has come; None ends the shipping."""
+    store.write(lambda transaction: transaction.set_outbox(outbox), makes_room=True)
 
 
 def _head_of(outbox: Outbox | None) -> Head | None:

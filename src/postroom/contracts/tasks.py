@@ -7,55 +7,57 @@ finish or give it back. What is not heard of in time goes to somebody else: at l
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from postroom.contracts.backlog import Backlog
+from postroom.contracts.task_input import (
+    NUMBER_MAX,
+    check_claim_limit,
+    check_durability,
+    check_page,
+    checked_id,
+    checked_results,
+    checked_terms,
+)
+from postroom.contracts.task_operations import DECISIONS, LEASE_S, Call, NewTask, Rules, Task, TaskOperations
 from postroom.core import lifecycle
-from postroom.core.fieldfaults import field_fault, unencodable
+from postroom.core.fieldfaults import field_fault
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
-from postroom.errors import InvalidMessage, PostroomError, UnknownTask
-from postroom.message import Durability, Envelope, Event, Moment, Record, State, Step
+from postroom.errors import InvalidMessage, UnknownTask
+from postroom.message import Durability, Event, Record, State
 from postroom.nudges.bell import QUIET_S, Bell
-from postroom.stores.base import (
-    CLAIM_MAX,
-    PURGE_BATCH_MAX,
-    Accepted,
-    ByIds,
-    Claim,
-    Counted,
-    Decide,
-    Delivery,
-    InState,
-    Leased,
-    Limits,
-    Store,
-    Transaction,
-)
-from postroom.stores.opening import open_store
+from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Counted, Limits, Listing, by_state, ready, waiting
+from postroom.stores.open import open_store
+from postroom.stores.store import Store
+from postroom.stores.transaction import Claim, Transaction
 from postroom.system.clock import Clock
 from postroom.system.handles import Closing
 
+__all__ = [
+    "DECISIONS",
+    "LEASE_S",
+    "AgentStatus",
+    "Retention",
+    "Task",
+    "TaskInfo",
+    "TaskLine",
+    "Tasks",
+    "TasksStatus",
+]
+
 T = TypeVar("T")
 
-LEASE_S = 300.0  # from the last heartbeat
-LEASE_S_MIN = 0.001
-LEASE_S_MAX = 30 * 86_400.0
-DELAY_S_MAX = 366 * 86_400.0
-RESULT_BYTES_MAX = 1024 * 1024
-NO_RESULT = b"null"
 LOOK_AGAIN_S = 1.0  # what a lost ring costs
 LOOK_AGAIN_DEAF_S = 0.05  # the same where no ring of another process is heard
-HOLDERS_MAX = 1_000  # of leases that a status looks at, for each queue
+HOLDERS_MAX = 10_000  # leases that a status looks at to tell who holds how many
 TIDY_EVERY_CALLS = 1_000
 TIDY_EVERY_S = 60.0
 KEEP_FINISHED_S = 7 * 86_400.0
@@ -63,9 +65,6 @@ KEEP_DEAD_S = 90 * 86_400.0
 KEEP_KEYS_S = 30 * 86_400.0
 ENDED_BELL = ".ended"  # no agent has a name that begins with a dot
 """The bell that is rung when a task has come to its end."""
-DECISIONS = "harness.decisions"
-"""The queue of results that the harness has to act on."""
-
 Status = Literal["pending", "claimed", "completed", "done", "failed", "cancelled", "expired", "quarantined"]
 
 STATUS: dict[State, Status] = {
@@ -83,19 +82,6 @@ STATUS: dict[State, Status] = {
     "QUARANTINED": "quarantined",
 }
 """Foreman's words for our states."""
-
-
-class Task(msgspec.Struct, frozen=True):
-    """A claimed task. `lease` is the token that every later word about it must show."""
-
-    task_id: str
-    payload: Any
-    lease: int
-    attempt: int
-    agent: str
-    type: str = ""
-    parent: str = ""
-    lease_s: float = LEASE_S
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
@@ -181,36 +167,6 @@ class Retention(msgspec.Struct, frozen=True):
     keys_s: float = KEEP_KEYS_S
 
 
-class _NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keywords of `enqueue`."""
-
-    agent: Any
-    payload: Any
-    task_id: Any = None
-    delay_s: Any = 0.0
-    idempotency_key: Any = None
-    type: Any = ""
-    parent: Any = ""
-    max_retries: Any = None
-    durability: Any = None
-    sender: Any = ""
-
-
-def _differ_in_payload_alone(one: _NewTask, other: _NewTask) -> bool:
-    """Whether they hold the very same objects: what is equal can still be of another type."""
-    return (
-        one.agent is other.agent
-        and one.task_id is other.task_id
-        and one.delay_s is other.delay_s
-        and one.idempotency_key is other.idempotency_key
-        and one.type is other.type
-        and one.parent is other.parent
-        and one.max_retries is other.max_retries
-        and one.durability is other.durability
-        and one.sender is other.sender
-    )
-
-
 class Tasks(Closing):
     """The task queues of one store, a queue for each agent.
 
@@ -226,19 +182,19 @@ class Tasks(Closing):
         retention: Retention | None = None,
         durability: Durability = "os",
     ) -> None:
-        _check_durability(durability)
+        check_durability(durability)
         self.store = store
-        self._retry = RetryPolicy() if retry is None else retry
+        self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
         self._retention = Retention() if retention is None else retention
-        self._durability: Durability = durability
         self.bell = Bell(_bell_folder(store.url))
-        store.on_ready = self._ring
-        store.on_ended = self._ring_ended
+        self.on_notable: Callable[[Sequence[Event]], None] | None = None
+        """Called after each commit with those of its events that a person may have to know."""
+        store.on_commit = self._committed
         self._calls = 0
         self._tidied = time.monotonic()
         self._purged_to = 0
+        self._keys_purged_to = ""
         self._backlog = Backlog(store)
-        self._may_sleep = True
 
     @classmethod
     def open(
@@ -272,105 +228,58 @@ class Tasks(Closing):
         sender: str = "",
     ) -> str:
         """Store one task and return its id. The same `task_id` or `idempotency_key` stores one task."""
-        envelope = self._envelope(
+        new = NewTask(
             agent, payload, task_id, delay_s, idempotency_key, type, parent, max_retries, durability, sender
-        )
-        return self._insert([envelope])[0].message_id
+        )  # fmt: skip
+        return self._enqueue([new])[0]
 
     def enqueue_many(self, tasks: Iterable[dict[str, Any]]) -> list[str]:
         """As `enqueue`, for each of the keyword sets, in one commit: all or none."""
         try:
-            all_new = msgspec.convert(list(tasks), list[_NewTask])
+            new = msgspec.convert(list(tasks), list[NewTask])
         except msgspec.ValidationError as error:
             raise InvalidMessage(f"not a task: {field_fault(error, 'the list')}") from None
-        envelopes: list[Envelope] = []
-        last = None
-        for new in all_new:
-            if last is not None and _differ_in_payload_alone(new, last):
-                payload = encoded("the payload", new.payload)
-                envelopes.append(replace(envelopes[-1], payload=payload))  # the rest is checked
-                continue
-            envelopes.append(
-                self._envelope(
-                    new.agent, new.payload, new.task_id, new.delay_s, new.idempotency_key, new.type,
-                    new.parent, new.max_retries, new.durability, new.sender,
-                )
-            )  # fmt: skip
-            last = new
-        return [accepted.message_id for accepted in self._insert(envelopes)] if envelopes else []
+        return self._enqueue(new) if new else []
 
-    def _envelope(
-        self,
-        agent: str,
-        payload: Any,
-        task_id: str | None,
-        delay_s: float,
-        key: str | None,
-        kind: str,
-        parent: str,
-        max_retries: int | None,
-        durability: Durability | None,
-        sender: str,
-    ) -> Envelope:
-        if delay_s != 0:
-            checked_seconds("delay_s", delay_s, DELAY_S_MAX)
-        if max_retries is not None and (type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX):
-            raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
-        queue = checked_name("agent", agent)
-        if queue == DECISIONS:
-            raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
-        if durability is None:
-            durability = self.store.limits(queue).durability or self._durability
-        else:
-            _check_durability(durability)
-        return Envelope(
-            queue=queue,
-            payload=encoded("the payload", payload),
-            message_id="" if task_id is None else checked_name("task id", task_id),
-            type=kind if kind == "" else _text("type", kind),
-            parent_message_id=parent if parent == "" else _text("parent", parent),
-            key="" if key is None else _key(key, sender),
-            max_retries=self._retry.max_retries if max_retries is None else max_retries,
-            delay_ns=round(delay_s * NANOS_PER_S) if delay_s else 0,
-            durability=durability,
-            sender=sender if sender == "" else checked_name("sender", sender),
-        )
-
-    def _insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+    def _enqueue(self, new: Sequence[NewTask]) -> list[str]:
         backlog = self._backlog
         if backlog.behind is not None or time.monotonic() >= backlog.look_at:  # most enqueues have no reason
-            backlog.hold_up(may_sleep=self._may_sleep)
-        return self.store.write(lambda transaction: transaction.insert(envelopes))
+            backlog.hold_up()
+        rules = self.rules
+        return self.store.write(lambda transaction: TaskOperations(transaction, rules).enqueue(new))
 
-    def _ring(self, queues: set[str]) -> None:
-        for queue in queues:
+    def check_backlog(self) -> None:
+        """Refuse new tasks while the audit shipper is too far behind; for servers, which must not sleep."""
+        self._backlog.hold_up(may_sleep=False)
+
+    def _committed(self, transaction: Transaction) -> None:
+        for queue in transaction.ready:
             self.bell.ring(queue)
+        if transaction.ended:
+            self.bell.ring_seldom_heard(ENDED_BELL)
+        if transaction.notable and self.on_notable is not None:
+            self.on_notable(transaction.notable)
 
-    def _ring_ended(self) -> None:
-        self.bell.ring_seldom_heard(ENDED_BELL)
+    def _write(self, call: Callable[[TaskOperations], T], *, makes_room: bool = False) -> T:
+        rules = self.rules
+        return self.store.write(
+            lambda transaction: call(TaskOperations(transaction, rules)), makes_room=makes_room
+        )
 
-    def run_many(self, calls: Sequence[Callable[["Tasks"], Any]], *, makes_room: bool = True) -> list[Any]:
-        """Run calls on these tasks in one commit; gives each one's result, or the error that it raised.
+    def run_many(self, calls: Sequence[Call], *, makes_room: bool = True) -> list[Any]:
+        """Run calls of many clients in one commit; gives the result of each, or the error that it raised.
 
-        For a server that speaks for many: `tasks.run_many([lambda tasks: tasks.complete(...), ...])`.
+        For a server: `tasks.run_many([lambda operations: operations.release(task_id, lease), ...])`.
         `makes_room` marks calls that must also work on a full disk.
         """
         self._tidy(len(calls))
         self._backlog.look()
+        rules = self.rules
 
-        def work(transaction: Transaction) -> list[Any]:
-            inside = Tasks.__new__(Tasks)
-            store = _InTransaction(self.store, transaction)
-            # Tidying is not for inside: it is made of commits, and would wait for the one that is under way.
-            inside.__dict__ = {
-                **self.__dict__, "store": store, "_may_sleep": False, "_tidy": lambda _: None
-            }  # fmt: skip
-            return [_outcome(call, inside, transaction) for call in calls]
+        def bound(call: Call) -> Callable[[Transaction], Any]:
+            return lambda transaction: call(TaskOperations(transaction, rules))
 
-        try:
-            return self.store.write(work, makes_room=makes_room)
-        except _HalfDone:
-            return [_alone(call, self) for call in calls]
+        return self.store.write_many([bound(call) for call in calls], makes_room=makes_room)
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -384,7 +293,7 @@ class Tasks(Closing):
         worker: str | None = None,
     ) -> list[Task]:
         """Lease up to `limit` tasks of an agent, the oldest first. `wait_s` waits for the first one."""
-        terms = self.terms(agent, limit, lease_s, worker)
+        terms = checked_terms(agent, limit, lease_s, worker)
         if not checked_seconds("wait_s", wait_s):
             return self.claim_now(terms)
         deadline = time.monotonic() + wait_s
@@ -398,20 +307,10 @@ class Tasks(Closing):
                     return tasks
                 woken.wait(min(left_s, self.pause_s(agent)))
 
-    def terms(self, agent: str, limit: int, lease_s: float, worker: str | None) -> Claim:
-        """A claim, checked."""
-        checked_name("agent", agent)
-        if type(limit) is not int or not 1 <= limit <= CLAIM_MAX:
-            raise InvalidMessage(f"limit must be from 1 to {CLAIM_MAX}, not {limit!r}")
-        checked_seconds("lease_s", lease_s, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
-        holder = agent if worker is None else _text("worker", worker)
-        return Claim(agent, holder, limit, round(lease_s * NANOS_PER_S))
-
     def claim_now(self, terms: Claim) -> list[Task]:
-        """What can be leased at once."""
+        """Lease what can be leased at once."""
         self._tidy(terms.limit)
-        deliveries = self.store.write(lambda transaction: transaction.claim(terms))
-        return [_task(delivery) for delivery in deliveries]
+        return self._write(lambda operations: operations.claim(terms))
 
     def pause_s(self, agent: str) -> float:
         """How long one may wait without missing anything, rings aside."""
@@ -419,67 +318,51 @@ class Tasks(Closing):
         starts_ns = self.store.next_work_ns(agent)
         return longest if starts_ns is None else min(longest, starts_ns / NANOS_PER_S)
 
-    # ---- what a holder says --------------------------------------------------------------------
+    # ---- holders of leases ---------------------------------------------------------------------
 
     def heartbeat(self, task_id: str, lease: int) -> None:
-        """The lease runs its length from now. Raises `StaleLease` when it is over."""
-        token = _token(lease)
-        self._say(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
+        """Renew a lease: it runs its whole length from now. Raises `StaleLease` when it is over."""
+        self._write(lambda operations: operations.heartbeat(task_id, lease), makes_room=True)
 
-    def complete(self, task_id: str, lease: int, result: Any = None) -> None:
-        """The task is done. Repeating the word under the same lease changes nothing."""
-        self.complete_many([(task_id, lease, result)])
+    def complete(self, task_id: str, lease: int, result: Any = None, *, claim_next: int = 0) -> list[Task]:
+        """Complete a task. Repeating the call under the same lease changes nothing.
 
-    def complete_many(self, finished: Iterable[tuple[str, int, Any]]) -> None:
+        `claim_next` claims up to that many further tasks in the same commit, for the same worker and as long.
+        """
+        return self.complete_many([(task_id, lease, result)], claim_next=claim_next)
+
+    def complete_many(self, finished: Iterable[tuple[str, int, Any]], *, claim_next: int = 0) -> list[Task]:
         """As `complete`, for each (task_id, lease, result), in one commit: all or none."""
-        words: dict[str, tuple[int, bytes]] = {}
-        for word in finished:
-            try:
-                task_id, lease, result = word
-            except (TypeError, ValueError):
-                raise InvalidMessage(f"a finished task is (task_id, lease, result), not {word!r}") from None
-            if type(task_id) is not str or not task_id.isascii() or type(lease) is not int:  # else two calls
-                task_id, lease = _id(task_id), _token(lease)
-            if task_id in words:
-                raise InvalidMessage("a task stands in the list twice: it can be completed once")
-            words[task_id] = lease, NO_RESULT if result is None else _result(result)
-        self.store.write(lambda transaction: transaction.complete(words), makes_room=True)
-        self._calls += len(words)
+        check_claim_limit(claim_next, "claim_next", 0)
+        results = checked_results(finished)
+        if claim_next:
+            self._tidy(claim_next)
+        claimed = self._write(lambda operations: operations.complete(results, claim_next), makes_room=True)
+        self._calls += len(results)
+        return claimed
 
     def fail(
         self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
     ) -> None:
-        """The task failed: it is tried again after a pause, or becomes a dead letter."""
-        if retry_in_s is not None:
-            checked_seconds("retry_in_s", retry_in_s, DELAY_S_MAX)
-        token, text, kind = _token(lease), _text("error", error, limit=None), _text("error_type", error_type)
-
-        def decide(record: Record, moment: Moment) -> Step | None:
-            delay_ns = self._retry.delay_ns(record.retries, retry_in_s)
-            return lifecycle.fail(record, moment, token, text, error_type=kind, delay_ns=delay_ns)
-
-        self._say(task_id, decide)
+        """Report a failure: the task is retried after a pause, or becomes a dead letter."""
+        self._write(
+            lambda operations: operations.fail(task_id, lease, error, retry_in_s, error_type=error_type),
+            makes_room=True,
+        )
 
     def release(self, task_id: str, lease: int) -> None:
-        """Give the task back untouched: it keeps its place, and nothing is counted."""
-        token = _token(lease)
-        self._say(task_id, lambda record, moment: lifecycle.release(record, moment, token))
+        """Give the task back untouched: it keeps its position, and nothing is counted."""
+        self._write(lambda operations: operations.release(task_id, lease), makes_room=True)
 
-    def _say(self, task_id: str, decide: Decide) -> None:
-        pick = ByIds((_id(task_id),))
-        self.store.write(lambda transaction: transaction.apply(pick, decide), makes_room=True)
-
-    # ---- what an operator says -----------------------------------------------------------------
+    # ---- operators -----------------------------------------------------------------------------
 
     def cancel(self, task_id: str) -> None:
-        """Nobody shall work on it any more. Raises `WrongState` when it is over already."""
-        pick = ByIds((_id(task_id),))
-        self.store.write(lambda transaction: transaction.apply(pick, lifecycle.cancel), makes_room=True)
+        """End a task that nobody needs any more. Raises `WrongState` when it has ended."""
+        self._write(lambda operations: operations.cancel(task_id), makes_room=True)
 
     def retry(self, task_id: str) -> None:
-        """Try a dead, cancelled or expired task again, with all its retries."""
-        pick = ByIds((_id(task_id),))
-        self.store.write(lambda transaction: transaction.apply(pick, lifecycle.replay))
+        """Queue a dead, cancelled or expired task again, with all its retries."""
+        self._write(lambda operations: operations.retry(task_id))
 
     def limit_queue(
         self,
@@ -489,70 +372,37 @@ class Tasks(Closing):
         max_payload_bytes: int | None = None,
         durability: Durability | None = None,
     ) -> None:
-        """What an agent's queue may hold from now on, and the class of its tasks that name none."""
+        """Change what an agent's queue may hold, and the durability class of its tasks that name none."""
         usual = Limits()
         for name, value in (("max_depth", max_depth), ("max_payload_bytes", max_payload_bytes)):
             if value is not None and (type(value) is not int or not 1 <= value <= NUMBER_MAX):
                 raise InvalidMessage(f"{name} must be a whole number from 1 to {NUMBER_MAX}, not {value!r}")
-        _check_durability(durability)
+        check_durability(durability)
         limits = Limits(
             max_depth or usual.max_depth, max_payload_bytes or usual.max_payload_bytes, durability
         )  # fmt: skip
-        self.store.set_limits(checked_name("agent", agent), limits)
+        self._write(lambda operations: operations.set_limits(agent, limits))
 
-    # ---- what a harness does -------------------------------------------------------------------
+    # ---- the harness ---------------------------------------------------------------------------
 
     def open_decision(self, task_id: str) -> str | None:
-        """Make a completed task's result a message of its own, to be executed; None when that is so."""
-
-        def work(transaction: Transaction) -> str | None:
-            [record] = transaction.find(ByIds((_id(task_id),)))
-            stored = self.store.read(task_id)
-            # Also what is committed: a result of this very commit cannot be read yet, and waits for the next.
-            if record.state != "COMPLETED" or stored is None or stored.result is None:
-                return None
-            envelope = Envelope(
-                queue=DECISIONS,
-                payload=stored.result,
-                key=task_id,
-                type="decision",
-                parent_message_id=task_id,
-                max_retries=self._retry.max_retries,
-                durability=record.durability,
-            )
-            decision_id = transaction.insert([envelope])[0].message_id
-            transaction.apply(
-                ByIds((task_id,)), lambda found, moment: lifecycle.hand_over(found, moment, decision_id)
-            )
-            return decision_id
-
-        return self.store.write(work)
+        """Make the result of a completed task a message of its own; None when that has happened already."""
+        return self._write(lambda operations: operations.open_decision(task_id))
 
     def settle(self, decision: Task) -> None:
-        """The decision was executed: it is complete, and the task it came from is done, in one commit."""
-
-        def work(transaction: Transaction) -> None:
-            transaction.apply(
-                ByIds((decision.task_id,)),
-                lambda record, moment: lifecycle.complete(record, moment, decision.lease, b"null"),
-            )
-            with suppress(UnknownTask):  # it was kept for its time, and executing took longer
-                [parent] = transaction.find(ByIds((decision.parent,)))
-                if parent.state == "EXECUTING":
-                    transaction.apply(ByIds((decision.parent,)), lifecycle.settle)
-
-        self.store.write(work, makes_room=True)
+        """Note that a decision was executed: it is complete, and its task is done, in one commit."""
+        self._write(lambda operations: operations.settle(decision.task_id, decision.lease), makes_room=True)
 
     def sweep(self, limit: int = PURGE_BATCH_MAX) -> int:
-        """Put back what has run out in any queue, as claims do for theirs; how many tasks that were."""
-        _check_page(0, limit)
-        return self.store.write(lambda transaction: transaction.sweep(limit), makes_room=True)
+        """Put back what is overdue in any queue, as claims do; how many tasks."""
+        check_page(0, limit)
+        return self._write(lambda operations: operations.sweep(limit), makes_room=True)
 
     # ---- looking -------------------------------------------------------------------------------
 
     def get(self, task_id: str) -> TaskInfo:
         """Everything about a task, with its whole history. Raises `UnknownTask`."""
-        stored = self.store.read(_id(task_id))
+        stored = self.store.load(checked_id(task_id))
         if stored is None:
             raise UnknownTask(task_id)
         record, envelope = stored.record, stored.envelope
@@ -615,8 +465,8 @@ class Tasks(Closing):
             checked_name("agent", agent)
         if state is not None and state not in STATUS:
             raise InvalidMessage(f"state must be one of {', '.join(STATUS)}, not {state!r}")
-        _check_page(after, limit)
-        records = self.store.find(InState(agent, state, after, limit))
+        check_page(after, limit)
+        records = self.store.find(Listing(agent, state, after, limit))
         return [
             TaskLine(
                 record.seq, record.message_id, record.queue, STATUS[record.state], record.state,
@@ -628,38 +478,17 @@ class Tasks(Closing):
 
     def status(self) -> TasksStatus:
         """How every queue stands."""
-        counts = self.store.count()
+        agents = self.store.read(_agents)
         totals: dict[Status, int] = {}
-        for queue in counts.values():
-            for state, n in queue.items():
-                if state != "LAPSES":
-                    totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
+        for agent in agents.values():
+            for state, n in agent.states.items():
+                totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
         self._backlog.look()
-        return TasksStatus(
-            {agent: self._agent_status(agent, queue) for agent, queue in counts.items()},
-            totals,
-            self._backlog.waiting,
-            self._backlog.held_up,
-        )
-
-    def _agent_status(self, agent: str, counts: dict[Counted, int]) -> AgentStatus:
-        oldest_ns = self.store.oldest_ns(agent)
-        holders: dict[str, int] = {}
-        for record in self.store.find(Leased(agent, HOLDERS_MAX)):
-            holders[record.worker_id] = holders.get(record.worker_id, 0) + 1
-        return AgentStatus(
-            depth=sum(counts.get(state, 0) for state in lifecycle.WAITING),
-            oldest_age_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
-            in_flight=counts.get("PROCESSING", 0),
-            holders=holders,
-            lapses=counts.get("LAPSES", 0),
-            states={state: n for state, n in counts.items() if state != "LAPSES"},
-            max_depth=self.store.limits(agent).max_depth,
-        )
+        return TasksStatus(agents, totals, self._backlog.waiting, self._backlog.held_up)
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         """What happened after the event of that number, in order."""
-        _check_page(after, limit)
+        check_page(after, limit)
         return self.store.events(after, limit)
 
     # ---- keeping -------------------------------------------------------------------------------
@@ -670,16 +499,16 @@ class Tasks(Closing):
         now = time.monotonic()
         if self._calls < TIDY_EVERY_CALLS and now < self._tidied + TIDY_EVERY_S:
             return
-        looks = now >= self._tidied + TIDY_EVERY_S or self._is_over(
-            self.store.find(InState(None, None, 0, 1))
-        )
+        looks = now >= self._tidied + TIDY_EVERY_S or self._is_over(self.store.find(Listing(limit=1)))
         self._calls, self._tidied = 0, now
         if looks:
             self.purge()
 
     def _is_over(self, oldest: list[Record]) -> bool:
         """Whether the oldest record can be forgotten; then there may be more of them."""
-        long_ago_us = self.store.wall_us() - round(self._retention.finished_s * 1e6)
+        long_ago_us = self.store.read(lambda transaction: transaction.wall_us) - round(
+            self._retention.finished_s * 1e6
+        )
         return any(record.ended_us and record.ended_us < long_ago_us for record in oldest)
 
     def purge(self, rounds: int = 4) -> None:
@@ -695,16 +524,21 @@ class Tasks(Closing):
             self._purged_to = self.store.write(work, makes_room=True)
             if self._purged_to == 0:
                 break
-        now_us = self.store.wall_us()
-        self.store.purge_keys(now_us - round(keep.keys_s * 1e6), PURGE_BATCH_MAX)
-        before_us = now_us - round(keep.events_s * 1e6)
-        self.store.purge_events(up_to=NUMBER_MAX, before_us=before_us, limit=PURGE_BATCH_MAX)
+        self._keys_purged_to = self.store.write(self._purge_keys_and_events, makes_room=True)
+
+    def _purge_keys_and_events(self, transaction: Transaction) -> str:
+        keep, now_us = self._retention, transaction.wall_us
+        transaction.purge_events(NUMBER_MAX, now_us - round(keep.events_s * 1e6), PURGE_BATCH_MAX)
+        keys_before_us = now_us - round(keep.keys_s * 1e6)
+        return transaction.purge_keys(self._keys_purged_to, keys_before_us, PURGE_BATCH_MAX)
 
     def forget_events(self, up_to: int) -> None:
-        """The events up to this number are kept elsewhere."""
+        """Forget events up to this number, which are kept elsewhere."""
         if type(up_to) is not int or not 0 <= up_to <= NUMBER_MAX:
             raise InvalidMessage(f"up_to must be the number of an event, not {up_to!r}")
-        self.store.purge_events(up_to=up_to, before_us=NUMBER_MAX, limit=PURGE_BATCH_MAX)
+        self.store.write(
+            lambda transaction: transaction.purge_events(up_to, NUMBER_MAX, PURGE_BATCH_MAX), makes_room=True
+        )
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -718,168 +552,32 @@ class Tasks(Closing):
         self.store.close()
 
 
-class _HalfDone(Exception):
-    """A call failed after it had changed something: the whole commit is void."""
+def _agents(transaction: Transaction) -> dict[str, AgentStatus]:
+    holders: dict[str, dict[str, int]] = {}
+    for record in transaction.find(Listing(state="PROCESSING", limit=HOLDERS_MAX)):
+        of_queue = holders.setdefault(record.queue, {})
+        of_queue[record.worker_id] = of_queue.get(record.worker_id, 0) + 1
+    return {
+        queue: _agent_status(transaction, queue, holders.get(queue, {})) for queue in transaction.queues()
+    }
 
 
-class _InTransaction:
-    """A store as one of several calls in a commit sees it."""
-
-    def __init__(self, store: Store, transaction: Transaction) -> None:
-        self._store = store
-        self._transaction = transaction
-        self.limits = store.limits  # every enqueue asks
-
-    def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:  # noqa: ARG002
-        return work(self._transaction)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _COMMITS_OF_THEIR_OWN:
-            raise InvalidMessage(f"{name} is a commit of its own, and cannot be one of several calls")
-        return getattr(self._store, name)
-
-
-_COMMITS_OF_THEIR_OWN = frozenset(
-    {"set_limits", "set_outbox", "purge_events", "purge_keys", "reopen", "close"}
-)
-
-
-def _outcome(call: Callable[[Tasks], Any], tasks: Tasks, transaction: Transaction) -> Any:
-    before = transaction.number, transaction.changes
-    try:
-        return call(tasks)
-    except PostroomError as error:
-        if (transaction.number, transaction.changes) != before:
-            raise _HalfDone from error
-        return error
-
-
-def _alone(call: Callable[[Tasks], Any], tasks: Tasks) -> Any:
-    try:
-        return call(tasks)
-    except PostroomError as error:
-        return error
-
-
-RETRIES_MAX = 1_000
-JSON_DEPTH_MAX = 200  # deeper values could be stored, and then not be read by whoever stands deep in a stack
-SURELY_FLAT_BYTES = 2 * JSON_DEPTH_MAX  # each level opens and closes
-PAGE_MAX = 100_000
-NUMBER_MAX = 2**63 - 1
-TEXT_CHARS_MAX = 256
-KEY_CHARS_MAX = 512
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
-
-
-def encoded(what: str, value: Any) -> bytes:
-    """JSON of something that a caller handed in."""
-    try:
-        data = _encode(value)
-        if len(data) > SURELY_FLAT_BYTES and data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX:
-            _check_depth(what, _decode(data))
-        # What an encoder makes of a number that is none; `find` takes half the time of `in`.
-        if data.find(b"null") >= 0 and value is not None:
-            _check_numbers(what, msgspec.to_builtins(value))
-    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidMessage(f"{what} cannot be written as JSON: {unencodable(error)}") from None
-    return data
-
-
-def _check_depth(what: str, value: Any) -> None:
-    level = [value]
-    for _ in range(JSON_DEPTH_MAX):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise InvalidMessage(f"{what} is nested more than {JSON_DEPTH_MAX} levels deep")
-
-
-def _check_numbers(what: str, value: Any) -> None:
-    level = [value]
-    while level:
-        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise InvalidMessage(f"{what} holds a number that is infinite or none, which JSON cannot hold")
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list | tuple)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-
-
-def _check_durability(durability: object) -> None:
-    if durability not in (None, "os", "group", "fsync"):
-        raise InvalidMessage(f"durability must be one of os, group, fsync, not {durability!r}")
-
-
-def _result(value: Any) -> bytes:
-    data = encoded("the result", value)
-    if len(data) > RESULT_BYTES_MAX:
-        raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
-    return data
-
-
-def _id(task_id: object) -> str:
-    """Something that can be an id; every id that is given is ASCII."""
-    if not isinstance(task_id, str) or not task_id.isascii():
-        raise UnknownTask(task_id)  # type: ignore[arg-type]
-    return task_id
-
-
-def _check_page(after: object, limit: object) -> None:
-    if type(after) is not int or not 0 <= after <= NUMBER_MAX:
-        raise InvalidMessage(f"after must be the number of the last one seen, or 0, not {after!r}")
-    if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
-        raise InvalidMessage(f"limit must be from 1 to {PAGE_MAX}, not {limit!r}")
-
-
-def _token(lease: object) -> int:
-    if type(lease) is not int:
-        raise InvalidMessage(f"lease must be the number that claim gave, not {lease!r}")
-    return lease
-
-
-def _text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> str:
-    if not isinstance(value, str):
-        raise InvalidMessage(f"{name} must be text, not {type(value).__name__}")
-    if limit is not None and len(value) > limit:
-        raise InvalidMessage(f"{name} has {len(value)} characters, and at most {limit} are kept")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidMessage(f"{name} holds lone surrogates, which are not Unicode text") from None
-    return value
-
-
-def _key(key: object, sender: str) -> str:
-    """Each sender has keys of its own: the same key of two senders is two tasks.
-
-    A key without a sender is kept as it is, unless it looks like one with a sender.
-    """
-    text = _text("idempotency_key", key, limit=KEY_CHARS_MAX)
-    if not text:
-        raise InvalidMessage("idempotency_key is empty: leave it out instead")
-    return f"@{sender}:{text}" if sender or text.startswith("@") else text
-
-
-def _task(delivery: Delivery) -> Task:
-    return Task(
-        delivery.message_id,
-        _decode(delivery.payload),
-        delivery.lease,
-        delivery.attempt,
-        delivery.queue,
-        delivery.type,
-        delivery.parent_message_id,
-        delivery.lease_ns / NANOS_PER_S,
+def _agent_status(transaction: Transaction, agent: str, holders: dict[str, int]) -> AgentStatus:
+    counts = transaction.depth(agent)
+    oldest_ns = transaction.oldest_ns(agent) if ready(counts) else None
+    return AgentStatus(
+        depth=waiting(counts),
+        oldest_age_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
+        in_flight=counts.get("PROCESSING", 0),
+        holders=holders,
+        lapses=counts.get("LAPSES", 0),
+        states=_states(counts),
+        max_depth=transaction.limits(agent).max_depth,
     )
+
+
+def _states(counts: Mapping[Counted, int]) -> dict[State, int]:
+    return {state: n for state, n in by_state(counts).items() if state in STATUS}
 
 
 def _moment(us: int) -> datetime:

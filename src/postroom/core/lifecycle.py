@@ -54,6 +54,7 @@ TRANSITIONS: Final = (
     Transition("renew", "PROCESSING", "PROCESSING", "heartbeat"),
     Transition("complete", "PROCESSING", "COMPLETED", "execution_completed"),
     Transition("release", "PROCESSING", "QUEUED", "released"),
+    *_from(("QUEUED", "PROCESSING"), "defer", "SCHEDULED", "deferred"),
     Transition("fail", "PROCESSING", "FAILED", "execution_failed"),
     Transition("lapse", "PROCESSING", "FAILED", "lease_lapsed"),
     Transition("retry", "FAILED", "RETRYING", "retry_scheduled"),
@@ -87,7 +88,7 @@ def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **f
         record.message_id,
         record.state,
         record.attempt,
-        record.priority,
+        record.lane,
         **facts,
     )
 
@@ -119,9 +120,11 @@ def accept(envelope: Envelope, moment: Moment, message_id: str) -> Step:
     number, wall_us = moment.number, moment.wall_us
     # By position, here and below: every message comes by, and keywords or `replace` cost three times as much.
     record = Record(
-        number, message_id, envelope.queue, "SCHEDULED" if delayed else "QUEUED", envelope.priority, number,
-        0, 0, envelope.max_retries, 0, "", 0, 0, now + envelope.delay_ns if delayed else 0, now,
+        number, message_id, envelope.queue, "SCHEDULED" if delayed else "QUEUED", envelope.priority,
+        envelope.priority, number, 0, 0, 0, envelope.max_retries, 0, "", 0, 0,
+        now + envelope.delay_ns if delayed else 0, now,
         now + envelope.ttl_ns if envelope.ttl_ns else 0, envelope.durability, wall_us, 0, 0, 0,
+        envelope.sender,
     )  # fmt: skip
     first = created(envelope, message_id, number, wall_us)
     if delayed:
@@ -167,37 +170,50 @@ def wake(record: Record, moment: Moment) -> Step:
 # ---- delivery --------------------------------------------------------------------------------------
 
 
-def effective_priority(priority: int, age_ns: int, promote_after_ns: tuple[int, ...]) -> int:
-    """The lane that a record has risen to by waiting; `promote_after_ns[p]` is how long lane p + 1 takes."""
-    while priority > 0 and priority <= len(promote_after_ns) and age_ns >= promote_after_ns[priority - 1]:
-        priority -= 1
-        age_ns -= promote_after_ns[priority]
-    return priority
+def effective_lane(lane: int, age_ns: int, promote_after_ns: tuple[int, ...]) -> int:
+    """The lane that waiting has promoted a record to. Lane p + 1 takes `promote_after_ns[p]` to become p."""
+    while 0 < lane <= len(promote_after_ns) and age_ns >= promote_after_ns[lane - 1]:
+        lane -= 1
+        age_ns -= promote_after_ns[lane]
+    return lane
 
 
-def promote(record: Record, moment: Moment, priority: int) -> Step:
-    """It has waited long enough to go before others."""
-    kind = _arrow("promote", record, "QUEUED")
-    after = replace(record, priority=priority)
-    return Step(after, (_event(kind, after, moment, detail={"from": record.priority}),))
+def claim_order(record: Record, now_ns: int, promote_after_ns: tuple[int, ...]) -> tuple[int, bool, int]:
+    """The key by which claims sort: the effective lane, then the position.
+
+    Records of lane 0 go before records promoted to it, so that urgent work does not wait for a backlog.
+    """
+    lane = effective_lane(record.lane, now_ns - record.ready_at, promote_after_ns)
+    return lane, lane == 0 and record.lane > 0, record.place
 
 
-def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int) -> Step:
-    """Hand it to a worker. The event's number is the token: it can only grow."""
+def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int, lane: int | None = None) -> Step:
+    """Hand the record to a worker. The number of the event is the token: it can only grow.
+
+    `lane` is the effective lane. A promotion is an event of its own and does not change the record.
+    """
     if record.state != "QUEUED":
         raise WrongState(record.message_id, "lease", record.state)
-    number, now, wall_us = moment.number, moment.steady_ns, moment.wall_us
+    promoted = () if lane is None or lane == record.lane else (_promoted(record, moment, lane),)
+    number, now, wall_us = moment.number + len(promoted), moment.steady_ns, moment.wall_us
     attempt = record.attempt + 1
     after = Record(
-        record.seq, record.message_id, record.queue, "PROCESSING", record.priority, record.place,
-        attempt, record.retries, record.max_retries, number, worker_id, lease_ns, now + lease_ns,
-        0, record.ready_at, record.expires, record.durability, record.created_us, wall_us, wall_us, 0,
+        record.seq, record.message_id, record.queue, "PROCESSING", record.priority, record.lane, record.place,
+        attempt, record.retries, record.crashes, record.max_retries, number, worker_id, lease_ns,
+        now + lease_ns, 0, record.ready_at, record.expires, record.durability, record.created_us, wall_us,
+        wall_us, 0, record.sender,
     )  # fmt: skip
     event = Event(
         number, wall_us, "dequeued", record.queue, record.message_id, "PROCESSING",
-        attempt, record.priority, number, worker_id, (now - record.ready_at) // 1000,
+        attempt, record.lane, number, worker_id, (now - record.ready_at) // 1000,
     )  # fmt: skip
-    return Step(after, (event,))
+    return Step(after, (*promoted, event))
+
+
+def _promoted(record: Record, moment: Moment, lane: int) -> Event:
+    kind = _arrow("promote", record, "QUEUED")
+    event = _event(kind, record, moment, detail={"from": record.lane})
+    return replace(event, priority=lane)
 
 
 def renew(record: Record, moment: Moment, token: int) -> Step:
@@ -216,27 +232,42 @@ def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step 
         return None
     wall_us = moment.wall_us
     after = Record(
-        record.seq, record.message_id, record.queue, "COMPLETED", record.priority, moment.number,
-        record.attempt, record.retries, record.max_retries, token, record.worker_id, record.lease_ns, 0,
-        0, record.ready_at, record.expires, record.durability, record.created_us, record.claimed_us,
-        record.heartbeat_us, wall_us,
+        record.seq, record.message_id, record.queue, "COMPLETED", record.priority, record.lane, moment.number,
+        record.attempt, record.retries, record.crashes, record.max_retries, token, record.worker_id,
+        record.lease_ns, 0, 0, record.ready_at, record.expires, record.durability, record.created_us,
+        record.claimed_us, record.heartbeat_us, wall_us, record.sender,
     )  # fmt: skip
     event = Event(
         moment.number, wall_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
-        record.attempt, record.priority, token, record.worker_id, _worked_us(record, moment),
+        record.attempt, record.lane, token, record.worker_id, _worked_us(record, moment),
     )  # fmt: skip
     return Step(after, (event,), result)
 
 
 def release(record: Record, moment: Moment, token: int) -> Step | None:
-    """Given back untouched: it keeps its place, and nothing is counted against it."""
+    """Given back untouched: it keeps its position and its age, and nothing is counted against it."""
     if record.lease == -token and record.state == "QUEUED" and token > 0:
         return None
     _holds(record, moment, token)
     kind = _arrow("release", record, "QUEUED")
-    # The sign says which word was the last: a failure under the same token is another one.
-    after = replace(record, state="QUEUED", lease=-token, lease_until=0, ready_at=moment.steady_ns)
+    # The sign tells a release from a failure under the same token. `ready_at` stays: lanes are in its order.
+    after = replace(record, state="QUEUED", lease=-token, lease_until=0)
     return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
+
+
+def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int = 0) -> Step:
+    """Put off a record that waits, or that its holder cannot work on now. Nothing is counted against it."""
+    kind = _arrow("defer", record, "SCHEDULED")
+    facts: dict[str, Any] = {}
+    if record.state == "PROCESSING":
+        _holds(record, moment, token)
+        facts = {"lease": token, "worker_id": record.worker_id}
+    now = moment.steady_ns
+    after = replace(
+        record, state="SCHEDULED", lease=0, lease_until=0, due=now + max(1, delay_ns), ready_at=now
+    )
+    detail = {"reason": reason[:ERROR_CHARS_MAX], "delay_s": delay_ns / NANOS_PER_S}
+    return Step(after, (_event(kind, after, moment, detail=detail, prior=record.state, **facts),))
 
 
 def fail(
@@ -247,16 +278,18 @@ def fail(
     *,
     error_type: str = "",
     delay_ns: int | None = 0,
+    lane: int | None = None,
 ) -> Step | None:
-    """The work failed. `delay_ns` is when to try again; None says never."""
+    """The work failed. It is retried after `delay_ns` (None: never), in `lane` when one is given."""
     if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
         return None
-    return _failed(record, moment, "fail", error, error_type, delay_ns)
+    return _failed(record, moment, "fail", error, error_type, delay_ns, lane=lane)
 
 
 def lapse(record: Record, moment: Moment) -> Step:
-    """The holder was not heard of in time: counted as a failure, and ready again at once."""
-    return _failed(record, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
+    """The lease ran out: counted as a failure and as a crash, and ready again at once."""
+    crashed = replace(record, crashes=record.crashes + 1)
+    return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
 
 
 def is_overdue(record: Record, steady_ns: int) -> bool:
@@ -272,6 +305,7 @@ def _failed(
     error_type: str,
     delay_ns: int | None,
     last_word: int | None = None,
+    lane: int | None = None,
 ) -> Step:
     kind = _arrow(verb, record, "FAILED")
     token = record.lease if last_word is None else last_word
@@ -288,14 +322,14 @@ def _failed(
     )
     if delay_ns is None or failed.retries > failed.max_retries:
         return _buried(failed, moment, happened)
+    if lane is not None:
+        failed = replace(failed, lane=lane)
     if delay_ns <= 0:
         kind = _arrow("retry", failed, "QUEUED")
         after = replace(failed, state="QUEUED", place=moment.number + 1, ready_at=moment.steady_ns)
         return Step(after, (happened, _event(kind, after, moment, 1)))
     kind = _arrow("retry", failed, "RETRYING")
-    now = (
-        moment.steady_ns
-    )  # while it waits, `ready_at` is since when: a store that starts anew goes on from there
+    now = moment.steady_ns  # a store opened after a reboot continues its clock from `ready_at`
     after = replace(failed, state="RETRYING", due=now + delay_ns, ready_at=now)
     scheduled = _event(kind, after, moment, 1, detail={"delay_s": delay_ns / NANOS_PER_S})
     return Step(after, (happened, scheduled))
@@ -357,9 +391,10 @@ def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
     after = replace(
         record,
         state="QUEUED",
-        priority=record.priority if priority is None else priority,
+        lane=record.priority if priority is None else priority,
         place=moment.number,
         retries=0,
+        crashes=0,
         lease=0,
         ready_at=moment.steady_ns,
         expires=0,
@@ -416,14 +451,14 @@ def _first_place(first: Event) -> Event:
 def _delivery(record: Record) -> Event:
     return Event(
         record.lease, record.claimed_us, "dequeued", record.queue, record.message_id, "PROCESSING",
-        record.attempt, record.priority, record.lease, record.worker_id,
+        record.attempt, record.lane, record.lease, record.worker_id,
     )  # fmt: skip
 
 
 def _completion(record: Record) -> Event:
     return Event(
         record.place, record.ended_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
-        record.attempt, record.priority, record.lease, record.worker_id, record.ended_us - record.claimed_us,
+        record.attempt, record.lane, record.lease, record.worker_id, record.ended_us - record.claimed_us,
     )  # fmt: skip
 
 

@@ -221,6 +221,15 @@ class Lives:
         if event.kind == "retry_scheduled":
             life.quiet_us += _delay_us(event)
 
+    def _deferred(self, event: AuditEvent, life: Life | None) -> None:
+        """It left its lane, or its holder gave it back, and it waits."""
+        life = self._life(event, life)
+        if event.lease:
+            self._check_lease(event, life)
+            life.token = 0
+        self._leave(life)
+        life.quiet_us += _delay_us(event)
+
     def _dequeued(self, event: AuditEvent, life: Life | None) -> None:
         life = self._life(event, life)
         self._check_accepted(event, life)
@@ -364,6 +373,7 @@ class Lives:
         "enqueued": _enqueued,
         "promoted": _moved,
         "retry_scheduled": _moved,
+        "deferred": _deferred,
         "dequeued": _dequeued,
         "heartbeat": _spoken,
         "execution_started": _spoken,

@@ -34,7 +34,7 @@ _WORDS: Final = ("heartbeat", "execution_started", "execution_failed", "lease_la
 _GIVE_BACK: Final = _WORDS[2:]
 _UNDER_LEASE: Final = ("heartbeat", "execution_completed", *_GIVE_BACK)
 """What names the lease that it is about."""
-_MOVES: Final = ("created", "enqueued", "promoted", "retry_scheduled", "dequeued", "replayed")
+_MOVES: Final = ("created", "enqueued", "promoted", "retry_scheduled", "deferred", "dequeued", "replayed")
 _JUDGED: Final = (*_MOVES, *_WORDS, *_END_KINDS)
 _STATES: Final = ("created", "dequeued", "replayed", *_END_KINDS)
 """What begins or ends a life."""
@@ -241,7 +241,7 @@ def _without_returned(events: DataFrame, departed: DataFrame) -> DataFrame:
 
 def _delay_us() -> Column:
     """How long a message that is held back says nothing."""
-    held = (F.col("kind") == "retry_scheduled") | (
+    held = F.col("kind").isin("retry_scheduled", "deferred") | (
         (F.col("kind") == "created") & (F.col("state") == "SCHEDULED")
     )
     delay_s = F.get_json_object("detail", "$.delay_s").try_cast("decimal(18,6)")

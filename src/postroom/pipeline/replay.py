@@ -26,13 +26,13 @@ from postroom.pipeline import asking
 from postroom.pipeline.session import first_sentence
 from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
-from postroom.stores.opening import SQLITE, open_store
+from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
     from postroom.pipeline.tables import Tables
-    from postroom.stores.base import Store
+    from postroom.stores.store import Store
 
 ID_CHARS: Final = 12
 COMMITS_A_S: Final = 10  # at a limited rate
@@ -162,7 +162,7 @@ def _payloads(wanted: Wanted, stack: ExitStack) -> Payload:
 
 
 def _stored(store: "Store", row: "Row") -> str | None:
-    stored = store.read(row["message_id"])
+    stored = store.load(row["message_id"])
     return None if stored is None else stored.envelope.payload.decode()
 
 

@@ -48,7 +48,7 @@ from postroom.pipeline.filters import Condition, bounds_of, condition_of, source
 from postroom.pipeline.schema import EVENTS, REQUIRED
 from postroom.pipeline.submitting import Message, Submitter
 from postroom.sinks.shipper import BATCH_MAX, Feed
-from postroom.stores.opening import SQLITE, open_store
+from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:
     from pyspark.sql import Row, SparkSession

@@ -12,13 +12,16 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from postroom.contracts.backlog import Backlog
-from postroom.contracts.tasks import KEY_CHARS_MAX, Tasks
+from postroom.contracts.task_input import KEY_CHARS_MAX
+from postroom.contracts.tasks import Tasks
 from postroom.core.names import checked_name, is_name
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage
 from postroom.message import Envelope
+from postroom.stores.transaction import Accepted, Transaction
 from postroom.system.handles import Closing
 
 COMMIT_MESSAGES: Final = 200  # in one commit of the store
@@ -54,7 +57,7 @@ class Submitter(Closing):
 
     def _commit(self, envelopes: list[Envelope]) -> None:
         self._backlog.hold_up()
-        accepted = self._tasks.store.write(lambda transaction: transaction.insert(envelopes))
+        accepted = self._tasks.store.write(lambda transaction: _insert(transaction, envelopes))
         known = sum(each.duplicate for each in accepted)
         self.known += known
         self.new += len(accepted) - known
@@ -73,11 +76,17 @@ class Submitter(Closing):
             type=message.type,
             parent_message_id=message.parent_message_id,
             max_retries=_MAX_RETRIES,
-            durability=self._tasks.store.limits(queue).durability or "os",
         )
 
     def close(self) -> None:
         self._tasks.close()
+
+
+def _insert(transaction: Transaction, envelopes: list[Envelope]) -> list[Accepted]:
+    """Insert messages, each in the durability class of its queue."""
+    return transaction.insert(
+        [replace(each, durability=transaction.limits(each.queue).durability or "os") for each in envelopes]
+    )
 
 
 def is_fit(replay_id: str, message_id: str, queue: str) -> bool:

@@ -9,18 +9,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from postroom.contracts.tasks import (
+from postroom.contracts.task_input import (
     DELAY_S_MAX,
     KEY_CHARS_MAX,
-    LEASE_S,
     LEASE_S_MAX,
     RESULT_BYTES_MAX,
     RETRIES_MAX,
     TEXT_CHARS_MAX,
-    AgentStatus,
-    Status,
-    TaskLine,
 )
+from postroom.contracts.tasks import LEASE_S, AgentStatus, Status, TaskLine
 from postroom.core.names import NAME_CHARS_MAX
 from postroom.message import BusMessage, Durability, State
 from postroom.runtime.harness import HarnessStatus
@@ -75,6 +72,8 @@ class CompleteBody(HolderBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """`POST /queue/complete`."""
 
     decision: Any
+    claim_next: Annotated[int, Meta(ge=0, le=CLAIM_MAX)] = 0
+    """How many further tasks to claim in the same commit, for the same worker and lease length."""
 
 
 class FailBody(HolderBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +165,13 @@ class TaskAnswer(msgspec.Struct, frozen=True):
     """Which task it was about."""
 
     task_id: str
+
+
+class CompletedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which task was completed, and the tasks that were claimed next."""
+
+    task_id: str
+    tasks: "list[ClaimedTask]" = []
 
 
 class NewTaskAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

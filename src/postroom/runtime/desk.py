@@ -20,9 +20,11 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Message, Receive, Scope, Send
 
+from postroom.contracts import task_operations
+from postroom.contracts.task_input import LEASE_S_MAX, checked_results, checked_terms
+from postroom.contracts.task_operations import TaskOperations
 from postroom.contracts.tasks import (
     DECISIONS,
-    LEASE_S_MAX,
     STATUS,
     AgentStatus,
     Status,
@@ -43,6 +45,7 @@ from postroom.runtime.bodies import (
     ClaimedTask,
     ClaimedTasks,
     CompleteBody,
+    CompletedAnswer,
     ErrorAnswer,
     FailBody,
     FindQuery,
@@ -69,7 +72,8 @@ from postroom.runtime.openapi import EVENT_STREAM, JSON
 from postroom.runtime.shares import Shares
 from postroom.runtime.waiting import WAITERS_MAX, Waiting
 from postroom.runtime.writer import TASK_BYTES, Writer
-from postroom.stores.base import ByIds, Claim
+from postroom.stores.base import ByIds
+from postroom.stores.transaction import Claim
 
 T = TypeVar("T")
 
@@ -191,7 +195,7 @@ class Desk:
         self.body_bytes = Shares(
             "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE
         )
-        self._terms = lru_cache(TERMS_KEPT_MAX)(tasks.terms)  # an agent asks on the same terms all day
+        self._terms = lru_cache(TERMS_KEPT_MAX)(checked_terms)  # an agent asks on the same terms all day
 
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
         """Look at the store where it may block."""
@@ -271,49 +275,69 @@ class Desk:
         body: CompleteBody = call.body
         owner = _owner(call)
 
-        def work(tasks: Tasks) -> bool:
-            """Whether the word had been said before."""
-            record = _mine(tasks, body.task_id, owner)
+        def work(operations: TaskOperations) -> tuple[bool, list[Task]]:
+            """Whether the task was completed before, and what was claimed next."""
+            record = _mine(operations, body.task_id, owner)
             if record.queue == DECISIONS:
-                tasks.settle(_decision(tasks.get(body.task_id), body.lease))
-                return False
-            tasks.complete(body.task_id, body.lease, body.decision)
-            return record.lease == body.lease and record.state in _DECIDED
+                operations.settle(body.task_id, body.lease)
+                return False, []
+            results = checked_results([(body.task_id, body.lease, body.decision)])
+            claimed = operations.complete(results, body.claim_next)
+            return record.lease == body.lease and record.state in _DECIDED, claimed
 
-        repeated: bool = await self.writer.submit(
-            work, call.identity, TASK_BYTES + call.size, makes_room=True
+        repeated, claimed = await self.writer.submit(
+            work, call.identity, TASK_BYTES * (1 + body.claim_next) + call.size, makes_room=True
         )
         if repeated:  # the first may stand in the same commit, so it is read after that
             await self.read_for(call, lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
-        return self._said(call, "completed", body.task_id)
+        return self._completed(call, body.task_id, claimed)
+
+    def _completed(self, call: Call, task_id: str, claimed: list[Task]) -> Reply:
+        for task in claimed:
+            self.harness.lease_given(task.lease_s)
+            self.journal.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
+        self._said(call, "completed", task_id)
+        return Reply(202, _encode(CompletedAnswer(task_id, [_shown(task) for task in claimed])))
 
     async def heartbeat(self, call: Call) -> Reply:
         body: HolderBody = call.body
-        return await self._word(call, "heartbeat", lambda tasks: tasks.heartbeat(body.task_id, body.lease))
+        return await self._word(
+            call, "heartbeat", lambda operations: operations.heartbeat(body.task_id, body.lease)
+        )
 
     async def fail(self, call: Call) -> Reply:
         body: FailBody = call.body
         return await self._word(
-            call, "failed", lambda tasks: tasks.fail(body.task_id, body.lease, body.error, body.retry_in_s)
+            call,
+            "failed",
+            lambda operations: operations.fail(body.task_id, body.lease, body.error, body.retry_in_s),
         )
 
     async def release(self, call: Call) -> Reply:
         body: HolderBody = call.body
-        return await self._word(call, "released", lambda tasks: tasks.release(body.task_id, body.lease))
+        return await self._word(
+            call, "released", lambda operations: operations.release(body.task_id, body.lease)
+        )
 
-    async def _word(self, call: Call, event: str, say: Callable[[Tasks], None]) -> Reply:
+    async def _word(self, call: Call, event: str, say: Callable[[TaskOperations], None]) -> Reply:
         """What a holder says about a task, which has to be its own agent's."""
         task_id, owner = call.body.task_id, _owner(call)
 
-        def work(tasks: Tasks) -> None:
-            _mine(tasks, task_id, owner)
-            say(tasks)
+        def work(operations: TaskOperations) -> None:
+            _mine(operations, task_id, owner)
+            say(operations)
 
         return await self._say(call, event, task_id, work, makes_room=True)
 
     async def _say(
-        self, call: Call, event: str, task_id: str, work: Callable[[Tasks], None], *, makes_room: bool
+        self,
+        call: Call,
+        event: str,
+        task_id: str,
+        work: Callable[[TaskOperations], None],
+        *,
+        makes_room: bool,
     ) -> Reply:
         await self.writer.submit(work, call.identity, TASK_BYTES + call.size, makes_room=makes_room)
         return self._said(call, event, task_id)
@@ -329,15 +353,15 @@ class Desk:
     async def enqueue(self, call: Call) -> Reply:
         many = isinstance(call.body, NewTasks)
         new: list[NewTask] = call.body.tasks if many else [call.body]
-        keywords = [msgspec.structs.asdict(task) for task in new]
         agents = {task.agent for task in new}
-        if not call.identity.is_operator:
+        sender = "" if call.identity.is_operator else call.identity.name
+        if sender:
             _check_may_send(call.identity, agents)
-            for task in keywords:
-                task["sender"] = call.identity.name
         warning = self._unregistered(agents)
+        self.tasks.check_backlog()
+        tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
         task_ids: list[str] = await self.writer.submit(
-            lambda tasks: tasks.enqueue_many(keywords), call.identity, TASK_BYTES * len(new) + call.size
+            lambda operations: operations.enqueue(tasks), call.identity, TASK_BYTES * len(new) + call.size
         )
         self.stir()
         for added, task_id in zip(new, task_ids, strict=True):
@@ -353,12 +377,14 @@ class Desk:
     async def cancel(self, call: Call) -> Reply:
         task_id = call.in_path("id")
         return await self._say(
-            call, "cancelled", task_id, lambda tasks: tasks.cancel(task_id), makes_room=True
+            call, "cancelled", task_id, lambda operations: operations.cancel(task_id), makes_room=True
         )
 
     async def retry(self, call: Call) -> Reply:
         task_id = call.in_path("id")
-        return await self._say(call, "retried", task_id, lambda tasks: tasks.retry(task_id), makes_room=False)
+        return await self._say(
+            call, "retried", task_id, lambda operations: operations.retry(task_id), makes_room=False
+        )
 
     async def result(self, call: Call) -> Reply:
         """Only a nudge: whether there is a result, the harness sees for itself."""
@@ -637,9 +663,9 @@ def _owner(call: Call) -> str | None:
     return identity.name
 
 
-def _mine(tasks: Tasks, task_id: str, owner: str | None) -> Record:
+def _mine(operations: TaskOperations, task_id: str, owner: str | None) -> Record:
     """The record as it is within the commit; unknown when it is not the owner's."""
-    [record] = tasks.store.write(lambda transaction: transaction.find(ByIds((task_id,))))
+    record = operations.record(task_id)
     if owner is not None and record.queue != owner:
         raise UnknownTask(task_id)
     return record
@@ -663,12 +689,8 @@ def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
         )
 
 
-def _releasing(task: Task) -> Callable[[Tasks], None]:
-    return lambda tasks: tasks.release(task.task_id, task.lease)
-
-
-def _decision(info: TaskInfo, lease: int) -> Task:
-    return Task(info.task_id, None, lease, info.attempt, info.agent, info.type, info.parent)
+def _releasing(task: Task) -> Callable[[TaskOperations], None]:
+    return lambda operations: operations.release(task.task_id, task.lease)
 
 
 def _shown(task: Task) -> ClaimedTask:

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from postroom.contracts.tasks import DECISIONS, Task, Tasks
+from postroom.contracts.task_operations import DECISIONS, Call, Task
+from postroom.contracts.tasks import Tasks
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, Rejected, StaleLease, UnknownTask
 from postroom.message import Event
@@ -23,7 +24,7 @@ from postroom.runtime.agents import Agents
 from postroom.runtime.executions import CONCURRENCY_MAX, Executions
 from postroom.runtime.journal import Journal, where
 from postroom.runtime.nudger import NUDGE_TIMEOUT_S, Nudger
-from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Leased
+from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.system.atomic import read_file, replace_file
 from postroom.system.clock import Clock, SystemClock
 
@@ -237,7 +238,7 @@ class Harness:
         if self._nudged_to is None:
             self._nudged_to = self._tasks.store.newest_event()  # what comes from now on is new
         if self._journal is not None:
-            self._tasks.store.on_notable = self._log_events
+            self._tasks.on_notable = self._log_events
         if self._execute is not None:
             self._executions.start()
             self._held.enter_context(self._tasks.bell.heard_by(DECISIONS, self._drain.wake))
@@ -255,7 +256,7 @@ class Harness:
             with suppress(PostroomError):
                 self._tasks.release(decision.task_id, decision.lease)
         self._beat.join(timeout_s)
-        self._tasks.store.on_notable = None
+        self._tasks.on_notable = None
         self._nudger.close()
         self._held.close()
         for heard in self._heard.values():
@@ -449,7 +450,7 @@ class Harness:
         for _ in range(SWEEPS_MAX):
             if self._tasks.sweep() < PURGE_BATCH_MAX or self._sweep.stopping:
                 break
-        for record in self._tasks.store.find(Leased(None, 1)):
+        for record in self._tasks.store.find(Ending("lease", FOREVER_NS, 1)):
             left_s = (record.lease_until - self._tasks.store.steady_ns()) / NANOS_PER_S
             self._sweep.look_again_in(max(SWEEP_PAUSE_S, left_s))
         if self._clock.boot_ns() >= self._purge_ns:
@@ -478,8 +479,8 @@ class Harness:
             self._journal.write(event, **facts)
 
 
-def _opening(task_id: str) -> Callable[[Tasks], str | None]:
-    return lambda tasks: tasks.open_decision(task_id)
+def _opening(task_id: str) -> Call:
+    return lambda operations: operations.open_decision(task_id)
 
 
 def _place(event: Event) -> Position:

@@ -27,7 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
-from postroom.contracts.tasks import LEASE_S_MAX, LEASE_S_MIN, TaskInfo, Tasks
+from postroom.contracts.task_input import LEASE_S_MAX, LEASE_S_MIN
+from postroom.contracts.tasks import TaskInfo, Tasks
 from postroom.core.fieldfaults import field_fault
 from postroom.core.times import checked_seconds
 from postroom.errors import (
@@ -59,6 +60,7 @@ from postroom.runtime.bodies import (
     ClaimedTask,
     ClaimedTasks,
     CompleteBody,
+    CompletedAnswer,
     ErrorAnswer,
     EventsQuery,
     FailBody,
@@ -343,7 +345,9 @@ ROUTES: Sequence[_Served] = (
         WORD_BYTES_MAX,
     ),
     _Served(
-        Route("POST", "/queue/complete", "The task is done", {202: (TaskAnswer,)}, _WORD, (CompleteBody,)),
+        Route(
+            "POST", "/queue/complete", "The task is done", {202: (CompletedAnswer,)}, _WORD, (CompleteBody,)
+        ),
         "complete",
         COMPLETE_BYTES_MAX,
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, redacted
+from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, outbox_of, redacted
 from postroom.core.events import AuditEvent
 from postroom.core.redaction import DEFAULT_FIELDS, Level, Redactor, level_for
 from postroom.errors import InvalidSetting, ShippedElsewhere, WriteFailed
@@ -27,7 +27,7 @@ from postroom.sinks.remote import Publisher
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import Shipper
 from postroom.stores.base import Outbox
-from postroom.stores.opening import open_store
+from postroom.stores.open import open_store
 from postroom.system.atomic import absolute_path, replace_file
 
 _log = logging.getLogger("postroom.audit")
@@ -133,7 +133,7 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
 def _store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
     store = open_store(url)
     stack.callback(store.close)
-    there = store.outbox() or Outbox()
+    there = outbox_of(store) or Outbox()
     outbox = Outbox(
         backlog_max=settings.backlog_max,
         when_behind=settings.when_behind,

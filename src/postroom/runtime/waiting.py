@@ -13,7 +13,7 @@ from typing import cast
 from postroom.contracts.tasks import Task, Tasks
 from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
-from postroom.stores.base import Claim
+from postroom.stores.transaction import Claim
 
 WAITERS_MAX = 10_000  # whoever calls `claim` sees to it
 SERVED_AT_ONCE_MAX = 32

@@ -19,11 +19,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.tasks import Task, Tasks
-from postroom.errors import HandleDead, PostroomError, Unavailable
+from postroom.contracts.task_operations import Task, TaskOperations
+from postroom.contracts.tasks import Tasks
+from postroom.errors import HandleDead, Unavailable
 from postroom.runtime.agents import Identity
 from postroom.runtime.shares import Shares
-from postroom.stores.base import CLAIM_MAX, Claim
+from postroom.stores.base import CLAIM_MAX
+from postroom.stores.transaction import Claim
 
 TASK_BYTES = 1_024  # what a task counts besides the bytes of its call: the work and the memory for it
 TURN_MAX = 256  # calls in one commit
@@ -36,7 +38,7 @@ WAITING_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 WAITING_BYTES_RESERVE = 128 * 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
 
-Call = Callable[[Tasks], Any]
+Call = Callable[[TaskOperations], Any]
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -195,16 +197,12 @@ class Writer:
 
     def _commit(self, calls: list[Call], *, makes_room: bool) -> list[Any]:
         try:
-            return self._tasks.run_many(calls, makes_room=makes_room)
-        except HandleDead as error:  # those who wait are told to try again, and find it open
-            self._tasks.reopen()
-            return [error] * len(calls)
-        except PostroomError as error:
-            return [error] * len(calls)
-        except Exception as error:  # noqa: BLE001 - a defect in one call, which the others must not suffer from
-            if len(calls) == 1:
-                return [error]
-            return [self._commit([call], makes_room=makes_room)[0] for call in calls]
+            outcomes = self._tasks.run_many(calls, makes_room=makes_room)
+        except Exception as error:  # noqa: BLE001 - the clients get it
+            outcomes = [error] * len(calls)
+        if any(isinstance(outcome, HandleDead) for outcome in outcomes):
+            self._tasks.reopen()  # the clients are told to try again, and find it open
+        return outcomes
 
 
 def _jobs(asked: list[_Asked]) -> list[_Job]:
@@ -239,7 +237,7 @@ def _claims(terms: Claim, asked: list[_Asked]) -> list[_Job]:
 
 def _claim(terms: Claim, asked: list[_Asked], limits: list[int]) -> _Job:
     together = replace(terms, limit=sum(limits))
-    return _Job(lambda tasks: tasks.claim_now(together), tuple(asked), tuple(limits))
+    return _Job(lambda operations: operations.claim(together), tuple(asked), tuple(limits))
 
 
 def _shares(job: _Job, outcome: Any) -> list[Any]:

@@ -1,397 +1,278 @@
-"""A store in memory: the model that the others are compared with, and enough for one process.
+"""A store in memory: for tests, for tools, and as the shortest complete backend.
 
-It keeps what SQLite keeps, in sorted lists instead of indexes. Nothing survives the process.
+Rule 1: a transaction writes at once and keeps an undo log. Work that raises is taken back.
+Rule 2: each index is a sorted list of (number, seq, message id).
 """
 
 import os
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, takewhile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
-from postroom.core.lifecycle import WAITING, history, trail
-from postroom.message import Envelope, Event, Record, Step, Stored
+from postroom.core import lifecycle
+from postroom.message import Envelope, Event, Record, Stored
 from postroom.stores.base import (
-    LIVE_EVENTS,
-    MAX_DEPTH_DEFAULT,
-    PRIORITIES,
-    PURGE_BATCH_MAX,
+    NEWEST,
     ByIds,
+    Change,
     Counted,
-    Due,
-    Expired,
+    Ending,
     Head,
-    InState,
-    Leased,
-    Limits,
-    Outbox,
-    Overdue,
+    Listing,
     Pick,
-    Transaction,
+    count_changes,
+    counted_as,
     unknown,
 )
+from postroom.stores.store import Store
+from postroom.stores.transaction import LimitsCache, Transaction
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
 
-EVENTS_KEPT_MAX = 1_000_000  # older ones are forgotten, shipped or not: memory has an end
+EVENTS_KEPT_MAX = 1_000_000  # older events are forgotten, shipped or not
+
+_Index = tuple[str, str | int]
 
 
 class _Row(msgspec.Struct, frozen=True):
     record: Record
     envelope: Envelope
     result: bytes | None
-    history: tuple[Event, ...]
+    trail: tuple[Event, ...]
 
 
-class _Sorted:
-    """Message ids by a number, and by acceptance where that is the same."""
+class _Data:
+    """Everything that a store holds."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, str]] = []
+        self.rows: dict[str, _Row] = {}
+        self.indexes: dict[_Index, list[tuple[int, int, str]]] = {}
+        self.counts: dict[str, dict[Counted, int]] = {}
+        self.cells: dict[str, dict[str, bytes]] = {}
+        self.events: list[Event] = []
+        self.number = 1
 
-    def add(self, number: int, record: Record) -> None:
-        insort(self._entries, (number, record.seq, record.message_id))
+    def put(self, message_id: str, row: _Row | None) -> _Row | None:
+        """Set or remove a row with its index entries; returns the previous row."""
+        before = self.rows.pop(message_id, None)
+        if before is not None:
+            for index, entry in _entries(before.record):
+                entries = self.indexes[index]
+                del entries[bisect_left(entries, entry)]
+        if row is not None:
+            self.rows[message_id] = row
+            for index, entry in _entries(row.record):
+                insort(self.indexes.setdefault(index, []), entry)
+        return before
 
-    def discard(self, number: int, record: Record) -> None:
-        index = bisect_left(self._entries, (number, record.seq, record.message_id))
-        del self._entries[index]
+    def put_cell(self, kind: str, key: str, value: bytes | None) -> bytes | None:
+        """Set or remove a cell; returns the previous value."""
+        cells = self.cells.setdefault(kind, {})
+        before = cells.pop(key, None)
+        if value is not None:
+            cells[key] = value
+        return before
 
-    def first(self, limit: int) -> list[str]:
-        return [message_id for _, _, message_id in self._entries[:limit]]
-
-    def up_to(self, number: int, limit: int) -> list[str]:
-        end = bisect_left(self._entries, (number + 1, 0, ""))
-        return [message_id for _, _, message_id in self._entries[: min(end, limit)]]
-
-    def lowest(self) -> int | None:
-        return self._entries[0][0] if self._entries else None
+    def count(self, counts: Mapping[tuple[str, Counted], int], sign: int = 1) -> None:
+        """Change the counters."""
+        for (queue, what), change in counts.items():
+            of_queue = self.counts.setdefault(queue, {})
+            of_queue[what] = of_queue.get(what, 0) + sign * change
 
 
-class MemoryStore:
+def _entries(record: Record) -> list[tuple[_Index, tuple[int, int, str]]]:
+    """The index entries of a record."""
+    found: list[tuple[_Index, int]] = [(("all", ""), record.seq), (("state", record.state), record.seq)]
+    if record.state == "QUEUED":
+        found.append(((record.queue, record.lane), record.place))
+    if record.lease_until:
+        found.append((("ending", "lease"), record.lease_until))
+    if record.due:
+        found.append((("ending", "delay"), record.due))
+    if record.expires and record.state in lifecycle.WAITING:
+        found.append((("ending", "expiry"), record.expires))
+    return [(index, (number, record.seq, record.message_id)) for index, number in found]
+
+
+class MemoryStore(Store):
     """Records in a dictionary, one lock around them."""
 
     url = "memory://"
-    trouble = ""
 
     def __init__(self, *, clock: Clock | None = None, store_id: str | None = None) -> None:
         self.store_id = f"t{os.urandom(4).hex()}" if store_id is None else store_id
         self._clock = SystemClock() if clock is None else clock
         self._mutex = threading.RLock()
-        self.rows: dict[str, _Row] = {}
-        self.keys: dict[tuple[str, str], tuple[str, int]] = {}
-        self._indexes: dict[tuple[str, str | int], _Sorted] = {}
-        self._counts: dict[str, dict[Counted, int]] = {}
-        self._limits: dict[str, Limits] = {}
-        self._events: list[Event] = []
-        self._number = 1
-        self._outbox: Outbox | None = None
-        self.on_ready: Callable[[set[str]], None] | None = None
-        self.on_ended: Callable[[], None] | None = None
-        self.on_notable: Callable[[Sequence[Event]], None] | None = None
+        self._data = _Data()
+        self._limits = LimitsCache()
         reset_after_fork(self)
-
-    # ---- writing -------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:  # noqa: ARG002
         with self._mutex:
-            transaction = MemoryTransaction(self, self._number, self.steady_ns(), self._clock.wall_us())
+            transaction = self._begin()
             try:
                 result = work(transaction)
             except BaseException:
                 transaction.undo()
                 raise
-            self._commit(transaction)
-        if transaction.ready and self.on_ready is not None:
-            self.on_ready(transaction.ready)
-        if transaction.ended and self.on_ended is not None:
-            self.on_ended()
-        if transaction.notable and self.on_notable is not None:
-            self.on_notable(transaction.notable)
+            transaction.commit()
+        if self.on_commit is not None:
+            self.on_commit(transaction)
         return result
 
-    def _commit(self, transaction: "MemoryTransaction") -> None:
-        self._events += transaction.events
-        self._number = transaction.number
-        if len(self._events) > EVENTS_KEPT_MAX:
-            del self._events[: len(self._events) - EVENTS_KEPT_MAX]
-        for (queue, state), change in transaction.counts.items():
-            counts = self._counts.setdefault(queue, {})
-            counts[state] = counts.get(state, 0) + change
-
-    def put(self, message_id: str, row: _Row | None) -> _Row | None:
-        """Set or remove a row and keep the indexes true; gives the row that was there."""
-        before = self.rows.pop(message_id, None)
-        if before is not None:
-            for index, number in _entries(before.record):
-                self._indexes[index].discard(number, before.record)
-        if row is not None:
-            self.rows[message_id] = row
-            for index, number in _entries(row.record):
-                self._indexes.setdefault(index, _Sorted()).add(number, row.record)
-        return before
-
-    # ---- looking -------------------------------------------------------------------------------
-
-    def read(self, message_id: str) -> Stored | None:
+    def read(self, work: Callable[[Transaction], T]) -> T:
         with self._mutex:
-            row = self.rows.get(message_id)
-            if row is None:
-                return None
-            first, *later = row.history
-            return Stored(row.record, row.envelope, row.result, history(row.record, first, later))
+            return work(self._begin())
 
-    def find(self, pick: Pick) -> list[Record]:
-        return self.found(pick, self.steady_ns())
-
-    def found(self, pick: Pick, now: int) -> list[Record]:
-        """The records of a pick at an instant."""
-        with self._mutex:
-            return [self.rows[message_id].record for message_id in self._ids(pick, now)]
-
-    def _ids(self, pick: Pick, now: int) -> list[str]:
-        match pick:
-            case ByIds(message_ids):
-                for message_id in message_ids:
-                    if message_id not in self.rows:
-                        raise unknown(message_id)
-                return list(message_ids)
-            case Overdue(queue, limit):
-                return self._up_to(_index("leased", queue), now, limit)
-            case Leased(queue, limit):
-                found = self._indexes.get(_index("leased", queue))
-                return [] if found is None else found.first(limit)
-            case Due(queue, limit):
-                return self._up_to(_index("waiting", queue), now, limit)
-            case Expired(limit):
-                return self._up_to(("expiring", ""), now, limit)
-            case InState(queue, state, after, limit):
-                records = (
-                    row.record
-                    for row in self.rows.values()
-                    if queue in (None, row.record.queue) and state in (None, row.record.state)
-                )
-                later = sorted((record.seq, record.message_id) for record in records if record.seq > after)
-                return [message_id for _, message_id in later[:limit]]
-
-    def _up_to(self, index: tuple[str, str | int], number: int, limit: int) -> list[str]:
-        found = self._indexes.get(index)
-        return [] if found is None else found.up_to(number, limit)
-
-    def first_ready(self, queue: str, priority: int, limit: int) -> list[str]:
-        """The ids at the head of a lane."""
-        found = self._indexes.get((queue, priority))
-        return [] if found is None else found.first(limit)
-
-    def count(self) -> dict[str, dict[Counted, int]]:
-        with self._mutex:
-            return {
-                queue: {state: n for state, n in counts.items() if n}
-                for queue, counts in self._counts.items()
-            }
-
-    def waiting(self, queue: str) -> int:
-        """How many wait in a queue."""
-        counts = self._counts.get(queue, {})
-        return sum(counts.get(state, 0) for state in WAITING)
-
-    def limits(self, queue: str) -> Limits:
-        """What a queue may hold."""
-        return self._limits.get(queue, _DEFAULT_LIMITS)
-
-    def set_limits(self, queue: str, limits: Limits) -> None:
-        with self._mutex:
-            self._limits[queue] = limits
-
-    def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
-        with self._mutex:
-            first = self._events[0].seq if self._events else 1
-            start = max(0, after + 1 - first)
-            return list(islice(self._events, start, start + limit))
-
-    def purge_events(self, *, up_to: int, before_us: int, limit: int) -> None:
-        with self._mutex:
-            if self._outbox is not None:
-                up_to = min(up_to, self._outbox.shipped)
-            old = (event.seq <= up_to and event.ts_us < before_us for event in islice(self._events, limit))
-            del self._events[: sum(takewhile(bool, old))]
+    def _begin(self) -> "MemoryTransaction":
+        clock = self._clock
+        return MemoryTransaction(self.store_id, self._limits, self._data, clock.boot_ns(), clock.wall_us())
 
     def identity(self) -> str:
         return self.store_id
 
-    def sync(self) -> None:
-        """Memory does not survive a power cut, and nobody thinks so."""
-
-    def outbox(self) -> Outbox | None:
-        return self._outbox
-
-    def set_outbox(self, outbox: Outbox | None) -> None:
-        with self._mutex:
-            self._outbox = outbox
-            if outbox is not None:
-                self.purge_events(
-                    up_to=outbox.shipped - LIVE_EVENTS, before_us=1 << 62, limit=PURGE_BATCH_MAX
-                )
-
-    def purge_keys(self, before_us: int, limit: int) -> None:
-        with self._mutex:
-            old = sorted((seen_us, key) for key, (_, seen_us) in self.keys.items() if seen_us < before_us)
-            for _, key in old[:limit]:
-                del self.keys[key]
-
-    def oldest_ns(self, queue: str) -> int | None:
-        with self._mutex:
-            heads = [
-                self.rows[message_id].record.ready_at
-                for priority in range(PRIORITIES)
-                for message_id in self.first_ready(queue, priority, 1)
-            ]
-            return max(0, self.steady_ns() - min(heads)) if heads else None
-
-    def payloads(self, after: int, up_to: int) -> dict[int, bytes]:
-        with self._mutex:
-            found = (self.rows.get(event.message_id) for event in self.events(after, up_to - after))
-            return {
-                row.record.seq: row.envelope.payload
-                for row in found
-                if row and after < row.record.seq <= up_to
-            }
-
-    def newest_event(self) -> int:
-        return self._number - 1
-
-    def next_work_ns(self, queue: str) -> int | None:
-        with self._mutex:
-            if self._counts.get(queue, {}).get("QUEUED", 0):
-                return 0
-            starts = [
-                lowest
-                for kind in ("waiting", "leased")
-                if (found := self._indexes.get(_index(kind, queue)))
-                and (lowest := found.lowest()) is not None
-            ]
-            return max(0, min(starts) - self.steady_ns()) if starts else None
-
-    def steady_ns(self) -> int:
-        return self._clock.boot_ns()
-
-    def wall_us(self) -> int:
-        return self._clock.wall_us()
-
-    # ---- life ----------------------------------------------------------------------------------
-
-    def reopen(self) -> None:
-        """There is nothing that could have failed."""
-
     def close(self) -> None:
-        """What is in memory stays until the store is forgotten."""
+        """The data stays as long as the object."""
 
     def after_fork(self) -> None:
         """A child has a copy of its own."""
         self._mutex = threading.RLock()
 
 
-_DEFAULT_LIMITS = Limits(max_depth=MAX_DEPTH_DEFAULT)
-
-
-def _index(kind: str, queue: str | None) -> tuple[str, str]:
-    """The leases or delays of one queue, or of all."""
-    return (f"{kind} of all", "") if queue is None else (kind, queue)
-
-
-def _entries(record: Record) -> list[tuple[tuple[str, str | int], int]]:
-    """Where a record stands in the indexes."""
-    found: list[tuple[tuple[str, str | int], int]] = []
-    if record.state == "QUEUED":
-        found.append(((record.queue, record.priority), record.place))
-    if record.lease_until:
-        found += [(_index("leased", queue), record.lease_until) for queue in (record.queue, None)]
-    if record.due:
-        found += [(_index("waiting", queue), record.due) for queue in (record.queue, None)]
-    if record.expires and record.state in WAITING:
-        found.append((("expiring", ""), record.expires))
-    return found
-
-
 class MemoryTransaction(Transaction):
-    """Writes at once and remembers how to take it back."""
+    """Changes the data at once and remembers how to undo that."""
 
-    def __init__(self, store: MemoryStore, number: int, steady_ns: int, wall_us: int) -> None:
-        super().__init__(store.store_id, number, steady_ns, wall_us)
-        self._store = store
-        self._before: list[tuple[str, _Row | None]] = []
-        self._new_keys: list[tuple[str, str]] = []
-        self.events: list[Event] = []
+    def __init__(self, store_id: str, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
+        super().__init__(store_id, limits, steady_ns, wall_us)
+        self._data = data
+        self._number = data.number
+        self._events: list[Event] = []
+        self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Put everything back."""
-        for message_id, row in reversed(self._before):
-            self._store.put(message_id, row)
-        for key in self._new_keys:
-            del self._store.keys[key]
+        """Take everything back, the last change first."""
+        for step in reversed(self._undo):
+            step()
 
-    def keep(self, events: Iterable[Event]) -> None:
-        self.events += events
+    def commit(self) -> None:
+        """Append the events."""
+        self._data.events += self._events
+        self._data.number = self._number
+        if len(self._data.events) > EVENTS_KEPT_MAX:
+            del self._data.events[: len(self._data.events) - EVENTS_KEPT_MAX]
+
+    def _undo_by(self, step: Callable[[], object]) -> None:
+        self.changes += 1
+        self._undo.append(step)
+
+    # ---- records and events --------------------------------------------------------------------
+
+    def take_numbers(self, count: int) -> int:
+        first = self._number
+        self.changes += count
+        self._number += count
+        return first
 
     def find(self, pick: Pick) -> list[Record]:
-        return self._store.found(pick, self.steady_ns)
+        match pick:
+            case ByIds(message_ids):
+                for message_id in message_ids:
+                    if message_id not in self._data.rows:
+                        raise unknown(message_id)
+                return [self._data.rows[message_id].record for message_id in message_ids]
+            case Ending(deadline, until_ns, limit):
+                entries = self._data.indexes.get(("ending", deadline), [])
+                return self._records(entries[: bisect_left(entries, (until_ns + 1,))][:limit])
+            case Listing(queue, state, after, limit):
+                index = ("all", "") if state is None else ("state", state)
+                entries = self._data.indexes.get(index, [])
+                later = self._records(entries[bisect_left(entries, (after + 1,)) :])
+                return list(islice((r for r in later if queue in (None, r.queue)), limit))
 
-    def ready_in(self, queue: str, priority: int, limit: int) -> list[Head]:
-        rows = [self._store.rows[found] for found in self._store.first_ready(queue, priority, limit)]
-        return [
-            Head(row.record, row.envelope.payload, row.envelope.type, row.envelope.parent_message_id)
-            for row in rows
+    def _records(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:
+        return [self._data.rows[message_id].record for _, _, message_id in entries]
+
+    def load(self, message_id: str) -> Stored | None:
+        row = self._data.rows.get(message_id)
+        if row is None:
+            return None
+        first, *later = row.trail
+        return Stored(row.record, row.envelope, row.result, lifecycle.history(row.record, first, later))
+
+    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        for change in changes:
+            step, message_id = change.step, change.step.record.message_id
+            if change.envelope is not None:
+                envelope = msgspec.structs.replace(change.envelope, message_id=message_id)
+                row = _Row(step.record, envelope, None, step.events[:1])
+            else:
+                known = self._data.rows[message_id]
+                result = known.result if step.result is None else step.result
+                assert change.before is not None  # noqa: S101 - for the type checker
+                row = _Row(
+                    step.record, known.envelope, result, (*known.trail, *lifecycle.trail(change.before, step))
+                )
+            self._put(message_id, row)
+        self._count(count_changes(changes, events))
+        self.changes += 1
+        self._events += events
+
+    def _put(self, message_id: str, row: _Row | None) -> None:
+        before = self._data.put(message_id, row)
+        self._undo_by(lambda: self._data.put(message_id, before))
+
+    def _count(self, counts: Mapping[tuple[str, Counted], int]) -> None:
+        self._data.count(counts)
+        self._undo_by(lambda: self._data.count(counts, -1))
+
+    def events(self, after: int, limit: int) -> list[Event]:
+        events = self._data.events
+        if after == NEWEST:
+            return events[-1:]
+        start = max(0, after + 1 - events[0].seq) if events else 0
+        return events[start : start + limit]
+
+    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
+        for record in records:
+            self._put(record.message_id, None)
+            self._count({(record.queue, counted_as(record)): -1})
+        events = self._data.events
+        gone = max(0, min(events_up_to - events[0].seq + 1, len(events) - 1)) if events else 0
+        removed = events[:gone]
+        del events[:gone]
+        self._undo_by(lambda: events.__setitem__(slice(0, 0), removed))
+
+    # ---- cells ---------------------------------------------------------------------------------
+
+    def cell(self, kind: str, key: str) -> bytes | None:
+        return self._data.cells.get(kind, {}).get(key)
+
+    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
+        before = self._data.put_cell(kind, key, value)
+        self._undo_by(lambda: self._data.put_cell(kind, key, before))
+
+    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        return sorted((key, value) for key, value in self._data.cells.get(kind, {}).items() if key > after)[
+            :limit
         ]
 
-    def known_by_key(self, queue: str, key: str) -> str | None:
-        found = self._store.keys.get((queue, key))
-        return found[0] if found else None
+    # ---- lanes ---------------------------------------------------------------------------------
 
-    def sender_of(self, record: Record) -> str:
-        return self._store.rows[record.message_id].envelope.sender
+    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        found = [self._data.rows[entry[2]] for entry in self._data.indexes.get((queue, lane), [])[:limit]]
+        return [
+            Head(row.record, row.envelope.payload, row.envelope.type, row.envelope.parent_message_id)
+            for row in found
+        ]
 
-    def is_past(self, queue: str) -> bool:
-        return bool(self.find(Overdue(queue, 1)) or self.find(Due(queue, 1)))
+    def depth(self, queue: str) -> Mapping[Counted, int]:
+        return {what: n for what, n in self._data.counts.get(queue, {}).items() if n}
 
-    def depth(self, queue: str) -> int:
-        changed = sum(self.counts.get((queue, state), 0) for state in WAITING)
-        return self._store.waiting(queue) + changed
-
-    def limits(self, queue: str) -> Limits:
-        return self._store.limits(queue)
-
-    def put_new(self, step: Step, envelope: Envelope) -> bool:
-        message_id = step.record.message_id
-        if message_id in self._store.rows:
-            return False
-        if envelope.key:
-            self._new_keys.append((envelope.queue, envelope.key))
-            self._store.keys[envelope.queue, envelope.key] = (message_id, self.wall_us)
-        named = msgspec.structs.replace(envelope, message_id=message_id)
-        self._set(message_id, _Row(step.record, named, None, step.events[:1]))
-        return True
-
-    def put_all_new(self, steps: Sequence[Step], envelopes: Sequence[Envelope]) -> None:
-        for step, envelope in zip(steps, envelopes, strict=True):
-            self.put_new(step, envelope)
-
-    def put_all(self, before: Sequence[Record], steps: Sequence[Step]) -> None:
-        for record, step in zip(before, steps, strict=True):
-            self._put_one(record, step)
-
-    def _put_one(self, before: Record, step: Step) -> None:
-        row = self._store.rows[before.message_id]
-        result = row.result if step.result is None else step.result
-        told = (*row.history, *trail(before, step))
-        self._set(before.message_id, _Row(step.record, row.envelope, result, told))
-
-    def remove(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self._set(record.message_id, None)
-
-    def _set(self, message_id: str, row: _Row | None) -> None:
-        self._before.append((message_id, self._store.put(message_id, row)))
+    def queues(self) -> list[str]:
+        return sorted(queue for queue, counts in self._data.counts.items() if any(counts.values()))

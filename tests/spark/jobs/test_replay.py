@@ -12,7 +12,8 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Tasks
-from postroom.contracts.tasks import KEY_CHARS_MAX
+from postroom.contracts.feeds import set_outbox
+from postroom.contracts.task_input import KEY_CHARS_MAX
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.replay import Wanted, replay
 from postroom.pipeline.submitting import Message, Submitter, is_fit
@@ -45,7 +46,7 @@ class Past:
         with opened(folder / "audit", Sources(stores=(self.store,)), settings) as shipping:
             shipping.once()
         with Tasks.open(self.store) as tasks:
-            tasks.store.set_outbox(None)  # one store has one stream, and this one is given up
+            set_outbox(tasks.store, None)  # one store has one stream, and this one is given up
         lines = events_in(spark, folder / "audit")
         tables = Tables(folder / "tables")
         tables.replace("silver_events", silver.events(lines, {}), partition_by=("day",))

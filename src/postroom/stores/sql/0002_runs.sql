@@ -1,2 +1,2 @@
--- Events that are alike stand in one run (stores/eventruns.py). A row of the first version holds events alone, which
+-- Events that are alike stand in one run (stores/event_runs.py). A row of the first version holds events alone, which
 -- is read as before; this number keeps the first version from a file that it could not read.

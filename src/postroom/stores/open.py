@@ -1,7 +1,7 @@
 """`open_store`: a store by its address."""
 
 from postroom.errors import InvalidMessage
-from postroom.stores.base import Store
+from postroom.stores.store import Store
 from postroom.system.clock import Clock
 
 SQLITE = "sqlite:///"

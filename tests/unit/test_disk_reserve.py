@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from postroom.errors import UnsafePath, WriteFailed
-from postroom.stores.ballast import Ballast
+from postroom.stores.disk_reserve import DiskReserve
 
 SIZE = 64 * 1024
 
 
 def test_it_takes_its_room_on_the_disk_and_not_only_in_the_name(tmp_path: Path) -> None:
     path = tmp_path / "ballast"
-    ballast = Ballast(path, SIZE)
+    ballast = DiskReserve(path, SIZE)
     assert not ballast.whole
     ballast.fill()
     assert ballast.whole
@@ -23,27 +23,27 @@ def test_it_takes_its_room_on_the_disk_and_not_only_in_the_name(tmp_path: Path) 
 
 
 def test_given_up_it_is_gone_and_can_be_filled_again(tmp_path: Path) -> None:
-    ballast = Ballast(tmp_path / "ballast", SIZE)
+    ballast = DiskReserve(tmp_path / "ballast", SIZE)
     ballast.fill()
-    assert ballast.give_up()
+    assert ballast.free()
     assert not (tmp_path / "ballast").exists()
     assert not ballast.whole
-    assert not ballast.give_up()
+    assert not ballast.free()
     ballast.fill()
     assert (tmp_path / "ballast").stat().st_size == SIZE
 
 
 def test_another_process_finds_it_whole(tmp_path: Path) -> None:
-    Ballast(tmp_path / "ballast", SIZE).fill()
+    DiskReserve(tmp_path / "ballast", SIZE).fill()
     before = (tmp_path / "ballast").stat().st_mtime_ns
-    again = Ballast(tmp_path / "ballast", SIZE)
+    again = DiskReserve(tmp_path / "ballast", SIZE)
     again.fill()
     assert again.whole
     assert (tmp_path / "ballast").stat().st_mtime_ns == before
 
 
 def test_one_of_no_size_needs_no_file(tmp_path: Path) -> None:
-    ballast = Ballast(tmp_path / "ballast", 0)
+    ballast = DiskReserve(tmp_path / "ballast", 0)
     assert ballast.whole
     ballast.fill()
     assert not (tmp_path / "ballast").exists()
@@ -55,7 +55,7 @@ def test_without_space_it_says_so_and_keeps_nothing(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    ballast = Ballast(tmp_path / "ballast", SIZE)
+    ballast = DiskReserve(tmp_path / "ballast", SIZE)
     with pytest.raises(WriteFailed, match="No space left"):
         ballast.fill()
     assert not ballast.whole
@@ -66,5 +66,5 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"kept")
     (tmp_path / "ballast").symlink_to(tmp_path / "victim")
     with pytest.raises((UnsafePath, WriteFailed)):
-        Ballast(tmp_path / "ballast", SIZE).fill()
+        DiskReserve(tmp_path / "ballast", SIZE).fill()
     assert (tmp_path / "victim").read_bytes() == b"kept"

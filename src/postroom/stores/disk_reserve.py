@@ -1,4 +1,4 @@
-"""Room that is kept for a full disk: given up when work has to end, filled again when there is space."""
+"""Disk space in reserve: freed on a full disk, so that work can end, and allocated again later."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ from postroom.errors import WriteFailed
 from postroom.system.atomic import open_safely
 
 
-class Ballast:
+class DiskReserve:
     """A file of a fixed size beside the database."""
 
     def __init__(self, path: Path, size: int) -> None:
@@ -17,7 +17,7 @@ class Ballast:
         self.whole = size == 0
 
     def fill(self) -> None:
-        """Make the file whole; raises `WriteFailed` while there is no space for it."""
+        """Allocate the file; raises `WriteFailed` while there is no space for it."""
         if self.whole:
             return
         try:
@@ -38,8 +38,8 @@ class Ballast:
         finally:
             os.close(fd)
 
-    def give_up(self) -> bool:
-        """Free the room; whether there was any."""
+    def free(self) -> bool:
+        """Remove the file; False when there was none."""
         self.whole = False
         try:
             self._path.unlink()

@@ -1,11 +1,9 @@
-"""Events as a store file keeps them: what is alike is written once.
+"""The stored form of events: a run instead of many similar events.
 
-A verb that is about many messages makes events that differ in a few numbers. They are kept as one run, from
-which the events follow; a quarter of a store's file would otherwise be the same words over and over.
-
-A message that is accepted by itself needs no row of events at all at first: its record says the same. The
-next commit that has other events to tell, or the one that finds `UNTOLD_MAX` of them, writes them down. So
-the records behind the newest row of events are exactly those that nobody has told yet.
+A verb that handles many messages emits events that differ in a few numbers. They are stored as one run. A
+message that is inserted alone needs no row of events at first, because its record implies both events. The
+next commit with other events writes the implied events too, and so does a commit that finds `IMPLIED_MAX` of
+them. So the records behind the last row of events are exactly those whose events are implied.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,15 +16,15 @@ import msgspec
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Event, State
 
-UNTOLD_MAX = 256  # new records whose events follow from themselves alone
-EVENTS_OF_ONE = 2  # `created` and `enqueued`
+IMPLIED_MAX = 256  # new records whose events are not written yet
+EVENTS_PER_NEW = 2  # `created` and `enqueued`
 
 RecordName: TypeAlias = int | str
-"""The number in a name that the store gave, or the name that a caller gave."""
+"""The number in an id that the store gave, or an id that a caller gave."""
 
 
 class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="new"):
-    """Messages that were accepted together, named by the store: `created`, and `enqueued` without a delay."""
+    """Messages inserted together without an id: `created`, and `enqueued` when there is no delay."""
 
     seq: int
     ts_us: int
@@ -36,7 +34,7 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
     parent_message_id: str
     delay_ns: int
     sizes: list[int]
-    """Of the payloads, in bytes."""
+    """Bytes of each payload."""
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
         seq, delay_ns = self.seq, self.delay_ns
@@ -57,7 +55,7 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
 
 
 class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="ones"):
-    """Messages that were accepted one after the other, each by itself and without a delay."""
+    """Messages inserted one after the other, each alone and without a delay."""
 
     seq: int
     queue: str
@@ -69,13 +67,13 @@ class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field=
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
         for index, (ts_us, size) in enumerate(zip(self.ts_us, self.sizes, strict=True)):
-            seq = self.seq + EVENTS_OF_ONE * index
+            seq = self.seq + EVENTS_PER_NEW * index
             one = NewRun(seq, ts_us, self.queue, self.priority, self.type, self.parent_message_id, 0, [size])
             yield from one.events(name)
 
 
 class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="leased"):
-    """Messages that one worker got together: `dequeued`. A lease's token is its event's number."""
+    """Messages that one worker claimed together: `dequeued`. Its number is the token of the lease."""
 
     seq: int
     ts_us: int
@@ -96,7 +94,7 @@ class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_fiel
 
 
 class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="completed"):
-    """Messages that one worker finished together: `execution_completed`."""
+    """Messages that one worker completed together: `execution_completed`."""
 
     seq: int
     ts_us: int
@@ -118,18 +116,18 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
 
 
 Run: TypeAlias = NewRun | OnesRun | LeasedRun | CompletedRun
-Told: TypeAlias = Event | Run
-"""What a row of events is made of, in the order of the numbers."""
+Part: TypeAlias = Event | Run
+"""A row of events is a list of these, in the order of their numbers."""
 
-_OBJECT = ord("{")  # an event; a run is a list
+_OBJECT = ord("{")  # how an event begins; a run is a list
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_event = msgspec.json.Decoder(Event).decode
 _decode_run = msgspec.json.Decoder(Run).decode
 
 
-class Untold(NamedTuple):
-    """What a new record's row tells about its events, as long as no row of events does."""
+class Implied(NamedTuple):
+    """What the row of a new record says about its two events."""
 
     seq: int
     queue: str
@@ -140,31 +138,31 @@ class Untold(NamedTuple):
     size: int
 
 
-_alike = attrgetter("queue", "priority", "type", "parent_message_id")
+_traits = attrgetter("queue", "priority", "type", "parent_message_id")
 
 
-def runs_of(untold: Iterable[Untold]) -> Iterator[OnesRun]:
-    """Neighbours that are alike are one run."""
-    for traits, neighbours in groupby(untold, _alike):
+def implied_runs(records: Iterable[Implied]) -> Iterator[OnesRun]:
+    """The events of new records; similar neighbours become one run."""
+    for traits, neighbours in groupby(records, _traits):
         ones = list(neighbours)
         yield OnesRun(ones[0].seq, *traits, [one.created_us for one in ones], [one.size for one in ones])
 
 
-def packed(told: list[Told]) -> str:
-    """The events of a commit, as they are kept."""
-    return _encode(told).decode()
+def pack(parts: list[Part]) -> str:
+    """The stored form of a commit's events."""
+    return _encode(parts).decode()
 
 
-def unpacked(batch: str, store_id: str) -> Iterator[Event]:
+def unpack(batch: str, store_id: str) -> Iterator[Event]:
     """The events of a commit."""
-    for told in _decode(batch):
-        if memoryview(told)[0] == _OBJECT:
-            yield _decode_event(told)
+    for part in _decode(batch):
+        if memoryview(part)[0] == _OBJECT:
+            yield _decode_event(part)
         else:
-            yield from told_by(_decode_run(told), store_id)
+            yield from expand(_decode_run(part), store_id)
 
 
-def told_by(run: Run, store_id: str) -> Iterator[Event]:
+def expand(run: Run, store_id: str) -> Iterator[Event]:
     """The events of a run."""
 
     def name(which: RecordName) -> str:

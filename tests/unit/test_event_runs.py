@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from postroom.core import lifecycle
 from postroom.message import Envelope, Event, Moment, Record
-from postroom.stores.eventruns import CompletedRun, LeasedRun, NewRun, Told, packed, unpacked
+from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, Part, pack, unpack
 
 NUMBERS = st.integers(0, 2**62)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-def made(*told: Told) -> list[Event]:
-    return list(unpacked(packed(list(told)), "t1"))
+def made(*told: Part) -> list[Event]:
+    return list(unpack(pack(list(told)), "t1"))
 
 
 @given(NUMBERS, NUMBERS, TEXTS, TEXTS, TEXTS, st.integers(0, 3), st.lists(st.integers(0, 99), min_size=1))
@@ -63,13 +63,13 @@ def test_leases_and_results_of_own_and_given_names() -> None:
 
 def test_events_and_runs_stand_side_by_side_in_order() -> None:
     plain = Event(3, 5, "cancelled", "q", "x", "CANCELLED")
-    told: list[Told] = [
+    told: list[Part] = [
         NewRun(1, 5, "q", 2, "", "", 0, [0]),
         plain,
         LeasedRun(4, 5, "q", 2, "w", [1], [1], [0]),
     ]
     assert [event.seq for event in made(*told)] == [1, 2, 3, 4]
-    assert [type(part) for part in json.loads(packed(told))] == [list, dict, list]
+    assert [type(part) for part in json.loads(pack(told))] == [list, dict, list]
 
 
 def test_a_row_of_the_first_version_is_read() -> None:
@@ -91,4 +91,4 @@ def test_a_row_of_the_first_version_is_read() -> None:
             {"seq": 2, "ts_us": 5, "kind": "enqueued", "queue": "q", "message_id": "t1-1", "state": "QUEUED"},
         ]
     )
-    assert list(unpacked(row, "t1")) == events
+    assert list(unpack(row, "t1")) == events

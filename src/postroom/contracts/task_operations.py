@@ -1,0 +1,252 @@
+"""What can be done with tasks inside one transaction. `Tasks` and the servers use it alike.
+
+Rule 1: an operation raises before it writes, so several of them can share a commit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.task_input import (
+    DELAY_S_MAX,
+    check_durability,
+    checked_id,
+    checked_key,
+    checked_retries,
+    checked_text,
+    checked_token,
+    encoded,
+)
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.names import checked_name
+from postroom.core.retry import RetryPolicy
+from postroom.core.times import checked_seconds
+from postroom.errors import InvalidMessage, UnknownTask
+from postroom.message import Durability, Envelope, Moment, Record, Step
+from postroom.stores.base import ByIds, Limits
+from postroom.stores.transaction import Claim, Decide, Delivery, Transaction
+
+LEASE_S = 300.0  # from the last heartbeat
+DECISIONS = "harness.decisions"
+"""The queue of results that the harness has to act on."""
+
+_decode = msgspec.json.Decoder().decode
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A claimed task. `lease` is the token that every later call about it must show."""
+
+    task_id: str
+    payload: Any
+    lease: int
+    attempt: int
+    agent: str
+    type: str = ""
+    parent: str = ""
+    lease_s: float = LEASE_S
+
+
+class NewTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keywords of `Tasks.enqueue`, not checked yet."""
+
+    agent: Any
+    payload: Any
+    task_id: Any = None
+    delay_s: Any = 0.0
+    idempotency_key: Any = None
+    type: Any = ""
+    parent: Any = ""
+    max_retries: Any = None
+    durability: Any = None
+    sender: Any = ""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What holds for tasks that say nothing else."""
+
+    retry: RetryPolicy
+    durability: Durability
+
+
+class TaskOperations:
+    """Operations on the tasks of one transaction."""
+
+    def __init__(self, transaction: Transaction, rules: Rules) -> None:
+        self._transaction = transaction
+        self._rules = rules
+
+    # ---- senders -------------------------------------------------------------------------------
+
+    def enqueue(self, tasks: Sequence[NewTask]) -> list[str]:
+        """Store tasks and return their ids. A known `task_id` or `idempotency_key` stores nothing new."""
+        if not tasks:
+            return []
+        envelopes = [self._envelope(tasks[0])]
+        for previous, new in pairwise(tasks):
+            if _differ_in_payload_alone(new, previous):
+                envelopes.append(replace(envelopes[-1], payload=encoded("the payload", new.payload)))
+            else:
+                envelopes.append(self._envelope(new))
+        return [accepted.message_id for accepted in self._transaction.insert(envelopes)]
+
+    def _envelope(self, new: NewTask) -> Envelope:
+        queue = checked_name("agent", new.agent)
+        if queue == DECISIONS:
+            raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
+        if new.delay_s != 0:
+            checked_seconds("delay_s", new.delay_s, DELAY_S_MAX)
+        rules, durability = self._rules, new.durability
+        if durability is None:
+            durability = self._transaction.limits(queue).durability or rules.durability
+        else:
+            check_durability(durability)
+        sender = new.sender if new.sender == "" else checked_name("sender", new.sender)
+        return Envelope(
+            queue=queue,
+            payload=encoded("the payload", new.payload),
+            message_id="" if new.task_id is None else checked_name("task id", new.task_id),
+            type=new.type if new.type == "" else checked_text("type", new.type),
+            parent_message_id=new.parent if new.parent == "" else checked_text("parent", new.parent),
+            key="" if new.idempotency_key is None else checked_key(new.idempotency_key, sender),
+            max_retries=rules.retry.max_retries
+            if new.max_retries is None
+            else checked_retries(new.max_retries),
+            delay_ns=round(new.delay_s * NANOS_PER_S) if new.delay_s else 0,
+            durability=durability,
+            sender=sender,
+        )
+
+    # ---- holders of leases ---------------------------------------------------------------------
+
+    def claim(self, terms: Claim) -> list[Task]:
+        """Lease tasks."""
+        return [_task(delivery) for delivery in self._transaction.claim(terms)]
+
+    def heartbeat(self, task_id: str, lease: int) -> None:
+        """Renew a lease: it runs its whole length from now."""
+        token = checked_token(lease)
+        self._apply(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
+
+    def complete(self, results: Mapping[str, tuple[int, bytes]], claim_next: int = 0) -> list[Task]:
+        """Complete tasks (id to token and result), then claim as their holder did, in the same commit."""
+        if not results:
+            return []
+        self._transaction.complete(results)
+        if not claim_next:
+            return []
+        record = self.record(next(iter(results)))
+        return self.claim(Claim(record.queue, record.worker_id, claim_next, record.lease_ns))
+
+    def fail(
+        self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
+    ) -> None:
+        """A task failed: it is retried after a pause, or becomes a dead letter."""
+        if retry_in_s is not None:
+            checked_seconds("retry_in_s", retry_in_s, DELAY_S_MAX)
+        token, text = checked_token(lease), checked_text("error", error, limit=None)
+        kind, retry = checked_text("error_type", error_type), self._rules.retry
+
+        def decide(record: Record, moment: Moment) -> Step | None:
+            delay_ns = retry.delay_ns(record.retries, retry_in_s)
+            return lifecycle.fail(record, moment, token, text, error_type=kind, delay_ns=delay_ns)
+
+        self._apply(task_id, decide)
+
+    def release(self, task_id: str, lease: int) -> None:
+        """Give a task back untouched: it keeps its position, and nothing is counted."""
+        token = checked_token(lease)
+        self._apply(task_id, lambda record, moment: lifecycle.release(record, moment, token))
+
+    # ---- operators -----------------------------------------------------------------------------
+
+    def cancel(self, task_id: str) -> None:
+        """End a task that nobody needs any more. Raises `WrongState` when it has ended."""
+        self._apply(task_id, lifecycle.cancel)
+
+    def retry(self, task_id: str) -> None:
+        """Queue a dead, cancelled or expired task again, with all its retries."""
+        self._apply(task_id, lifecycle.replay)
+
+    def set_limits(self, agent: str, limits: Limits) -> None:
+        """Change what an agent's queue may hold."""
+        self._transaction.set_limits(checked_name("agent", agent), limits)
+
+    def sweep(self, limit: int) -> int:
+        """Put back what is overdue in any queue; how many tasks."""
+        return self._transaction.sweep(limit)
+
+    # ---- the harness ---------------------------------------------------------------------------
+
+    def open_decision(self, task_id: str) -> str | None:
+        """Make the result of a completed task a message of its own; None when that has happened already."""
+        stored = self._transaction.load(checked_id(task_id))
+        if stored is None:
+            raise UnknownTask(task_id)
+        if stored.record.state != "COMPLETED" or stored.result is None:
+            return None
+        envelope = Envelope(
+            queue=DECISIONS,
+            payload=stored.result,
+            key=task_id,
+            type="decision",
+            parent_message_id=task_id,
+            max_retries=self._rules.retry.max_retries,
+            durability=stored.record.durability,
+        )
+        decision_id = self._transaction.insert([envelope])[0].message_id
+        self._apply(task_id, lambda record, moment: lifecycle.hand_over(record, moment, decision_id))
+        return decision_id
+
+    def settle(self, decision_id: str, lease: int) -> None:
+        """Note that a decision was executed: it is complete, and its task is done."""
+        self._transaction.complete({checked_id(decision_id): (checked_token(lease), b"null")})
+        decision = self._transaction.load(decision_id)
+        with suppress(UnknownTask):  # the task was purged while the decision was executed
+            if decision is not None and self.record(decision.envelope.parent_message_id).state == "EXECUTING":
+                self._apply(decision.envelope.parent_message_id, lifecycle.settle)
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def record(self, task_id: str) -> Record:
+        """The delivery state of a task. Raises `UnknownTask`."""
+        return self._transaction.find(ByIds((checked_id(task_id),)))[0]
+
+    def _apply(self, task_id: str, decide: Decide) -> None:
+        self._transaction.apply(ByIds((checked_id(task_id),)), decide)
+
+
+Call = Callable[[TaskOperations], Any]
+"""Work on tasks that a server sends to the store."""
+
+
+def _differ_in_payload_alone(one: NewTask, other: NewTask) -> bool:
+    """Whether they hold the very same objects: equal ones can still be of another type."""
+    return (
+        one.agent is other.agent
+        and one.task_id is other.task_id
+        and one.delay_s is other.delay_s
+        and one.idempotency_key is other.idempotency_key
+        and one.type is other.type
+        and one.parent is other.parent
+        and one.max_retries is other.max_retries
+        and one.durability is other.durability
+        and one.sender is other.sender
+    )
+
+
+def _task(delivery: Delivery) -> Task:
+    return Task(
+        delivery.message_id,
+        _decode(delivery.payload),
+        delivery.lease,
+        delivery.attempt,
+        delivery.queue,
+        delivery.type,
+        delivery.parent_message_id,
+        delivery.lease_ns / NANOS_PER_S,
+    )

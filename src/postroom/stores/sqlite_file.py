@@ -1,0 +1,115 @@
+"""The file of a SQLite store: opening it, bringing it to the current version, and checking it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+import apsw
+
+from postroom.errors import StoreDamaged
+from postroom.stores.sql.queries import ask
+
+SQLITE_OLDEST = (3, 51, 3)  # older versions can damage a WAL that several processes write
+BUSY_TIMEOUT_S = 10.0  # for programs that open the file without our lock
+WAL_BYTES_MAX = 64 * 1024 * 1024  # the WAL is truncated to this after a checkpoint
+CACHE_KIB = 64 * 1024
+OUR_TABLES = {"facts", "queues", "records", "events"}
+
+
+def check_library() -> None:
+    """Refuse a SQLite that is too old, or that lacks what is needed."""
+    if tuple(int(part) for part in apsw.sqlite_lib_version().split(".")) < SQLITE_OLDEST:
+        raise StoreDamaged(
+            f"SQLite {apsw.sqlite_lib_version()} can damage a database that several processes write: "
+            f"install apsw with SQLite {'.'.join(map(str, SQLITE_OLDEST))} or newer"
+        )
+    if not hasattr(apsw, "carray"):
+        raise StoreDamaged(
+            "this apsw was built without SQLite's arrays (carray): install its wheel from PyPI"
+        )
+
+
+def check_kind(path: Path) -> None:
+    """Refuse a file that another program wrote, before a byte of it changes.
+
+    SQLite itself reads it: closing a descriptor of our own would release this process's locks on the file.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise StoreDamaged(f"{path} is not a file, so it cannot be a store of tasks")
+    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
+    try:
+        tables = {name for (name,) in ask(connection, "SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    except apsw.NotADBError:
+        raise StoreDamaged(
+            f"{path} is not a store of tasks: it is no SQLite database, or its beginning is damaged"
+        ) from None
+    finally:
+        connection.close()
+    if tables and not tables.issuperset(OUR_TABLES):
+        raise StoreDamaged(f"{path} is not a store of tasks: it is the database of another program")
+
+
+def check_pages(connection: apsw.Connection, path: Path) -> None:
+    """Look through the file: after a failed fsync nobody knows which pages reached the disk."""
+    [(found,)] = ask(connection, "PRAGMA quick_check(1)")
+    if found != "ok":
+        raise StoreDamaged(f"{path} is damaged: {found}")
+
+
+def connect(path: Path) -> apsw.Connection:
+    """A connection with the settings of a store."""
+    connection = apsw.Connection(str(path))
+    connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
+    # Without it, a statement that uses a partial index is planned again for other values.
+    connection.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
+    for pragma in (
+        "journal_mode = WAL",
+        "synchronous = NORMAL",
+        f"journal_size_limit = {WAL_BYTES_MAX}",
+        f"cache_size = -{CACHE_KIB}",
+        "temp_store = MEMORY",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+    return connection
+
+
+@contextmanager
+def transaction(connection: apsw.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """Several statements as one: committed at the end, rolled back after an error."""
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def migrate(connection: apsw.Connection, path: Path) -> None:
+    """Bring the file to this version, one whole script at a time."""
+    version = connection.pragma("user_version")
+    scripts = migrations()
+    if version > max(scripts):
+        raise StoreDamaged(
+            f"{path} was written by a newer postroom (its version {version}): upgrade this one"
+        )
+    for number, script in scripts.items():
+        if number > version:
+            with transaction(connection):
+                connection.execute(script)
+                connection.execute(f"PRAGMA user_version = {number}")
+
+
+def migrations() -> dict[int, str]:
+    """The scripts in `sql/`, by their number."""
+    scripts = {}
+    for file in resources.files("postroom.stores.sql").iterdir():
+        number = re.fullmatch(r"(\d{4})_\w+\.sql", file.name)
+        if number:
+            scripts[int(number[1])] = file.read_text()
+    return dict(sorted(scripts.items()))

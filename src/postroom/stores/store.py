@@ -1,0 +1,97 @@
+"""What a store is to its users: transactions, and reading by way of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from postroom.message import Event, Record, Stored
+from postroom.stores.base import Counted, Pick, by_state
+from postroom.stores.transaction import Transaction
+
+T = TypeVar("T")
+
+
+class Store(ABC):
+    """A place for records. Threads may share it, and a forked child may go on using it."""
+
+    url: str
+    trouble: str = ""
+    """Why nothing is written at present; empty when all is well."""
+    on_commit: Callable[[Transaction], None] | None = None
+    """Called with the transaction after each commit."""
+
+    @abstractmethod
+    def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
+        """Run `work` in a transaction, perhaps with other callers' work, and return once it is committed.
+
+        `makes_room` marks work that must also succeed on a full disk.
+        """
+
+    def write_many(
+        self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False
+    ) -> list[Any]:
+        """Run the work of many callers, as far as possible in one commit.
+
+        Returns the result of each, or the error that it raised. One that fails does not affect the others.
+        """
+        return [self._outcome(work, makes_room) for work in works]
+
+    def _outcome(self, work: Callable[[Transaction], Any], makes_room: bool) -> Any:
+        try:
+            return self.write(work, makes_room=makes_room)
+        except Exception as error:  # noqa: BLE001 - each caller gets its own
+            return error
+
+    @abstractmethod
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        """Run `work` on one consistent committed state. It must not write."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """A name that no other store has, for as long as this one lives."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release files and connections. The next call opens them again."""
+
+    def reopen(self) -> None:  # noqa: B027 - only a backend with a disk has something to do
+        """Start again after an error of the disk."""
+
+    def sync(self) -> None:  # noqa: B027 - as above
+        """Return when everything committed so far survives a power cut."""
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def load(self, message_id: str) -> Stored | None:
+        """Everything about one message; None when it is unknown."""
+        return self.read(lambda transaction: transaction.load(message_id))
+
+    def find(self, pick: Pick) -> list[Record]:
+        """The picked records."""
+        return self.read(lambda transaction: transaction.find(pick))
+
+    def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
+        """Events with a `seq` above `after`, in order."""
+        return self.read(lambda transaction: transaction.events(after, limit))
+
+    def newest_event(self) -> int:
+        """The position of the last event; 0 before the first one."""
+        return self.read(lambda transaction: transaction.newest_event())
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        """The counters of every queue."""
+        return self.read(
+            lambda transaction: {queue: transaction.depth(queue) for queue in transaction.queues()}
+        )
+
+    def count(self) -> dict[str, dict[Counted, int]]:
+        """How many records each queue has in each state."""
+        return {queue: by_state(counts) for queue, counts in self.depths().items()}
+
+    def steady_ns(self) -> int:
+        """The clock of the store, which never steps."""
+        return self.read(lambda transaction: transaction.steady_ns)
+
+    def next_work_ns(self, queue: str) -> int | None:
+        """After how long a claim may find something: see `Transaction.next_work_ns`."""
+        return self.read(lambda transaction: transaction.next_work_ns(queue))

@@ -1,0 +1,438 @@
+"""A transaction: every verb of a store, built from the methods of `Ledger` and `Lanes`.
+
+Rule 1: a verb checks everything before it writes, so work that is refused has changed nothing.
+Rule 2: a backend may override a verb with a faster form of it. An equivalence test compares the two.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import msgspec
+
+from postroom.core import lifecycle
+from postroom.errors import InvalidMessage, QueueFull, UnknownTask
+from postroom.message import Envelope, Event, Moment, Record, State, Step
+from postroom.stores.base import (
+    DEFAULT_LIMITS,
+    FOREVER_NS,
+    LANE_COUNTS,
+    LANES,
+    LIVE_EVENTS,
+    NEWEST,
+    OVERDUE_A_CLAIM_MAX,
+    RETRY_AFTER_S,
+    ByIds,
+    Change,
+    Ending,
+    Head,
+    Lanes,
+    Ledger,
+    Limits,
+    Listing,
+    Outbox,
+    Pick,
+    waiting,
+)
+
+LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
+LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
+
+Decide: TypeAlias = Callable[[Record, Moment], Step | None]
+"""A decision about one record; None when there is nothing to change."""
+
+
+class Accepted(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of an insert."""
+
+    message_id: str
+    duplicate: bool
+
+
+class Delivery(msgspec.Struct, frozen=True, gc=False):
+    """A message that a worker claimed."""
+
+    message_id: str
+    queue: str
+    payload: bytes
+    type: str
+    parent_message_id: str
+    attempt: int
+    lease: int
+    lease_ns: int
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who asks for how many records, from which lanes."""
+
+    queue: str
+    worker_id: str
+    limit: int
+    lease_ns: int
+    lanes: tuple[int, ...] = (2,)
+    promote_after_ns: tuple[int, ...] = ()
+    """How long a record waits in lane p + 1 until it is claimed as one of lane p."""
+
+
+class SeenKey(msgspec.Struct, frozen=True, array_like=True):
+    """The message that was accepted under an idempotency key."""
+
+    message_id: str
+    seen_us: int
+
+
+class LimitsCache:
+    """The limits of queues, as one handle knows them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, Limits]] = {}
+
+    def get(self, queue: str) -> Limits | None:
+        """What is known, unless it is too old."""
+        until, limits = self._known.get(queue, (0.0, DEFAULT_LIMITS))
+        return limits if time.monotonic() < until else None
+
+    def put(self, queue: str, limits: Limits) -> None:
+        """Remember limits for a while."""
+        self._known[queue] = (time.monotonic() + LIMITS_KNOWN_S, limits)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+
+
+class Transaction(Ledger, Lanes):
+    """Everything inside one commit, which is one instant: the clocks are read once, at its beginning."""
+
+    changes = 0
+    """Grows with everything that is written, and with numbers that are taken. A backend counts."""
+    synced = False
+    """Whether the commit needs an fsync."""
+    ended = False
+    """Whether a record ended."""
+    notable: Sequence[Event] = ()
+    """Events that a person may have to know: see `lifecycle.is_notable`."""
+
+    def __init__(self, store_id: str, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
+        self.store_id = store_id
+        self.steady_ns = steady_ns
+        self.wall_us = wall_us
+        self.ready: set[str] = set()
+        """Queues in which something new can be claimed."""
+        self._limits_known = limits
+        self._limits: dict[str, Limits] = {}
+
+    # ---- inserting -----------------------------------------------------------------------------
+
+    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        """Accept messages, all or none. A message whose id or key is known already is dropped."""
+        self._check_depths(envelopes)
+        is_named = False
+        for envelope in envelopes:
+            limits = self.limits(envelope.queue)
+            if len(envelope.payload) > limits.max_payload_bytes:
+                raise _too_long(envelope, limits)
+            if envelope.message_id or envelope.key:
+                is_named = True
+                self._check_id(envelope.message_id)
+        if is_named:
+            return [self._insert_named(envelope) for envelope in envelopes]
+        changes = [Change(None, self._accept(envelope, ""), envelope) for envelope in envelopes]
+        self._save(changes)
+        return [Accepted(change.step.record.message_id, duplicate=False) for change in changes]
+
+    def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
+        """Check that there is room. Known messages are dropped, so they need none."""
+        more: dict[str, int] = {}
+        for envelope in envelopes:
+            more[envelope.queue] = more.get(envelope.queue, 0) + 1
+        for queue, count in more.items():
+            depth, most = waiting(self.depth(queue)), self.limits(queue).max_depth
+            if depth + count > most:
+                new = sum(envelope.queue == queue and not self._is_known(envelope) for envelope in envelopes)
+                if depth + new > most:
+                    raise QueueFull(queue, depth, most, RETRY_AFTER_S)
+
+    def _is_known(self, envelope: Envelope) -> bool:
+        if envelope.key and self._known_by_key(envelope) is not None:
+            return True
+        return bool(envelope.message_id) and self.record(envelope.message_id) is not None
+
+    def _accept(self, envelope: Envelope, message_id: str) -> Step:
+        number = self.take_numbers(1 if envelope.delay_ns else 2)
+        return lifecycle.accept(envelope, self._moment(number), message_id or f"{self.store_id}-{number}")
+
+    def _insert_named(self, envelope: Envelope) -> Accepted:
+        known = self._known_by_key(envelope) if envelope.key else None
+        if known is not None:
+            return self._drop(known.message_id, envelope)
+        if envelope.message_id and self.record(envelope.message_id) is not None:
+            return self._drop(envelope.message_id, envelope)
+        change = Change(None, self._accept(envelope, envelope.message_id), envelope)
+        message_id = change.step.record.message_id
+        self._save([change])
+        if envelope.key:
+            seen = SeenKey(message_id, self.wall_us)
+            self.put_cell(KEY, _key_of(envelope), msgspec.json.encode(seen))
+        return Accepted(message_id, duplicate=False)
+
+    def _drop(self, message_id: str, envelope: Envelope) -> Accepted:
+        """Answer a repeated insert. That acknowledges the first record, so it is synced as its class says.
+
+        The process that stored the first record may have died before its fsync, or may still be in it.
+        """
+        self.synced = self.synced or envelope.durability != "os"
+        found = self.record(message_id)
+        if found is not None:  # else only the key is still remembered
+            self.synced = self.synced or found.durability != "os"
+            if found.queue != envelope.queue:
+                raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
+            if found.sender != envelope.sender:
+                raise InvalidMessage(f"the id {message_id!r} is taken by a task of another sender")
+            self._emit(lifecycle.duplicate(found, self._moment(self.take_numbers(1)), envelope.key))
+        return Accepted(message_id, duplicate=True)
+
+    def _check_id(self, message_id: str) -> None:
+        """An id in the form of the store's own ids must be one of them."""
+        if message_id.startswith(f"{self.store_id}-") and self.record(message_id) is None:
+            raise InvalidMessage(f"ids that begin with {self.store_id}- are given by the store")
+
+    def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
+        value = self.cell(KEY, _key_of(envelope))
+        return None if value is None else msgspec.json.decode(value, type=SeenKey)
+
+    # ---- deciding ------------------------------------------------------------------------------
+
+    def apply(self, pick: Pick, decide: Decide) -> list[Step]:
+        """Decide about each picked record and save the decisions, all or none."""
+        changes: list[Change] = []
+        number = first = self.take_numbers(0)
+        for record in self.find(pick):
+            step = decide(record, self._moment(number))
+            if step is not None:
+                number += len(step.events)
+                changes.append(Change(record, step))
+            elif record.durability != "os":
+                self.synced = True  # a repeated call is acknowledged like the first one
+        self.take_numbers(number - first)
+        self._save(changes)
+        return [change.step for change in changes]
+
+    def complete(self, results: Mapping[str, tuple[int, bytes]]) -> None:
+        """Complete leased records: message id to token and result. All or none."""
+
+        def decide(record: Record, moment: Moment) -> Step | None:
+            return lifecycle.complete(record, moment, *results[record.message_id])
+
+        self.apply(ByIds(tuple(results)), decide)
+
+    # ---- delivering ----------------------------------------------------------------------------
+
+    def claim(self, terms: Claim) -> list[Delivery]:
+        """Lease `limit` records in `lifecycle.claim_order`. Ended leases and delays are handled first."""
+        self._put_back(OVERDUE_A_CLAIM_MAX)
+        while heads := self._heads(terms):
+            expired = [head.record for head in heads if 0 < head.record.expires <= self.steady_ns]
+            if not expired:
+                return self._lease(heads, terms)
+            self._end_all(expired, lifecycle.expire)
+        return []
+
+    def _heads(self, terms: Claim) -> list[Head]:
+        """What is delivered next. Lanes are in the order of position and age: the first records suffice."""
+        counts = self.depth(terms.queue)
+        lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane], 0)]
+        heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
+        if len(lanes) > 1:
+            heads.sort(key=lambda head: self._claim_order(head.record, terms))
+        return heads[: terms.limit]
+
+    def _claim_order(self, record: Record, terms: Claim) -> tuple[int, bool, int]:
+        return lifecycle.claim_order(record, self.steady_ns, terms.promote_after_ns)
+
+    def _lease(self, heads: list[Head], terms: Claim) -> list[Delivery]:
+        changes = []
+        for head in heads:
+            record = head.record
+            lane = self._claim_order(record, terms)[0] if terms.promote_after_ns else record.lane
+            number = self.take_numbers(1 if lane == record.lane else 2)
+            moment = self._moment(number)
+            changes.append(
+                Change(record, lifecycle.lease(record, moment, terms.worker_id, terms.lease_ns, lane))
+            )
+        self._save(changes)
+        return [_delivery(head, change.step.record) for head, change in zip(heads, changes, strict=True)]
+
+    def _put_back(self, limit: int) -> int:
+        """Handle leases and delays that are over, in any queue; how many."""
+        steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
+        steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
+        return len(steps)
+
+    def sweep(self, limit: int) -> int:
+        """Lapse, wake and expire what is overdue in any queue; how many records."""
+        expired = self.apply(Ending("expiry", self.steady_ns, limit), lifecycle.expire)
+        return self._put_back(limit) + len(expired)
+
+    def _end_all(self, records: Sequence[Record], decide: Callable[[Record, Moment], Step]) -> None:
+        self._save([Change(record, decide(record, self._moment(self.take_numbers(1)))) for record in records])
+
+    # ---- forgetting ----------------------------------------------------------------------------
+
+    def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
+        """Look at `limit` records behind `after`, and forget those that ended longer ago than they are kept.
+
+        Returns the `seq` to continue from; 0 at the end of the records.
+        """
+        seen = self.find(Listing(after=after, limit=limit))
+        gone = [
+            record
+            for record in seen
+            if record.ended_us and record.ended_us < self.wall_us - keep_us[record.state]
+        ]
+        if gone:
+            self.forget(gone)
+            self._emit(lifecycle.purged(self._moment(self.take_numbers(1)), len(gone)))
+        return seen[-1].seq if len(seen) == limit else 0
+
+    def purge_keys(self, after: str, before_us: int, limit: int) -> str:
+        """Look at `limit` idempotency keys behind `after`, and forget those seen before a time.
+
+        Returns the key to continue from; empty at the end of the keys.
+        """
+        seen = self.cells(KEY, after, limit)
+        for key, value in seen:
+            if msgspec.json.decode(value, type=SeenKey).seen_us < before_us:
+                self.put_cell(KEY, key, None)
+        return seen[-1][0] if len(seen) == limit else ""
+
+    def purge_events(self, up_to: int, before_us: int, limit: int) -> None:
+        """Forget `limit` events up to a position and before a time, but none that is to be shipped."""
+        outbox = self.outbox()
+        if outbox is not None:
+            up_to = min(up_to, outbox.shipped)
+        old = [event for event in self.events(0, limit) if event.seq <= up_to]
+        young = next((index for index, event in enumerate(old) if event.ts_us >= before_us), len(old))
+        if young:
+            self.forget((), old[young - 1].seq)
+
+    # ---- other facts ---------------------------------------------------------------------------
+
+    def record(self, message_id: str) -> Record | None:
+        """One record; None when it is unknown."""
+        with suppress(UnknownTask):
+            return self.find(ByIds((message_id,)))[0]
+        return None
+
+    def alert(self, error_type: str, error: str) -> None:
+        """Emit an event that a person should look at."""
+        self._emit(lifecycle.alert(self._moment(self.take_numbers(1)), error_type, error))
+
+    def limits(self, queue: str) -> Limits:
+        """What a queue may hold."""
+        limits = self._limits.get(queue)
+        if limits is None:
+            limits = self._limits_known.get(queue)
+            if limits is None:
+                value = self.cell(LIMITS, queue)
+                limits = DEFAULT_LIMITS if value is None else msgspec.json.decode(value, type=Limits)
+                self._limits_known.put(queue, limits)
+            self._limits[queue] = limits
+        return limits
+
+    def set_limits(self, queue: str, limits: Limits) -> None:
+        """Change what a queue may hold."""
+        self.put_cell(LIMITS, queue, msgspec.json.encode(limits))
+        self._limits[queue] = limits
+        self._limits_known.clear()
+
+    def outbox(self) -> Outbox | None:
+        """How far the shipper has come; None when the events are not shipped."""
+        value = self.cell(OUTBOX, "")
+        return None if value is None else msgspec.json.decode(value, type=Outbox)
+
+    def set_outbox(self, outbox: Outbox | None) -> None:
+        """Note how far the shipper has come. Shipped events are forgotten, but for the last `LIVE_EVENTS`."""
+        self.put_cell(OUTBOX, "", None if outbox is None else msgspec.json.encode(outbox))
+        if outbox is not None and outbox.shipped > LIVE_EVENTS:
+            self.forget((), outbox.shipped - LIVE_EVENTS)
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        """The payloads of messages that are still there."""
+        found = {message_id: self.load(message_id) for message_id in message_ids}
+        return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
+
+    def newest_event(self) -> int:
+        """The position of the last event; 0 before the first one."""
+        return next((event.seq for event in self.events(NEWEST, 1)), 0)
+
+    def oldest_ns(self, queue: str) -> int | None:
+        """For how long the oldest record of a queue could have been claimed; None when there is none."""
+        heads = [head for lane in range(LANES) for head in self.pull(queue, lane, 1)]
+        return max((max(0, self.steady_ns - head.record.ready_at) for head in heads), default=None)
+
+    def next_work_ns(self, queue: str) -> int | None:
+        """After how long a claim has something to do: 0 for now, None when nothing waits or is leased.
+
+        A claim handles the deadlines of all queues, so this may be the deadline of another queue.
+        """
+        if any(self.pull(queue, lane, 1) for lane in range(LANES)):
+            return 0
+        ends = [record.due for record in self.find(Ending("delay", FOREVER_NS, 1))]
+        ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
+        return max(0, min(ends) - self.steady_ns) if ends else None
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def _moment(self, number: int) -> Moment:
+        return Moment(number, self.steady_ns, self.wall_us)
+
+    def _save(self, changes: Sequence[Change]) -> None:
+        if not changes:
+            return
+        events = [event for change in changes for event in change.step.events]
+        self.save(changes, events)
+        self._note_events(events)
+        queued, settled = [], []
+        for change in changes:
+            after = change.step.record
+            if after.durability != "os":
+                self.synced = True
+            if after.state == "QUEUED":
+                self.ready.add(after.queue)
+                queued.append(after)
+            elif after.state in lifecycle.ENDED:
+                self.ended = True
+            if change.before is not None and change.before.state == "PROCESSING" != after.state:
+                settled.append(change.before)
+        self.acknowledge(settled)
+        self.push(queued)
+
+    def _emit(self, event: Event) -> None:
+        self.save((), [event])
+        self._note_events([event])
+
+    def _note_events(self, events: Sequence[Event]) -> None:
+        notable = [event for event in events if lifecycle.is_notable(event)]
+        if notable:
+            self.notable = [*self.notable, *notable]
+
+
+def _delivery(head: Head, record: Record) -> Delivery:
+    return Delivery(
+        record.message_id, record.queue, head.payload, head.type, head.parent_message_id,
+        record.attempt, record.lease, record.lease_ns,
+    )  # fmt: skip
+
+
+def _key_of(envelope: Envelope) -> str:
+    """The key of a cell. The length keeps two pairs of queue and key apart whose texts run together."""
+    return f"{len(envelope.queue)}:{envelope.queue}{envelope.key}"
+
+
+def _too_long(envelope: Envelope, limits: Limits) -> InvalidMessage:
+    return InvalidMessage(
+        f"the payload has {len(envelope.payload)} bytes, and queue {envelope.queue!r} "
+        f"takes at most {limits.max_payload_bytes} (max_payload_bytes)"
+    )

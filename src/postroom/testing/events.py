@@ -1,0 +1,97 @@
+"""What the events of a store say about its records."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from postroom.core import lifecycle
+from postroom.message import Event, EventKind, State
+from postroom.stores.base import Counted, Listing
+from postroom.stores.store import Store
+
+CHECKED_MAX = 100_000  # records and events that `check_books` reads
+
+
+class Told(NamedTuple):
+    """Where a message stands, told by its events alone."""
+
+    queue: str
+    state: State
+    priority: int
+    attempt: int
+    retries: int
+    lease: int
+
+
+_LEGAL = {(arrow.source, arrow.kind, arrow.target) for arrow in lifecycle.TRANSITIONS}
+_SAYS_NOTHING: frozenset[EventKind] = frozenset({"duplicate", "deleted", "promoted"})
+_TAKES_THE_LEASE: frozenset[EventKind] = frozenset(
+    {"lease_lapsed", "cancelled", "expired", "quarantined", "replayed", "deferred"}
+)
+_COUNTS: frozenset[EventKind] = frozenset({"execution_failed", "lease_lapsed"})
+
+
+def explained(events: Iterable[Event]) -> dict[str, Told]:
+    """The state of every message, worked out from the events of a store since its beginning.
+
+    Raises `ValueError` at an event that does not follow from those before it.
+    """
+    told: dict[str, Told] = {}
+    last_kind: dict[str, EventKind] = {}
+    for event in events:
+        if event.kind in _SAYS_NOTHING or not event.message_id:
+            continue
+        told[event.message_id] = _after(event, told.get(event.message_id), last_kind.get(event.message_id))
+        last_kind[event.message_id] = event.kind
+    return told
+
+
+def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> Told:
+    if event.kind == "created":  # perhaps of a name that was forgotten meanwhile
+        return Told(event.queue, event.state, event.priority, 0, 0, 0)
+    if before is None:
+        raise ValueError(f"event {event.seq} ({event.kind}) is about a message that was never created")
+    says_it_again = event.kind == "enqueued" and last_kind in ("created", "replayed")
+    if not says_it_again and (before.state, event.kind, event.state) not in _LEGAL:
+        raise ValueError(f"event {event.seq} ({event.kind}) leads from {before.state} to {event.state}")
+    if event.kind in ("heartbeat", "execution_completed", "execution_failed", "released") and (
+        event.lease != before.lease
+    ):
+        raise ValueError(f"event {event.seq} ({event.kind}) shows lease {event.lease}, not {before.lease}")
+    lease = event.lease if event.kind == "dequeued" else before.lease
+    if event.kind == "released":
+        lease = -lease
+    retries = 0 if event.kind == "replayed" else before.retries + (event.kind in _COUNTS)
+    return Told(
+        event.queue,
+        event.state,
+        event.priority,
+        event.attempt,
+        retries,
+        0 if event.kind in _TAKES_THE_LEASE else lease,
+    )
+
+
+def check_books(store: Store) -> None:
+    """The events of a store have no gap and explain its records, and its counters are what a recount gives.
+
+    For a store none of whose events were purged.
+    """
+    events = store.events(limit=CHECKED_MAX)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1)), "the events have a gap"
+    records = store.find(Listing(limit=CHECKED_MAX))
+    told = explained(events)
+    for record in records:
+        shown = Told(
+            record.queue, record.state, record.lane, record.attempt, record.retries, record.lease
+        )  # fmt: skip
+        assert told[record.message_id] == shown, "the events tell another story than the record"
+    recount: dict[str, dict[Counted, int]] = {}
+    for record in records:
+        counts = recount.setdefault(record.queue, {})
+        counts[record.state] = counts.get(record.state, 0) + 1
+    for event in events:
+        if event.kind == "lease_lapsed":
+            counts = recount.setdefault(event.queue, {})
+            counts["LAPSES"] = counts.get("LAPSES", 0) + 1
+    counted = {queue: counts for queue, counts in store.count().items() if counts}
+    assert counted == recount, "the counters are not what a recount gives"
