@@ -20,7 +20,7 @@ from postroom import Tasks
 from postroom.contracts.audit import Audit
 from postroom.core.events import from_line
 from postroom.core.tracing import related
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 
 AGENT = "coder"
 PAYLOAD = {

@@ -27,14 +27,14 @@ from pipelinebench.histories import add, history, pieces
 from pipelinebench.spending import Spent, median, spent, spent_by
 
 from postroom.pipeline.archive import CACHE
+from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.ingest.bronze_writer import take
+from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.ordering import in_turn
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline.schedule import in_turn
 from postroom.pipeline.session import spark_session
+from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.taking import take
-from postroom.pipeline.transforms import silver
-from postroom.pipeline.transforms.gold import GOLD
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from postroom.contracts.mail.options import MailOptions
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.testing import ManualClock
 
 HANG_GUARD_S = 30.0
@@ -98,8 +98,8 @@ class Rooms:
         self.inboxes = 0
         self.room = self.opened()
 
-    def opened(self) -> Mailroom:
-        return Mailroom(self.folder, self.soon.put, options=self.options, clock=self.clock, emit=self.emit)
+    def opened(self) -> MailService:
+        return MailService(self.folder, self.soon.put, options=self.options, clock=self.clock, emit=self.emit)
 
     @classmethod
     def close_all(cls) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from postroom.pipeline.segments import Segment, sealed_segments
+from postroom.pipeline.ingest.segments import Segment, sealed_segments
 
 EVENTS_A_MESSAGE = 4.41  # as it comes out
 SEED = "7"

@@ -8,7 +8,7 @@ import duckdb
 import polars as pl
 
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.transforms.silver import ATTRIBUTES
+from postroom.pipeline.silver.tables import ATTRIBUTES
 
 SQL_TYPES = {"string": "VARCHAR", "int": "INTEGER", "bigint": "BIGINT", "decimal(18,9)": "DECIMAL(18,9)"}
 POLARS_TYPES = {"string": pl.String, "int": pl.Int32, "bigint": pl.Int64, "decimal(18,9)": pl.Float64}

@@ -48,7 +48,7 @@ from postroom.core.mailcalls import (
 )
 from postroom.core.times import SECONDS_MAX, checked_seconds
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
-from postroom.natsclient import SID, Connection, Login, servers_of
+from postroom.natsclient import SID, ClientConnection, Login, servers_of
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
@@ -78,7 +78,7 @@ class AsyncSubscription:
         self._mail_id = mail_id
         self._group = group
         line = wire.subscribe(subject, SID, group.encode())
-        self._connection = Connection(login, subscription=line, took=self._took, failed=self._failed)
+        self._connection = ClientConnection(login, subscription=line, took=self._took, failed=self._failed)
         self._queued: list[tuple[int, int, MailMessage]] = []
         """A heap: the most urgent first, and inside a rank in the order in which they came."""
         self._taken = 0
@@ -174,7 +174,7 @@ class AsyncMail:
     def __init__(self, login: Login, timeout_s: float) -> None:
         self._login = login
         self._timeout_s = timeout_s
-        self._connection = Connection(login)
+        self._connection = ClientConnection(login)
         self._subscriptions: weakref.WeakSet[AsyncSubscription] = weakref.WeakSet()
         """An open one is held by the loop."""
 

@@ -191,7 +191,7 @@ def _settle(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-class Connection:
+class ClientConnection:
     """One connection that lasts. `subscription` is what it asks for each time that it is made."""
 
     def __init__(

@@ -19,7 +19,7 @@ from postroom.testing import ManualClock
 AGENT = "ada"
 
 
-class Desk:
+class TaskHandlers:
     """Tasks on a clock that is moved by hand, and what they told since the last look."""
 
     def __init__(self) -> None:
@@ -44,32 +44,32 @@ class Desk:
         return task.task_id, task.lease
 
 
-def finished(desk: Desk) -> str:
+def finished(desk: TaskHandlers) -> str:
     name, lease = desk.held()
     desk.tasks.complete(name, lease, "done")
     return name
 
 
-def decided(desk: Desk) -> Callable[[], object]:
+def decided(desk: TaskHandlers) -> Callable[[], object]:
     desk.tasks.open_decision(finished(desk))
     [decision] = desk.tasks.claim(agent=DECISIONS)
     return lambda: desk.tasks.settle(decision)
 
 
-def lapsed(desk: Desk) -> Callable[[], object]:
+def lapsed(desk: TaskHandlers) -> Callable[[], object]:
     desk.held()
     desk.held(max_retries=0)
     desk.clock.advance(11)
     return desk.tasks.sweep
 
 
-def delayed(desk: Desk) -> Callable[[], object]:
+def delayed(desk: TaskHandlers) -> Callable[[], object]:
     desk.enqueue(delay_s=5)
     desk.clock.advance(6)
     return desk.tasks.sweep
 
 
-def failing(desk: Desk) -> Callable[[], object]:
+def failing(desk: TaskHandlers) -> Callable[[], object]:
     tries = [(desk.held(), 5.0), (desk.held(), 0.0), (desk.held(max_retries=0), None)]
 
     def fail_all() -> None:
@@ -79,26 +79,26 @@ def failing(desk: Desk) -> Callable[[], object]:
     return fail_all
 
 
-def dead(desk: Desk) -> Callable[[], object]:
+def dead(desk: TaskHandlers) -> Callable[[], object]:
     name, lease = desk.held(max_retries=0)
     desk.tasks.fail(name, lease, "no")
     return lambda: desk.tasks.retry(name)
 
 
-def old(desk: Desk) -> Callable[[], object]:
+def old(desk: TaskHandlers) -> Callable[[], object]:
     name = desk.enqueue()
     desk.tasks.cancel(name)
     desk.clock.advance(10)
     return desk.tasks.purge
 
 
-def behind(desk: Desk) -> Callable[[], object]:
+def behind(desk: TaskHandlers) -> Callable[[], object]:
     desk.enqueue()
     set_outbox(desk.tasks.store, Outbox(backlog_max=1, when_behind="refuse"))
     return Tasks(desk.tasks.store).status
 
 
-SCENES: dict[str, Callable[[Desk], Callable[[], object]]] = {
+SCENES: dict[str, Callable[[TaskHandlers], Callable[[], object]]] = {
     "enqueue": lambda desk: desk.enqueue,
     "enqueue of a known id or key": lambda desk: (
         desk.enqueue(task_id="t"),
@@ -126,7 +126,7 @@ def test_every_operation_of_tasks_has_its_scene() -> None:
 
 @pytest.mark.parametrize("operation", SCENES)
 def test_an_operation_of_tasks_is_told_as_the_table_says(operation: str) -> None:
-    desk = Desk()
+    desk = TaskHandlers()
     act = SCENES[operation](desk)
     desk.told()
     act()

@@ -12,10 +12,10 @@ import pytest
 
 from postroom.message import Durability
 from postroom.sinks.chain import read_chain
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from tests.crash import syscalls
 from tests.crash.ledger import Tally
 from tests.crash.segmentupdates import SEGMENT_UPDATES

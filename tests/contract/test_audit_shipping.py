@@ -28,10 +28,10 @@ from postroom.core.redaction import Redactor
 from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFailed
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from postroom.stores.base import Outbox
 from tests.smalldisk import fill, small_disk
 

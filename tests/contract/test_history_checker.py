@@ -13,13 +13,13 @@ from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS
 from postroom.core import events, lifecycle
 from postroom.core.events import AuditEvent
-from postroom.core.history import RULES, History, Verdict
+from postroom.core.history_checker import RULES, History, Verdict
 from postroom.core.retry import RetryPolicy
 from postroom.errors import PostroomError
 from postroom.message import Envelope
-from postroom.pipeline.faults import Fault
-from postroom.pipeline.generate import FAULTS, generate
-from postroom.sinks.reading import Segments
+from postroom.pipeline.generator.faults import Fault
+from postroom.pipeline.generator.generate import FAULTS, generate
+from postroom.sinks.reader import Segments
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Claim
 from postroom.testing import ManualClock

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, agents, listening, records, segments, shelves
-from postroom.contracts.mail.shelves import hashed
+from postroom.contracts.mail import LINK_FULL_BYTES, agents, mailboxes, subscriptions
+from postroom.contracts.mail.mailboxes import hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
+from postroom.logs import mail_log, mail_records
 from tests.faultydisk import FaultyDisk
 from tests.mailrooms import CREATE, HANG_GUARD_S, MSG, FakeLink, Rooms
 
@@ -264,7 +265,7 @@ def test_who_waits_for_no_answer_still_sees_what_it_sent_in_order(rooms: Rooms) 
 
 def eighty_wait_for_one_fsync(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     """And a turn of the loop tells as few of them as it may."""
-    monkeypatch.setattr(segments, "TASKS_TURN_S", 0.0)
+    monkeypatch.setattr(mail_log, "TASKS_TURN_S", 0.0)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
     link.answers.clear()
@@ -282,7 +283,7 @@ def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
     while len(link.answers) < 80:
         rooms.soon.get(timeout=HANG_GUARD_S)()
         turns.append(len(link.answers))
-    assert turns[0] == 80 // segments.TASKS_SHARE
+    assert turns[0] == 80 // mail_log.TASKS_SHARE
     assert turns == sorted(turns)
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
 
@@ -323,7 +324,7 @@ def test_every_subscription_gets_everything_and_so_does_the_same_one_again(rooms
 def test_a_long_replay_is_fed_in_pieces_and_what_is_more_urgent_comes_first(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "REPLAY_STEP", 10)
+    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
     link, late = FakeLink(), FakeLink()
     mail_id = rooms.create(link, ttl=60)
     ids = [rooms.send(link, mail_id, str(number).encode()) for number in range(35)]
@@ -453,7 +454,7 @@ def test_ten_thousand_mailboxes_end_in_bounded_pieces(rooms: Rooms) -> None:
     rooms.clock.advance(5)
     rooms.room.tick()
     left = rooms.room.stats()["mailboxes"]
-    assert left == 10_000 - shelves.DEADLINES_A_TURN_MAX
+    assert left == 10_000 - mailboxes.DEADLINES_A_TURN_MAX
     rooms.settle()
     assert rooms.room.stats()["mailboxes"] == 0
 
@@ -1111,7 +1112,7 @@ def log_files(folder: Path) -> list[Path]:
 
 
 def test_two_servers_cannot_share_a_folder(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(mail_log, "LOCK_WAIT_S", 0.0)
     with pytest.raises(LockTimeout):
         rooms.opened()
 
@@ -1150,8 +1151,8 @@ def test_a_damaged_middle_costs_only_itself_and_is_kept_when_the_log_is_compacte
     rooms.room = rooms.opened()
     rooms.subscribe(link, f"{mail_id}.*")
     assert link.take() == [b"message-0", b"message-1", b"message-3", b"message-4"]
-    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(segments, "COMPACT_FACTOR", 0)
+    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
+    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
     rooms.tick()
     rooms.tick()
     assert not path.exists()
@@ -1164,9 +1165,9 @@ def test_a_damaged_middle_costs_only_itself_and_is_kept_when_the_log_is_compacte
 def test_compaction_keeps_what_lives_and_shrinks_the_log(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 20_000)
-    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 50_000)
-    monkeypatch.setattr(segments, "COMPACT_STEP_RECORDS", 3)
+    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 20_000)
+    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 50_000)
+    monkeypatch.setattr(mail_log, "COMPACT_STEP_RECORDS", 3)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
     rooms.request(link, "$mq9.AI.AGENT.REGISTER", b'{"name":"a"}')
@@ -1234,7 +1235,7 @@ def test_a_full_disk_refuses_what_is_durable_and_loses_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(segments, "write_all", full)
+        patched.setattr(mail_log, "write_all", full)
         rooms.room.published(link, f"{MSG}{mail_id}.urgent", "", b"", b"waits")  # nobody can be told
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
@@ -1289,7 +1290,7 @@ def test_many_in_a_row_are_the_same_as_each_for_itself(
 def test_many_in_a_row_survive_a_restart_without_those_that_were_deleted(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
 ) -> None:
-    monkeypatch.setattr(records, "ROW_BYTES_MAX", row_bytes_max)
+    monkeypatch.setattr(mail_records, "ROW_BYTES_MAX", row_bytes_max)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
     rooms.room.published_many(link, f"{MSG}{mail_id}.critical", [b"%d" % number for number in range(5)])
@@ -1323,8 +1324,8 @@ def test_a_payload_cannot_pass_for_a_record(rooms: Rooms) -> None:
 def test_compaction_does_not_forget_what_is_on_its_way_to_the_disk(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(segments, "COMPACT_FACTOR", 0)
+    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
+    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
     rooms.reopen()
@@ -1357,9 +1358,9 @@ def test_a_segment_that_cannot_be_removed_keeps_those_that_tell_what_was_deleted
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         unlink(path)
 
-    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(segments, "COMPACT_FACTOR", 0)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 50)
+    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
+    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
+    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 50)
     monkeypatch.setattr(os, "unlink", stubborn)
     for deleted in (early, late):
         for _ in range(12):

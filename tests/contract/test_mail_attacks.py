@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.contracts.mail import agents, pulling, segments, shelves
-from postroom.contracts.mail.records import Record
+from postroom.contracts.mail import agents, fetch, mailboxes
+from postroom.contracts.mail.mailboxes import RECORD_BYTES
 from postroom.contracts.mail.refusals import EVENT_TEXT_CHARS_MAX, REFUSALS_TOLD_MAX
-from postroom.contracts.mail.shelves import RECORD_BYTES
 from postroom.core import mq9
 from postroom.core.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
+from postroom.logs import mail_log
+from postroom.logs.mail_records import Record
 from tests.mailrooms import MSG, FakeLink, Rooms
 
 LIST = "$mq9.AI.MAILBOX.LIST."
@@ -171,8 +172,8 @@ def wait_for(rooms: Rooms, link: FakeLink, mail_id: str, wait_ms: int = 60_000) 
 def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "WAITS_MAX", 10)
-    monkeypatch.setattr(pulling, "CLIENT_WAITS_MAX", 5)
+    monkeypatch.setattr(fetch, "WAITS_MAX", 10)
+    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 5)
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = rooms.create(greedy, ttl=3600)
     assert [wait_for(rooms, greedy, mail_id) for _ in range(5)] == [None] * 5
@@ -184,7 +185,7 @@ def test_one_client_has_at_most_its_share_of_the_waiting_fetches(
 
 
 def test_waiting_fetches_end_with_their_connection(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "CLIENT_WAITS_MAX", 2)
+    monkeypatch.setattr(fetch, "CLIENT_WAITS_MAX", 2)
     mail_id = rooms.create(FakeLink(), ttl=3600)
     for _ in range(3):
         link = FakeLink()
@@ -218,11 +219,11 @@ def test_a_fetch_waits_no_longer_than_the_limit(rooms: Rooms) -> None:
 
 def test_ended_waits_leave_nothing_behind(rooms: Rooms) -> None:
     mail_id = rooms.create(FakeLink(), ttl=0)
-    for _ in range(3 * shelves.WAKES_TIDIED_FROM):
+    for _ in range(3 * mailboxes.WAKES_TIDIED_FROM):
         link = FakeLink()
         wait_for(rooms, link, mail_id)
         rooms.room.closed(link)
-    assert len(rooms.room._shelves._wakes) <= shelves.WAKES_TIDIED_FROM
+    assert len(rooms.room._shelves._wakes) <= mailboxes.WAKES_TIDIED_FROM
     assert rooms.room._pulling._waits == {}
 
 
@@ -385,12 +386,12 @@ def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
 
 def test_cards_are_part_of_what_lives_in_the_log(rooms: Rooms) -> None:
     link = FakeLink()
-    shelves = rooms.room._shelves
-    before = shelves._durable_bytes
+    mailboxes = rooms.room._shelves
+    before = mailboxes._durable_bytes
     agent(rooms, link, "REGISTER", name="ada", text="x" * 10_000)
     agent(rooms, link, "REPORT", name="ada", report_info="x" * 10_000)
-    size = len(shelves.agents["ada"].card)
-    assert shelves._durable_bytes == before + size + RECORD_BYTES
+    size = len(mailboxes.agents["ada"].card)
+    assert mailboxes._durable_bytes == before + size + RECORD_BYTES
     rooms.reopen()
     assert rooms.room._shelves._durable_bytes == before + size + RECORD_BYTES
     agent(rooms, link, "UNREGISTER", name="ada")
@@ -500,7 +501,7 @@ def test_pull_groups_count_against_who_made_them(tmp_path: Path) -> None:
 def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "CLIENT_GROUPS_MAX", 4)
+    monkeypatch.setattr(fetch, "CLIENT_GROUPS_MAX", 4)
     owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
     boxes = [rooms.create(owner, ttl=60 + number) for number in range(3)]
     for mail_id in boxes[:2]:
@@ -517,7 +518,7 @@ def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
 def test_what_the_pull_groups_of_a_client_remember_is_bounded(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "CLIENT_REMEMBERED_MAX", 50)
+    monkeypatch.setattr(fetch, "CLIENT_REMEMBERED_MAX", 50)
     owner, workers = FakeLink(), [FakeLink(address="192.0.2.2") for _ in range(3)]
     mail_id = filled(rooms, owner, 100)
     numbers = list(rooms.room._shelves.boxes[mail_id].letters)
@@ -612,8 +613,8 @@ def test_what_was_deleted_before_a_restart_leaves_the_disk_too(rooms: Rooms) -> 
 
 
 def test_a_copy_that_gained_nothing_is_not_repeated(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "COMPACT_FROM_BYTES", 10_000)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 5_000)
+    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 10_000)
+    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 5_000)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
     for number in range(10):
@@ -635,7 +636,7 @@ def test_copies_for_the_sake_of_garbage_keep_their_pace(
     mail_id = rooms.create(link, ttl=0)
     for _ in range(10):
         rooms.send(link, mail_id, b"x" * 10_000, "critical")
-    monkeypatch.setattr(segments, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
+    monkeypatch.setattr(mail_log, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
     agent(rooms, link, "REGISTER", name="ada")
     copies: list[float] = []
     log = rooms.room._shelves.log
@@ -673,7 +674,7 @@ def test_a_copy_that_does_not_fit_on_the_disk_loses_nothing(
     with monkeypatch.context() as patched:
         rooms.settle()
         assert log._copying is not None
-        patched.setattr(segments, "write_all", full)
+        patched.setattr(mail_log, "write_all", full)
         rooms.tick()
         assert rooms.room.trouble
         assert log._copying is None
@@ -717,7 +718,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(segments, "write_all", full)
+        patched.setattr(mail_log, "write_all", full)
         for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
             given = headers if ".SEND." in subject else b""
             rooms.room.published(link, subject, f"_INBOX.full.{place}", given, payload)
@@ -785,7 +786,7 @@ def query(rooms: Rooms, link: FakeLink, inbox: str, mail_id: str, **body: Any) -
 
 
 def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
     link, short = FakeLink(), FakeLink()
     mail_id, small = filled(rooms, link, 95), filled(rooms, link, 5)
     rooms.request(link, f"{NEWEST}SEND.{mail_id}", b"a", b"NATS/1.0\r\nmq9-tags: t\r\n\r\n")
@@ -807,8 +808,8 @@ def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: p
 def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
-    monkeypatch.setattr(pulling, "QUERIES_MAX", 3)
+    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
+    monkeypatch.setattr(fetch, "QUERIES_MAX", 3)
     greedy, other = FakeLink(), FakeLink()
     mail_id = filled(rooms, FakeLink(), 100)
     for number in range(4):
@@ -827,7 +828,7 @@ def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
 def test_a_query_of_a_mailbox_that_ends_meanwhile_is_answered(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "QUERY_SCAN_MAX", 10)
+    monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
     link = FakeLink()
     mail_id = filled(rooms, link, 100)
     query(rooms, link, "_INBOX.query", mail_id, tags="t")

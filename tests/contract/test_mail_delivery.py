@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, listening
-from postroom.contracts.mail.listening import GROUP_GROWTH, GROUP_PATIENCE_S
+from postroom.contracts.mail import LINK_FULL_BYTES, subscriptions
+from postroom.contracts.mail.subscriptions import GROUP_GROWTH, GROUP_PATIENCE_S
 from postroom.core.mq9 import PUBLIC_LIST
 from postroom.runtime.natsserver import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
@@ -167,7 +167,7 @@ def test_a_window_begins_empty_when_a_mailbox_is_made_again(rooms: Rooms) -> Non
 
 def test_a_listener_that_leaves_leaves_nothing_behind(rooms: Rooms) -> None:
     _, mail_id = filled(rooms, 100)
-    listening = rooms.room._listening
+    subscriptions = rooms.room._listening
     member, plain, full = joined(rooms, mail_id), FakeLink(), FakeLink()
     rooms.subscribe(plain, f"{mail_id}.*")
     full.pending_bytes = LINK_FULL_BYTES + 1
@@ -175,9 +175,9 @@ def test_a_listener_that_leaves_leaves_nothing_behind(rooms: Rooms) -> None:
     for link in (member, plain, full):
         rooms.room.unsubscribed(link, "1")
     rooms.settle()
-    assert not listening._listeners
-    assert not listening._audiences
-    assert not listening._backlogs
+    assert not subscriptions._listeners
+    assert not subscriptions._audiences
+    assert not subscriptions._backlogs
     full.pending_bytes = 0
     rooms.room.drained(full)
     assert full.got == []
@@ -289,7 +289,7 @@ def test_a_critical_message_overtakes_what_waits_for_other_subscriptions_of_a_co
 def test_a_replay_that_was_interrupted_goes_on_when_there_is_room(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "REPLAY_STEP", 10)
+    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
     _, mail_id = filled(rooms, 35)
     link = FakeLink()
     rooms.room.subscribed(link, "1", f"{MSG}{mail_id}.*", "")
@@ -390,7 +390,7 @@ def test_mailboxes_that_come_and_go_during_the_public_list_are_told_once(rooms: 
 def test_a_long_public_list_leaves_turns_to_others_and_ends_with_its_subscription(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "REPLAY_STEP", 10)
+    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
     listed(rooms, 35)
     link = FakeLink()
     rooms.room.subscribed(link, "1", PUBLIC_LIST, "")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from postroom.contracts.mail import LINK_FULL_BYTES
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.runtime import natsserver
 from postroom.runtime.natsoptions import ServerOptions
 from postroom.runtime.natsserver import NatsServer, new_loop
@@ -82,7 +82,7 @@ def serve(folder: Path, work: Work, **options: Any) -> None:
     """Run a test beside a mail server."""
 
     async def run() -> None:
-        room = Mailroom(folder, asyncio.get_running_loop().call_soon_threadsafe)
+        room = MailService(folder, asyncio.get_running_loop().call_soon_threadsafe)
         server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), room)
         await server.start()
         clients: list[Client] = []
@@ -232,7 +232,7 @@ def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small
 
 def in_trouble(server: NatsServer) -> bool:
     room = server._room
-    assert isinstance(room, Mailroom)
+    assert isinstance(room, MailService)
     return bool(room.trouble)
 
 

@@ -279,7 +279,7 @@ def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pyte
     served(work, pending_bytes_max=8 * MB)
 
 
-def of(server: NatsServer, address: str) -> list[natsconn.Connection]:
+def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
     return [link for link in server.connections if link.network == address and not link.is_closing]
 
 

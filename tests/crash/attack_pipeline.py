@@ -18,7 +18,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.generate import generate
+from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables

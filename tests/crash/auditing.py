@@ -19,13 +19,13 @@ import msgspec
 
 from postroom import Tasks
 from postroom.core.events import AuditEvent, of_store
-from postroom.core.history import History
+from postroom.core.history_checker import History
 from postroom.runtime.shipping import Shipping, Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks import shipper as shipping_module
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from tests.contract import test_history_checker
 from tests.crash.ledger import Tally
 from tests.crash.taskprograms import open_tasks

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.core.mailbox import RANKS
 from tests.crash import mailprograms as programs
 from tests.crash.kills import Tick
@@ -224,7 +224,7 @@ def _judge_teams(said: _Said, tally: Tally) -> None:
 def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
     """Each mailbox ends when it was said to, whatever happened in between."""
     now_us = time.time_ns() // 1_000
-    room = Mailroom(folder, queue.SimpleQueue[object]().put)
+    room = MailService(folder, queue.SimpleQueue[object]().put)
     boxes = room._shelves.boxes
     for mail_id, ttl, before, after in said.rows["created"]:
         tally.count("mailboxes")

@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from postroom.contracts.mail import records, segments
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.core import mailbox, natswire
 from postroom.core.mailbox import RANKS
+from postroom.logs import mail_log, mail_records
 from postroom.runtime import mailserver, natsserver
 from postroom.runtime.natsoptions import ServerOptions
 from tests.crash.ledger import body_of, token_of
@@ -53,10 +53,10 @@ TTLS_S = (0, 3600, 0.4)
 
 def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage = "group") -> None:
     """Serve until killed."""
-    segments.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
-    segments.COMPACT_FROM_BYTES = COMPACT_FROM_BYTES_FEW
-    segments.COMPACT_FACTOR = COMPACT_FACTOR_FEW
-    segments.COMPACT_STEP_RECORDS = COPY_STEP_FEW
+    mail_log.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
+    mail_log.COMPACT_FROM_BYTES = COMPACT_FROM_BYTES_FEW
+    mail_log.COMPACT_FACTOR = COMPACT_FACTOR_FEW
+    mail_log.COMPACT_STEP_RECORDS = COPY_STEP_FEW
     natsserver.TICK_S = TICK_S_FEW
     SABOTAGES[sabotage]()
 
@@ -73,17 +73,17 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
 
 def _answer_early() -> None:
     """Answer at once, and write a while later."""
-    flush, flushes = segments.SegmentLog.flush, iter(range(1 << 30))
+    flush, flushes = mail_log.SegmentLog.flush, iter(range(1 << 30))
 
-    def at_once(_: segments.SegmentLog, call: Callable[..., object], *facts: object, **__: object) -> None:
+    def at_once(_: mail_log.SegmentLog, call: Callable[..., object], *facts: object, **__: object) -> None:
         call(*facts)
 
-    def seldom(log: segments.SegmentLog) -> None:
+    def seldom(log: mail_log.SegmentLog) -> None:
         if (done := next(flushes)) % 50 == 0 or done < 10:  # what everybody needs exists by then
             flush(log)
 
-    segments.SegmentLog.after_sync = at_once  # type: ignore[assignment,method-assign]
-    segments.SegmentLog.flush = seldom  # type: ignore[assignment,method-assign]
+    mail_log.SegmentLog.after_sync = at_once  # type: ignore[assignment,method-assign]
+    mail_log.SegmentLog.flush = seldom  # type: ignore[assignment,method-assign]
 
 
 def _deliver_twice() -> None:
@@ -104,13 +104,13 @@ def _deliver_twice() -> None:
 
 def _forget_deletes() -> None:
     """Do not write down what is removed."""
-    supersede = segments.SegmentLog.supersede
+    supersede = mail_log.SegmentLog.supersede
 
-    def without(log: segments.SegmentLog, record: records.Record) -> None:
-        if not isinstance(record, records.Removed):
+    def without(log: mail_log.SegmentLog, record: mail_records.Record) -> None:
+        if not isinstance(record, mail_records.Removed):
             supersede(log, record)
 
-    segments.SegmentLog.supersede = without  # type: ignore[assignment,method-assign]
+    mail_log.SegmentLog.supersede = without  # type: ignore[assignment,method-assign]
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {

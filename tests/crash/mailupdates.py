@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from postroom.contracts.mail import segments
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.errors import PostroomError
+from postroom.logs import mail_log
 from postroom.message import Durability
 from postroom.system.clock import SystemClock
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
@@ -26,7 +26,7 @@ TURNS_MAX = 5_000
 SEGMENT_BYTES_FEW = 1_000  # less than one send of many, so that it changes to the next segment
 
 
-class Desk:
+class TaskHandlers:
     """A mailroom whose loop is turned by hand, in one process, with real files and a real thread."""
 
     def __init__(self, folder: Path, durability: Durability = "group") -> None:
@@ -35,7 +35,7 @@ class Desk:
         options = MailOptions(critical=storage, urgent=storage)
         self.folder = folder
         self.link = FakeLink()
-        self.room = Mailroom(self.folder, self._soon.put, options=options)
+        self.room = MailService(self.folder, self._soon.put, options=options)
 
     def ask(self, *requests: tuple[str, bytes]) -> list[Any]:
         """Requests of one batch, and their answers, for which the loop is turned as long as it takes."""
@@ -73,8 +73,8 @@ class Desk:
         return [Delivery(mail.token, str(mail.msg_id), mail.body) for mail in mails]
 
 
-def _open(folder: Path, durability: Durability = "group") -> Desk:
-    return Desk(folder / "deep" / "mail", durability)
+def _open(folder: Path, durability: Durability = "group") -> TaskHandlers:
+    return TaskHandlers(folder / "deep" / "mail", durability)
 
 
 # ---- what is done ----------------------------------------------------------------------------------
@@ -84,38 +84,38 @@ def _payload(token: str) -> bytes:
     return f"{token}\n{body_of(token)}".encode()
 
 
-def _send(desk: Desk, tokens: list[str]) -> list[str]:
+def _send(desk: TaskHandlers, tokens: list[str]) -> list[str]:
     answers = desk.ask(*((f"{MSG}{BOX}.critical", _payload(token)) for token in tokens))
     return [
         word for token, answer in zip(tokens, answers, strict=True) for word in (token, str(answer["msg_id"]))
     ]
 
 
-def _send_one(desk: Desk, attempt: int) -> list[str]:
+def _send_one(desk: TaskHandlers, attempt: int) -> list[str]:
     return _send(desk, new_tokens(attempt))
 
 
-def _send_many(desk: Desk, attempt: int) -> list[str]:
+def _send_many(desk: TaskHandlers, attempt: int) -> list[str]:
     return _send(desk, new_tokens(attempt, count=5, size=700))
 
 
-def _send_first(desk: Desk, attempt: int) -> list[str]:
+def _send_first(desk: TaskHandlers, attempt: int) -> list[str]:
     desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     return _send_one(desk, attempt)
 
 
-def _send_across(desk: Desk, attempt: int) -> list[str]:
-    segments.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
+def _send_across(desk: TaskHandlers, attempt: int) -> list[str]:
+    mail_log.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
     words = _send_many(desk, attempt)
     return words + _send(desk, new_tokens(attempt + 10))
 
 
-def _compact(desk: Desk, attempt: int) -> list[str]:
+def _compact(desk: TaskHandlers, attempt: int) -> list[str]:
     """Copy what is alive, with something on its way to the disk, and see the old segments go."""
     first = next(desk.folder.glob("mail-*-00000001.log"), "")
     words = _send_many(desk, attempt)
-    segments.COMPACT_FROM_BYTES = segments.COMPACT_FACTOR = 0
-    segments.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
+    mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
+    mail_log.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
     desk.room.published(
         desk.link, f"{MSG}{BOX}.critical", "", b"", _payload(token_of(f"way{attempt}", 0, 50))
     )
@@ -125,7 +125,7 @@ def _compact(desk: Desk, attempt: int) -> list[str]:
     return words + _send(desk, new_tokens(attempt + 10))
 
 
-def _delete(desk: Desk, attempt: int) -> list[str]:
+def _delete(desk: TaskHandlers, attempt: int) -> list[str]:
     """Whatever of the first two is still there."""
     found = desk.replayed()[:2]
     msg_ids = [delivery.msg_id for delivery in found if delivery.token in _old_tokens()[:2]]
@@ -133,7 +133,7 @@ def _delete(desk: Desk, attempt: int) -> list[str]:
     return _old_tokens()[:2]
 
 
-def _acknowledge(desk: Desk, attempt: int) -> list[str]:
+def _acknowledge(desk: TaskHandlers, attempt: int) -> list[str]:
     fetch = {"group_name": GROUP, "deliver": "earliest", "config": {"num_msgs": 2, "max_wait_ms": 0}}
     [found] = desk.ask((f"{FETCH}{BOX}", json.dumps(fetch).encode()))
     ids = [message["msg_id"] for message in found["messages"]]

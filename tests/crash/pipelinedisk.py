@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from postroom.pipeline import archive, preparing
-from postroom.pipeline.generate import generate
-from postroom.pipeline.retain import DAY_US
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline import archive, warmup
+from postroom.pipeline.generator.generate import generate
+from postroom.pipeline.ingest.segments import sealed_segments
+from postroom.pipeline.retention.retain import DAY_US
 from postroom.pipeline.tables import Tables
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
@@ -98,7 +98,7 @@ def make_archive(times: int, _seed: int, tick: Tick = lambda _: None) -> Tally:
 def prepare_without_room(place: Path, tally: Tally) -> None:
     with mounted(place) as disk, filled(disk, LEFT_TO_PREPARE):
         expect(1, in_its_own_process("prepare", POSTROOM_CACHE=str(disk)), tally, NO_ARCHIVE)
-        if {path.name for path in disk.iterdir()} - {BALLAST, preparing.LOCK}:
+        if {path.name for path in disk.iterdir()} - {BALLAST, warmup.LOCK}:
             tally.breaks(f"prepare left {sorted(disk.iterdir())}")
     tally.count("full_in_prepare")
 
@@ -109,7 +109,7 @@ def prepare_with_room(cache: Path, tally: Tally) -> None:
     stale = cache / archive.name_of(1)
     stale.write_bytes(b"of another size")
     expect(0, in_its_own_process("prepare", POSTROOM_CACHE=str(cache)), tally)
-    made = [path.name for path in cache.iterdir() if path.name != preparing.LOCK]
+    made = [path.name for path in cache.iterdir() if path.name != warmup.LOCK]
     mapped = subprocess.run(
         [sys.executable, "-c", START],
         env={**os.environ, archive.CACHE: str(cache)},

@@ -16,10 +16,11 @@ from pyspark import SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from postroom.pipeline import finding, placing
+from postroom.pipeline import file_index
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retain import Policy, Retention
+from postroom.pipeline.retention.retain import Policy, Retention
 from postroom.pipeline.session import spark_session
+from postroom.pipeline.silver import span_tree
 from postroom.pipeline.tables import Tables
 from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.quick import QUICK
@@ -50,7 +51,7 @@ def main(plan: Plan) -> None:
     is_guest = GATEWAY_PORT in os.environ
     spark = guest() if is_guest else spark_session("local[2]", conf={**CONF, **plan.conf})
     if plan.is_large:
-        finding.BROADCAST_IDS_MAX = placing.BROADCAST_NODES_MAX = 0  # type: ignore[misc]
+        file_index.BROADCAST_IDS_MAX = span_tree.BROADCAST_NODES_MAX = 0  # type: ignore[misc]
     tables = Tables(Path(plan.tables))
     for job in plan.jobs:
 

@@ -31,7 +31,7 @@ import msgspec
 
 from postroom.pipeline.check import RULES, SAMPLES_MAX
 from postroom.pipeline.declarative import CONF_FOLDER, write_project
-from postroom.pipeline.generate import FAULTS, generate
+from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.tables import Tables
 from postroom.sinks.layout import STREAM
 from tests.crash.ledger import Tally

@@ -30,7 +30,7 @@ from tests.crash import child, mailprograms, taskprograms
 from tests.crash.kills import check_hand_overs
 from tests.crash.ledger import Delivery, Tally, acknowledged_in, body_of, compare, token_of
 from tests.crash.mailprograms import DURABLE, Post
-from tests.crash.mailupdates import BOX, Desk
+from tests.crash.mailupdates import BOX, TaskHandlers
 from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of
 from tests.crash.tasks import check_store, delivery_of, ids_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
@@ -443,7 +443,7 @@ class _Mail:
         return {token: msg_id for _, _, word, token, msg_id in sent if word in DURABLE and msg_id not in gone}
 
     def compare(self, folder: Path, tally: Tally) -> None:
-        desk = Desk(folder / "mail")
+        desk = TaskHandlers(folder / "mail")
         found = desk.replayed()
         _count(self.acknowledged(), iter(found), self.durability, tally)
         deleted = {row[2] for row in self._rows(self._member, "deleted") if row[1] in DURABLE}

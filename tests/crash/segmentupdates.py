@@ -4,10 +4,10 @@ from pathlib import Path
 
 from postroom.message import Durability
 from postroom.sinks.layout import OPEN
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from postroom.system.clock import SystemClock
 from postroom.testing import FIRST_WALL_US
 from tests.crash.ledger import Tally

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from postroom.pipeline.generate import generate
-from postroom.pipeline.segments import sealed_segments, turn_of
+from postroom.pipeline.generator.generate import generate
+from postroom.pipeline.ingest.segments import sealed_segments, turn_of
 from tests.crash import pipelinedelivery, pipelinedisk, pipelining
 from tests.crash.ledger import Tally
 from tests.spark.commands import Done

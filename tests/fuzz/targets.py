@@ -20,12 +20,11 @@ from typing import Any
 import msgspec
 
 from postroom import TOPICS, Queue
-from postroom.contracts.mail import records
 from postroom.contracts.mail.options import MailOptions
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.core import buswire, names, natswire, queuewire, times
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting
-from postroom.logs import busfile
+from postroom.logs import busfile, mail_records
 from postroom.logs.queuefile import SessionFiles
 from postroom.message import BusMessage, Damage
 from postroom.settings import BusSettings, QueueSettings, Settings, described, load
@@ -580,15 +579,15 @@ class NatsTarget(Target):
 
 # ---- the mail log ------------------------------------------------------------------------------------
 
-SECRET = bytes(range(0x30, 0x30 + records.SECRET_BYTES))
+SECRET = bytes(range(0x30, 0x30 + mail_records.SECRET_BYTES))
 LATE_US = NOW_NS // 1_000 * 2
 NUMBER = 1 << 32  # of the first start's first message
-WRITTEN: tuple[records.Record, ...] = (
-    records.Started(1),
-    records.Opened(
+WRITTEN: tuple[mail_records.Record, ...] = (
+    mail_records.Started(1),
+    mail_records.Opened(
         1, "task.queue", public=True, named=True, desc="", ttl_s=0.0, created_us=1, expires_us=0, creator=""
     ),
-    records.Opened(
+    mail_records.Opened(
         2,
         "0b-7c",
         public=False,
@@ -599,18 +598,18 @@ WRITTEN: tuple[records.Record, ...] = (
         expires_us=LATE_US,
         creator="a",
     ),
-    records.Put(1, NUMBER, "critical", b"first", b"", 1),
-    records.Put(1, NUMBER + 1, "urgent", b"second" * 30, b"NATS/1.0\r\nA: b\r\n\r\n", 1),
-    records.Put(2, NUMBER + 2, "high", b"third", b"", 1, key="k", tags=("a", "b")),
-    records.Put(2, NUMBER + 3, "low", b"", b"", 1, due_us=LATE_US),
-    records.PutRow(1, NUMBER + 4, "normal", 1, [b"in a row", b"", b"again"]),
-    records.Removed(1, [NUMBER]),
-    records.Pulled(1, "g", 0, [0, NUMBER + 1, 0, 0], [NUMBER + 1]),
-    records.Extended(2, 7200.0, LATE_US + 1),
-    records.Agent("ann", 5, b'{"name":"ann"}'),
-    records.Gone(3),
+    mail_records.Put(1, NUMBER, "critical", b"first", b"", 1),
+    mail_records.Put(1, NUMBER + 1, "urgent", b"second" * 30, b"NATS/1.0\r\nA: b\r\n\r\n", 1),
+    mail_records.Put(2, NUMBER + 2, "high", b"third", b"", 1, key="k", tags=("a", "b")),
+    mail_records.Put(2, NUMBER + 3, "low", b"", b"", 1, due_us=LATE_US),
+    mail_records.PutRow(1, NUMBER + 4, "normal", 1, [b"in a row", b"", b"again"]),
+    mail_records.Removed(1, [NUMBER]),
+    mail_records.Pulled(1, "g", 0, [0, NUMBER + 1, 0, 0], [NUMBER + 1]),
+    mail_records.Extended(2, 7200.0, LATE_US + 1),
+    mail_records.Agent("ann", 5, b'{"name":"ann"}'),
+    mail_records.Gone(3),
 )
-FRAMES = tuple(map(records.Framing(SECRET).frame, WRITTEN))
+FRAMES = tuple(map(mail_records.Framing(SECRET).frame, WRITTEN))
 TRUE_CHECKSUM_SHARE = 0.2
 
 
@@ -629,13 +628,13 @@ class MailLogTarget(_InFolder):
         return b"".join(FRAMES[:6]) + _framed(body) + b"".join(FRAMES[7:])
 
     def check(self, data: bytes) -> None:
-        for item in records.Framing(SECRET).scan(data):
+        for item in mail_records.Framing(SECRET).scan(data):
             if isinstance(item, Damage):
                 demand(item.length > 0 and item.offset + item.length <= len(data), item)
             else:
                 demand(self.forged or item in WRITTEN, item, "was made up")
         (self.folder / f"mail-{SECRET.hex()}-00000001.log").write_bytes(data)
-        room = Mailroom(self.folder, lambda _: None)
+        room = MailService(self.folder, lambda _: None)
         try:
             self._check_room(room)
         finally:
@@ -643,9 +642,11 @@ class MailLogTarget(_InFolder):
             for path in self.folder.iterdir():
                 path.unlink()
 
-    def _check_room(self, room: Mailroom) -> None:
-        puts = [record for record in WRITTEN if isinstance(record, records.Put)]
-        puts += [put for record in WRITTEN if isinstance(record, records.PutRow) for put in record.puts()]
+    def _check_room(self, room: MailService) -> None:
+        puts = [record for record in WRITTEN if isinstance(record, mail_records.Put)]
+        puts += [
+            put for record in WRITTEN if isinstance(record, mail_records.PutRow) for put in record.puts()
+        ]
         known = {(put.number, put.word, put.payload, put.headers) for put in puts}
         for box in room._shelves.boxes.values():
             for letter in [*box.letters.values(), *box.delayed.values()]:
@@ -720,7 +721,7 @@ class MailCallsTarget(Target):
     def check(self, data: bytes) -> None:
         subject, headers, payload = [*data.split(b"\0", 2), b"", b""][:3]
         soon: list[Callable[[], None]] = []
-        room = Mailroom(None, soon.append, options=MailOptions(extend=True, receipts=True))
+        room = MailService(None, soon.append, options=MailOptions(extend=True, receipts=True))
         asking, other = FakeLink(), FakeLink()
         for call, body in (
             ("MAILBOX.CREATE", b'{"name":"box","public":true}'),

@@ -17,7 +17,7 @@ from postroom.contracts.audit import Audit
 from postroom.core.events import SCHEMA, AuditEvent, Contract, from_line
 from postroom.core.times import utc_text
 from postroom.errors import InvalidMessage, UnknownMessage
-from postroom.sinks import reading
+from postroom.sinks import reader
 from postroom.sinks.chain import Chain, read_chain
 from postroom.sinks.cipher import Cipher
 from postroom.sinks.segments import SegmentSink
@@ -161,8 +161,8 @@ def test_a_trace_looks_at_the_folder_once(
         lines.append(line)
         return from_line(line)
 
-    monkeypatch.setattr(reading, "read_chain", counted_chain)
-    monkeypatch.setattr(reading, "from_line", counted_line)
+    monkeypatch.setattr(reader, "read_chain", counted_chain)
+    monkeypatch.setattr(reader, "from_line", counted_line)
     spans = Audit(tmp_path / "audit").trace(shipped[1])
     assert [span.message_id for span in spans] == shipped[:2]
     assert len(looks) == 1

@@ -18,7 +18,7 @@ from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
 from postroom.runtime.agents import Agents
 from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness, Loop
-from postroom.runtime.journal import Journal
+from postroom.runtime.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
 from tests.faultydisk import in_background
@@ -498,7 +498,7 @@ def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
 
 def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
     stream = io.StringIO()
-    journal = Journal(stream)
+    journal = ServerLog(stream)
     harness = Harness(live.tasks, agents=live.agents, journal=journal)
     harness.start()
     new: dict[str, Any] = {"agent": "triage", "payload": "a secret", "task_id": "t-1", "max_retries": 1}
@@ -713,7 +713,7 @@ def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:
 def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
     room.agents.add("triage", "http://127.0.0.1:1")
     log = (tmp_path / "log").open("w+")
-    journal = Journal(log)
+    journal = ServerLog(log)
     harness = Harness(room.tasks, agents=room.agents, clock=room.clock, journal=journal)
     harness.step()
     task_id = room.tasks.enqueue(agent="triage", payload="secret payload")

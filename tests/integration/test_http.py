@@ -14,13 +14,13 @@ import pytest
 
 from postroom.contracts.task_input import JSON_DEPTH_MAX
 from postroom.contracts.tasks import DECISIONS
-from postroom.runtime.bodies import (
+from postroom.runtime.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
+from postroom.runtime.schemas import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
     WORD_BYTES_MAX,
 )
-from postroom.runtime.listener import DISCARDED_BYTES_MAX, HEAD_BYTES_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 

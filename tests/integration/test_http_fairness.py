@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Tasks
-from postroom.runtime.bodies import ENQUEUE_MANY_MAX
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX
 from postroom.runtime.writer import TURN_MAX
 from tests.integration.servers import HANG_GUARD_S, Server, serving
 from tests.integration.test_http_limits import connected, head, health, received

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from postroom.runtime.bodies import WORD_BYTES_MAX
 from postroom.runtime.connections import FILES_RESERVED, Connections
-from postroom.runtime.desk import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
+from postroom.runtime.handlers import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
 from postroom.runtime.listener import (
     DISCARDED_BYTES_MAX,
     FRAMING_BYTES_MAX,
@@ -18,6 +17,7 @@ from postroom.runtime.listener import (
     HEADERS_MAX,
     PIPELINED_MAX,
 )
+from postroom.runtime.schemas import WORD_BYTES_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 

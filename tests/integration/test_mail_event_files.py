@@ -11,7 +11,7 @@ import pytest
 from postroom.contracts.feeds import FileFeeds
 from postroom.logs import eventfiles
 from postroom.runtime.mailserver import EventLog
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import Shipper
 

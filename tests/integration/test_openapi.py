@@ -7,8 +7,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from postroom.runtime.bodies import WAIT_S_MAX
 from postroom.runtime.http import ROUTES, openapi
+from postroom.runtime.schemas import WAIT_S_MAX
 from tests.integration.servers import Server, serving
 
 EXAMPLES = 8

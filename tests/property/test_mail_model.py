@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from postroom.contracts.mail import listening, segments
+from postroom.contracts.mail import subscriptions
+from postroom.logs import mail_log
 from tests.mailrooms import CREATE, MSG, FakeLink, Rooms
 from tests.quick import QUICK
 
@@ -245,11 +246,11 @@ class SmallSteps(Mailboxes):
 
     NORMAL = "os"
     LIMITS = (
-        (segments, "SEGMENT_BYTES_MAX", 300),
-        (segments, "COMPACT_FROM_BYTES", 500),
-        (segments, "COMPACT_FACTOR", 0),
-        (segments, "COMPACT_STEP_RECORDS", 2),
-        (listening, "REPLAY_STEP", 2),
+        (mail_log, "SEGMENT_BYTES_MAX", 300),
+        (mail_log, "COMPACT_FROM_BYTES", 500),
+        (mail_log, "COMPACT_FACTOR", 0),
+        (mail_log, "COMPACT_STEP_RECORDS", 2),
+        (subscriptions, "REPLAY_STEP", 2),
     )
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline.check import check_tables
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retain import Policy, Retention
+from postroom.pipeline.retention.retain import Policy, Retention
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark.quick import QUICK, QUICK_JVM

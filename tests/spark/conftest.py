@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.generate import generate
+from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.session import LOOPBACK, spark_session
 from postroom.pipeline.tables import Tables

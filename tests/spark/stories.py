@@ -12,10 +12,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import schema
+from postroom.pipeline.gold.declaration import GoldTable, Sums
+from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline, Summary
-from postroom.pipeline.segments import sealed_segments
 from postroom.pipeline.tables import DataFile, Tables
-from postroom.pipeline.transforms.goldtable import GoldTable, Sums
 from postroom.sinks.layout import DIGITS_OF_HASH
 from tests.spark.plainrows import Row, records
 

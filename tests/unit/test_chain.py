@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from postroom.errors import InvalidMessage
-from postroom.sinks import verifying
+from postroom.sinks import verify as verify_module
 from postroom.sinks.chain import NO_HASH, Entry, chain_line, chain_lines, parse_chain, read_chain
 from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain, why_kept
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import Finding, verify
+from postroom.sinks.verify import Finding, verify
 from postroom.testing import FIRST_WALL_US, ManualClock
 from tests import children
 from tests.children import no_child_left
@@ -409,14 +409,14 @@ def test_what_retention_removes_while_verify_reads_is_no_finding(
 ) -> None:
     files = sealed_folder(tmp_path)
     files[3].unlink()
-    look = verifying._look
+    look = verify_module._look
 
-    def look_and_remove(folder: Path) -> verifying._Seen:
+    def look_and_remove(folder: Path) -> verify_module._Seen:
         seen = look(folder)
         retain(folder, FIRST_WALL_US + 41)
         return seen
 
-    monkeypatch.setattr(verifying, "_look", look_and_remove)
+    monkeypatch.setattr(verify_module, "_look", look_and_remove)
     assert verify(tmp_path) == [Finding(name(tmp_path, files[3]), "it was removed")]
 
 

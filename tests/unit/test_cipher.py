@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from postroom.errors import InvalidSetting, UnsafePath
 from postroom.sinks.cipher import Cipher, Unreadable, add_key, read_keys
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
 from tests.segmentstories import events
 

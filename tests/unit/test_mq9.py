@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from postroom.core import mq9
 from postroom.core.mailbox import RANKS
-from postroom.core.mq9 import Call, Refused
+from postroom.core.mq9 import Call, Mq9Error
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_subjects_of_every_dialect(subject: str, call: Call) -> None:
     ],
 )
 def test_other_subjects_are_refused_with_a_code(subject: str, code: int) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Mq9Error) as refused:
         mq9.parse(subject)
     assert refused.value.code == code
 
@@ -62,7 +62,7 @@ def test_no_subject_does_anything_but_parse_or_be_refused(text: str) -> None:
         for function in (mq9.parse, mq9.subscription):
             try:
                 function(subject)
-            except Refused as error:
+            except Mq9Error as error:
                 assert str(error)  # noqa: PT017 - it may also pass
 
 
@@ -85,7 +85,7 @@ def test_what_a_subscription_asks_for(rest: str, mail_id: str, ranks: int) -> No
 
 @pytest.mark.parametrize("rest", ["*", ">", "*.*", "a.>", "*.a.*", "a.*.*", "", ".", "a..*", "a b.*"])
 def test_a_wildcard_in_the_id_is_refused(rest: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Mq9Error) as refused:
         mq9.subscription(mq9.SEND + rest)
     assert refused.value.code == 403
 
@@ -94,7 +94,7 @@ def test_a_wildcard_in_the_id_is_refused(rest: str) -> None:
 def test_a_name_that_is_taken_can_be_sent_to_and_subscribed_to(name: str) -> None:
     try:
         mq9.checked_name(name)
-    except Refused:
+    except Mq9Error:
         return
     assert mq9.parse(mq9.SEND + name) == Call("send", name, "normal")
     for word in RANKS:
@@ -133,5 +133,5 @@ def test_no_headers_do_anything_but_parse_or_be_refused(headers: bytes) -> None:
     for block in (headers, b"NATS/1.0\r\nmq9-ttl: " + headers, b"NATS/1.0\r\nmq9-tags:" + headers):
         try:
             mq9.wishes(block)
-        except Refused as error:
+        except Mq9Error as error:
             assert error.code == 400  # noqa: PT017 - it may also pass

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core.mailbox import RANKS, Letter, Word
-from postroom.core.mq9 import Refused
+from postroom.core.mq9 import Mq9Error
 
 
 def letter(payload: bytes = b"x", headers: bytes = b"", word: Word = "normal", number: int = 7) -> Letter:
@@ -69,7 +69,7 @@ def test_replies_have_the_error_key_only_in_the_newest_dialect() -> None:
     assert json.loads(replies.stored("send3", -1)) == {"error": "", "msg_id": -1}
     assert json.loads(replies.deleted("delete", found=False)) == {"deleted": False}
     assert json.loads(replies.deleted("delete3", found=True)) == {"error": "", "deleted": True}
-    assert json.loads(replies.refused(Refused(404, "gone"))) == {"error": "gone", "code": 404}
+    assert json.loads(replies.refused(Mq9Error(404, "gone"))) == {"error": "gone", "code": 404}
 
 
 @pytest.mark.parametrize(("word", "seen"), [("high", "urgent"), ("low", "normal"), ("critical", "critical")])

@@ -14,7 +14,7 @@ from postroom.runtime.nudger import (
     URL_CHARS_MAX,
     WAITING_MAX,
     Nudger,
-    Refused,
+    NudgeRefused,
     Target,
     is_public,
     parse_url,
@@ -109,7 +109,7 @@ def test_a_nudge_is_sent_in_the_background() -> None:
 def test_a_private_address_is_refused_unless_its_host_is_listed(url: str) -> None:
     with listening() as agent:
         sender = Nudger(allowed_hosts=["agents.example"], timeout_s=1.0)
-        with pytest.raises((Refused, socket.gaierror)):
+        with pytest.raises((NudgeRefused, socket.gaierror)):
             sender.send(url.format(port=agent.port), "task-1")
         assert agent.requests == []
 
@@ -122,7 +122,7 @@ def test_a_listed_host_may_be_private() -> None:
 
 def test_the_list_names_hosts_and_not_addresses() -> None:
     """A name that comes to mean a private address is not covered by that address's entry."""
-    with listening() as agent, pytest.raises(Refused):
+    with listening() as agent, pytest.raises(NudgeRefused):
         Nudger(allowed_hosts=["127.0.0.1"]).send(f"http://localhost:{agent.port}", "task-1")
 
 
@@ -155,7 +155,7 @@ def test_a_name_with_a_public_and_a_private_address_is_refused(monkeypatch: pyte
         return [(2, 1, 6, "", ("93.184.216.34", port)), (2, 1, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    with pytest.raises(Refused, match=r"127\.0\.0\.1"):
+    with pytest.raises(NudgeRefused, match=r"127\.0\.0\.1"):
         Nudger().resolve(parse_url("http://agents.example"))
 
 
@@ -182,14 +182,14 @@ def test_a_host_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_redirect_is_followed() -> None:
     with listening() as elsewhere:
         there = b"HTTP/1.1 307 Go\r\nlocation: http://127.0.0.1:%d/task\r\n\r\n" % elsewhere.port
-        with listening(there) as agent, pytest.raises(Refused, match="307"):
+        with listening(there) as agent, pytest.raises(NudgeRefused, match="307"):
             nudger().send(f"http://127.0.0.1:{agent.port}", "task-1")
         assert elsewhere.requests == []
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello", b"HTTP/1.1 abc\r\n", b"x" * 2 * STATUS_LINE_BYTES_MAX])
 def test_whoever_does_not_speak_http_is_no_agent(answer: bytes) -> None:
-    with listening(answer) as agent, pytest.raises(Refused, match="HTTP"):
+    with listening(answer) as agent, pytest.raises(NudgeRefused, match="HTTP"):
         nudger().send(f"http://127.0.0.1:{agent.port}", "task-1")
 
 

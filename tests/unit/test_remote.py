@@ -12,11 +12,11 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidSetting, StoreDamaged, WriteFailed
 from postroom.sinks.chain import read_chain
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.retention import retain
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from postroom.testing import FIRST_WALL_US
 from tests import children
 from tests.children import no_child_left

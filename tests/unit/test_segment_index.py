@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from postroom.sinks import index as index_module
 from postroom.sinks.index import BLOCK_WORDS, Index, IndexBuilder, IndexDamaged, key_of
 from postroom.sinks.layout import INDEX
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
 from postroom.testing import FIRST_WALL_US
 from tests.segmentstories import SOURCE, events, sealed_folder, seqs
@@ -180,7 +180,7 @@ def test_a_search_gives_each_event_once_however_often_it_is_asked(tmp_path: Path
 
 
 def test_a_search_keeps_few_indexes_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.sinks.reading.INDEXES_MAX", 2)
+    monkeypatch.setattr("postroom.sinks.reader.INDEXES_MAX", 2)
     sealed_folder(tmp_path)
     with Segments(tmp_path).searching() as find:
         found = find([f"{SOURCE}-trace{n}" for n in range(3)]) + find([f"{SOURCE}-trace{n}" for n in (3, 4)])
@@ -267,5 +267,5 @@ def test_a_reader_keeps_its_place_while_the_writer_seals(tmp_path: Path) -> None
 def test_blocks_end_where_lines_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealed_folder(tmp_path)
     for size in (1, 100, 333, 5_000):
-        monkeypatch.setattr("postroom.sinks.reading.BLOCK_BYTES", size)
+        monkeypatch.setattr("postroom.sinks.reader.BLOCK_BYTES", size)
         assert seqs(list(Segments(tmp_path).events())) == list(range(1, 81))

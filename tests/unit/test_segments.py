@@ -15,9 +15,9 @@ from postroom.message import Durability
 from postroom.sinks.chain import read_chain
 from postroom.sinks.index import SEGMENT_BYTES_MAX
 from postroom.sinks.layout import CHAIN, OPEN, TORN
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verifying import verify
+from postroom.sinks.verify import verify
 from postroom.testing import ManualClock
 from tests import children
 from tests.children import no_child_left

@@ -86,7 +86,7 @@ def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool)
 
     import msgspec
 
-    from postroom.pipeline.generate import generate as make
+    from postroom.pipeline.generator.generate import generate as make
 
     gc.disable()  # nothing that it makes is part of a cycle, and there are millions of them
     try:
@@ -257,8 +257,8 @@ def prepare(shell: Shell, anew: bool) -> None:
     from postroom.pipeline.session import need_packages
 
     need_packages()
-    from postroom.pipeline.preparing import as_commands_do
-    from postroom.pipeline.preparing import prepare as make
+    from postroom.pipeline.warmup import as_commands_do
+    from postroom.pipeline.warmup import prepare as make
 
     made = make(as_commands_do, anew=anew, progress=told(shell))
     is_new = f"written in {made.seconds:.0f} s" if made.is_new else "there already"
@@ -513,7 +513,7 @@ def report(
     from postroom.pipeline.session import need_packages
 
     need_packages()
-    from postroom.pipeline.report import write_report
+    from postroom.pipeline.report.queries import write_report
     from postroom.pipeline.tables import Tables
 
     facts = write_report(Tables(tables), out, speedscope, targets_us=targets, progress=told(shell))
@@ -567,7 +567,7 @@ def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]
     from postroom.pipeline.session import need_packages
 
     need_packages()
-    from postroom.pipeline.smallcheck import check_small, is_small
+    from postroom.pipeline.small_check import check_small, is_small
     from postroom.pipeline.tables import Tables
 
     if is_small(tables := Tables(folder)):
@@ -656,7 +656,7 @@ def retain(
     from postroom.pipeline.session import need_packages
 
     need_packages()
-    from postroom.pipeline.retain import Policy, Retention, read_holds, read_org_days
+    from postroom.pipeline.retention.retain import Policy, Retention, read_holds, read_org_days
 
     orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
     policy = Policy(

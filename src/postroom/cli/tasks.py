@@ -464,14 +464,14 @@ def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
     """The shipper runs beside the harness, and ends after it."""
     import sys
 
-    from postroom.runtime.companion import Companion
+    from postroom.runtime.supervisor import Supervisor
 
     if folder is None:
         yield
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
     what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
-    companion = Companion([sys.executable, "-m", "postroom.cli.main", *config, *what])
+    companion = Supervisor([sys.executable, "-m", "postroom.cli.main", *config, *what])
     companion.start()
     try:
         yield
@@ -933,7 +933,7 @@ def working_client(
         with open_client(str(url), agent, token, **options) as client:
             yield client
         return
-    from postroom.cli.localclient import LocalClient
+    from postroom.cli.local_client import LocalClient
     from postroom.core.names import checked_name
 
     checked_name("agent", agent)

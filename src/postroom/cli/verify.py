@@ -13,8 +13,8 @@ from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
-    from postroom.core.history import History, Open, Verdict
-    from postroom.sinks.reading import Segments
+    from postroom.core.history_checker import History, Open, Verdict
+    from postroom.sinks.reader import Segments
     from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
@@ -62,7 +62,7 @@ def verify_command(
       postroom verify audit --store sqlite:///run/queue.db
       postroom verify audit --since 2026-02-05T00:00:00Z --horizon-s 3600
     """
-    from postroom.core.history import History
+    from postroom.core.history_checker import History
 
     if store is not None and until is not None:
         raise click.UsageError("--store says how things stand now, so it does not go with --until")
@@ -95,7 +95,7 @@ def _time_us(option: str, text: str | None) -> int | None:
 
 def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, until_us: int | None) -> None:
     from postroom.sinks.layout import holds_stream
-    from postroom.sinks.reading import Segments
+    from postroom.sinks.reader import Segments
 
     segments = Segments(folder, on_trouble=lambda text: warn(shell.program, f"warning: {text}"))
     if not holds_stream(segments.folder):
@@ -114,14 +114,14 @@ def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, 
 
 def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) -> "Iterator[list[AuditEvent]]":
     """Whole segments: where a stretch begins and ends within one is for the history to say."""
-    from postroom.sinks.reading import Place
+    from postroom.sinks.reader import StreamPosition
 
     entries = segments.entries()
     first = next((entry.n for entry in entries if since_us is None or entry.max_ts_us >= since_us), None)
     if first is None:  # only what still grows can be in it
         first = entries[-1].n + 1 if entries else 0
     behind = [entry.n for entry in entries if until_us is not None and entry.min_ts_us > until_us]
-    for events, place in segments.after(Place(first, 0)):
+    for events, place in segments.after(StreamPosition(first, 0)):
         if place.n not in behind:
             yield events
 

@@ -18,11 +18,11 @@ from postroom.core.events import AuditEvent
 from postroom.core.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
-from postroom.sinks import retention, verifying
+from postroom.sinks import retention, verify
 from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, Unreadable
 from postroom.sinks.heads import Head, head_path, noted_head
 from postroom.sinks.layout import holds_stream
-from postroom.sinks.reading import Place, Segments
+from postroom.sinks.reader import Segments, StreamPosition
 
 TRACE_IDS_MAX = 100_000  # of messages and traces in one request
 TOLD_KEYS_MAX = 20  # a payload may claim a key of any name; of so many it is told
@@ -88,7 +88,7 @@ class Audit:
             place = self._go_on(place, new.extend)
             yield list(self._revealed(event for _, _, event in sorted(timeline.timed(new))))
 
-    def _go_on(self, place: Place, take: Callable[[list[AuditEvent]], None]) -> Place:
+    def _go_on(self, place: StreamPosition, take: Callable[[list[AuditEvent]], None]) -> StreamPosition:
         """Hand over what was written behind a place; gives where that ends."""
         behind = place
         for events, behind in self._segments.after(place):  # noqa: B007 - where it ends is the result
@@ -124,14 +124,14 @@ class Audit:
             raise UnknownMessage(message_id, self.folder)
         return tracing.spans(self._revealed(events))
 
-    def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verifying.Finding]:
+    def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verify.Finding]:
         """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
         `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
         file beside the folder is always compared. A folder without a stream raises `Unavailable`.
         """
         self.need_stream()
-        return verifying.verify(self.folder, head, noted=noted)
+        return verify.verify(self.folder, head, noted=noted)
 
     def need_stream(self) -> None:
         """Raise `Unavailable` for a folder that no writer has opened: a wrong one, or one that was wiped."""

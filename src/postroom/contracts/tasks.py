@@ -33,7 +33,7 @@ from postroom.core.retry import RetryPolicy
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
 from postroom.message import Durability, Event, Record, State
-from postroom.nudges.bell import QUIET_S, Bell
+from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Counted, Limits, Listing, by_state, ready, waiting
 from postroom.stores.open import open_store
 from postroom.stores.store import Store
@@ -186,7 +186,7 @@ class Tasks(Closing):
         self.store = store
         self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
         self._retention = Retention() if retention is None else retention
-        self.bell = Bell(_bell_folder(store.url))
+        self.bell = Notifier(_bell_folder(store.url))
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with those of its events that a person may have to know."""
         store.on_commit = self._committed

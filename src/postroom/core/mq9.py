@@ -68,7 +68,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-class Refused(PostroomError):
+class Mq9Error(PostroomError):
     """A call that is answered with an error, in one sentence and a code."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -102,9 +102,9 @@ def parse(subject: str) -> Call:
     word, dot, rest = rest.partition(".")
     verb = _VERBS.get((area, word))
     if subject == PUBLIC_LIST:
-        raise Refused(403, "the public list is written by the server alone")
+        raise Mq9Error(403, "the public list is written by the server alone")
     if verb is None or (verb in _WITHOUT_MAILBOX) == bool(dot):
-        raise Refused(400, "unrecognized mq9 subject")
+        raise Mq9Error(400, "unrecognized mq9 subject")
     if verb == "send":
         return Call(verb, *address(rest))
     if verb in ("delete", "delete3"):
@@ -116,7 +116,7 @@ def parse(subject: str) -> Call:
 def subscription(subject: str) -> tuple[str, int]:
     """The mailbox and the ranks that a subscription asks for, as bits."""
     if not subject.startswith(SEND):
-        raise Refused(403, "only mailboxes and the public list can be subscribed to")
+        raise Mq9Error(403, "only mailboxes and the public list can be subscribed to")
     rest = subject[len(SEND) :]
     if rest.endswith(".*"):
         mail_id, ranks = rest[:-2], EVERY_RANK
@@ -124,42 +124,42 @@ def subscription(subject: str) -> tuple[str, int]:
         mail_id, word = address(rest)
         ranks = 1 << RANKS[word]
     if not _NAME.fullmatch(mail_id):
-        raise Refused(403, "a wildcard in place of a mailbox is not allowed")
+        raise Mq9Error(403, "a wildcard in place of a mailbox is not allowed")
     return mail_id, ranks
 
 
 def checked_name(name: str, *, known: bool = False) -> str:
     """A name that its owner chose, as a mailbox's id. One that is known already may look like another."""
     if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
-        raise Refused(
+        raise Mq9Error(
             400,
             f"a mailbox name has 1 to {NAME_CHARS_MAX} characters, no blanks, no wildcards and no empty part",
         )
     if name.rpartition(".")[2] in RANKS:
-        raise Refused(400, f"a mailbox name cannot end in one of the words {', '.join(RANKS)}")
+        raise Mq9Error(400, f"a mailbox name cannot end in one of the words {', '.join(RANKS)}")
     if not known and (fault := look_alike_fault(name)):
-        raise Refused(400, f"the mailbox name {fault}")
+        raise Mq9Error(400, f"the mailbox name {fault}")
     return name
 
 
 def checked_agent_name(name: str) -> str:
     """What a new agent, or its mailbox, is called."""
     if fault := look_alike_fault(name):
-        raise Refused(400, f"the agent's name {fault}")
+        raise Mq9Error(400, f"the agent's name {fault}")
     return name
 
 
 def checked_prefix(prefix: str) -> str:
     """What a private id is to begin with."""
     if len(prefix) > NAME_CHARS_MAX or not _PREFIX_NAME.fullmatch(prefix):
-        raise Refused(400, "a prefix has lower-case letters, digits and single dots")
+        raise Mq9Error(400, "a prefix has lower-case letters, digits and single dots")
     return prefix
 
 
 def number(text: str) -> int:
     """A message id as clients write it."""
     if not _NUMBER.fullmatch(text):
-        raise Refused(400, "invalid msg_id: it is a number")
+        raise Mq9Error(400, "invalid msg_id: it is a number")
     return int(text)
 
 
@@ -264,9 +264,9 @@ _NOTHING = (b"", b"{}", b'""', b"null")
 def checked_json(payload: bytes) -> bytes:
     """Refuse JSON that is too long or too deeply nested, before anything is made of it."""
     if len(payload) > JSON_BYTES_MAX:
-        raise Refused(400, f"the body of this call has at most {JSON_BYTES_MAX} bytes")
+        raise Mq9Error(400, f"the body of this call has at most {JSON_BYTES_MAX} bytes")
     if payload.count(b"[") + payload.count(b"{") > JSON_DEPTH_MAX < _depth(payload):
-        raise Refused(400, f"the body is nested too deeply: at most {JSON_DEPTH_MAX} levels")
+        raise Mq9Error(400, f"the body is nested too deeply: at most {JSON_DEPTH_MAX} levels")
     return payload
 
 
@@ -288,7 +288,7 @@ def body(payload: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(b"{}" if payload.strip() in _NOTHING else payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(400, f"the body is not what this call takes: {error}") from error
+        raise Mq9Error(400, f"the body is not what this call takes: {error}") from error
 
 
 def card(payload: bytes) -> dict[str, Any]:
@@ -297,9 +297,9 @@ def card(payload: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(payload, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(400, f"the body is not a JSON object: {error}") from error
+        raise Mq9Error(400, f"the body is not a JSON object: {error}") from error
     if not agent_names(found):
-        raise Refused(400, "an agent needs a name or a mailbox")
+        raise Mq9Error(400, "an agent needs a name or a mailbox")
     return found
 
 
@@ -314,7 +314,7 @@ def checked_ttl_s(ttl: float | None) -> float:
     if ttl is None:
         return DEFAULT_TTL_S
     if not 0 <= ttl <= SECONDS_MAX:
-        raise Refused(400, f"ttl is a number of seconds from 0 (never) to {SECONDS_MAX}")
+        raise Mq9Error(400, f"ttl is a number of seconds from 0 (never) to {SECONDS_MAX}")
     return ttl
 
 
@@ -347,10 +347,10 @@ def wishes(headers: bytes) -> Wishes:
         return PLAIN
     word = found.get("mq9-priority", "normal").lower()
     if word not in RANKS:
-        raise Refused(400, f"mq9-priority is one of {', '.join(RANKS)}")
+        raise Mq9Error(400, f"mq9-priority is one of {', '.join(RANKS)}")
     key = found.get("mq9-key", "")
     if len(key) > KEY_CHARS_MAX:
-        raise Refused(400, f"mq9-key has at most {KEY_CHARS_MAX} characters")
+        raise Mq9Error(400, f"mq9-key has at most {KEY_CHARS_MAX} characters")
     return Wishes(
         cast("Word", word),
         key,
@@ -367,12 +367,12 @@ def _seconds(found: dict[str, str], name: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= SECONDS_MAX:
-        raise Refused(400, f"{name} is a number of seconds")
+        raise Mq9Error(400, f"{name} is a number of seconds")
     return seconds
 
 
 def _tags(text: str) -> tuple[str, ...]:
     tags = tuple(tag.strip() for tag in text.split(",") if tag.strip())
     if len(tags) > TAGS_MAX:
-        raise Refused(400, f"a message has at most {TAGS_MAX} tags")
+        raise Mq9Error(400, f"a message has at most {TAGS_MAX} tags")
     return tags

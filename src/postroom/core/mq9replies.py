@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from postroom.core.mailbox import Letter, Word
-from postroom.core.mq9 import DELETE, NEWEST, SEND, Refused, Verb
+from postroom.core.mq9 import DELETE, NEWEST, SEND, Mq9Error, Verb
 
 ENVELOPE_CLIENT = "robustmq"  # how the published SDK calls itself, unless its user says otherwise
 LIST_MAX = 1_000  # messages in one LIST
@@ -130,7 +130,7 @@ def done(**facts: Any) -> bytes:
     return encode({"error": "", **facts})
 
 
-def refused(error: Refused) -> bytes:
+def refused(error: Mq9Error) -> bytes:
     return encode({"error": str(error), "code": error.code})
 
 

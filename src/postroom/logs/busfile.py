@@ -275,7 +275,7 @@ def _last_id_of(path: Path) -> str:
 # ---- a reader that keeps its place --------------------------------------------------------------------
 
 
-class Place(msgspec.Struct):
+class FilePosition(msgspec.Struct):
     """Where a reader stands in one open file."""
 
     fd: int
@@ -290,7 +290,7 @@ class Place(msgspec.Struct):
 class BusReader:
     """Reads on from where it stopped, across rotations, without repeating or leaving out a message."""
 
-    _place: Place | None = None
+    _place: FilePosition | None = None
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class BusReader:
             self.close()
             self._place = following
 
-    def _read_on(self, place: Place) -> Iterator[list[BusMessage]]:
+    def _read_on(self, place: FilePosition) -> Iterator[list[BusMessage]]:
         self._check_place(place)
         start = place.position
         for part in decode_from(place.fd, start, place.legacy_line):
@@ -360,7 +360,7 @@ class BusReader:
             if messages:
                 yield messages
 
-    def _check_place(self, place: Place) -> None:
+    def _check_place(self, place: FilePosition) -> None:
         """A failed append that we saw may have been taken back: then stand where our last message is.
 
         If that one itself is gone, what was written instead of it has a larger id, as everything new has.
@@ -378,14 +378,14 @@ class BusReader:
                 return
         place.position, place.last_start = 0, -1
 
-    def _replaced(self, place: Place) -> bool:
+    def _replaced(self, place: FilePosition) -> bool:
         """Whether a file follows the one we stand in: under the bus's name, or archived in its turn."""
         current = _identity(self._path)
         if current is None:
             return bool(self._archives_behind(place))
         return current != place.identity
 
-    def _open_following(self, place: Place | None) -> Place | None:
+    def _open_following(self, place: FilePosition | None) -> FilePosition | None:
         """The file behind `place`; None while there is none.
 
         Between a look at the archives and the opening of the bus's name, a rotation can put a file
@@ -404,20 +404,20 @@ class BusReader:
             if following is not None:
                 os.close(following.fd)
 
-    def _go_on_in_other_file(self, place: Place, following: Place) -> None:
+    def _go_on_in_other_file(self, place: FilePosition, following: FilePosition) -> None:
         """An editor wrote the file anew, with our last message in it, or it was removed."""
         if not _stand_at(following, self._last_id):
             self._note_gap(place)
 
-    def _note_gap(self, place: Place | None) -> None:
+    def _note_gap(self, place: FilePosition | None) -> None:
         """Tell that the file we stood in is gone: files that came after it may be gone, too."""
         if place is not None and self._on_gap is not None and not self._was_archived(place):
             self._on_gap(self._last_id)
 
-    def _was_archived(self, place: Place) -> bool:
+    def _was_archived(self, place: FilePosition) -> bool:
         return any(_identity(archive) == place.identity for archive in archives(self._path))
 
-    def _archives_behind(self, place: Place | None) -> list[Path]:
+    def _archives_behind(self, place: FilePosition | None) -> list[Path]:
         chain = archives(self._path)
         if place is None:
             return [archive for archive in chain if archive not in self._passed]
@@ -427,7 +427,7 @@ class BusReader:
         # Somebody removed the archive we stood in.
         return [archive for archive in chain if _last_id_of(archive) > self._last_id]
 
-    def _locate(self, since_id: str, *, search_archives: bool) -> Place | None:
+    def _locate(self, since_id: str, *, search_archives: bool) -> FilePosition | None:
         current = _open_place(self._path)
         if current is not None and _stand_at(current, since_id):
             return current
@@ -453,16 +453,16 @@ class BusReader:
         raise SinceIdNotFound(since_id, self._path)
 
 
-def _open_place(path: Path) -> Place | None:
+def _open_place(path: Path) -> FilePosition | None:
     try:
         fd = open_safely(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     info = os.fstat(fd)
-    return Place(fd, (info.st_dev, info.st_ino))
+    return FilePosition(fd, (info.st_dev, info.st_ino))
 
 
-def _stand_at(place: Place, msg_id: str) -> bool:
+def _stand_at(place: FilePosition, msg_id: str) -> bool:
     """Move to the record with this id; it is skipped when reading on."""
     if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
         return _stand_after_legacy(place, msg_id)
@@ -479,13 +479,13 @@ def _stand_at(place: Place, msg_id: str) -> bool:
     return True
 
 
-def _stand_on(place: Place, start: int) -> None:
+def _stand_on(place: FilePosition, start: int) -> None:
     """Move to a record that starts in any way, and remember how."""
     place.position = place.last_start = start
     place.last_opening = os.pread(place.fd, OPENING_BYTES, start)
 
 
-def _stand_after_legacy(place: Place, msg_id: str) -> bool:
+def _stand_after_legacy(place: FilePosition, msg_id: str) -> bool:
     """Legacy lines have their number for an id, so the place is found by counting."""
     wanted = msg_id.removeprefix(LEGACY_PREFIX)
     for part in decode_from(place.fd, 0, 0):

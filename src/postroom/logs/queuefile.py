@@ -78,7 +78,7 @@ class _Topics(msgspec.Struct):
     taken: list[int]
 
 
-class Journal(msgspec.Struct):
+class RewriteJournal(msgspec.Struct):
     """What remains to be done once the compacted file has taken its place."""
 
     inode: int
@@ -501,7 +501,7 @@ class SessionFiles:
                 os.fsync(fd)  # in every class: these lines were safe long ago, and must not become less so
             finally:
                 os.close(fd)
-            journal = Journal(info.st_ino, epoch, readings, bodies)
+            journal = RewriteJournal(info.st_ino, epoch, readings, bodies)
             replace_file(self._journal_path, msgspec.json.encode(journal), self._durability)
             # Longer by one: this tells those who append that the file is another one now.
             os.pwrite(self._lock_fd, b"\n", os.lseek(self._lock_fd, 0, os.SEEK_END))
@@ -562,7 +562,7 @@ class SessionFiles:
     def _finish_compaction(self) -> None:
         """Do what the journal says, or discard it when the rename never happened. Safe to repeat."""
         try:
-            journal = msgspec.json.decode(read_file(self._journal_path), type=Journal)
+            journal = msgspec.json.decode(read_file(self._journal_path), type=RewriteJournal)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedState(
                 f"{self._journal_path} cannot be read ({reason(error)}): move it away, then set every cursor "
@@ -577,7 +577,7 @@ class SessionFiles:
         self._file.open()
         self._known_end = -1
 
-    def _apply(self, journal: Journal) -> None:
+    def _apply(self, journal: RewriteJournal) -> None:
         if self._durability != "os":
             sync_folder(self.folder)
         for agent_id, reading in journal.readings.items():

@@ -19,9 +19,9 @@ from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import WindowSpec
 
-from postroom.core.lives import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
-from postroom.pipeline.departed import TABLE as DEPARTED
-from postroom.pipeline.departed import holes_between, numbers_of, returned
+from postroom.core.message_checker import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
+from postroom.pipeline.retention.departures import TABLE as DEPARTED
+from postroom.pipeline.retention.departures import holes_between, numbers_of, returned
 from postroom.pipeline.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted

@@ -24,11 +24,13 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
-from postroom.pipeline import asking, departed, finding, redacting
-from postroom.pipeline.deriving import Derived, Deriving
-from postroom.pipeline.ordering import Needs, in_turn
-from postroom.pipeline.placing import Placing
-from postroom.pipeline.segments import (
+from postroom.pipeline import file_index, queries
+from postroom.pipeline.gold.declaration import GoldTable
+from postroom.pipeline.gold.refresh import Derived, Deriving
+from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
+from postroom.pipeline.ingest import bronze, redaction
+from postroom.pipeline.ingest.bronze_writer import take
+from postroom.pipeline.ingest.segments import (
     Gap,
     Segment,
     Turn,
@@ -39,14 +41,14 @@ from postroom.pipeline.segments import (
     notes,
     turn_of,
 )
+from postroom.pipeline.retention import departures
+from postroom.pipeline.schedule import Needs, in_turn
 from postroom.pipeline.session import AWAITED, in_pool
+from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.span_tree import Placing
+from postroom.pipeline.silver.tables import Lots
 from postroom.pipeline.tables import REMADE, RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
-from postroom.pipeline.taking import take
-from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.gold import FORM, FORM_ID, GOLD
-from postroom.pipeline.transforms.goldtable import GoldTable
-from postroom.pipeline.transforms.joining import sent
-from postroom.pipeline.transforms.silver import Lots
 
 HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 REJECTS: Final = "bronze_rejects"
@@ -178,11 +180,11 @@ class Pipeline:
     def answers(self, query: str) -> Iterator[str]:
         """The rows of an SQL query over the tables, each as JSON. `asking` says which queries there are."""
         self.tables.need_some()
-        session = asking.read_only(self.spark)
-        question = asking.checked(session, query, self.tables.names())
+        session = queries.read_only(self.spark)
+        question = queries.checked(session, query, self.tables.names())
         for name in sorted(question.tables):
             self.tables.read(session, name).createOrReplaceTempView(name)
-        found = asking.execute(session, question)
+        found = queries.execute(session, question)
         rows = found.select(F.to_json(F.struct("*"), {"ignoreNullFields": "false"}))
         for row in rows.toLocalIterator():
             yield row[0]
@@ -301,9 +303,9 @@ class Pipeline:
         read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
         rows = self._without_departed(bronze.widened(read), news.added)
         known = self._known_events(rows, news.added, anew=anew)
-        redaction = redacting.redacted(self.level)
+        masks = redaction.redacted(self.level)
         with ExitStack() as held:
-            repeated, few = self._repeats(rows, known, redaction, held)
+            repeated, few = self._repeats(rows, known, masks, held)
             if repeated is not None and not repeated.where("is_beaten").isEmpty():
                 self._tell("silver_events: two events have one number, and the later one counts")
                 self._fold_events(anew=True, remade=True)
@@ -311,14 +313,14 @@ class Pipeline:
             fresh = rows if repeated is None else silver.once(rows, repeated, few=few)
             seen = Observation()
             unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
-            result = silver.events(fresh, redaction).observe(seen, unnamed)
+            result = silver.events(fresh, masks).observe(seen, unnamed)
             staged = self.tables.stage("silver_events", result, partition_by=silver.PARTITIONS)
             txns = [news.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
             txns += [Txn(REMADE, base + 1)] if remade else []
             self.tables.commit("silver_events", staged, removed, txns=txns, base=base)
 
     def _repeats(
-        self, rows: DataFrame, known: DataFrame, redaction: Mapping[str, Column], held: ExitStack
+        self, rows: DataFrame, known: DataFrame, masks: Mapping[str, Column], held: ExitStack
     ) -> tuple[DataFrame | None, bool]:
         """Which events come more than once, and whether they are few; None when there are none."""
         suspects = silver.suspects(rows, known).persist()
@@ -326,8 +328,8 @@ class Pipeline:
         n = suspects.count()
         if not n:
             return None, True
-        few = n <= finding.BROADCAST_IDS_MAX
-        new = silver.ranked(rows, suspects, redaction, few=few)
+        few = n <= file_index.BROADCAST_IDS_MAX
+        new = silver.ranked(rows, suspects, masks, few=few)
         old = silver.ranked(known, suspects, {}, few=few)
         repeated = silver.repeats(new, old).persist()
         held.callback(repeated.unpersist)
@@ -335,26 +337,26 @@ class Pipeline:
 
     def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
         """Events of new files but for those that left silver before: old segments may be delivered again."""
-        newest_us = departed.newest_us(self.tables)
-        oldest_us = (finding.extent(added, "ts_us") or (-1, -1))[0]
+        newest_us = departures.newest_us(self.tables)
+        oldest_us = (file_index.extent(added, "ts_us") or (-1, -1))[0]
         if newest_us < oldest_us:
             return rows
         old = rows.where(F.col("ts_us") <= newest_us)
-        left = departed.among(old, self.tables.read(self.spark, departed.TABLE))
+        left = departures.among(old, self.tables.read(self.spark, departures.TABLE))
         if self.tables.exists("silver_events"):  # a pass that was killed has noted what is still there
             there = self.tables.read(self.spark, "silver_events").where(F.col("ts_us") <= newest_us)
             left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
-        few = rows_of(added) <= finding.BROADCAST_IDS_MAX
+        few = rows_of(added) <= file_index.BROADCAST_IDS_MAX
         return rows.join(sent(left, few=few), ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
         """The events that are known and may come again: those of the same time."""
         old = [] if anew else self.tables.files("silver_events")
-        near = [file for file in old if any(finding.overlap(file, other, "ts_us") for other in added)]
+        near = [file for file in old if any(file_index.overlap(file, other, "ts_us") for other in added)]
         if not near:
             return rows.limit(0)
         known = bronze.widened(self.tables.read(self.spark, "silver_events", near))
-        whole = finding.extent(added, "ts_us")
+        whole = file_index.extent(added, "ts_us")
         return known if whole is None else known.where(F.col("ts_us").between(*whole))
 
     def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
@@ -365,8 +367,8 @@ class Pipeline:
         events = self.tables.read(self.spark, "silver_events", news.added)
         touched, before = self.tables.files(name), None
         if touched and not anew:
-            ids = finding.wanted_of(fold.keys(events), news.added, repeat=True)
-            touched = finding.holding(self.spark, self.tables, name, ids)
+            ids = file_index.wanted_of(fold.keys(events), news.added, repeat=True)
+            touched = file_index.holding(self.spark, self.tables, name, ids)
             before = self.tables.read(self.spark, name, touched) if touched else None
         result, txns = fold.fold(events, before), [news.txn]
         if name == "silver_attempts":

@@ -22,9 +22,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
-from postroom.pipeline import asking
+from postroom.pipeline import queries
 from postroom.pipeline.session import first_sentence
-from postroom.pipeline.submitting import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
+from postroom.pipeline.submission import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
 from postroom.stores.open import SQLITE, open_store
 
@@ -110,7 +110,7 @@ def replay(
 
 def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFrame:
     """Grain: message_id, in the order of creation, with the event that told it where keys are given."""
-    session = asking.read_only(spark)
+    session = queries.read_only(spark)
     messages = tables.read(session, "silver_messages")
     born = F.coalesce("created_us", "first_us")
     if wanted.since_us is not None:
@@ -118,7 +118,7 @@ def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFram
     if wanted.until_us is not None:
         messages = messages.where(born < wanted.until_us)
     try:
-        where = asking.condition(session, wanted.where)
+        where = queries.condition(session, wanted.where)
         chosen = messages.where(where).select(*_COLUMNS, "day", born.alias("born_us"))
     except (AnalysisException, ParseException) as error:
         raise InvalidMessage(

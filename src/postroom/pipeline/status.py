@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from postroom.pipeline.ingest.segments import Turn, last_taken, sealed_segments, turn_of
 from postroom.pipeline.jobs import SOURCES
-from postroom.pipeline.segments import Turn, last_taken, sealed_segments, turn_of
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import Tables, rows_of
 

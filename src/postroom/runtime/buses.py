@@ -20,7 +20,7 @@ from postroom.errors import BusFull, InvalidMessage, StoreDamaged, TooMany
 from postroom.logs import busfile
 from postroom.message import BusMessage, Durability
 from postroom.runtime.agents import Identity
-from postroom.runtime.bodies import BUS_ANSWER_BYTES_MAX, NewBusMessage
+from postroom.runtime.schemas import BUS_ANSWER_BYTES_MAX, NewBusMessage
 from postroom.system.atomic import read_file, replace_file
 from postroom.system.diskspace import free_bytes
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from itertools import islice
 
 from postroom.contracts.tasks import ENDED_BELL, LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, Tasks
-from postroom.nudges.bell import QUIET_S
-from postroom.runtime.waiting import Waiting
+from postroom.nudges.notifier import QUIET_S
+from postroom.runtime.longpoll import LongPolls
 
 GATHER_S = 0.005  # one look for all tasks that end within this
 TASKS_A_LOOK = 500
@@ -23,7 +23,7 @@ Read = Callable[[Callable[[], set[str]]], Awaitable[set[str]]]
 class Endings:
     """The requests of a server that wait for tasks to end."""
 
-    def __init__(self, tasks: Tasks, read: Read, waiting: Waiting) -> None:
+    def __init__(self, tasks: Tasks, read: Read, waiting: LongPolls) -> None:
         self._tasks = tasks
         self._read = read
         self._waiting = waiting

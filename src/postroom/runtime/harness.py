@@ -22,8 +22,8 @@ from postroom.errors import HandleDead, InvalidMessage, PostroomError, Rejected,
 from postroom.message import Event
 from postroom.runtime.agents import Agents
 from postroom.runtime.executions import CONCURRENCY_MAX, Executions
-from postroom.runtime.journal import Journal, where
 from postroom.runtime.nudger import NUDGE_TIMEOUT_S, Nudger
+from postroom.runtime.server_log import ServerLog, where
 from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.system.atomic import read_file, replace_file
 from postroom.system.clock import Clock, SystemClock
@@ -191,7 +191,7 @@ class Harness:
         concurrency: int = 1,
         in_order: bool = False,
         clock: Clock | None = None,
-        journal: Journal | None = None,
+        journal: ServerLog | None = None,
     ) -> None:
         if type(concurrency) is not int or not 1 <= concurrency <= CONCURRENCY_MAX:
             raise InvalidMessage(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")

@@ -48,7 +48,22 @@ from postroom.errors import (
 )
 from postroom.message import Durability
 from postroom.runtime.agents import Agents
-from postroom.runtime.bodies import (
+from postroom.runtime.buses import BUS_BYTES_MAX, Buses
+from postroom.runtime.handlers import (
+    JSON_TYPE,
+    NOTHING,
+    OPERATORS_ONLY,
+    Call,
+    Gone,
+    Handler,
+    Refusal,
+    Reply,
+    TaskHandlers,
+)
+from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
+from postroom.runtime.listener import CONNECTION, Listener, listener_config
+from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
+from postroom.runtime.schemas import (
     BUS_POST_BYTES_MAX,
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
@@ -79,22 +94,7 @@ from postroom.runtime.bodies import (
     StatusAnswer,
     TaskAnswer,
 )
-from postroom.runtime.buses import BUS_BYTES_MAX, Buses
-from postroom.runtime.desk import (
-    JSON_TYPE,
-    NOTHING,
-    OPERATORS_ONLY,
-    Call,
-    Desk,
-    Gone,
-    Handler,
-    Refusal,
-    Reply,
-)
-from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
-from postroom.runtime.journal import Journal, JournalHandler, where
-from postroom.runtime.listener import CONNECTION, Listener, listener_config
-from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
+from postroom.runtime.server_log import ServerLog, ServerLogHandler, where
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
@@ -163,7 +163,7 @@ class Endpoint:
         desk.requests[self.route.path, reply.status] += 1
         await _send(send, reply)
 
-    async def _answer(self, desk: Desk, call: Call) -> Reply | None:
+    async def _answer(self, desk: TaskHandlers, call: Call) -> Reply | None:
         if not self.route.is_open:
             self._identify(desk, call)
         body = await _read_body(desk, call, self._body_bytes_max)
@@ -175,7 +175,7 @@ class Endpoint:
         handler: Handler = getattr(desk, self._handler)
         return await handler(call)
 
-    def _identify(self, desk: Desk, call: Call) -> None:
+    def _identify(self, desk: TaskHandlers, call: Call) -> None:
         scheme, _, token = call.header(b"authorization").partition(" ")
         call.token = token.strip()
         identity = desk.agents.identify(call.token) if scheme.lower() == "bearer" else None
@@ -207,7 +207,7 @@ class Endpoint:
                 return field_fault(first, "the body", self.route.bodies[0])
         return field_fault(error, "the body", self.route.bodies[-1])
 
-    def _refuse(self, desk: Desk, call: Call, error: BaseException) -> Reply:
+    def _refuse(self, desk: TaskHandlers, call: Call, error: BaseException) -> Reply:
         reply = _refusal(error)
         facts = {
             "route": self.route.path,
@@ -249,7 +249,7 @@ def _decode_query(query: bytes, kind: type) -> Any:
         raise InvalidMessage(field_fault(error, "the query", kind)) from None
 
 
-async def _read_body(desk: Desk, call: Call, bytes_max: int) -> bytes:
+async def _read_body(desk: TaskHandlers, call: Call, bytes_max: int) -> bytes:
     """The whole body. Also where none is wanted: a request is acted on when it has arrived in full."""
     pieces: list[bytes] = []
     size = 0
@@ -478,7 +478,7 @@ class TasksApp(Starlette):
     """All routes. Those that are called thousands of times a second are found without a search."""
 
     def __init__(self, opened: Callable[["TasksApp"], Any]) -> None:
-        self._desk: Desk | None = None
+        self._desk: TaskHandlers | None = None
         served = [(entry.route, self._endpoint(entry)) for entry in ROUTES]
         served.append((OPENAPI, self._endpoint(_Served(OPENAPI, "openapi"))))
         self._direct = {
@@ -508,14 +508,14 @@ class TasksApp(Starlette):
         )
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> TaskHandlers:
         """What the routes share; there is none before the start."""
         if self._desk is None:
             raise Unavailable("the server has not started")
         return self._desk
 
     @desk.setter
-    def desk(self, desk: Desk | None) -> None:
+    def desk(self, desk: TaskHandlers | None) -> None:
         self._desk = desk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -547,7 +547,7 @@ def create_app(
     execute: Execute | None = None,
     agents: Agents | None = None,
     harness: Harness | None = None,
-    journal: Journal | None = None,
+    journal: ServerLog | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
@@ -558,7 +558,7 @@ def create_app(
     `tasks` stays the caller's, who closes it.
     """
     agents = Agents(data) if agents is None else agents
-    journal = Journal() if journal is None else journal
+    journal = ServerLog() if journal is None else journal
     if harness is None:
         harness = Harness(
             tasks,
@@ -570,7 +570,9 @@ def create_app(
 
     @asynccontextmanager
     async def opened(app: TasksApp) -> AsyncIterator[None]:
-        desk = app.desk = Desk(tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal)
+        desk = app.desk = TaskHandlers(
+            tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal
+        )
         desk.openapi_json = app.openapi_json
         desk.lease_s_max = lease_s_max
         harness.start()
@@ -600,7 +602,7 @@ def serve(
     lease_s_max: float = LEASE_S_MAX,
     concurrency: int = 1,
     in_order: bool = False,
-    journal: Journal | None = None,
+    journal: ServerLog | None = None,
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
 ) -> None:
@@ -611,7 +613,7 @@ def serve(
     executed at the same time; with `in_order`, those of one agent one after the other.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
-    journal = Journal() if journal is None else journal
+    journal = ServerLog() if journal is None else journal
     with (
         _listen(host, port) as listening,
         _folder(data),
@@ -678,9 +680,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _as_lines(journal: Journal) -> Iterator[None]:
+def _as_lines(journal: ServerLog) -> Iterator[None]:
     """What libraries log becomes lines of the journal."""
-    handler = JournalHandler(journal)
+    handler = ServerLogHandler(journal)
     loggers = [logging.getLogger(name) for name in LIBRARY_LOGS]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

@@ -22,8 +22,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
-from postroom.runtime.bodies import ErrorAnswer
 from postroom.runtime.connections import Connections, allowed_connections
+from postroom.runtime.schemas import ErrorAnswer
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire
@@ -43,7 +43,7 @@ CONNECTION = "postroom.connection"
 """Where a request's scope has the connection that it came by, until that has shown a token."""
 
 
-class _Refused(Exception):
+class _BadRequest(Exception):
     """Stops the parser. The refusal has been sent already."""
 
 
@@ -163,31 +163,31 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._head_open:
             self._refuse(400, "BadRequest", "trailers behind a body are not taken here")
-            raise _Refused
+            raise _BadRequest
         if len(self.headers) >= HEADERS_MAX:
             self._refuse(431, "TooLong", f"a head of at most {HEADERS_MAX} headers is taken here")
-            raise _Refused
+            raise _BadRequest
         self._head_bytes += len(name) + len(value) + LINE_EXTRA_BYTES
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         elif name == b"transfer-encoding" and value.lower() != b"chunked":  # the parser refuses the rest
             self._refuse(400, "BadRequest", "no Transfer-Encoding but 'chunked' is taken here")
-            raise _Refused
+            raise _BadRequest
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._head_bytes += len(self.url)
         if self._head_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
-            raise _Refused
+            raise _BadRequest
         if self._identity is None:
             self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
         self._head_open = False
         if len(self.pipeline) > PIPELINED_MAX:
             self._leave_out()
-            raise _Refused
+            raise _BadRequest
 
     def _leave_out(self) -> None:
         """Too many requests wait: read no more. This one is refused when the others are answered."""

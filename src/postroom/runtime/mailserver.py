@@ -19,7 +19,7 @@ from time import time_ns
 import msgspec
 
 from postroom.contracts.mail.options import MailOptions
-from postroom.contracts.mail.room import Mailroom
+from postroom.contracts.mail.service import MailService
 from postroom.core.mailbox import Letter
 from postroom.errors import InvalidSetting, LockTimeout, Unavailable, UnsafePath, reason
 from postroom.logs import eventfiles
@@ -191,10 +191,10 @@ def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callab
     """Serve a data folder until SIGTERM or SIGINT. `ready` is told the port."""
     opened: list[EventLog] = []
 
-    def open_room(run_soon: RunSoon) -> Mailroom:
+    def open_room(run_soon: RunSoon) -> MailService:
         events = EventLog(data / eventfiles.GROWING, run_soon)
         try:
-            room = Mailroom(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
+            room = MailService(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
         except LockTimeout:
             raise FolderTaken(data) from None
         try:

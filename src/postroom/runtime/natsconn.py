@@ -27,7 +27,7 @@ SLICE_S = 0.005  # of a turn, for what one connection sent
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
-STALE_CONNECTION = "Stale Connection"
+STALE_CONNECTION = "Stale ServerConnection"
 INVALID_SUBJECT = "Invalid Subject"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
@@ -53,7 +53,7 @@ class Subscription:
 
     __slots__ = ("cost", "delivered", "group", "last", "link", "owned", "sid", "subject")
 
-    def __init__(self, link: "Connection", request: wire.Subscribe) -> None:
+    def __init__(self, link: "ServerConnection", request: wire.Subscribe) -> None:
         self.link = link
         self.subject = request.subject
         self.group = request.group
@@ -88,30 +88,30 @@ class Hub(Protocol):
     @property
     def needs_auth(self) -> bool: ...
 
-    def info_for(self, link: "Connection") -> bytes: ...
+    def info_for(self, link: "ServerConnection") -> bytes: ...
 
-    def joined(self, link: "Connection") -> str:
+    def joined(self, link: "ServerConnection") -> str:
         """Why there is no room for one more connection; empty when there is."""
 
-    def holds(self, link: "Connection", more: int) -> bool:
+    def holds(self, link: "ServerConnection", more: int) -> bool:
         """Count what has come of messages that are not complete; whether its address may have so much."""
 
-    def waits(self, link: "Connection", more: int) -> bool:
+    def waits(self, link: "ServerConnection", more: int) -> bool:
         """Count what a connection does not take at present; whether its client may have so much."""
 
-    def gave_up(self, link: "Connection") -> None:
+    def gave_up(self, link: "ServerConnection") -> None:
         """It gets nothing any more."""
 
-    def left(self, link: "Connection") -> None:
+    def left(self, link: "ServerConnection") -> None:
         """It is gone."""
 
-    def upgrade(self, link: "Connection", transport: asyncio.Transport) -> bool:
+    def upgrade(self, link: "ServerConnection", transport: asyncio.Transport) -> bool:
         """Say INFO and begin TLS, if it is wanted; whether it is."""
 
-    def admit(self, link: "Connection", options: wire.ConnectOptions | None) -> str:
+    def admit(self, link: "ServerConnection", options: wire.ConnectOptions | None) -> str:
         """Why it may not go on; empty when it may. None is for a connection that has not said CONNECT."""
 
-    def publish(self, link: "Connection", head: wire.Head, bodies: list[bytes]) -> int:
+    def publish(self, link: "ServerConnection", head: wire.Head, bodies: list[bytes]) -> int:
         """How many of them were taken: all, unless the connection's slice of the turn is over."""
 
     def subscribe(self, subscription: Subscription) -> str:
@@ -123,14 +123,14 @@ class Hub(Protocol):
 
     def literal(self, subject: bytes) -> tuple[Subscription, ...]: ...
 
-    def has_output(self, link: "Connection") -> None:
+    def has_output(self, link: "ServerConnection") -> None:
         """Write it out at the end of this turn."""
 
-    def has_room(self, link: "Connection") -> None:
+    def has_room(self, link: "ServerConnection") -> None:
         """What was backed up has gone out."""
 
 
-class Connection(asyncio.Protocol):
+class ServerConnection(asyncio.Protocol):
     """The protocol of one connection; to the room, a `Link`."""
 
     __slots__ = (

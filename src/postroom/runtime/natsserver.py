@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import Any
 
 from postroom.contracts.mail import Room
-from postroom.contracts.mail.isolation import attempt
 from postroom.core import natswire as wire
 from postroom.core.subjects import Subscriptions, has_wildcard
 from postroom.errors import Unavailable
@@ -32,7 +31,7 @@ from postroom.runtime.natsconn import (
     TOO_MANY_CONNECTIONS,
     TOO_MANY_LOGINS,
     TOO_MANY_SUBSCRIPTIONS,
-    Connection,
+    ServerConnection,
     Subscription,
 )
 from postroom.runtime.natsoptions import (
@@ -49,6 +48,7 @@ from postroom.runtime.natsoptions import (
     client_of,
     network_of,
 )
+from postroom.system.callbacks import attempt
 
 PROTOCOL_VERSION = "2.10.0"  # clients compare it: the nats-server whose core protocol this is
 BACKLOG = 1024
@@ -72,7 +72,7 @@ class NatsServer:
         self._client_pending_bytes_max = max(CLIENT_PENDING_BYTES_MAX, options.pending_bytes_max)
         self.needs_auth = options.needs_auth
         self.port = options.port
-        self.connections: set[Connection] = set()
+        self.connections: set[ServerConnection] = set()
         self._room = room
         self._subscriptions: Subscriptions[Subscription] = Subscriptions()
         self.match = self._subscriptions.match
@@ -91,8 +91,8 @@ class NatsServer:
         self._logins: dict[str, int] = {}
         """Addresses to how many of their connections have not logged in."""
         self._turns = 0  # which member of a queue group is next
-        self._dirty: list[Connection] = []
-        self._publishers: set[Connection] = set()
+        self._dirty: list[ServerConnection] = []
+        self._publishers: set[ServerConnection] = set()
         """Who gave the room something in this turn."""
         self._turn_open = False
         self._flushing: asyncio.Task[None] | None = None
@@ -199,11 +199,11 @@ class NatsServer:
 
     # ---- connections -----------------------------------------------------------------------------------
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> ServerConnection:
         self._numbers += 1
-        return Connection(self, self._numbers)
+        return ServerConnection(self, self._numbers)
 
-    def joined(self, link: Connection) -> str:
+    def joined(self, link: ServerConnection) -> str:
         link.network = network_of(link.peer_address)
         client = client_of("", link.network)
         if self._lame or len(self.connections) >= self.options.connections_max or not self._has_share(client):
@@ -225,7 +225,7 @@ class NatsServer:
         if not self._shares[client]:
             del self._shares[client]
 
-    def _move_share(self, link: Connection, client: str) -> bool:
+    def _move_share(self, link: ServerConnection, client: str) -> bool:
         """Count a connection against who logged in, and no longer its address; whether there is room."""
         if not self._has_share(client):
             return False
@@ -234,7 +234,7 @@ class NatsServer:
         self._count_for(link, client)
         return True
 
-    def _may_log_in(self, link: Connection) -> bool:
+    def _may_log_in(self, link: ServerConnection) -> bool:
         """Whether its address has few connections that have not logged in; this one is counted then."""
         count = self._logins.get(link.network, 0)
         if count >= LOGINS_MAX:
@@ -249,17 +249,17 @@ class NatsServer:
         if left > 0:
             self._logins[address] = left
 
-    def _expect_admitted(self, link: Connection) -> None:
+    def _expect_admitted(self, link: ServerConnection) -> None:
         if not link.admitted and not link.is_closing:
             link.fail(AUTHENTICATION_TIMEOUT)
 
-    def holds(self, link: Connection, more: int) -> bool:
+    def holds(self, link: ServerConnection, more: int) -> bool:
         return _add(self._unfinished, link.network, more) <= UNFINISHED_BYTES_MAX
 
-    def waits(self, link: Connection, more: int) -> bool:
+    def waits(self, link: ServerConnection, more: int) -> bool:
         return _add(self._waiting, link.client, more) <= self._client_pending_bytes_max
 
-    def gave_up(self, link: Connection) -> None:
+    def gave_up(self, link: ServerConnection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
                 self._subscriptions.remove(subscription.subject, subscription)
@@ -270,14 +270,14 @@ class NatsServer:
         if self._room is not None:
             attempt(self._room.closed, link)
 
-    def left(self, link: Connection) -> None:
+    def left(self, link: ServerConnection) -> None:
         if link in self.connections:
             self.connections.remove(link)
             self._end_share(link.client)
         if not self.connections:
             self._empty.set()
 
-    def info_for(self, link: Connection) -> bytes:
+    def info_for(self, link: ServerConnection) -> bytes:
         facts: dict[str, Any] = {
             "server_id": self._identity,
             "server_name": "postroom",
@@ -298,14 +298,14 @@ class NatsServer:
             facts["ldm"] = True
         return wire.info(facts)
 
-    def upgrade(self, link: Connection, transport: asyncio.Transport) -> bool:
+    def upgrade(self, link: ServerConnection, transport: asyncio.Transport) -> bool:
         if self.options.tls is None or self.options.tls_first:
             return False
         self._keep(self._start_tls(link, transport, self.options.tls))
         return True
 
     async def _start_tls(
-        self, link: Connection, transport: asyncio.Transport, context: ssl.SSLContext
+        self, link: ServerConnection, transport: asyncio.Transport, context: ssl.SSLContext
     ) -> None:
         # A client speaks when it has read INFO. From here to the new protocol nothing lets the loop read, so
         # that TLS gets its first byte.
@@ -327,7 +327,7 @@ class NatsServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def admit(self, link: Connection, options: wire.ConnectOptions | None) -> str:
+    def admit(self, link: ServerConnection, options: wire.ConnectOptions | None) -> str:
         user = self.options.user_of(options or wire.ConnectOptions())
         if user is None:
             return AUTHORIZATION_VIOLATION
@@ -339,7 +339,7 @@ class NatsServer:
         link.user, link.admitted = user, True
         return ""
 
-    def _count_for(self, link: Connection, client: str) -> None:
+    def _count_for(self, link: ServerConnection, client: str) -> None:
         """From here on a connection counts against this client."""
         for counts, held in (
             (self._waiting, link.waiting_bytes),
@@ -371,7 +371,7 @@ class NatsServer:
             self._count_subscription(link, -subscription.cost)
         return refusal or ""
 
-    def _count_subscription(self, link: Connection, cost: int) -> None:
+    def _count_subscription(self, link: ServerConnection, cost: int) -> None:
         link.subscription_bytes += cost
         _add(self._subscribed, link.client, cost)
 
@@ -389,7 +389,7 @@ class NatsServer:
         text = subject.decode("utf-8", "replace")
         return text if self._room.owns(text) else None
 
-    def publish(self, link: Connection, head: wire.Head, bodies: list[bytes]) -> int:
+    def publish(self, link: ServerConnection, head: wire.Head, bodies: list[bytes]) -> int:
         if self._room is not None:
             text = self._owned(head.subject)
             if text is not None:
@@ -403,7 +403,7 @@ class NatsServer:
         return len(bodies)
 
     def _deliver_to_each(
-        self, link: Connection, each: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
+        self, link: ServerConnection, each: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
     ) -> int:
         """All bodies to all subscriptions; gives how many these are."""
         receivers = 0
@@ -432,7 +432,7 @@ class NatsServer:
             link.drop(subscription)
 
     def _deliver_to_one(
-        self, link: Connection, members: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
+        self, link: ServerConnection, members: tuple[Subscription, ...], head: wire.Head, bodies: list[bytes]
     ) -> int:
         """Each body to one member of a queue group, by turns; gives whether there is a member."""
         able = [each for each in members if (link.echo or each.link is not link) and not each.link.is_closing]
@@ -456,7 +456,7 @@ class NatsServer:
         return 1
 
     @staticmethod
-    def _say_no_responders(link: Connection, head: wire.Head, times: int) -> None:
+    def _say_no_responders(link: ServerConnection, head: wire.Head, times: int) -> None:
         headers = wire.NO_RESPONDERS % head.subject
         reply = head.reply.decode("utf-8", "surrogateescape")
         for _ in range(times):
@@ -464,7 +464,9 @@ class NatsServer:
 
     # ---- the room --------------------------------------------------------------------------------------
 
-    def _give_to_room(self, link: Connection, subject: str, head: wire.Head, bodies: list[bytes]) -> int:
+    def _give_to_room(
+        self, link: ServerConnection, subject: str, head: wire.Head, bodies: list[bytes]
+    ) -> int:
         """Gives how many bodies there was time for, at least one."""
         room = self._room
         assert room is not None  # noqa: S101 - for the types: it owns the subject
@@ -487,11 +489,11 @@ class NatsServer:
         self._open_turn()
         return taken
 
-    def has_output(self, link: Connection) -> None:
+    def has_output(self, link: ServerConnection) -> None:
         self._dirty.append(link)
         self._open_turn()
 
-    def has_room(self, link: Connection) -> None:
+    def has_room(self, link: ServerConnection) -> None:
         if self._room is not None and not link.is_closing:
             self._room.drained(link)
 
@@ -519,7 +521,7 @@ class NatsServer:
         if behind is not None:
             self._flushing = self._keep(self._await_flush(behind, publishers))
 
-    async def _await_flush(self, behind: Awaitable[None], publishers: set[Connection]) -> None:
+    async def _await_flush(self, behind: Awaitable[None], publishers: set[ServerConnection]) -> None:
         """The room is behind: read nothing more from those who gave it something, until it is not."""
         for link in publishers:
             link.pause_reading()

@@ -65,7 +65,7 @@ class Nudge(NamedTuple):
     task_id: str
 
 
-class Refused(Exception):
+class NudgeRefused(Exception):
     """A target that must not be spoken to."""
 
 
@@ -191,17 +191,19 @@ class Nudger:
             connection.sendall(_request(target, task_id))
             status = _status(connection, deadline)
         if not 200 <= status < 300:  # noqa: PLR2004 - what HTTP calls success
-            raise Refused(f"the agent answered {status}")
+            raise NudgeRefused(f"the agent answered {status}")
 
     def resolve(self, target: Target) -> str:
-        """The one address that is spoken to. Raises `Refused` when it must not be."""
+        """The one address that is spoken to. Raises `NudgeRefused` when it must not be."""
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
         if target.host not in self._allowed:
             for address in addresses:
                 # All of them: who answers with a public and a private one is up to something.
                 if not is_public(ipaddress.ip_address(address.partition("%")[0])):
-                    raise Refused(f"{target.host} is at {address}, which is not public, and not on the list")
+                    raise NudgeRefused(
+                        f"{target.host} is at {address}, which is not public, and not on the list"
+                    )
         return addresses[0]
 
     def close(self) -> None:
@@ -246,7 +248,7 @@ def _status(connection: socket.socket, deadline: float) -> int:
         line += piece
     found = _STATUS.match(line)
     if found is None:
-        raise Refused("the agent did not answer in HTTP")
+        raise NudgeRefused("the agent did not answer in HTTP")
     return int(found[1])
 
 
@@ -258,4 +260,4 @@ def _left_s(deadline: float) -> float:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, (Refused, InvalidMessage)) else type(error).__name__
+    return str(error) if isinstance(error, (NudgeRefused, InvalidMessage)) else type(error).__name__

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from postroom.runtime.bodies import ErrorAnswer, Id, Name, NoQuery
+from postroom.runtime.schemas import ErrorAnswer, Id, Name, NoQuery
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

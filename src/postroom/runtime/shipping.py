@@ -22,7 +22,7 @@ from postroom.sinks.chain import NO_HASH, read_chain
 from postroom.sinks.cipher import Cipher
 from postroom.sinks.heads import Head, fault_of, head_path, note_head, noted_head, stream_of
 from postroom.sinks.layout import STREAM
-from postroom.sinks.reading import Segments
+from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.segments import SegmentSink
 from postroom.sinks.shipper import Shipper

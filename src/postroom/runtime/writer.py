@@ -54,7 +54,7 @@ class _Asked(msgspec.Struct, frozen=True):
     """What it counts in a commit, in bytes."""
 
 
-class _Job(msgspec.Struct, frozen=True):
+class _Request(msgspec.Struct, frozen=True):
     """A call and who waits for what it gives. The claims of many who ask alike are one call."""
 
     call: Call
@@ -205,23 +205,23 @@ class Writer:
         return outcomes
 
 
-def _jobs(asked: list[_Asked]) -> list[_Job]:
+def _jobs(asked: list[_Asked]) -> list[_Request]:
     """Calls as they came, and claims on equal terms put together."""
-    jobs: list[_Job] = []
+    jobs: list[_Request] = []
     claims: dict[Claim, list[_Asked]] = {}
     for one in asked:
         if isinstance(one.wish, Claim):
             claims.setdefault(replace(one.wish, limit=0), []).append(one)
         else:
-            jobs.append(_Job(one.wish, (one,)))
+            jobs.append(_Request(one.wish, (one,)))
     for terms, alike in claims.items():
         jobs += _claims(terms, alike)
     return jobs
 
 
-def _claims(terms: Claim, asked: list[_Asked]) -> list[_Job]:
+def _claims(terms: Claim, asked: list[_Asked]) -> list[_Request]:
     """As few claims as hold what all of those who ask alike want."""
-    jobs: list[_Job] = []
+    jobs: list[_Request] = []
     alike: list[_Asked] = []
     limits: list[int] = []
     for one in asked:
@@ -235,12 +235,12 @@ def _claims(terms: Claim, asked: list[_Asked]) -> list[_Job]:
     return jobs
 
 
-def _claim(terms: Claim, asked: list[_Asked], limits: list[int]) -> _Job:
+def _claim(terms: Claim, asked: list[_Asked], limits: list[int]) -> _Request:
     together = replace(terms, limit=sum(limits))
-    return _Job(lambda operations: operations.claim(together), tuple(asked), tuple(limits))
+    return _Request(lambda operations: operations.claim(together), tuple(asked), tuple(limits))
 
 
-def _shares(job: _Job, outcome: Any) -> list[Any]:
+def _shares(job: _Request, outcome: Any) -> list[Any]:
     """What each of those who wait gets: who asked first is served first."""
     if isinstance(outcome, Exception):
         return [outcome] * len(job.asked)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom.pipeline import jobs
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.tables import Tables
 from tests.spark.cluster import do_at
 from tests.spark.commands import Done, in_its_own_process

@@ -32,7 +32,7 @@ from postroom.pipeline.declarative import (
     write_project,
 )
 from postroom.pipeline.declarative.__main__ import main
-from postroom.pipeline.transforms.gold import GOLD
+from postroom.pipeline.gold.tables import GOLD
 from tests.spark.conftest import TablesOf
 
 

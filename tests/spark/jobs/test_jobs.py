@@ -19,13 +19,13 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline import finding, jobs
-from postroom.pipeline.generate import generate
+from postroom.pipeline import file_index, jobs
+from postroom.pipeline.generator.generate import generate
+from postroom.pipeline.gold.tables import FORM, GOLD
+from postroom.pipeline.ingest.segments import HASH, sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.segments import HASH, sealed_segments
 from postroom.pipeline.session import AWAITED, LOCAL_SHUFFLE_PARTITIONS, in_pool
 from postroom.pipeline.tables import RENAMED, Tables, Txn
-from postroom.pipeline.transforms.gold import FORM, GOLD
 from postroom.sinks.layout import STREAM
 from tests.spark.commands import begun
 from tests.spark.conftest import TablesOf
@@ -432,7 +432,7 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
     assert (len(files), len({Path(file.path).name for file in files})) == (2, 1)
     wanted = rows.where("message_id = '1'").select("message_id")
     with ExitStack() as ids:
-        [held] = finding.holding(spark, tables, "silver_messages", finding.wanted(wanted, ids))
+        [held] = file_index.holding(spark, tables, "silver_messages", file_index.wanted(wanted, ids))
     assert held.partition == {"day": "2025-01-02"}
 
 

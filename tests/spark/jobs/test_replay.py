@@ -16,9 +16,9 @@ from postroom.contracts.feeds import set_outbox
 from postroom.contracts.task_input import KEY_CHARS_MAX
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.replay import Wanted, replay
-from postroom.pipeline.submitting import Message, Submitter, is_fit
+from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.submission import Message, Submitter, is_fit
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import silver
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.cipher import add_key
@@ -192,7 +192,7 @@ def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: 
 
 SUBMIT = """
 import sys
-from postroom.pipeline.submitting import Message, Submitter
+from postroom.pipeline.submission import Message, Submitter
 with Submitter(sys.argv[1], "r1") as submitter:
     for number in range(400):
         submitter.submit([Message(f"m{number}", "ada", str(number))])

@@ -10,10 +10,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom import Bus, Queue, Tasks
-from postroom.pipeline.filters import bounds_of, condition_of
+from postroom.pipeline.ingest.filters import bounds_of, condition_of
+from postroom.pipeline.ingest.source import register
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.source import register
-from postroom.pipeline.submitting import Message, Submitter
+from postroom.pipeline.submission import Message, Submitter
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.spark.stories import events_in

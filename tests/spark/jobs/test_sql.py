@@ -10,7 +10,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidMessage
-from postroom.pipeline import asking
+from postroom.pipeline import queries
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.replay import Wanted, selection
 from tests.crash.attack_pipeline import QUESTIONS, Trap, attack, attacks
@@ -51,7 +51,7 @@ def test_the_session_of_queries_writes_nothing_and_reads_no_file_by_its_path(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """Also when a statement gets past the check."""
-    session = asking.read_only(spark)
+    session = queries.read_only(spark)
     with pytest.raises(Exception, match="FileCommitProtocol"):
         session.sql(f"INSERT OVERWRITE DIRECTORY '{tmp_path / 'place'}' USING csv SELECT 1")
     assert not (tmp_path / "place").exists()
@@ -104,13 +104,13 @@ def test_every_function_of_the_list_is_one_of_spark(spark: SparkSession) -> None
         str(registry.listFunction().mkString(","))
         for registry in (state.functionRegistry(), state.tableFunctionRegistry())
     )
-    assert asking.functions() <= {name.removeprefix("system.builtin.") for name in names.split(",")}
+    assert queries.functions() <= {name.removeprefix("system.builtin.") for name in names.split(",")}
 
 
 def test_a_query_with_too_many_parts_is_refused(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "PLAN_NODES_MAX", 100)
+    monkeypatch.setattr(queries, "PLAN_NODES_MAX", 100)
     with pytest.raises(InvalidMessage, match="the query has more than 100 parts"):
-        asking.checked(spark, "SELECT " + ", ".join(map(str, range(200))), NO_TABLES)
+        queries.checked(spark, "SELECT " + ", ".join(map(str, range(200))), NO_TABLES)
 
 
 def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark: SparkSession) -> None:
@@ -120,7 +120,7 @@ def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark:
         "SELECT 'silver_spans'": set(),
         "SHOW TABLES": set(names),
     }.items():
-        assert asking.checked(spark, query, names).tables == opened
+        assert queries.checked(spark, query, names).tables == opened
 
 
 def test_sql_has_no_remote(tables_of: TablesOf, commands: Commands) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.report import write_report
+from postroom.pipeline.report.queries import write_report
 from postroom.pipeline.tables import Tables
 from tests.spark.stories import happened, write_segment
 

@@ -10,18 +10,19 @@ import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from postroom.core import lives
+from postroom.core import message_checker
 from postroom.core.events import AuditEvent, event_id, to_line
-from postroom.core.history import History, Violation
+from postroom.core.history_checker import History, Violation
 from postroom.pipeline import check as checking
-from postroom.pipeline import departed, smallcheck
+from postroom.pipeline import small_check
 from postroom.pipeline.check import RULES, Sample, Verdict, check, check_tables
-from postroom.pipeline.departed import departing, holes_between, merged
-from postroom.pipeline.generate import FAULTS, generate
+from postroom.pipeline.generator.generate import FAULTS, generate
+from postroom.pipeline.retention import departures
+from postroom.pipeline.retention.departures import departing, holes_between, merged
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.smallcheck import check_small, is_small
+from postroom.pipeline.small_check import check_small, is_small
 from postroom.pipeline.tables import Tables
-from postroom.sinks.reading import Place, Segments
+from postroom.sinks.reader import Segments, StreamPosition
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.stories import events_in
@@ -91,7 +92,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
         Sample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
         for row in map(json.loads, done.stdout.splitlines())
     ]
-    events = [event for block, _ in Segments(folder).after(Place(0, 0)) for event in block]
+    events = [event for block, _ in Segments(folder).after(StreamPosition(0, 0)) for event in block]
     assert told(samples) == told(by_the_core(events))
     assert {one.rule for one in samples} == set(RULES)
     assert f"{len(samples)} violations in" in done.stderr
@@ -118,14 +119,14 @@ def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
     shutil.copytree(tables_of(faults=True)[1].folder, folder)
     done = commands("check", "--tables", folder)
     assert "starting Spark" not in done.stderr
-    monkeypatch.setattr(smallcheck, "SMALL_EVENTS", 10)
+    monkeypatch.setattr(small_check, "SMALL_EVENTS", 10)
     by_spark = commands("check", "--tables", folder)
     assert "starting Spark" in by_spark.stderr
     assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
     monkeypatch.undo()
     tables = Tables(folder)
     gone = departing(tables.read(spark, "silver_events").where("seq < 5"))
-    tables.replace(departed.TABLE, merged(gone))
+    tables.replace(departures.TABLE, merged(gone))
     assert not is_small(Tables(folder))
 
 
@@ -153,7 +154,7 @@ def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
             kind = "enqueued" if any(event.message_id == message_id for event in events) else kind
         if kind == "deleted" and name in forgotten:  # once
             kind = "heartbeat"
-        if kind in lives.ENDS:
+        if kind in message_checker.ENDS:
             over.add(name)
             forgotten |= {name} if kind == "deleted" else set()
         elif kind in ("created", "dequeued", "replayed"):
@@ -210,7 +211,7 @@ def test_two_events_of_one_number_are_found_beside_honest_repeats(
 
 
 def test_what_is_judged_is_what_the_core_judges() -> None:
-    assert set(checking._JUDGED) == set(lives.Lives._judges)
+    assert set(checking._JUDGED) == set(message_checker.Lives._judges)
 
 
 # ---- what `retain` let leave -----------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
 def test_runs_of_numbers_become_one_and_end_with_their_block(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departed, "BLOCK", 8)
+    monkeypatch.setattr(departures, "BLOCK", 8)
     events = [event for n in range(1, 21, 4) if n != 13 for event in life(f"m{n}", [*range(n, n + 4)], *DONE)]
     rows = rows_of_events(spark, events, tmp_path / "events")
     runs = merged(departing(rows))

@@ -17,8 +17,10 @@ from pyspark.sql import SparkSession
 
 from postroom.contracts.tasks import DECISIONS
 from postroom.core.events import AuditEvent, event_id, to_line
-from postroom.pipeline import report
-from postroom.pipeline.html.facts import (
+from postroom.pipeline.gold import tables as gold
+from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.report import queries
+from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
@@ -31,11 +33,12 @@ from postroom.pipeline.html.facts import (
     Spender,
     Suspect,
 )
-from postroom.pipeline.html.findings import findings
-from postroom.pipeline.html.flames import Profile, speedscope, tree
-from postroom.pipeline.html.page import POLICY, page
-from postroom.pipeline.html.plots import Stretch, area
-from postroom.pipeline.html.words import (
+from postroom.pipeline.report.findings import findings
+from postroom.pipeline.report.flames import Profile, speedscope, tree
+from postroom.pipeline.report.page import POLICY, page
+from postroom.pipeline.report.plots import Stretch, area
+from postroom.pipeline.report.queries import UNNAMED, Reading, goal_of, step_of, write_report
+from postroom.pipeline.report.words import (
     DAY_US,
     HOUR_US,
     MICROS_PER_S,
@@ -48,10 +51,7 @@ from postroom.pipeline.html.words import (
     share,
     width,
 )
-from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.report import UNNAMED, Reading, goal_of, step_of, write_report
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import gold
 from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
@@ -229,7 +229,7 @@ def drawn(
 
     words = ("--tables", tables.folder, "--out", out, "--speedscope", goals, "--target", "P0=10ms")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_report", noted)
+        patch.setattr(queries, "write_report", noted)
         done = commands("report", *words, "--json")
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["messages"] == known[0].messages

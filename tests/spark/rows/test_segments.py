@@ -7,8 +7,8 @@ import pytest
 
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
-from postroom.pipeline import segments
-from postroom.pipeline.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.pipeline.ingest import segments
+from postroom.pipeline.ingest.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain

@@ -10,13 +10,14 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline import finding, placing
+from postroom.pipeline import file_index
+from postroom.pipeline.ingest.redaction import redacted
+from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.redacting import redacted
-from postroom.pipeline.segments import sealed_segments
+from postroom.pipeline.silver import span_tree, spans
+from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.joins import sent
 from postroom.pipeline.tables import Tables
-from postroom.pipeline.transforms import silver, spans
-from postroom.pipeline.transforms.joining import sent
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import expected, oracle, stored
 from tests.spark.plainrows import all_rows
@@ -56,8 +57,8 @@ def test_late_repeated_and_shuffled_lines_end_in_the_same_tables(
     other = Tables(tmp_path / "tables")
     for number, wanted in enumerate((True, False), 1):
         if not wanted:
-            monkeypatch.setattr(finding, "BROADCAST_IDS_MAX", 0)
-            monkeypatch.setattr(placing, "BROADCAST_NODES_MAX", 0)
+            monkeypatch.setattr(file_index, "BROADCAST_IDS_MAX", 0)
+            monkeypatch.setattr(span_tree, "BROADCAST_NODES_MAX", 0)
         chosen = [text for text, is_early in zip(lines, early, strict=True) if is_early == wanted]
         write_segment(tmp_path / "events", number, chosen)
         Pipeline(spark, other).run(tmp_path / "events")

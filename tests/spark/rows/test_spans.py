@@ -6,8 +6,8 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.transforms import spans
-from postroom.pipeline.transforms.spans import DEPTH_MAX, PLACE
+from postroom.pipeline.silver import spans
+from postroom.pipeline.silver.spans import DEPTH_MAX, PLACE
 
 Place = tuple[str | None, int | None, str | None]
 NOWHERE: Place = (None, None, None)

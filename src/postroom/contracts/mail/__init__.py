@@ -1,7 +1,7 @@
 """Mailboxes of the mq9 design: stored first, then pushed, gone when their time is over.
 
 The two sides of the seam to a server. The server has the sockets, the room has the mailboxes:
-`postroom.contracts.mail.room.Mailroom` is the one room, and a `Link` is one connection of a server.
+`postroom.contracts.mail.service.MailService` is the one room, and a `Link` is one connection of a server.
 
 Rule 1: every method is called on the server's loop and returns at once.
 Rule 2: nothing is pushed or answered before it is stored as its class says.

@@ -22,12 +22,12 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.mail import Link
-from postroom.contracts.mail.records import Agent
-from postroom.contracts.mail.shelves import Shelves
+from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core.mailbox import Account, size_of
-from postroom.core.mq9 import Refused
+from postroom.core.mq9 import Mq9Error
+from postroom.logs.mail_records import Agent
 
 AGENTS_MAX = 100_000
 CARD_BYTES_MAX = 64 << 10  # of a card with the last report and what the server adds
@@ -63,7 +63,7 @@ class _Entry:
 class Agents:
     """Who is there, and what each can do."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Mailboxes) -> None:
         self._shelves = shelves
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}  # a mailbox to its agent
@@ -142,7 +142,7 @@ class Agents:
         if given and hmac.compare_digest(_digest(given), agent.secret):
             return True
         if not self._is_holder(agent, link):
-            raise Refused(409, "the name belongs to another client: its secret is needed")
+            raise Mq9Error(409, "the name belongs to another client: its secret is needed")
         return False
 
     def _is_holder(self, agent: Agent, link: Link) -> bool:
@@ -157,7 +157,7 @@ class Agents:
         mailbox = card.get("mailbox")
         owner = self._agent(self._alias(mailbox)) or self._agent(mailbox)
         if owner is not None and owner.name != name and not self._is_holder(owner, link):
-            raise Refused(409, "the mailbox of this card belongs to another agent")
+            raise Mq9Error(409, "the mailbox of this card belongs to another agent")
 
     def _is_lapsed(self, agent: Agent) -> bool:
         return self._now_us() - agent.seen_us > HOLD_S * MICROS_PER_S
@@ -169,7 +169,7 @@ class Agents:
             agent = self._agent(found)
             if agent is not None:
                 return agent
-        raise Refused(404, "no such agent is registered")
+        raise Mq9Error(404, "no such agent is registered")
 
     def _agent(self, name: object) -> Agent | None:
         return self._shelves.agents[name] if isinstance(name, str) and name in self._entries else None
@@ -191,20 +191,20 @@ class Agents:
 
     def _check_limits(self, agent: Agent, card: dict[str, Any]) -> None:
         if len(agent.card) > CARD_BYTES_MAX:
-            raise Refused(400, f"a card has at most {CARD_BYTES_MAX} bytes, with its last report")
+            raise Mq9Error(400, f"a card has at most {CARD_BYTES_MAX} bytes, with its last report")
         entry = self._entries.get(agent.name)
         if entry is None and len(self._entries) >= AGENTS_MAX:
-            raise Refused(429, f"there are {AGENTS_MAX} agents, which is the limit")
+            raise Mq9Error(429, f"there are {AGENTS_MAX} agents, which is the limit")
         account, quota = self._shelves.accounts[agent.client], self._shelves.options.client_quota_agents
         is_own = entry is not None and entry.account is account
         if quota and not is_own and account.agents >= quota:
-            raise Refused(429, f"this client has registered {quota} agents, which is its quota")
+            raise Mq9Error(429, f"this client has registered {quota} agents, which is its quota")
         cost = _cost(agent.card, _card_words(card))
         freed = entry.cost if entry is not None else 0
         if self._cost + cost - freed > CARDS_BYTES_MAX:
-            raise Refused(429, f"the cards of all agents cost {CARDS_BYTES_MAX} bytes, which is the limit")
+            raise Mq9Error(429, f"the cards of all agents cost {CARDS_BYTES_MAX} bytes, which is the limit")
         if account.card_bytes + cost - (freed if is_own else 0) > CLIENT_CARDS_BYTES_MAX:
-            raise Refused(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
+            raise Mq9Error(429, f"the cards of this client cost {CLIENT_CARDS_BYTES_MAX} bytes, its limit")
 
     def _add(self, agent: Agent, link: int) -> None:
         card = _decoded(agent.card)

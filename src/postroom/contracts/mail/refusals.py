@@ -6,8 +6,8 @@ Rule 2: a client that is refused again and again is told of a few times a second
 """
 
 from postroom.contracts.mail import Link
-from postroom.contracts.mail.shelves import Shelves
-from postroom.core.mq9 import Refused
+from postroom.contracts.mail.mailboxes import Mailboxes
+from postroom.core.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 
 EVENT_TEXT_CHARS_MAX = 200  # of a client's name and of the sentence that it was told
@@ -29,11 +29,11 @@ class _Second:
 class Refusals:
     """What is told of them, and how many are not."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Mailboxes) -> None:
         self._shelves = shelves
         self._seconds: dict[str, _Second] = {}  # by client, the earliest first
 
-    def tell(self, link: Link, error: Refused, kind: str, queue: str = "") -> None:
+    def tell(self, link: Link, error: Mq9Error, kind: str, queue: str = "") -> None:
         second = self._seconds.get(link.client)
         if second is None:
             second = self._seconds[link.client] = _Second(self._shelves.now_ns(), link.user)

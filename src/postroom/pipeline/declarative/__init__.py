@@ -23,16 +23,16 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DateType, StructField, StructType
 
 from postroom.errors import InvalidSetting
-from postroom.pipeline import redacting
+from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
 from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
-from postroom.pipeline.transforms import bronze, silver
-from postroom.pipeline.transforms.gold import GOLD
+from postroom.pipeline.silver import tables as silver
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from postroom.pipeline.transforms.goldtable import GoldTable
+    from postroom.pipeline.gold.declaration import GoldTable
 
 EVENTS_SETTING: Final = "spark.postroom.events"  # Spark hands over no setting that is not called so
 LEVEL_SETTING: Final = "spark.postroom.redaction"
@@ -112,7 +112,7 @@ def define(spark: "SparkSession") -> None:
     if level not in LEVELS:
         raise InvalidSetting(f"{LEVEL_SETTING} is {', '.join(LEVELS)}, and not {level!r}")
     # Here, because Spark wants to know the type of a function, and a definition may ask nothing.
-    columns = redacting.redacted(level)  # type: ignore[arg-type]
+    columns = redaction.redacted(level)  # type: ignore[arg-type]
     pipelines.temporary_view(name="lines")(named("lines", partial(arriving, spark, folder)))
     pipelines.table(name="bronze_events", partition_cols=list(bronze.PARTITIONS))(
         named("bronze_events", lambda: bronze.events(spark.readStream.table("lines")))

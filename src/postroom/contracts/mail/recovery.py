@@ -1,0 +1,151 @@
+"""Mailboxes and letters to records, and a log full of records back to what was alive."""
+
+from postroom.core.mailbox import RANKS, Account, Box, Letter, cost_of
+from postroom.logs.mail_records import (
+    Agent,
+    Extended,
+    Gone,
+    Opened,
+    Pulled,
+    Put,
+    PutRow,
+    Record,
+    Removed,
+    Started,
+)
+from postroom.system.clock import Clock
+
+NANOS_PER_US = 1_000
+
+
+def opened_record(box: Box) -> Opened:
+    return Opened(
+        box.serial,
+        box.mail_id,
+        box.public,
+        box.named,
+        box.desc,
+        box.ttl_s,
+        box.created_us,
+        box.expires_us,
+        box.creator,
+        box.account.client,
+    )
+
+
+def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
+    """Deadlines count on the steady clock here, and on the wall's in the log: that one survives a reboot."""
+    expires_us = due_us = 0
+    if letter.expires_ns or letter.due_ns:
+        shift_us = clock.wall_us() - clock.boot_ns() // NANOS_PER_US
+        expires_us = letter.expires_ns // NANOS_PER_US + shift_us if letter.expires_ns else 0
+        due_us = letter.due_ns // NANOS_PER_US + shift_us if letter.due_ns else 0
+    return Put(
+        box.serial,
+        letter.number,
+        letter.word,
+        letter.payload,
+        letter.headers,
+        letter.created_us,
+        expires_us,
+        due_us,
+        letter.key,
+        letter.tags,
+        letter.account.client,
+    )
+
+
+def letter_of(put: Put, account: Account, now_ns: int, now_us: int) -> Letter:
+    def steady(instant_us: int) -> int:
+        return max(1, now_ns + (instant_us - now_us) * NANOS_PER_US) if instant_us else 0
+
+    return Letter(
+        put.number,
+        put.word,
+        RANKS[put.word],
+        cost_of(len(put.payload) + len(put.headers), put.key, put.tags),
+        put.payload,
+        put.headers,
+        put.created_us,
+        durable=True,
+        account=account,
+        expires_ns=steady(put.expires_us),
+        due_ns=steady(put.due_us),
+        key=put.key,
+        tags=put.tags,
+    )
+
+
+class Found:
+    """What a log says, whatever the order it says it in."""
+
+    def __init__(self) -> None:
+        self.start = -1
+        self.opened: dict[int, Opened] = {}
+        self.extended: dict[int, Extended] = {}
+        self.gone: set[int] = set()
+        self.puts: dict[int, dict[int, Put]] = {}
+        self.removed: dict[int, set[int]] = {}
+        self.pulled: dict[int, dict[str, Pulled]] = {}
+        self.agents: dict[str, Agent] = {}
+
+    def take(self, record: Record) -> None:
+        match record:
+            case Put():
+                self.puts.setdefault(record.serial, {})[record.number] = record
+            case PutRow():
+                letters = self.puts.setdefault(record.serial, {})
+                letters.update((put.number, put) for put in record.puts())
+            case Removed():
+                self.removed.setdefault(record.serial, set()).update(record.numbers)
+            case Opened():
+                self.opened[record.serial] = record
+            case Gone():
+                self.gone.add(record.serial)
+                self.puts.pop(record.serial, None)
+            case Extended():
+                self._extend(record)
+            case Pulled():
+                self._pull(record)
+            case Agent():
+                known = self.agents.get(record.name, record)
+                self.agents[record.name] = max(known, record, key=lambda agent: agent.stamp)
+            case Started():
+                self.start = max(self.start, record.start)
+
+    def _extend(self, record: Extended) -> None:
+        known = self.extended.get(record.serial)
+        if known is None or not record.expires_us or 0 < known.expires_us < record.expires_us:
+            self.extended[record.serial] = record
+
+    def _pull(self, record: Pulled) -> None:
+        groups = self.pulled.setdefault(record.serial, {})
+        known = groups.get(record.group)
+        if known is None or known.turn < record.turn:
+            groups[record.group] = record
+        elif known.turn == record.turn:
+            through = [max(pair) for pair in zip(known.through, record.through, strict=True)]
+            known.done.extend(record.done)
+            client = known.client or record.client
+            groups[record.group] = Pulled(
+                record.serial, record.group, record.turn, through, known.done, client
+            )
+
+    def last_serial(self) -> int:
+        """The last that anything is said about: the record of its opening may be compacted away already."""
+        told = (self.opened, self.gone, self.puts, self.removed, self.extended, self.pulled)
+        return max((max(serials) for serials in told if serials), default=0)
+
+    def alive(self) -> list[Opened]:
+        """The mailboxes that are not gone, one for each name."""
+        newest: dict[str, Opened] = {}
+        for serial in sorted(self.opened):
+            if serial not in self.gone:
+                newest[self.opened[serial].mail_id] = self.opened[serial]
+        return list(newest.values())
+
+    def letters(self, serial: int) -> list[Put]:
+        """What is alive of a mailbox, in the order of the numbers."""
+        removed = self.removed.get(serial, set())
+        puts = self.puts.get(serial, {})
+        return [puts[number] for number in sorted(puts) if number not in removed]

@@ -1,0 +1,1 @@
+"""Generated histories, for tests and benchmarks."""

@@ -1,0 +1,480 @@
+"""The traffic of a generated history: goals, their trees of messages, and what becomes of each message.
+
+Rule 1: a message's life is settled when it is created. Creation goes by time, and nobody leaves a lane before
+        one who came earlier: so first deliveries are in order, and no queue has to be simulated.
+Rule 2: only what `core.lifecycle` allows happens. Faults are planted elsewhere.
+"""
+
+import heapq
+from typing import Final, NamedTuple
+
+import msgspec
+
+from postroom.pipeline.generator.feed import NOBODY, Feed, Names
+from postroom.pipeline.generator.messages import Goal, Message
+from postroom.pipeline.generator.world import (
+    MAX_RETRIES,
+    MAX_RETRIES_ELSE,
+    MODELS,
+    PROMOTE_AFTER_US,
+    SERVICES,
+    SOURCES,
+    Family,
+    World,
+)
+
+MS: Final = 1_000
+S: Final = 1_000_000
+MINUTE: Final = 60 * S
+HOUR: Final = 60 * MINUTE
+DAY_HOURS: Final = 24
+OFFICE_HOURS: Final = range(8, 20)
+WORKERS: Final = 32
+LEASE_US: Final = 30 * S
+HEARTBEAT_US: Final = 10 * S
+HEARTBEATS_MAX: Final = 4
+CHUNKS_MAX: Final = 6
+REQUESTS_A_GOAL_MAX: Final = 24
+PRIORITY_LOWEST: Final = 3
+RESPONSE_PRIORITY: Final = 1
+BREAKER_FAILURES: Final = 5
+BREAKER_OPEN_US: Final = 5 * MINUTE
+POISON_LAPSES: Final = 3
+NEVER_US: Final = 1 << 62
+NANOS: Final = 1_000_000_000
+MAX_RETRIES_ALL: Final = 99  # more than any message has
+RETRY_DELAY_S_MAX: Final = 600
+WAIT_US: Final = (2 * MS, 15 * MS, 60 * MS, 800 * MS)
+"""Means, by priority. In a rush they are much longer, and promotions follow."""
+RUSH: Final = 400
+WORK_US: Final = {"model_call": 2_500 * MS, "tool_call": 900 * MS, "agent_spawn": 4 * S}
+WORK_ELSE_US: Final = 40 * MS
+
+# How often, of what may happen.
+RUSHES: Final = 1 / 400
+OUTAGES: Final = 1 / 300
+PURGES: Final = 1 / 300
+REPEATED_CALLS: Final = 0.004
+STREAMED: Final = 0.25
+ACKNOWLEDGED: Final = 0.15
+FAILS_IN_OUTAGE: Final = 0.8
+REPLAYED: Final = 0.25
+MENDED: Final = 0.7
+TWO_CHILDREN: Final = 0.2
+OWN_AGENT: Final = 0.7
+
+_PRIORITIES: Final = (0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 1)
+
+
+class Due(NamedTuple):
+    """A request that will be created."""
+
+    ts_us: int
+    order: int
+    goal: Goal
+    parent: str
+    agent: str
+
+
+class Traffic:
+    """Creates messages one after the other, in the order of time, up to `limit`."""
+
+    def __init__(self, world: World, start_us: int, goal_gap_us: int, limit: int) -> None:
+        self.world = world
+        self.feeds = [Feed(name) for name in SOURCES]
+        self.now_us = start_us
+        self.limit = limit
+        self.made = 0
+        self._start_us = start_us
+        self._goal_gap_us = goal_gap_us
+        self._next_goal_us = start_us + world.wait_us(goal_gap_us)
+        self._agenda: list[Due] = []
+        self._order = 0
+        self._lanes: dict[tuple[str, str, int], int] = {}
+        self._outages: dict[tuple[str, str], int] = {}
+        self._failures: dict[tuple[str, str], int] = {}
+        self._broken_until_us: dict[tuple[str, str], int] = {}
+        self._rush_until_us = 0
+        self._workers = [f"w-{number:02}" for number in range(WORKERS)]
+
+    # ---- who comes next --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Create the next request, and settle its life."""
+        world = self.world
+        if self._agenda and self._agenda[0].ts_us <= self._next_goal_us:
+            due = heapq.heappop(self._agenda)
+            self.advance(due.ts_us)
+            self._request(due.goal, due.parent, due.agent)
+            return
+        self.advance(self._next_goal_us)
+        hour = (self.now_us - self._start_us) // HOUR % DAY_HOURS
+        pace = 2 if hour in OFFICE_HOURS else 5
+        self._next_goal_us = self.now_us + world.wait_us(self._goal_gap_us * pace // 3)
+        self._ups_and_downs()
+        goal = self.new_goal()
+        self._request(goal, "", goal.org.agents[world.below(len(goal.org.agents))])
+
+    def new_goal(self) -> Goal:
+        world = self.world
+        org = world.org()
+        budget = min(REQUESTS_A_GOAL_MAX, world.wait_us(3 * S) // S)
+        user = org.users[world.below(len(org.users))]
+        return Goal(f"g-{world.digits(12)}", world.digits(32), org, user, [budget])
+
+    def message(self, goal: Goal, parent: str, agent: str, kind: str, priority: int) -> Message:
+        """A request in its organisation's queue."""
+        world = self.world
+        self.made += 1
+        names = Names(self._message_id(self.now_us), parent, goal.trace_id)
+        queue = f"org_{goal.org.org_id}"
+        feed = self.feeds[goal.org.source]
+        return Message(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
+
+    def _message_id(self, ts_us: int) -> str:
+        """It begins with its time, so that ids are sorted by it; the rest is for those of one microsecond."""
+        return f"m-{ts_us:013x}{self.world.digits(8)}"
+
+    def worker(self) -> str:
+        return self._workers[self.world.bits(5)]
+
+    def advance(self, ts_us: int) -> None:
+        """No two requests are created at one time: that keeps lanes in order."""
+        self.now_us = max(self.now_us + 1, ts_us)
+
+    def _ups_and_downs(self) -> None:
+        world = self.world
+        now_us = self.now_us
+        if world.chance() < RUSHES:
+            self._rush_until_us = now_us + world.wait_us(20 * self._goal_gap_us + MINUTE)
+            for feed in self.feeds:
+                depth = 500 + world.bits(12)
+                tell(feed, now_us, "alert", f',"detail":{{"name":"queue_depth","depth":{depth}}}}}')
+        if world.chance() < OUTAGES:
+            place = SOURCES[world.below(len(SOURCES))], SERVICES[world.bits(3)]
+            self._outages[place] = now_us + world.wait_us(200 * self._goal_gap_us + 5 * MINUTE)
+            self._failures[place] = 0
+        if world.chance() < PURGES:
+            feed = self.feeds[world.below(len(self.feeds))]
+            tell(feed, now_us, "deleted", f',"detail":{{"records":{1 + world.bits(9)}}}}}')
+
+    # ---- a request ---------------------------------------------------------------------------------------
+
+    def _request(self, goal: Goal, parent: str, agent: str) -> None:
+        world = self.world
+        kind = world.request()
+        message = self.message(goal, parent, agent, kind, _PRIORITIES[world.bits(4)])
+        service = SERVICES[world.bits(3)] if kind == "tool_call" else ""
+        fate = world.fate()
+        if fate == "rejected" or (service and self._is_broken(message, service)):
+            self._refuse(message, service)
+            return
+        done_us = self._live(message, service, fate)
+        if done_us:
+            self._go_on(message, done_us)
+
+    def _is_broken(self, message: Message, service: str) -> bool:
+        return self._broken_until_us.get((message.feed.name, service), 0) > self.now_us
+
+    def _refuse(self, message: Message, service: str) -> None:
+        if service:
+            more = f',"error_type":"CircuitOpen","error":"{service} is out of order","service":"{service}"'
+        else:
+            more = ',"error_type":"QueueFull","error":"only P0 is accepted at present"'
+        told = f'"kind":"rejected",{message.told},"priority":{message.priority},{message.trace}{more}'
+        message.put((self.now_us, told, "}", message.names, None, False))
+
+    def _live(self, message: Message, service: str, fate: str) -> int:
+        """The way of a message; when it was completed, 0 for never."""
+        ready_us = self.accept(message, service, delayed=fate == "delayed")
+        t = self.depart(message, ready_us)
+        if fate in ("cancelled", "expired"):
+            message.say(t, fate, fate.upper())
+            return 0
+        waited_us = t - ready_us
+        match fate:
+            case "poison":
+                return self._poison(message, t, waited_us)
+            case "lapse" | "release":
+                t, waited_us = self._given_back(message, t, waited_us, fate)
+            case "cancelled while held":
+                worker = self.start(message, t, waited_us)
+                message.held(t + self.work_us(message), "cancelled", "CANCELLED", worker)
+                return 0
+            case "conflict" | "conflict that stays":
+                t = self._conflict(message, t, waited_us, fate)
+                if not t:
+                    return 0
+                waited_us = MS
+            case _:
+                pass
+        return self._work(message, t, waited_us, service, self._errors(message, service, fate))
+
+    def accept(self, message: Message, service: str = "", *, delayed: bool = False) -> int:
+        """Created and enqueued; gives when it can be claimed."""
+        world = self.world
+        t = self.now_us
+        payload, body_bytes = world.payloads[world.bits(9)]
+        sender = message.agent if message.names.parent_message_id else message.goal.user
+        more = f',"body_bytes":{body_bytes},"payload":{payload},"sender":"{sender}"'
+        if service:
+            more += f',"service":"{service}"'
+        if delayed:
+            delay_s = 1 + world.wait_us(15 * MINUTE) // S
+            message.created(t, more, delay_s)
+            message.say(t + delay_s * S, "enqueued", "QUEUED")
+            return t + delay_s * S
+        message.created(t, more)
+        if world.chance() < REPEATED_CALLS:
+            message.say(t + world.wait_us(MS), "duplicate", "QUEUED")
+        return t
+
+    def depart(self, message: Message, ready_us: int) -> int:
+        """When it is delivered first, after those before it in its lane. By waiting it may rise."""
+        mean_us = WAIT_US[message.priority] * (RUSH if self.now_us < self._rush_until_us else 1)
+        t = ready_us + self.world.wait_us(mean_us)
+        rises_us = ready_us + PROMOTE_AFTER_US[message.priority] if message.priority else NEVER_US
+        if ready_us == self.now_us:
+            lane = (message.queue, message.key, message.priority)
+            t = max(t, self._lanes.get(lane, 0) + 1)
+            self._lanes[lane] = min(t, rises_us)
+        while t >= rises_us:
+            before = message.priority
+            message.priority -= 1
+            message.say(rises_us, "promoted", "QUEUED", "", f',"detail":{{"from":{before}}}}}')
+            t = max(t, rises_us + 1)
+            rises_us = rises_us + PROMOTE_AFTER_US[message.priority] if message.priority else NEVER_US
+        return t
+
+    # ---- what can happen to it ---------------------------------------------------------------------------
+
+    def start(self, message: Message, t: int, waited_us: int) -> str:
+        worker = self.worker()
+        message.leased(t, worker, waited_us)
+        message.held(t + MS, "execution_started", "PROCESSING", worker)
+        return worker
+
+    def work_us(self, message: Message) -> int:
+        return 2 * MS + self.world.wait_us(WORK_US.get(message.type, WORK_ELSE_US))
+
+    def _poison(self, message: Message, t: int, waited_us: int) -> int:
+        """It brings down every worker that takes it, and is put aside."""
+        for _ in range(POISON_LAPSES):
+            worker = self.start(message, t, waited_us)
+            t += LEASE_US
+            message.lapsed(t, worker, LEASE_US)
+            waited_us = self.world.wait_us(S)
+            t += waited_us
+        message.say(t, "quarantined", "QUARANTINED", f',"error":"{POISON_LAPSES} workers did not survive it"')
+        names = f'"message_id":"{message.names.message_id}"'
+        tell(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
+        return 0
+
+    def _given_back(self, message: Message, t: int, waited_us: int, fate: str) -> tuple[int, int]:
+        worker = self.start(message, t, waited_us)
+        if fate == "lapse":
+            t += LEASE_US
+            message.lapsed(t, worker, LEASE_US)
+        else:
+            t += 2 * MS + self.world.wait_us(S)
+            message.held(t, "released", "QUEUED", worker)
+        waited_us = self.world.wait_us(S)
+        return t + waited_us, waited_us
+
+    def _conflict(self, message: Message, t: int, waited_us: int, fate: str) -> int:
+        """It collides with another message: settled, and tried anew, or not, and buried."""
+        world = self.world
+        worker = self.start(message, t, waited_us)
+        other = f',"detail":{{"with":"m-{world.digits(16)}","resource":"node-{world.bits(16)}"}}}}'
+        message.held(t + 2 * MS, "conflict_detected", "PROCESSING", worker, "", other)
+        t += 3 * MS + world.wait_us(2 * S)
+        if fate == "conflict":
+            message.held(t, "conflict_resolved", "PROCESSING", worker, "", other)
+            message.held(t + MS, "released", "QUEUED", worker)
+            return t + 2 * MS
+        message.held(t, "conflict_resolution_failed", "PROCESSING", worker, "", other)
+        error = ',"error_type":"Conflict","error":"nobody could settle it"'
+        message.held(t + MS, "execution_failed", "FAILED", worker, error)
+        message.say(t + MS, "dead_letter", "DEAD_LETTER", error)
+        names = f'"message_id":"{message.names.message_id}"'
+        tell(message.feed, t + MS, "alert", f',"detail":{{"name":"conflict",{names}}}}}')
+        return 0
+
+    # ---- working on it -----------------------------------------------------------------------------------
+
+    def _errors(self, message: Message, service: str, fate: str) -> tuple[Family | None, int]:
+        """What goes wrong with it, and how many times; more than its retries make it a dead letter."""
+        world = self.world
+        down = self._outages.get((message.feed.name, service), 0) > self.now_us
+        down = down and world.chance() < FAILS_IN_OUTAGE
+        if fate not in ("failure", "dead") and not down:
+            return None, 0
+        n = MAX_RETRIES_ALL if fate == "dead" else 1 + world.bits(1)
+        if down:
+            self._note_failures(message, service, n)
+        families = world.errors[message.type]
+        return families[world.below(len(families))], n
+
+    def _note_failures(self, message: Message, service: str, n: int) -> None:
+        place = (message.feed.name, service)
+        self._failures[place] += n
+        if self._failures[place] >= BREAKER_FAILURES:
+            self._failures[place] = 0
+            ends_us = self.now_us + BREAKER_OPEN_US
+            self._broken_until_us[place] = ends_us
+            failures = f',"service":"{service}","detail":{{"failures":{BREAKER_FAILURES}}}}}'
+            tell(message.feed, self.now_us, "breaker_opened", failures)
+            tell(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
+
+    def _work(
+        self, message: Message, t: int, waited_us: int, service: str, errors: tuple[Family | None, int]
+    ) -> int:
+        """Attempts until one succeeds, or none is left; when it was completed, 0 for never."""
+        family, n = errors
+        if family is not None:
+            retries = MAX_RETRIES.get(message.type, MAX_RETRIES_ELSE) if family.retried else 0
+            for number in range(min(n, retries + 1)):
+                t, error = self.fail(message, t, waited_us, service, family)
+                if number == retries:
+                    return self._bury(message, t, service, error)
+                t, waited_us = self._retry(message, t, family, number)
+        return self.complete(message, t, waited_us, service)
+
+    def fail(self, message: Message, t: int, waited_us: int, service: str, family: Family) -> tuple[int, str]:
+        worker = self.start(message, t, waited_us)
+        work_us = self.work_us(message)
+        text = msgspec.json.encode(self.world.error(family)).decode()
+        error = f',"error_type":"{family.error_type}","error":{text}'
+        more = f',"duration_us":{work_us}{error}'
+        if service:
+            more += f',"service":"{service}"'
+        message.held(t + work_us, "execution_failed", "FAILED", worker, more)
+        return t + work_us, error
+
+    def _retry(self, message: Message, t: int, family: Family, number: int) -> tuple[int, int]:
+        """Held back, and one lane lower."""
+        delay_s = min(RETRY_DELAY_S_MAX, family.pause_s << number)
+        before = message.priority
+        message.priority = min(PRIORITY_LOWEST, before + 1)
+        message.say(
+            t, "retry_scheduled", "RETRYING", "", f',"detail":{{"from":{before},"delay_s":{delay_s}}}}}'
+        )
+        t += delay_s * S
+        message.say(t, "enqueued", "QUEUED")
+        waited_us = self.world.wait_us(WAIT_US[message.priority])
+        return t + waited_us, waited_us
+
+    def _bury(self, message: Message, t: int, service: str, error: str) -> int:
+        """A dead letter. Some are replayed by a person, and most of those succeed."""
+        world = self.world
+        message.say(t, "dead_letter", "DEAD_LETTER", error)
+        self.respond(message, "error", t + MS, error)
+        if world.chance() > REPLAYED:
+            return 0
+        t += MINUTE + world.wait_us(2 * HOUR)
+        message.say(t, "replayed", "QUEUED")
+        message.say(t, "enqueued", "QUEUED")
+        waited_us = world.wait_us(S)
+        t += waited_us
+        if world.chance() < MENDED:
+            return self.complete(message, t, waited_us, service)
+        worker = self.start(message, t, waited_us)
+        message.held(t + 2 * MS, "execution_failed", "FAILED", worker, error)
+        message.say(t + 2 * MS, "dead_letter", "DEAD_LETTER", error)
+        return 0
+
+    def complete(self, message: Message, t: int, waited_us: int, service: str) -> int:
+        world = self.world
+        worker = self.start(message, t, waited_us)
+        work_us = self.work_us(message)
+        beats = min(HEARTBEATS_MAX, work_us // HEARTBEAT_US)
+        for number in range(1, beats + 1):
+            message.held(t + number * HEARTBEAT_US, "heartbeat", "PROCESSING", worker)
+        done_us = t + work_us
+        more = f',"duration_us":{work_us}'
+        if message.type == "model_call":
+            more += self._model_call(message, worker, t, done_us)
+        elif service:
+            more += f',"service":"{service}"'
+        message.held(done_us, "execution_completed", "COMPLETED", worker, more)
+        if world.chance() < ACKNOWLEDGED:
+            self.respond(message, "acknowledgment", t + 2 * MS)
+        if beats:
+            self.respond(message, "progress", t + HEARTBEAT_US)
+        if message.type != "model_call" or world.chance() > STREAMED:
+            self.respond(message, "result", done_us)
+        else:
+            self._stream(message, done_us)
+        return done_us
+
+    def _model_call(self, message: Message, worker: str, t: int, done_us: int) -> str:
+        """Tokens are set aside before, and what is left of them given back; an exact price."""
+        world = self.world
+        model = MODELS[world.below(len(MODELS))]
+        tokens_in, tokens_out = 40 + world.bits(11), 20 + world.bits(10)
+        left = world.bits(10)
+        reserved = f',"detail":{{"tokens":{tokens_in + tokens_out + left},"tier":{message.priority}}}}}'
+        named = f',"model":"{model.name}"'
+        message.held(t + MS, "tokens_reserved", "PROCESSING", worker, named, reserved)
+        message.held(
+            done_us, "tokens_returned", "PROCESSING", worker, named, f',"detail":{{"tokens":{left}}}}}'
+        )
+        nano = tokens_in * model.in_nano + tokens_out * model.out_nano
+        return (
+            f'{named},"tokens_in":{tokens_in},"tokens_out":{tokens_out},'
+            f'"cost_usd":{nano // NANOS}.{nano % NANOS:09}'
+        )
+
+    # ---- what follows from it ----------------------------------------------------------------------------
+
+    def respond(self, request: Message, kind: str, t: int, error: str = "") -> int:
+        """A response in its agent's own queue; gives when it arrived there."""
+        if self.made >= self.limit:
+            return t
+        world = self.world
+        self.made += 1
+        names = Names(self._message_id(t), request.names.message_id, request.goal.trace_id)
+        queue = f"agent_{request.agent}_responses"
+        key = request.names.message_id
+        message = Message(
+            request.feed,
+            request.goal,
+            request.agent,
+            names,
+            kind,
+            queue,
+            key,
+            RESPONSE_PRIORITY,
+            world.digits(24),
+        )
+        more = f'{error},"body_bytes":{64 + world.bits(9)},"recipient":"{request.agent}"'
+        message.created(t, more)
+        arrived_us = max(t + world.wait_us(3 * MS), request.answered_us + 1)
+        request.answered_us = arrived_us
+        message.say(arrived_us, "delivered", "DONE", f',"recipient":"{request.agent}"')
+        return arrived_us
+
+    def _stream(self, request: Message, t: int) -> None:
+        for _ in range(1 + self.world.below(CHUNKS_MAX)):
+            t = self.respond(request, "stream_chunk", t) + self.world.wait_us(30 * MS)
+        self.respond(request, "stream_complete", t)
+
+    def _go_on(self, message: Message, done_us: int) -> None:
+        """Its agent asks for what comes next, or others do."""
+        world = self.world
+        goal = message.goal
+        for _ in range(2 if world.chance() < TWO_CHILDREN else 1):
+            if goal.budget[0] <= 0:
+                return
+            goal.budget[0] -= 1
+            agents = goal.org.agents
+            agent = message.agent if world.chance() < OWN_AGENT else agents[world.below(len(agents))]
+            self._order += 1
+            due_us = done_us + world.wait_us(300 * MS)
+            heapq.heappush(self._agenda, Due(due_us, self._order, goal, message.names.message_id, agent))
+
+
+def tell(feed: Feed, ts_us: int, kind: str, rest: str) -> None:
+    """An event that is about no message."""
+    told = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
+    feed.put((ts_us, told, rest, NOBODY, None, False))

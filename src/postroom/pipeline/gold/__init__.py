@@ -1,0 +1,1 @@
+"""What operators ask for, summed up from silver tables."""

@@ -1,0 +1,46 @@
+"""Flame graphs: what each goal spent its time with, as folded stacks."""
+
+from typing import Final
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.gold.declaration import Sums
+from postroom.pipeline.silver.tables import REVIVED, hour_us
+
+
+def _flame_of(spans: DataFrame) -> DataFrame:
+    """What each message adds."""
+    waited_us = F.coalesce("queue_us", F.lit(0))
+    worked_us = F.greatest(F.coalesce("duration_us", F.lit(0)) - waited_us, F.lit(0))
+    return spans.where("goal_id IS NOT NULL").select(
+        "day",
+        hour_us(F.col("start_us")).alias("hour_us"),
+        "goal_id",
+        "org_id",
+        "stack",
+        F.lit(1).cast("bigint").alias("messages"),
+        worked_us.alias("work_us"),
+        waited_us.alias("wait_us"),
+        F.when(F.col("outcome").isin(*REVIVED), 1).otherwise(0).cast("bigint").alias("dead_letters"),
+        F.when(F.col("end_us").isNull(), 1).otherwise(0).cast("bigint").alias("open"),
+    )
+
+
+FLAMES: Final = Sums(
+    ("day", "hour_us", "goal_id", "org_id", "stack"),
+    ("messages", "work_us", "wait_us", "dead_letters", "open"),
+    each=_flame_of,
+    scattered=True,
+)
+
+
+def flames(spans: DataFrame) -> DataFrame:
+    """One row for each hour, goal and stack: the types from the root of a tree of messages down to one.
+
+    A message counts for the hour that it was created in; of one whose creation is not known there is none.
+    `work_us` is what they took themselves, `wait_us` how long they waited to be taken. What came of a message
+    has rows of its own below it, so the sum over a stack and all that begin with it is the whole of a branch.
+    A message that has not ended is `open`, and has no time so far; `dead_letters` were given up or put aside.
+    """
+    return FLAMES.added_up(_flame_of(spans))

@@ -1,0 +1,255 @@
+"""Gold tables that follow a change of what they are made of, without looking at all of it again.
+
+Rule 1: what is added up takes what came, and less what went. Of the rest it reads what these depend on.
+Rule 2: what cannot be added up is made anew for the hours that changed, from all of their rows.
+Rule 3: what counts on from day to day is made anew from the first day that changed.
+Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
+        hours are too many, the days that changed are made anew. All give the same rows.
+Rule 5: events of stores tell the type and organization of their message once, when it is created. Tables that
+        count by these take them from `silver_messages`, and are made anew if a known message gets others.
+Rule 6: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
+        in them is made anew, because silver no longer has all of it. Sums are still added to.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Final, NamedTuple
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline import file_index
+from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
+from postroom.pipeline.ingest.bronze import widened
+from postroom.pipeline.retention import departures
+from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.tables import HOUR_US, MICROS_PER_S, day_of, hour_us, named
+from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
+
+HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
+NAMES_BROADCAST_MAX: Final = (
+    500_000  # messages whose names are sent to every executor; of more they are shuffled
+)
+EVENTS: Final = "silver_events"
+MESSAGES: Final = "silver_messages"
+SILVER_INPUTS: Final = (EVENTS, MESSAGES, "silver_spans")
+Derived = tuple[DataFrame, list[DataFile]]
+"""Rows, and the files that they replace."""
+Versions = Mapping[str, int]
+"""A version of each input."""
+Each = Callable[[DataFrame], DataFrame]
+"""What rows of an input add."""
+
+
+class Change(NamedTuple):
+    """What came into the input of a table, and what went."""
+
+    source: str
+    added: list[DataFile]
+    removed: list[DataFile]
+
+    @property
+    def days(self) -> set[str | None]:
+        return {file.partition["day"] for file in (*self.added, *self.removed)}
+
+    def hours(self, moment: str | None) -> tuple[int | None, int | None]:
+        """The first and the last hour in which something came or went, by a column of the input."""
+        whole = None if moment is None else file_index.extent([*self.added, *self.removed], moment)
+        return (None, None) if whole is None else (whole[0] - whole[0] % HOUR_US, whole[1])
+
+
+class Deriving:
+    """One gold table, and what it follows with."""
+
+    def __init__(self, spark: SparkSession, tables: Tables, name: str, table: GoldTable) -> None:
+        self._spark = spark
+        self._tables = tables
+        self._name = name
+        self._table = table
+        self._messages: list[DataFile] = []
+        """Of the messages of events that lack names."""
+
+    def anew(self) -> Derived:
+        """All rows, but for those of closed days that the table has already."""
+        are_named = self._takes_names and not self._unnamed_since(-1)
+        sources = self._table.inputs[:1] if are_named else self._table.inputs
+        inputs = [self._read(source, self._tables.files(source)) for source in sources]
+        rows, replaced = self._table.build(*inputs), self._tables.files(self._name)
+        if not self._closed_day or not replaced:
+            return rows, replaced
+        return rows.where(F.col("day") > self._closed_day), [file for file in replaced if self._is_open(file)]
+
+    @cached_property
+    def _closed_day(self) -> str:
+        """The last day of which silver may have lost something; empty when there is none."""
+        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER_INPUTS:
+            return ""
+        newest_us = departures.newest_us(self._tables)
+        return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"
+
+    def _is_open(self, file: DataFile) -> bool:
+        return _day(file) > self._closed_day
+
+    def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
+        """What to write to follow the inputs from some versions to others; None when no row has changed."""
+        changes = [
+            Change(source, *self._tables.changed(source, known[source], until[source]))
+            for source in self._table.inputs
+        ]
+        if not any(change.added or change.removed for change in changes):
+            return None
+        if self._table.change is None or self._are_names_old(known):
+            return self.anew()
+        if self._unnamed_since(known[self._table.inputs[0]]):
+            self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
+        return self._followed(changes[0], self._table.change, held) if changes[0].days else None
+
+    # ---- the names of messages -----------------------------------------------------------------------
+
+    def _are_names_old(self, known: Versions) -> bool:
+        """Whether a message whose events were counted has got another type or organization since."""
+        return self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
+
+    def _unnamed_since(self, version: int) -> bool:
+        """Whether events came after a version that do not tell the type and organization of their message."""
+        return self._takes_names and self._tables.last_txn(EVENTS, UNNAMED) > version
+
+    @property
+    def _takes_names(self) -> bool:
+        return self._table.inputs == (EVENTS, MESSAGES)
+
+    def _named(self, rows: DataFrame) -> DataFrame:
+        """Rows of the input, with the names of their messages where they lack them."""
+        if not self._takes_names or not self._messages:
+            return rows
+        messages = self._read(MESSAGES, self._messages)
+        return named(rows, messages, few=rows_of(self._messages) <= NAMES_BROADCAST_MAX)
+
+    def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
+        is_there = all(self._tables.lies(change.source, file) for file in change.removed)
+        if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
+            each = way.each or self._table.build
+            if way.scattered:
+                return self._scattered(change, way, each)
+            return self._added_up(change, way, each, held)
+        if isinstance(way, Hours) and is_there:
+            return self._hours(change, way)
+        if isinstance(way, Running):
+            return self._counted_on(change, way)
+        return self._days(change)
+
+    def _days(self, change: Change) -> Derived:
+        days = {day for day in change.days if (day or "") > self._closed_day}
+        rows = self._named(self._read(change.source, self._of(change.source, days)))
+        return self._table.build(rows), self._of(self._name, days)
+
+    def _counted_on(self, change: Change, way: Running) -> Derived:
+        """The first day that changed, and all after it."""
+        first = min(day or "" for day in change.days)
+        source = self._tables.files(change.source)
+        earlier = self._read(change.source, [file for file in source if _day(file) < first])
+        before = earlier.groupBy(*way.keys).agg(*[F.sum(name).alias(name) for name in way.sums])
+        rows = self._read(change.source, [file for file in source if _day(file) >= first])
+        replaced = [file for file in self._tables.files(self._name) if _day(file) >= first]
+        return self._table.build(rows, before), replaced
+
+    # ---- sums ----------------------------------------------------------------------------------------
+
+    def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
+        came, went = self._named(self._read(change.source, change.added)), None
+        if change.removed:
+            went = self._named(self._read(change.source, change.removed))
+        if way.whole:
+            moved = came if went is None else came.unionByName(went)
+            others = self._others(change, moved, way.whole).persist()
+            held.callback(others.unpersist)
+            came, went = came.select(*way.whole), None if went is None else went.select(*way.whole)
+            # If some of them are of others, they cancel out.
+            came, went = came.unionByName(others), others if went is None else went.unionByName(others)
+        first_us, last_us = change.hours(way.moment)
+        own = self._of(self._name, change.days)
+        replaced = [file for file in own if file_index.overlaps(file, "hour_us", first_us, last_us)]
+        rows = self._read(self._name, replaced).unionByName(each(came))
+        if went is not None:
+            rows = rows.unionByName(way.taken_off(each(went)))
+        return way.added_up(rows), replaced
+
+    def _scattered(self, change: Change, way: Sums, each: Each) -> Derived:
+        """As above, for a large table of which a change is about few rows, here and there."""
+        came, went = (self._read(change.source, files) for files in (change.added, change.removed))
+        news = each(came).unionByName(way.taken_off(each(went)))
+        key = F.xxhash64(*way.keys)
+        sums = news.groupBy(key.alias("changed")).agg(*[F.sum(name).alias(name) for name in way.sums])
+        few = rows_of([*change.added, *change.removed]) <= file_index.BROADCAST_IDS_MAX
+        # By a number, so by chance, hardly ever, a file too many is written anew.
+        numbers = sent(sums.where(way.is_left()).select("changed"), few=few)
+
+        def among(rows: DataFrame) -> DataFrame:
+            return rows.join(numbers, key == F.col("changed"), "left_semi")
+
+        own = self._of(self._name, change.days)
+        replaced = file_index.with_chosen(self._spark, self._tables, self._name, own, among)
+        return way.added_up(self._read(self._name, replaced).unionByName(news)), replaced
+
+    def _others(self, change: Change, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+        """The rows that neither came nor went, of what did."""
+        column = columns[0]
+        ids = moved.where(F.col(column).isNotNull()).select(column)
+        wanted = file_index.wanted_of(ids, [*change.added, *change.removed], repeat=True)
+        known = {file.path for file in change.added}
+        files = [file for file in self._of(change.source, change.days) if file.path not in known]
+        rows = self._read(change.source, [file for file in files if wanted.may_be_in(file)])
+        return wanted.among(rows.select(*columns))
+
+    # ---- hours ---------------------------------------------------------------------------------------
+
+    def _hours(self, change: Change, way: Hours) -> Derived | None:
+        came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
+        differing = _differing(came, went, way)
+        if self._closed_day:
+            differing = differing.where(day_of(F.col("hour_us")) > self._closed_day)
+        hours = [row["hour_us"] for row in differing.limit(HOURS_MAX + 1).collect()]
+        if not hours:
+            return None
+        if len(hours) > HOURS_MAX:
+            return self._days(change)
+        source = [file for file in self._of(change.source, change.days) if _may_be_of(file, hours)]
+        rows = self._read(change.source, source).where(hour_us(way.moment()).isin(hours))
+        replaced = self._of(self._name, change.days)
+        stay = self._read(self._name, replaced).where(~F.col("hour_us").isin(hours))
+        built = self._table.build(rows)
+        return built.unionByName(stay.select(built.columns)), replaced
+
+    # ---- files ---------------------------------------------------------------------------------------
+
+    def _read(self, name: str, files: list[DataFile]) -> DataFrame:
+        rows = self._tables.read(self._spark, name, files)
+        return widened(rows) if name == EVENTS else rows
+
+    def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
+        return [file for file in self._tables.files(name) if file.partition["day"] in days]
+
+
+def _day(file: DataFile) -> str:
+    return file.partition["day"] or ""
+
+
+def _may_be_of(file: DataFile, hours: list[int]) -> bool:
+    """Whether a file can have a row of one of the hours."""
+    first_us, last_us = file.low.get("first_us"), file.high.get("last_us")
+    return any(file_index.meet(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
+
+
+def _differing(came: DataFrame, went: DataFrame, way: Hours) -> DataFrame:
+    """The hours of rows that only one side has. Most of what is written anew says what it said before.
+
+    No two rows of a side are the same, so those that both sides have cancel each other out. An hour is
+    compared by two numbers of 64 bits, which are the same by chance in no history.
+    """
+    told = [hour_us(way.moment()).alias("hour_us"), *map(F.col, way.told)]
+    rows = came.select(*told).unionByName(went.select(*told))
+    marks = [F.bit_xor(F.xxhash64(*names)) for names in (way.told, way.told[::-1])]
+    summed = rows.groupBy("hour_us").agg(*(mark.alias(f"mark{n}") for n, mark in enumerate(marks)))
+    return summed.where("mark0 <> 0 OR mark1 <> 0").select("hour_us")

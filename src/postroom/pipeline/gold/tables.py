@@ -1,0 +1,444 @@
+"""Gold: what operators and agents ask for, summed up from silver.
+
+Rule 1: a table follows a change without a look at the rest of history: it adds up, or makes anew the hours or
+        goals that changed. What spans days is made of a small table by day: `gold_depth` of `gold_flow`,
+        `gold_poison_suspects` of `gold_crashes`, `gold_dlq_patterns` of `gold_dlq_templates`.
+Rule 2: percentiles are exact, and never depend on how rows are spread: the value at the nearest rank of the
+        sorted list. Beside them stands a histogram of fixed buckets, which can be added up over any groups.
+Rule 3: money is decimal from end to end.
+Rule 4: `hour_us` is the beginning of an hour of UTC. A message counts for the hour that it was created in, an
+        event for the hour that it happened in.
+"""
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
+from postroom.pipeline.gold.flames import FLAMES, flames
+from postroom.pipeline.gold.patterns import dlq_patterns, dlq_templates
+from postroom.pipeline.silver.tables import HOUR_US, Lots, hour_us, named
+
+MINUTE_US: Final = 60_000_000
+SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
+"""How long a message of each priority may wait for its first delivery."""
+BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
+LAPSES_SUSPECT: Final = 2  # workers that a message has outlived, until it is suspected
+ERROR_KINDS: Final = (
+    "execution_failed",
+    "lease_lapsed",
+    "dead_letter",
+    "rejected",
+    "quarantined",
+    "conflict_resolution_failed",
+)
+WAITING: Final = "QUEUED"
+_ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
+_ENDS: Final = ("delivered", "expired", "cancelled", "quarantined", "deleted")
+
+
+def _born_us() -> Column:
+    return F.coalesce("created_us", "first_us")
+
+
+def _born_hour() -> Column:
+    return hour_us(_born_us())
+
+
+def _named(events: DataFrame, messages: DataFrame | None) -> DataFrame:
+    """Events with the type and organization of their message. Without messages they have these already."""
+    return events if messages is None else named(events, messages)
+
+
+def _how_many(condition: Column) -> Column:
+    return F.count(F.when(condition, 1))
+
+
+def _one(condition: Column | None = None) -> Column:
+    """What a row adds to a number of rows: one, if it is to be counted."""
+    one = F.lit(1) if condition is None else F.when(condition, 1).otherwise(0)
+    return one.cast("bigint")
+
+
+# ---- latency and its targets ---------------------------------------------------------------------------
+
+
+def latency(messages: DataFrame) -> DataFrame:
+    """One row for each hour, organization, type and priority: how long its messages waited (`queue_us`).
+
+    Two aggregations and one shuffle: rows that are spread by the outer keys need not move again for the
+    buckets within them. A group is what one organization sends of one kind in an hour, so its list is small.
+    """
+    keys = ["day", "hour_us", "org_id", "type", "priority"]
+    waits = messages.where("queue_us IS NOT NULL").select(
+        "day", _born_hour().alias("hour_us"), "org_id", "type", "priority", "queue_us"
+    )
+    return (
+        waits.withColumn("le_us", bucket_us(F.greatest("queue_us", F.lit(0))))
+        .repartition(*keys)
+        .groupBy(*keys, "le_us")
+        .agg(F.collect_list("queue_us").alias("waits"))
+        .groupBy(*keys)
+        .agg(
+            F.sort_array(F.flatten(F.collect_list("waits"))).alias("waits"),
+            F.sort_array(F.collect_list(F.struct("le_us", F.size("waits").cast("bigint").alias("n")))).alias(
+                "histogram"
+            ),
+        )
+        .select(
+            *keys,
+            F.size("waits").cast("bigint").alias("n"),
+            *(nearest_rank(F.col("waits"), percent).alias(f"p{percent}_us") for percent in (50, 95, 99)),
+            F.element_at("waits", -1).alias("max_us"),
+            "histogram",
+        )
+    )
+
+
+def nearest_rank(values: Column, percent: int) -> Column:
+    """The smallest of sorted values that so many percent are not above. Whole numbers only: no rounding."""
+    rank = F.floor((F.size(values) * percent + 99) / F.lit(100)).cast("int")
+    return F.element_at(values, rank)
+
+
+def bucket_us(value: Column) -> Column:
+    """The largest whole number in the bucket of a value: exact below 32, then sixteen buckets an octave."""
+    bits = F.length(F.bin(value)) - (BUCKET_BITS + 1)
+    shift = F.greatest(bits, F.lit(0))
+    cut = F.call_function("shiftright", value, shift)
+    return F.call_function("shiftleft", cut + 1, shift) - 1
+
+
+def sla(messages: DataFrame) -> DataFrame:
+    """One row for each hour, organization, type and priority: how many were delivered within their target."""
+    return _SLA.added_up(_sla_of(messages))
+
+
+def _sla_of(messages: DataFrame) -> DataFrame:
+    targets = F.create_map(*(F.lit(part) for pair in SLA_US.items() for part in pair))
+    target_us = targets[F.col("priority")].cast("bigint")
+    return messages.where(F.col("queue_us").isNotNull() & target_us.isNotNull()).select(
+        "day",
+        _born_hour().alias("hour_us"),
+        "org_id",
+        "type",
+        "priority",
+        target_us.alias("target_us"),
+        _one().alias("n"),
+        _one(F.col("queue_us") <= target_us).alias("within"),
+        F.lit(None).cast("double").alias("attainment"),
+    )
+
+
+# ---- flow ----------------------------------------------------------------------------------------------
+
+
+_KINDS: Final = {
+    "created": "created",
+    "delivered": "delivered",
+    "dequeued": "dequeued",
+    "completed": "execution_completed",
+    "failed": "execution_failed",
+    "retried": "retry_scheduled",
+    "dead_letters": "dead_letter",
+    "expired": "expired",
+    "cancelled": "cancelled",
+    "quarantined": "quarantined",
+    "rejected": "rejected",
+    "duplicates": "duplicate",
+    "replayed": "replayed",
+}
+"""Which column counts which events."""
+
+
+def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
+    """One row for each hour, organization and type: how many events of each kind that matters."""
+    return _THROUGHPUT.added_up(_throughput_of(_named(events, messages)))
+
+
+def _throughput_of(events: DataFrame) -> DataFrame:
+    kind = F.col("kind")
+    bytes_in = F.when(kind == "created", F.coalesce("body_bytes", F.lit(0))).otherwise(0)
+    return events.where("message_id IS NOT NULL").select(
+        "day",
+        hour_us(F.col("ts_us")).alias("hour_us"),
+        "org_id",
+        "type",
+        _one().alias("events"),
+        *(_one(kind == counted).alias(name) for name, counted in _KINDS.items()),
+        bytes_in.cast("bigint").alias("bytes"),
+    )
+
+
+_ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
+
+
+def errors(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
+    """One row for each hour, organization, type, kind of event and class of error."""
+    return _ERRORS.added_up(_errors_of(_named(events, messages)))
+
+
+def _errors_of(events: DataFrame) -> DataFrame:
+    return (
+        events.where(F.col("kind").isin(*ERROR_KINDS))
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .select(
+            *_ERROR_KEYS,
+            _one().alias("n"),
+            F.col("ts_us").alias("first_us"),
+            F.col("ts_us").alias("last_us"),
+        )
+    )
+
+
+_FLOW_INPUT: Final = (
+    *("message_id", "source", "seq", "day", "ts_us", "org_id", "queue"),
+    *("state", "prior", "kind", "contract", "duration_us", "lease"),
+)
+
+
+def flow(events: DataFrame) -> DataFrame:
+    """One row for each minute and queue in which something began or ceased to wait.
+
+    What an event changed shows against the state before it. The first event of a message in a day says it as
+    `prior`, or its kind implies it.
+
+    An end that an earlier version wrote has no `prior`. On a later day than the event before it, it counts as
+    the end of a message that waited, unless it has a lease or is the `delivered` of a task.
+    """
+    # The id first: rows are sorted by the first bytes of the first column, and sources have few.
+    before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
+    waited = F.coalesce(F.lag("waits").over(before), F.col("must_have_waited"))
+    minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
+    told = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
+        "message_id",
+        "source",
+        "seq",
+        "day",
+        minute_us.alias("minute_us"),
+        "org_id",
+        "queue",
+        (F.col("state") == WAITING).cast("int").alias("waits"),
+        _must_have_waited().cast("int").alias("must_have_waited"),
+    )
+    return (
+        told.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
+        .where("change <> 0")
+        .groupBy("day", "minute_us", "org_id", "queue")
+        .agg(_how_many(F.col("change") > 0).alias("arrived"), _how_many(F.col("change") < 0).alias("left"))
+    )
+
+
+def _must_have_waited() -> Column:
+    """Whether a message has waited since an earlier day, by its first event of this day."""
+    kind = F.col("kind")
+    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
+    return (
+        F.when(F.col("prior").isNotNull(), F.col("prior") == WAITING)
+        .when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
+        .when(
+            kind == "dequeued",
+            F.col("duration_us").isNull() | (F.col("ts_us") - F.col("duration_us") < day_us),
+        )
+        .when((kind == "delivered") & (F.col("contract") == "tasks"), F.lit(0) == 1)
+        .when(kind.isin(*_ENDS), F.col("lease").isNull())
+        .otherwise(F.col("state") == WAITING)
+    )
+
+
+def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
+    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute.
+
+    `before` has what came to a queue and left it before the first of these minutes.
+    """
+    so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
+    if before is not None:
+        flows = flows.unionByName(before, allowMissingColumns=True)
+    return (
+        flows.withColumn("depth", F.sum(F.col("arrived") - F.col("left")).over(so_far))
+        .where("minute_us IS NOT NULL")
+        .select("day", "minute_us", "org_id", "queue", "arrived", "left", "depth")
+    )
+
+
+def traffic(messages: DataFrame) -> DataFrame:
+    """One row for each day, organization, pair and type: who talks to whom.
+
+    Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
+    for.
+    """
+    return _TRAFFIC.added_up(_traffic_of(messages))
+
+
+def _traffic_of(messages: DataFrame) -> DataFrame:
+    return messages.where("created_us IS NOT NULL").select(
+        "day",
+        "org_id",
+        F.coalesce("sender", "contract").alias("sender"),
+        F.coalesce("recipient", "service", "agent_id", "queue").alias("recipient"),
+        "type",
+        _one().alias("messages"),
+        F.coalesce("body_bytes", F.lit(0)).cast("bigint").alias("bytes"),
+        _one(F.col("outcome") == "dead_letter").alias("dead_letters"),
+    )
+
+
+# ---- tokens and money ----------------------------------------------------------------------------------
+
+_DOLLARS: Final = "decimal(28,9)"
+_SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
+
+
+def tokens(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization, goal, agent and model: what went in and came out."""
+    return _TOKENS.added_up(_tokens_of(events))
+
+
+def _tokens_of(events: DataFrame) -> DataFrame:
+    return (
+        events.where("tokens_in IS NOT NULL OR tokens_out IS NOT NULL")
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .select(
+            *_SPENDERS,
+            _one().alias("calls"),
+            F.coalesce("tokens_in", F.lit(0)).cast("bigint").alias("tokens_in"),
+            F.coalesce("tokens_out", F.lit(0)).cast("bigint").alias("tokens_out"),
+        )
+    )
+
+
+def cost(events: DataFrame) -> DataFrame:
+    """One row for each hour, organization, goal, agent and model: the exact sum of dollars."""
+    return _COST.added_up(_cost_of(events))
+
+
+def _cost_of(events: DataFrame) -> DataFrame:
+    return (
+        events.where("cost_usd IS NOT NULL")
+        .withColumn("hour_us", hour_us(F.col("ts_us")))
+        .select(*_SPENDERS, _one().alias("calls"), F.col("cost_usd").cast(_DOLLARS))
+    )
+
+
+# ---- poison --------------------------------------------------------------------------------------------
+
+
+def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
+    """One row for each message and day on which a worker that held it was lost, or it was put aside."""
+    return (
+        _named(events, messages)
+        .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
+        .groupBy("day", "message_id")
+        .agg(
+            _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
+            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
+            F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
+            F.max("ts_us").alias("last_us"),
+            F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(
+                "workers"
+            ),
+        )
+    )
+
+
+def poison_suspects(crashed: DataFrame) -> DataFrame:
+    """One row for each message that brings down whoever takes it: lost with two workers, or put aside."""
+    return (
+        crashed.groupBy("message_id")
+        .agg(
+            F.min("first").alias("first"),
+            F.sum("lapses").alias("lapses"),
+            F.size(F.array_distinct(F.flatten(F.collect_list("workers")))).alias("workers"),
+            (F.sum("quarantines") > 0).alias("quarantined"),
+            F.max("last_us").alias("last_us"),
+        )
+        .where((F.col("lapses") >= LAPSES_SUSPECT) | F.col("quarantined"))
+        .select(
+            "message_id",
+            *(
+                F.col(f"first.{name}").alias(name)
+                for name in ("org_id", "type", "agent_id", "goal_id", "queue")
+            ),
+            "lapses",
+            "workers",
+            "quarantined",
+            F.col("first.ts_us").alias("first_us"),
+            "last_us",
+        )
+    )
+
+
+_NAMED_EVENTS: Final = ("silver_events", "silver_messages")
+"""Events, and the messages whose type and organization they are counted by."""
+_DAY: Final = ("day",)
+_LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
+_SLA: Final = Sums(
+    ("day", "hour_us", "org_id", "type", "priority", "target_us"),
+    ("n", "within"),
+    shares=(("attainment", "within", "n"),),
+    each=_sla_of,
+)
+_THROUGHPUT: Final = Sums(
+    ("day", "hour_us", "org_id", "type"), ("events", *_KINDS, "bytes"), each=_throughput_of
+)
+_ERRORS: Final = Sums(_ERROR_KEYS, ("n",), smallest=("first_us",), largest=("last_us",), each=_errors_of)
+_FLOW: Final = Sums(("day", "minute_us", "org_id", "queue"), ("arrived", "left"), whole=_FLOW_INPUT)
+_DEPTH: Final = Running(("org_id", "queue"), ("arrived", "left"))
+_TOKENS: Final = Sums(_SPENDERS, ("calls", "tokens_in", "tokens_out"), moment="ts_us", each=_tokens_of)
+_COST: Final = Sums(
+    _SPENDERS,
+    ("calls", "cost_usd"),
+    decimals=(("cost_usd", _DOLLARS),),
+    moment="ts_us",
+    each=_cost_of,
+)
+_CRASHES: Final = Sums(
+    ("day", "message_id"),
+    ("lapses", "quarantines"),
+    smallest=("first",),
+    largest=("last_us",),
+    sets=("workers",),
+)
+_TEMPLATES: Final = Sums(
+    ("day", "hour_us", "error_type", "template"),
+    ("n",),
+    smallest=("first",),
+    largest=("last",),
+    sets=("orgs", "types"),
+)
+_TRAFFIC: Final = Sums(
+    ("day", "org_id", "sender", "recipient", "type"),
+    ("messages", "bytes", "dead_letters"),
+    each=_traffic_of,
+)
+
+
+def _by_hour() -> Lots:
+    return Lots(F.col("hour_us") + HOUR_US, "hour_us")
+
+
+def _flame_lots() -> Lots:
+    return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
+
+
+FORM_ID: Final = "form"  # under which a gold table remembers which form it has
+FORM: Final = 4
+"""Which columns, partitions and meaning the tables have. A table of another form is made anew."""
+GOLD: Final[dict[str, GoldTable]] = {
+    "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
+    "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
+    "gold_throughput": GoldTable(throughput, _NAMED_EVENTS, _DAY, _THROUGHPUT),
+    "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
+    "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
+    "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
+    "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
+    "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
+    "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
+    "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
+    "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_lots),
+}
+"""In the order in which they are built."""

@@ -1,0 +1,1 @@
+"""From segments of the audit stream to bronze tables."""

@@ -1,0 +1,1 @@
+"""The report: one HTML file without JavaScript, drawn from the tables."""

@@ -1,0 +1,119 @@
+"""Flame graphs from folded stacks, as SVG and as speedscope JSON.
+
+A folded stack is a path of frames with what was spent in the last of them. Frames of equal paths are one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from postroom.pipeline.report.plots import WIDTH, hint, svg
+from postroom.pipeline.report.words import duration, esc, share
+
+ROW: Final = 21
+NARROWEST: Final = 0.4  # pixels; what is thinner cannot be seen
+CHARACTER: Final = 6.3  # pixels of one, on average
+SPEEDSCOPE: Final = "https://www.speedscope.app/file-format-schema.json"
+
+Stack = tuple[tuple[str, ...], int]
+"""A path of frames, and the microseconds that belong to its end."""
+
+
+class Profile(NamedTuple):
+    """What a goal spent its time with."""
+
+    name: str
+    stacks: Sequence[Stack]
+
+    @property
+    def total_us(self) -> int:
+        return sum(us for _, us in self.stacks)
+
+
+class Box:
+    """A frame of the tree, with everything that was called from it."""
+
+    __slots__ = ("below", "name", "own_us", "total_us")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.own_us = 0
+        self.total_us = 0
+        self.below: dict[str, Box] = {}
+
+
+def tree(profile: Profile) -> Box:
+    """The stacks as a tree whose root is the whole profile."""
+    root = Box(profile.name)
+    for path, us in profile.stacks:
+        box = root
+        box.total_us += us
+        for name in path:
+            box = box.below.setdefault(name, Box(name))
+            box.total_us += us
+        box.own_us += us
+    return root
+
+
+def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> str:
+    """The root on top, what it led to below it; width is time."""
+    root = tree(profile)
+    placed = list(_place(root, 0.0, 0, WIDTH / max(1, root.total_us)))
+    height = ROW * (1 + max(depth for _, _, depth, _ in placed)) + 2
+    body = "".join(_drawn(box, x, depth, wide, root.total_us, colours) for box, x, depth, wide in placed)
+    return svg(WIDTH, height, f"Flame graph of {profile.name}", said, body, "plot flame")
+
+
+def _place(box: Box, x: float, depth: int, scale: float) -> Iterator[tuple[Box, float, int, float]]:
+    wide = box.total_us * scale
+    if wide < NARROWEST:
+        return
+    yield box, x, depth, wide
+    for child in sorted(box.below.values(), key=lambda one: (-one.total_us, one.name)):
+        yield from _place(child, x, depth + 1, scale)
+        x += child.total_us * scale
+
+
+def _drawn(box: Box, x: float, depth: int, wide: float, whole_us: int, colours: dict[str, int]) -> str:
+    told = f"{box.name}\n{duration(box.total_us)}, {share(box.total_us / max(1, whole_us))} of the goal"
+    if box.below and box.own_us:
+        told += f"\nof it {duration(box.own_us)} itself"
+    kind = box.name.split(" ", 1)[0]
+    style = "root" if depth == 0 else "waiting" if kind == "waiting" else f"c{colours.get(kind, 0)}"
+    fits = int((wide - 8) / CHARACTER)
+    text = ""
+    if fits >= 4:  # noqa: PLR2004 - less cannot be read
+        shown = box.name if len(box.name) <= fits else f"{box.name[: fits - 1]}…"
+        text = f'<text x="{x + 5:.1f}" y="{depth * ROW + 14.5}">{esc(shown)}</text>'
+    return (
+        f'<g class="box"><rect class="fill {style}" x="{x:.2f}" y="{depth * ROW}" '
+        f'width="{max(0.3, wide - 0.6):.2f}" height="{ROW - 1.4}" rx="2"/>{text}{hint(told)}</g>'
+    )
+
+
+def speedscope(profiles: Iterable[Profile], name: str) -> dict[str, Any]:
+    """A file for speedscope: one sampled profile a goal, in microseconds."""
+    frames: dict[str, int] = {}
+    made = []
+    for profile in profiles:
+        ordered = sorted(profile.stacks)
+        samples = [[frames.setdefault(frame, len(frames)) for frame in path] for path, _ in ordered]
+        weights = [us for _, us in ordered]
+        made.append(
+            {
+                "type": "sampled",
+                "name": profile.name,
+                "unit": "microseconds",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": samples,
+                "weights": weights,
+            }
+        )
+    return {
+        "$schema": SPEEDSCOPE,
+        "exporter": "postroom",
+        "name": name,
+        "activeProfileIndex": 0,
+        "shared": {"frames": [{"name": frame} for frame in frames]},
+        "profiles": made,
+    }

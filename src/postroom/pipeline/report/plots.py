@@ -1,0 +1,402 @@
+"""Plots as inline SVG, drawn by hand.
+
+Rule 1: a plot has a title and a sentence that says what it shows. So has each mark that can be pointed at.
+Rule 2: colours are classes. The page says what they are, by light and by dark.
+Rule 3: a plot is as large as its data allows, and no larger: callers hand in at most `COLUMNS_MAX` columns.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from postroom.pipeline.report.words import (
+    DAY_US,
+    HOUR_US,
+    MICROS_PER_S,
+    MINUTE_US,
+    TENTH_US,
+    clock,
+    day,
+    esc,
+    label,
+    moment,
+)
+
+COLUMNS_MAX: Final = 200  # of a plot over time
+WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one
+HALF_WIDTH: Final = 501
+SMALLEST: Final = 0.8  # of its size, in a narrow window
+LEFT: Final = 58
+RIGHT: Final = 12
+TOP: Final = 14
+BOTTOM: Final = 24
+TICKS_MAX: Final = 7
+TICK_CHAR: Final = 6.2  # pixels of a character of a tick's name
+TICK_GAP: Final = 10  # between two of them
+GRID_LINES: Final = 4
+COLOURS: Final = 8  # classes c0 to c7
+LADDER: Final = (
+    1, 10, 100, 1_000, 10_000, 100_000, MICROS_PER_S, 10 * MICROS_PER_S, MINUTE_US, 10 * MINUTE_US, HOUR_US,
+    10 * HOUR_US, 100 * HOUR_US, 1_000 * HOUR_US,
+)  # fmt: skip
+"""Durations in microseconds that a logarithmic scale is marked at: what people call round."""
+
+Words = Callable[[float], str]
+
+
+class Frame(NamedTuple):
+    """Where a plot's numbers go."""
+
+    width: int
+    height: int
+    since_us: int
+    until_us: int
+    top: float
+    """The largest value."""
+    low: float = 0.0
+    """The smallest one; above 0 the scale is logarithmic."""
+
+    def x(self, us: float) -> float:
+        span = max(1, self.until_us - self.since_us)
+        return LEFT + (self.width - LEFT - RIGHT) * (us - self.since_us) / span
+
+    def y(self, value: float) -> float:
+        if self.low > 0:
+            part = math.log(max(value, self.low) / self.low) / math.log(self.top / self.low)
+        else:
+            part = max(0.0, value) / self.top
+        return self.height - BOTTOM - (self.height - TOP - BOTTOM) * min(1.0, part)
+
+    @property
+    def floor(self) -> float:
+        return self.height - BOTTOM
+
+
+class Stretch(NamedTuple):
+    """The time that a plot covers, and how long a column of it is."""
+
+    since_us: int
+    until_us: int
+    step_us: int
+
+
+class Series(NamedTuple):
+    """One line: its class, its name, and a value for each column that has one."""
+
+    style: str
+    name: str
+    values: dict[int, float]
+
+
+def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
+    """A drawing with its words.
+
+    It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
+    In a narrow window the page makes a wide plot fit, and its text larger.
+    """
+    size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
+    return (
+        f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="{size}" role="img" '
+        f'aria-label="{esc(title)}: {esc(said)}">{body}</svg>'
+    )
+
+
+def hint(text: str) -> str:
+    """What is shown when somebody points at a mark."""
+    return f"<title>{esc(text)}</title>"
+
+
+def _text(style: str, x: float, y: float, text: str, anchor: str = "end") -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{esc(text)}</text>'
+
+
+# ---- axes ---------------------------------------------------------------------------------------------
+
+
+def _round_up(value: float) -> float:
+    """The next number that a scale may end with: a quarter of it is one that can be read."""
+    for top in (4, 8):
+        if value <= top:
+            return top
+    power = 1.0
+    while True:
+        for top in (12, 16, 20, 24, 32, 40, 60, 80, 100):
+            if value <= top * power:
+                return top * power
+        power *= 10
+
+
+def _time_ticks(frame: Frame) -> Iterator[tuple[int, str]]:
+    """Round times, few enough that their names do not touch each other or the end of the plot."""
+    since_us, until_us = frame.since_us, frame.until_us
+    steps = [
+        *(tenths * TENTH_US for tenths in (1, 2, 5)),
+        *(seconds * MICROS_PER_S for seconds in (1, 2, 5, 10, 15, 30)),
+        *(minutes * MINUTE_US for minutes in (1, 2, 5, 10, 15, 30)),
+        *(hours * HOUR_US for hours in (1, 2, 3, 6, 12)),
+        *(days * DAY_US for days in (1, 2, 7, 14, 28, 91, 365)),
+    ]
+    step = next((step for step in steps if _have_room(frame, step)), steps[-1])
+    tick = -(-since_us // step) * step
+    while tick <= until_us:
+        name = _tick_name(tick, step)
+        if frame.x(tick) + TICK_CHAR * len(name) / 2 <= frame.width:
+            yield tick, name
+        tick += step
+
+
+def _tick_name(tick: int, step: int) -> str:
+    return day(tick) if tick % DAY_US == 0 else clock(tick, step)
+
+
+def _have_room(frame: Frame, step: int) -> bool:
+    """Whether ticks so far apart are few, and each has room for its name."""
+    span_us = frame.until_us - frame.since_us
+    apart = frame.x(frame.since_us + step) - LEFT
+    return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
+
+
+def _value_ticks(frame: Frame) -> Iterator[float]:
+    if frame.low > 0:
+        yield from (float(tick) for tick in LADDER if frame.low <= tick <= frame.top)
+        return
+    for n in range(GRID_LINES + 1):
+        yield frame.top * n / GRID_LINES
+
+
+def _axes(frame: Frame, words: Words) -> str:
+    parts = []
+    for value in _value_ticks(frame):
+        y = frame.y(value)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            + _text("tick", LEFT - 8, y + 3.5, words(value))
+        )
+    for tick, name in _time_ticks(frame):
+        x = frame.x(tick)
+        parts.append(
+            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.floor}" y2="{frame.floor + 4}"/>'
+            + _text("tick", x, frame.height - 6, name, "middle")
+        )
+    return "".join(parts)
+
+
+def _columns(frame: Frame, step_us: int, hints: dict[int, str]) -> str:
+    """Invisible columns that carry the words of a time."""
+    wide = frame.x(frame.since_us + step_us) - LEFT
+    return "".join(
+        f'<rect class="hit" x="{frame.x(at):.1f}" y="{TOP}" width="{wide:.2f}" '
+        f'height="{frame.floor - TOP}">{hint(text)}</rect>'
+        for at, text in sorted(hints.items())
+    )
+
+
+# ---- lines --------------------------------------------------------------------------------------------
+
+
+def lines(
+    series: Sequence[Series],
+    *,
+    title: str,
+    said: str,
+    words: Words,
+    over: Stretch,
+    target: float | None = None,
+    width: int = HALF_WIDTH,
+    height: int = 220,
+) -> str:
+    """Lines over time on a logarithmic scale, with a dashed one for what was promised."""
+    values = [value for one in series for value in one.values.values() if value > 0]
+    if target is not None:
+        values.append(target)
+    smallest, largest = min(values, default=1), max(values, default=1)
+    low = max((tick for tick in LADDER if tick <= smallest), default=LADDER[0])
+    top = min((tick for tick in LADDER if tick >= largest and tick > low), default=LADDER[-1])
+    frame = Frame(width, height, over.since_us, over.until_us, top, low)
+    body = [_axes(frame, words)]
+    body += [_line(frame, one, over.step_us) for one in series]
+    if target is not None:
+        y = frame.y(target)
+        body.append(
+            f'<line class="target" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="target-name" x="{LEFT + 6}" y="{y - 5:.1f}">'
+            f"target {esc(words(target))}</text>"
+        )
+    body.append(_columns(frame, over.step_us, _told(series, words, over.step_us)))
+    return svg(width, height, title, said, "".join(body))
+
+
+def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
+    times = sorted({at for one in series for at in one.values})
+    return {
+        at: "\n".join(
+            [
+                f"{moment(at, step_us)} UTC",
+                *(f"{one.name}: {words(one.values[at])}" for one in series if at in one.values),
+            ]
+        )
+        for at in times
+    }
+
+
+def _line(frame: Frame, series: Series, step_us: int) -> str:
+    """A line that is broken where nothing was measured; what stands alone is a dot."""
+    points = [(at, frame.x(at + step_us / 2), frame.y(value)) for at, value in sorted(series.values.items())]
+    path: list[str] = []
+    dots: list[str] = []
+    neighbours = {at for (at, *_), (then, *_) in pairwise(points) if then - at <= 2 * step_us}
+    neighbours |= {then for (at, *_), (then, *_) in pairwise(points) if then - at <= 2 * step_us}
+    before = None
+    for at, x, y in points:
+        verb = "L" if before is not None and at - before <= 2 * step_us else "M"
+        path.append(f"{verb}{x:.1f} {y:.1f}")
+        if at not in neighbours:
+            dots.append(f'<circle class="dot {series.style}" cx="{x:.1f}" cy="{y:.1f}" r="1.6"/>')
+        before = at
+    return f'<path class="line {series.style}" d="{"".join(path)}"/>{"".join(dots)}'
+
+
+# ---- areas and bars over time --------------------------------------------------------------------------
+
+
+def area(
+    values: dict[int, float],
+    *,
+    title: str,
+    said: str,
+    words: Words,
+    over: Stretch,
+    name: str,
+    width: int = WIDTH,
+    height: int = 240,
+) -> str:
+    """One quantity over time, held until the next column says otherwise."""
+    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
+    body = [_axes(frame, words)]
+    steps = []
+    for at, value in sorted(values.items()):
+        y = frame.y(value)
+        steps.append(f"L{frame.x(at):.1f} {y:.1f}L{frame.x(at + over.step_us):.1f} {y:.1f}")
+    if steps:
+        first, last = frame.x(min(values)), frame.x(max(values) + over.step_us)
+        outline = "".join(steps)
+        body.append(
+            f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
+            f'<path class="line c0" d="M{outline[1:]}"/>'
+        )
+    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words, over.step_us)))
+    return svg(width, height, title, said, "".join(body), "plot wide")
+
+
+def stacked(
+    series: Sequence[Series],
+    *,
+    title: str,
+    said: str,
+    words: Words,
+    over: Stretch,
+    width: int = WIDTH,
+    height: int = 280,
+) -> str:
+    """Bars over time, one part on top of the other."""
+    times = sorted({at for one in series for at in one.values})
+    sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
+    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
+    wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.8)
+    body = [_axes(frame, words)]
+    for at in times:
+        y = frame.floor
+        for one in series:
+            value = one.values.get(at, 0)
+            if value:
+                tall = frame.floor - frame.y(value)
+                y -= tall
+                body.append(
+                    f'<rect class="fill {one.style}" x="{frame.x(at) + 0.4:.1f}" y="{y:.2f}" '
+                    f'width="{wide:.2f}" height="{tall:.2f}"/>'
+                )
+    body.append(
+        _columns(frame, over.step_us, _told([one for one in series if one.values], words, over.step_us))
+    )
+    return svg(width, height, title, said, "".join(body), "plot wide")
+
+
+def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> str:
+    """A small row of bars without axes."""
+    top = max(values, default=0) or 1
+    step = width / max(1, len(values))
+    bars = "".join(
+        f'<rect class="fill spark" x="{n * step:.1f}" y="{height - 2 - (height - 4) * value / top:.1f}" '
+        f'width="{max(0.8, step - 1):.1f}" height="{2 + (height - 4) * value / top:.1f}"/>'
+        for n, value in enumerate(values)
+        if value
+    )
+    base = f'<line class="mark" x1="0" x2="{width}" y1="{height - 0.5}" y2="{height - 0.5}"/>'
+    return svg(width, height, title, said, base + bars, "spark-line")
+
+
+# ---- tables of cells -----------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """One cell: how strong, from 0 to 1, and what it says."""
+
+    style: str
+    strength: float
+    told: str
+
+
+def _cell(cell: Cell, x: float, y: float, width: float, height: float) -> str:
+    return (
+        f'<rect class="cell {cell.style}" fill-opacity="{cell.strength:.2f}" x="{x:.1f}" y="{y}" '
+        f'width="{width:.2f}" height="{height}" rx="2">{hint(cell.told)}</rect>'
+    )
+
+
+def strip(
+    rows: Sequence[tuple[str, dict[int, Cell]]],
+    *,
+    title: str,
+    said: str,
+    over: Stretch,
+    width: int = WIDTH,
+    row_height: int = 26,
+) -> str:
+    """Rows of cells over time."""
+    height = TOP + row_height * len(rows) + BOTTOM
+    frame = Frame(width, height, over.since_us, over.until_us, 1)
+    wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.5)
+    body = []
+    for n, (name, cells) in enumerate(rows):
+        y = TOP + n * row_height
+        body.append(_text("name", LEFT - 8, y + row_height / 2 + 3, name))
+        body += [_cell(cell, frame.x(at), y, wide, row_height - 4) for at, cell in sorted(cells.items())]
+    body += [_text("tick", frame.x(tick), height - 6, name, "middle") for tick, name in _time_ticks(frame)]
+    return svg(width, height, title, said, "".join(body), "plot wide")
+
+
+def matrix(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: dict[tuple[str, str], Cell],
+    *,
+    title: str,
+    said: str,
+    size: int = 30,
+) -> str:
+    """Who with whom: a row for each on one side, a column for each on the other."""
+    left, top = 190, 24 + 5 * max(len(label(name, 22)) for name in columns)
+    width, height = left + size * len(columns) + 70, top + size * len(rows) + 8
+    body = []
+    for n, name in enumerate(columns):
+        x = left + n * size + size / 2
+        place = f"translate({x + 4:.1f} {top - 8}) rotate(-52)"
+        body.append(f'<text class="name" transform="{place}">{esc(label(name, 22))}{hint(name)}</text>')
+    for n, name in enumerate(rows):
+        y = top + n * size
+        body.append(_text("name", left - 8, y + size / 2 + 4, label(name, 26)))
+        for k, other in enumerate(columns):
+            cell = cells.get((name, other), Cell("none", 1, f"{name} → {other}: nothing"))
+            body.append(_cell(cell, left + k * size, y, size - 2, size - 2))
+    return svg(width, height, title, said, "".join(body), "plot matrix")

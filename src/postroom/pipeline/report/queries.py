@@ -1,0 +1,491 @@
+"""The report: tables read once each, summed up by DuckDB without a JVM, and drawn as one HTML file.
+
+Rule 1: what leaves the database is bounded: columns of time, and the first of each ranking.
+Rule 2: a history of at least a day is drawn from gold, in columns of whole hours. A shorter one is drawn from
+        silver in finer columns, and silver then holds no more than that day.
+Rule 3: percentiles over several groups come from the histograms in `gold_latency`, which can be added up.
+"""
+
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+
+from postroom.contracts.tasks import DECISIONS
+from postroom.core.events import Contract
+from postroom.core.message_checker import ENDLESS
+from postroom.errors import InvalidMessage
+from postroom.pipeline.database import Database
+from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
+from postroom.pipeline.report.facts import (
+    KEPT,
+    REMOVED,
+    Attained,
+    Facts,
+    Goal,
+    Pair,
+    Pattern,
+    Percentiles,
+    Queue,
+    Spender,
+    Suspect,
+    Times,
+)
+from postroom.pipeline.report.flames import Profile, Stack, speedscope
+from postroom.pipeline.report.page import MATRIX_MAX, page
+from postroom.pipeline.report.plots import COLUMNS_MAX
+from postroom.pipeline.report.words import DAY_US, HOUR_US, MINUTE_US
+from postroom.pipeline.session import table_errors
+from postroom.pipeline.silver.spans import UNKNOWN
+from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.system.atomic import replace_file
+
+RANKED_MAX: Final = 8  # of a list of the largest
+PATTERNS_MAX: Final = 12
+SUSPECTS_MAX: Final = 50
+GOALS_MAX: Final = 6  # flame graphs on the page
+PROFILES_MAX: Final = 100  # goals in a file for speedscope
+STACKS_MAX: Final = 20_000  # of all of them
+SERIES_MAX: Final = 40  # classes of errors, and models
+FINE_COLUMNS: Final = 120  # a step is taken if it makes no more columns
+FINE_STEPS_US: Final = tuple(
+    int(seconds * 1_000_000) for seconds in (0.1, 0.5, 1, 5, 15, 60, 5 * 60, 15 * 60)
+)
+"""Widths of columns that are finer than an hour."""
+STACK_OF_WAITING: Final = "waiting"
+NAMELESS_ERROR: Final = "without a class"
+UNNAMED: Final = "unnamed"
+TABLES: Final = (
+    *("silver_events", "silver_messages", "gold_latency", "gold_throughput", "gold_depth", "gold_errors"),
+    *("gold_tokens", "gold_cost", "gold_traffic", "gold_dlq_patterns", "gold_poison_suspects", "gold_flames"),
+)
+
+_HAPPENED: Final = {
+    "completed": ("execution_completed", "completed"),
+    "delivered": ("delivered", "delivered"),
+    "failed": ("execution_failed", "failed attempts"),
+    "dead_letters": ("dead_letter", "dead letters"),
+    "rejected": ("rejected", "rejected"),
+    "expired": ("expired", "expired"),
+    "cancelled": ("cancelled", "cancelled"),
+}
+"""For columns of `gold_throughput`, the kind of event that they count, and what the page calls it."""
+_ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
+"""Kinds of events before which a message did not wait."""
+Progress = Callable[[str], None]
+Targets = Mapping[int, int]
+"""For a priority, how many microseconds a message of it may wait."""
+
+
+def write_report(
+    tables: Tables,
+    out: Path,
+    speedscope_out: Path | None = None,
+    *,
+    targets_us: Targets | None = None,
+    progress: Progress | None = None,
+) -> Facts:
+    """Write the page, and beside it a file for speedscope when one is wanted."""
+    told = progress or (lambda _: None)
+    _need_all(tables)
+    told("reading the tables")
+    reading = Reading(tables, targets_us or {})
+    facts = reading.facts()
+    told("drawing")
+    replace_file(out, page(facts).encode(), "os")
+    if speedscope_out is not None:
+        profiles = [goal.profile for goal in reading.goals(PROFILES_MAX)]
+        replace_file(speedscope_out, msgspec.json.encode(speedscope(profiles, "postroom goals")), "os")
+    return facts
+
+
+def _need_all(tables: Tables) -> None:
+    for name in TABLES:
+        with table_errors(name):
+            is_there = tables.exists(name)
+        if not is_there:
+            raise InvalidMessage(
+                f"there is no table {name} in {tables.folder}: `postroom pipeline run` makes what is missing"
+            )
+
+
+def step_of(since_us: int, until_us: int) -> int:
+    """The width of columns for a history: the finest that makes few enough of them."""
+    span_us = until_us - since_us
+    if span_us < DAY_US:
+        return next((step for step in FINE_STEPS_US if span_us <= FINE_COLUMNS * step), HOUR_US)
+    hours = until_us // HOUR_US - since_us // HOUR_US + 1
+    return HOUR_US * -(-hours // COLUMNS_MAX)
+
+
+class Reading:
+    """The questions of one report to one folder of tables."""
+
+    def __init__(self, tables: Tables, targets_us: Targets) -> None:
+        self._tables = tables
+        self._targets_us = dict(targets_us)
+        self._db = Database(tables, [name for name in TABLES if tables.exists(name)])
+        first_us, last_us, is_whole = self._extent()
+        self._step_us = step_of(first_us, last_us) if is_whole else max(HOUR_US, step_of(first_us, last_us))
+        self._since_us = first_us - first_us % self._step_us
+        self._until_us = last_us - last_us % self._step_us + self._step_us
+        self._is_fine = self._step_us < HOUR_US
+
+    def facts(self) -> Facts:
+        latency, overall = self._latency()
+        depth, queues = self._depth()
+        return Facts(
+            self._since_us,
+            self._until_us,
+            self._step_us,
+            rows_of(self._tables.files("silver_events")),
+            self._ends(_OF_AGENTS),
+            latency,
+            overall,
+            self._targets_us,
+            self._sla(),
+            self._throughput(),
+            depth,
+            queues,
+            self._errors(),
+            self._tokens(),
+            {name: self._spending(column) for name, column in _SPENDERS.items()},
+            self._db.rows("SELECT sum(cost_usd) AS cost_usd FROM gold_cost")[0]["cost_usd"] or Decimal(0),
+            self._traffic(),
+            self._patterns(),
+            self._suspects(),
+            self.goals(GOALS_MAX),
+            self._ends(_OF_HARNESS),
+            next(iter(self._queues(_OF_HARNESS)), None),
+            *self._lapses(),
+        )
+
+    def _extent(self) -> tuple[int, int, bool]:
+        """The first and the last moment of the history, and whether silver has all of it.
+
+        Gold may know hours whose events were let leave.
+        """
+        events = _range(self._tables.files("silver_events"), "ts_us")
+        hours = _range(self._tables.files("gold_throughput"), "hour_us")
+        if events is None or hours is None:
+            return *(events or (0, 0)), True
+        is_whole = events[0] < hours[0] + HOUR_US and events[1] >= hours[1]
+        return (*events, True) if is_whole else (min(events[0], hours[0]), max(events[1], hours[1]), False)
+
+    def _at(self, column: str) -> str:
+        """The column of time that a moment belongs to."""
+        return f"(({column}) - ({column}) % {self._step_us})"
+
+    def _ends(self, whose: str) -> dict[str, int]:
+        """How messages of agents, or those of the harness, ended.
+
+        One of a contract without an end is kept or removed, and not open.
+        """
+        rows = self._db.rows(
+            f"""SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
+                           WHEN outcome = 'open' THEN $kept WHEN outcome = 'cancelled' THEN $removed
+                           ELSE outcome END AS outcome, count(*) AS n
+               FROM silver_messages WHERE {whose} GROUP BY ALL""",
+            endless=sorted(ENDLESS),
+            kept=KEPT,
+            removed=REMOVED,
+        )
+        return {row["outcome"]: row["n"] for row in rows}
+
+    # ---- over time -----------------------------------------------------------------------------------
+
+    def _latency(self) -> tuple[dict[int, dict[int, Percentiles]], dict[int, Percentiles]]:
+        self._db.execute(f"CREATE OR REPLACE TEMP TABLE waits AS {self._waits()}")
+        by_time: dict[int, dict[int, Percentiles]] = {}
+        for row in self._db.rows(_percentiles("priority, at_us")):
+            by_time.setdefault(row["priority"], {})[row["at_us"]] = _percentiles_of(row)
+        overall = {row["priority"]: _percentiles_of(row) for row in self._db.rows(_percentiles("priority"))}
+        return by_time, overall
+
+    def _waits(self) -> str:
+        """Grain: priority, column of time and wait, or bucket of waits: how many messages waited so long."""
+        if self._is_fine:
+            return f"""SELECT priority, {self._at(_BORN_US)} AS at_us, greatest(queue_us, 0) AS le_us,
+                              count(*) AS n
+                       FROM silver_messages
+                       WHERE priority IS NOT NULL AND queue_us IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
+        return f"""SELECT priority, {self._at("hour_us")} AS at_us, bucket.le_us AS le_us,
+                          sum(bucket.n) AS n
+                   FROM (SELECT priority, hour_us, unnest(histogram) AS bucket
+                         FROM gold_latency WHERE priority IS NOT NULL) GROUP BY ALL"""
+
+    def _sla(self) -> dict[int, dict[int, Attained]]:
+        """Of the priorities that have a target: how many messages were delivered within it."""
+        found: dict[int, dict[int, Attained]] = {}
+        for priority, target_us in self._targets_us.items():
+            rows = self._db.rows(
+                f"""SELECT {self._at(_BORN_US)} AS at_us, count(*) AS n,
+                           count(*) FILTER (WHERE queue_us <= $target_us) AS within
+                    FROM silver_messages
+                    WHERE queue_us IS NOT NULL AND priority = $priority AND {_OF_AGENTS} GROUP BY ALL""",
+                target_us=target_us,
+                priority=priority,
+            )
+            if rows:
+                found[priority] = {row["at_us"]: Attained(row["n"], row["within"]) for row in rows}
+        return found
+
+    def _throughput(self) -> dict[str, Times]:
+        if self._is_fine:
+            sums = ", ".join(
+                f"count(*) FILTER (WHERE kind = '{kind}') AS {column}"
+                for column, (kind, _) in _HAPPENED.items()
+            )
+            source = f"""SELECT {self._at("ts_us")} AS at_us, {sums} FROM silver_events
+                         WHERE message_id IS NOT NULL AND {_OF_AGENTS} GROUP BY ALL"""
+        else:
+            sums = ", ".join(f"sum({column}) AS {column}" for column in _HAPPENED)
+            source = f"SELECT {self._at('hour_us')} AS at_us, {sums} FROM gold_throughput GROUP BY ALL"
+        rows = self._db.rows(source)
+        series = {
+            name: {row["at_us"]: row[column] for row in rows} for column, (_, name) in _HAPPENED.items()
+        }
+        return {name: times for name, times in series.items() if any(times.values())}
+
+    def _errors(self) -> dict[str, Times]:
+        name = f"coalesce(nullif(error_type, ''), '{NAMELESS_ERROR}')"
+        if self._is_fine:
+            kinds = ", ".join(f"'{kind}'" for kind in ERROR_KINDS)
+            source = f"(SELECT * FROM silver_events WHERE kind IN ({kinds}))"
+            return self._series(source, "ts_us", name, "1")
+        return self._series("gold_errors", "hour_us", name, "n")
+
+    def _tokens(self) -> dict[str, Times]:
+        if self._is_fine:
+            source = "(SELECT * FROM silver_events WHERE tokens_in IS NOT NULL OR tokens_out IS NOT NULL)"
+            measure = "coalesce(tokens_in, 0) + coalesce(tokens_out, 0)"
+            return self._series(source, "ts_us", _named("model"), measure)
+        return self._series("gold_tokens", "hour_us", _named("model"), "tokens_in + tokens_out")
+
+    def _series(self, source: str, time: str, name: str, measure: str) -> dict[str, Times]:
+        """A sum for each name and column of time; the names of the largest sums."""
+        rows = self._db.rows(
+            f"""WITH parts AS (SELECT {name} AS name, {self._at(time)} AS at_us, sum({measure}) AS n
+                               FROM {source} GROUP BY ALL),
+                     largest AS (SELECT name FROM parts GROUP BY name
+                                 ORDER BY sum(n) DESC, name LIMIT {SERIES_MAX})
+                SELECT * FROM parts WHERE name IN (FROM largest)"""
+        )
+        found: dict[str, Times] = {}
+        for row in rows:
+            found.setdefault(row["name"], {})[row["at_us"]] = row["n"]
+        return found
+
+    def _depth(self) -> tuple[Times, list[Queue]]:
+        """How many messages wait in all queues, and the queues that most messages came to."""
+        self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
+        total = self._db.rows(
+            f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves
+                                 WHERE {_OF_AGENTS} GROUP BY ALL),
+                     depths AS (SELECT moment_us, sum(change) OVER (ORDER BY moment_us) AS depth FROM changes)
+                SELECT {self._at("moment_us")} AS at_us, max(depth) AS peak,
+                       arg_max(depth, moment_us) AS last
+                FROM depths GROUP BY ALL ORDER BY at_us"""
+        )
+        return self._held(total), self._queues(_OF_AGENTS)
+
+    def _queues(self, whose: str) -> list[Queue]:
+        """The queues that most messages came to. `_depth` has made `moves`."""
+        rows = self._db.rows(
+            f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
+                                 WHERE {whose} GROUP BY ALL),
+                     depths AS (SELECT *, sum(change) OVER (PARTITION BY queue ORDER BY moment_us) AS depth
+                                FROM changes),
+                     arrived AS (SELECT queue, count(*) AS messages FROM silver_messages GROUP BY ALL)
+                SELECT queue, coalesce(any_value(messages), 0) AS messages, max(depth) AS peak,
+                       sum(change) AS waiting
+                FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
+                ORDER BY messages DESC, queue LIMIT {RANKED_MAX}"""
+        )
+        return [Queue(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
+
+    def _moves(self) -> str:
+        """Grain: moment and queue: by how many the messages that wait became more.
+
+        `gold_depth` knows minutes. Within a minute, an event shows against the state that its message had
+        before; what the history does not show the arrival of is not counted as waiting.
+        """
+        if self._step_us >= MINUTE_US:
+            return """SELECT minute_us AS moment_us, queue, sum(arrived - "left") AS change
+                      FROM gold_depth GROUP BY ALL"""
+        kinds = ", ".join(f"'{kind}'" for kind in _ARRIVALS)
+        return f"""WITH told AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
+                                        kind IN ({kinds}) AS arrives,
+                                        lag((state = '{WAITING}')::INT) OVER (
+                                            PARTITION BY message_id, source ORDER BY seq) AS waited
+                                 FROM silver_events
+                                 WHERE message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL)
+                   SELECT ts_us AS moment_us, queue,
+                          sum(waits - coalesce(waited, CASE WHEN arrives THEN 0 ELSE waits END)) AS change
+                   FROM told GROUP BY ALL"""
+
+    def _held(self, rows: list[dict[str, Any]]) -> Times:
+        """The peak of every column from the first on. A depth stays until something moves it."""
+        found: Times = {}
+        moved = {row["at_us"]: row for row in rows}
+        depth = 0
+        for at in range(min(moved, default=self._until_us), self._until_us, self._step_us):
+            row = moved.get(at)
+            found[at] = depth if row is None else max(depth, row["peak"])
+            depth = depth if row is None else row["last"]
+        return found
+
+    def _lapses(self) -> tuple[int, int]:
+        """Leases that ran out, and errors that are timeouts."""
+        [row] = self._db.rows(
+            """SELECT coalesce(sum(n) FILTER (WHERE kind = 'lease_lapsed'), 0) AS lapses,
+                      coalesce(sum(n) FILTER (WHERE kind = 'execution_failed'
+                                              AND error_type ILIKE '%timeout%'), 0) AS timeouts
+               FROM gold_errors"""
+        )
+        return int(row["lapses"]), int(row["timeouts"])
+
+    # ---- rankings ------------------------------------------------------------------------------------
+
+    def _spending(self, column: str) -> list[Spender]:
+        rows = self._db.rows(
+            f"""WITH cost AS (SELECT {_named(column)} AS name, sum(cost_usd) AS cost_usd, sum(calls) AS calls
+                              FROM gold_cost GROUP BY ALL),
+                     tokens AS (SELECT {_named(column)} AS name, sum(tokens_in + tokens_out) AS tokens
+                                FROM gold_tokens GROUP BY ALL)
+                SELECT * FROM cost LEFT JOIN tokens USING (name)
+                ORDER BY cost_usd DESC, name LIMIT {RANKED_MAX}"""
+        )
+        return [Spender(row["name"], row["calls"], row["tokens"] or 0, row["cost_usd"]) for row in rows]
+
+    def _traffic(self) -> list[Pair]:
+        """The pairs among those who send and those who get the most. A contract is nobody who sends."""
+        rows = self._db.rows(
+            f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR list_contains($contracts, sender)
+                                           THEN '{UNNAMED}' ELSE sender END AS sender,
+                                      {_named("recipient")} AS recipient, messages, dead_letters
+                               FROM gold_traffic WHERE recipient IS DISTINCT FROM '{DECISIONS}'),
+                     senders AS (SELECT sender FROM named GROUP BY sender
+                                 ORDER BY sum(messages) DESC, sender LIMIT {MATRIX_MAX}),
+                     recipients AS (SELECT recipient FROM named GROUP BY recipient
+                                    ORDER BY sum(messages) DESC, recipient LIMIT {MATRIX_MAX})
+                SELECT sender, recipient, sum(messages) AS messages, sum(dead_letters) AS dead_letters
+                FROM named SEMI JOIN senders USING (sender) SEMI JOIN recipients USING (recipient)
+                GROUP BY ALL ORDER BY messages DESC, sender, recipient""",
+            contracts=list(get_args(Contract)),
+        )
+        return [Pair(row["sender"], row["recipient"], row["messages"], row["dead_letters"]) for row in rows]
+
+    def _patterns(self) -> list[Pattern]:
+        rows = self._db.rows(
+            f"SELECT * FROM gold_dlq_patterns ORDER BY n DESC, pattern_id LIMIT {PATTERNS_MAX}"
+        )
+        return [
+            Pattern(
+                row["pattern_id"],
+                row["error_type"],
+                row["pattern"],
+                row["n"],
+                row["templates"],
+                row["first_us"],
+                row["last_us"],
+                row["trend"],
+                row["systematic"],
+                len(row["orgs"]),
+                tuple(row["types"]),
+                {hour["hour_us"]: hour["n"] for hour in row["hours"]},
+                tuple((sample["message_id"], sample["error"] or "") for sample in row["samples"]),
+            )
+            for row in rows
+        ]
+
+    def _suspects(self) -> list[Suspect]:
+        rows = self._db.rows(
+            f"""SELECT * FROM gold_poison_suspects
+                ORDER BY quarantined, lapses DESC, message_id LIMIT {SUSPECTS_MAX}"""
+        )
+        return [
+            Suspect(
+                row["message_id"],
+                row["org_id"] or "",
+                row["type"] or "",
+                row["lapses"],
+                row["workers"],
+                row["quarantined"],
+                row["last_us"],
+            )
+            for row in rows
+        ]
+
+    def goals(self, limit: int) -> list[Goal]:
+        """The goals that most messages serve, the largest first."""
+        rows = self._db.rows(
+            f"""WITH largest AS (SELECT goal_id, sum(messages) AS size, sum(work_us + wait_us) AS whole_us
+                                 FROM gold_flames WHERE goal_id IS NOT NULL GROUP BY goal_id
+                                 HAVING whole_us > 0
+                                 ORDER BY size DESC, whole_us DESC, goal_id LIMIT {int(limit)})
+                SELECT gold_flames.* FROM gold_flames JOIN largest USING (goal_id)
+                ORDER BY size DESC, whole_us DESC, goal_id, stack NULLS FIRST, hour_us NULLS FIRST
+                LIMIT {STACKS_MAX}"""
+        )
+        by_goal: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_goal.setdefault(row["goal_id"], []).append(row)
+        return [
+            goal_of(goal_id, parts, (self._since_us, self._until_us)) for goal_id, parts in by_goal.items()
+        ]
+
+
+def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
+    """The lowest and the highest value of a column, by the log of its table."""
+    lows = [file.low[column] for file in files if file.low.get(column) is not None]
+    highs = [file.high[column] for file in files if file.high.get(column) is not None]
+    return (min(lows), max(highs)) if lows and highs else None
+
+
+_OF_HARNESS: Final = f"queue = '{DECISIONS}'"
+_OF_AGENTS: Final = f"queue IS DISTINCT FROM '{DECISIONS}'"
+_BORN_US: Final = "coalesce(created_us, first_us)"
+_SPENDERS: Final = {"model": "model", "organization": "org_id", "agent": "agent_id", "goal": "goal_id"}
+
+
+def _named(column: str) -> str:
+    return f"coalesce({column}, '{UNNAMED}')"
+
+
+def _percentiles(keys: str) -> str:
+    """Nearest ranks from counts of buckets: each is the upper end of the bucket that it lies in."""
+    picks = ", ".join(
+        f"min(le_us) FILTER (WHERE so_far * 100 >= whole * {percent}) AS p{percent}_us"
+        for percent in (50, 95, 99)
+    )
+    return f"""WITH counts AS (SELECT {keys}, le_us, sum(n) AS n FROM waits GROUP BY ALL),
+                    ranked AS (SELECT *, sum(n) OVER (PARTITION BY {keys} ORDER BY le_us) AS so_far,
+                                      sum(n) OVER (PARTITION BY {keys}) AS whole FROM counts)
+               SELECT {keys}, max(whole) AS n, {picks} FROM ranked GROUP BY ALL"""
+
+
+def _percentiles_of(row: Mapping[str, Any]) -> Percentiles:
+    return Percentiles(row["n"], row["p50_us"], row["p95_us"], row["p99_us"])
+
+
+def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> Goal:
+    """A goal from its rows in `gold_flames`. Its hours end with the history, whose extent is known better."""
+    sums: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        path = tuple((row["stack"] or UNKNOWN).split(";"))
+        for stack, us in ((path, row["work_us"]), ((*path, STACK_OF_WAITING), row["wait_us"])):
+            if us:
+                sums[stack] = sums.get(stack, 0) + us
+    stacks: list[Stack] = sorted(sums.items())
+    hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
+    return Goal(
+        goal_id,
+        next((row["org_id"] for row in rows if row["org_id"] is not None), UNNAMED),
+        sum(row["messages"] for row in rows),
+        max(min(hours), extent[0]) if hours else None,
+        min(max(hours) + HOUR_US, extent[1]) if hours else None,
+        Profile(goal_id, stacks),
+    )

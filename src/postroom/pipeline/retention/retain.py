@@ -1,0 +1,384 @@
+"""How long the tables keep what happened, and how it leaves them.
+
+Rule 1: a message leaves as a whole: its row, its attempts, its span and all its events, when the last thing
+        that happened to it is older than its organization's tier. Failures may stay longer. What is about no
+        message leaves by its own time.
+Rule 2: a legal hold on an organization or a goal keeps everything about it, whatever its age.
+Rule 3: nothing leaves before it was counted: the rows that stay and the rows that go (as read back from the
+        archive, where there is one) are together the rows that there were. Else the table stays as it is.
+Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. Whoever is killed
+        is run again: what is gone is not missed, and an archive of the same commit is written anew.
+Rule 5: the numbers of the events that leave are noted before the first of them does. `check` would miss them,
+        and a segment that is delivered again would bring them back.
+Rule 6: gold keeps what it counted. Its days leave by an age of their own (`gold_days`), as whole files.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.errors import InvalidSetting, Unavailable
+from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
+from postroom.pipeline.retention import departures
+from postroom.pipeline.tables import UPKEEP, DataFile, Staged, Tables, Txn, path_below, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+
+MICROS_PER_S: Final = 1_000_000
+DAY_US: Final = 86_400 * MICROS_PER_S
+DAYS_MAX: Final = 36_500
+FAILURES: Final = ("dead_letter", "quarantined")
+DECIDES: Final = "silver_messages"
+FEEDS: Final = {
+    "silver_events": "bronze_events",
+    "silver_messages": "silver_events",
+    "silver_attempts": "silver_events",
+    "silver_spans": "silver_messages",
+}
+"""What each table is folded from."""
+ORDER: Final = (
+    "bronze_rejects",
+    "bronze_events",
+    "silver_events",
+    "silver_attempts",
+    "silver_spans",
+    "silver_messages",
+)
+KEPT_GOLD: Final = ("gold_flow",)
+"""Gold tables that keep all days: depths are counted on from the first."""
+_FILE: Final = "_file"
+
+Progress = Callable[[str], None]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept for how long."""
+
+    keep_days: int
+    org_days: Mapping[str, int] = {}
+    """The tiers of organizations that have one of their own."""
+    failures_days: int = 0
+    """Dead letters and quarantined messages stay at least so long."""
+    gold_days: int = 0
+    """Days of gold tables stay so long; 0 for ever."""
+    held_orgs: frozenset[str] = frozenset()
+    held_goals: frozenset[str] = frozenset()
+
+
+class Retained(msgspec.Struct, frozen=True):
+    """What left one table, or would leave it."""
+
+    table: str
+    before: int
+    deleted: int
+    archived: int | None
+    """None when nothing was archived."""
+
+
+# ---- files that people write -----------------------------------------------------------------------------
+
+
+def read_org_days(path: Path) -> dict[str, int]:
+    """Lines of an organization and a number of days."""
+    found: dict[str, int] = {}
+    for number, (org_id, days) in _lines(path, "an organization and a number of days"):
+        if not days.isdecimal() or not 1 <= int(days) <= DAYS_MAX or org_id in found:
+            raise InvalidSetting(
+                f"line {number} of {path} is not an organization and 1 to {DAYS_MAX} days, once"
+            )
+        found[org_id] = int(days)
+    return found
+
+
+def read_holds(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Lines of `org ID` and `goal ID`; gives the organizations and the goals."""
+    held: dict[str, set[str]] = {"org": set(), "goal": set()}
+    for number, (kind, name) in _lines(path, "org ID or goal ID"):
+        if kind not in held:
+            raise InvalidSetting(f"line {number} of {path} is not a hold: it is org ID or goal ID")
+        held[kind].add(name)
+    return frozenset(held["org"]), frozenset(held["goal"])
+
+
+def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
+    try:
+        texts = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise InvalidSetting(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"cannot read {path}: it is no UTF-8") from None
+    found = []
+    for number, text in enumerate(texts, start=1):
+        words = text.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:  # noqa: PLR2004 - a name and what belongs to it
+            raise InvalidSetting(f"line {number} of {path} is not {wanted}")
+        found.append((number, (words[0], words[1])))
+    return found
+
+
+# ---- what is over ----------------------------------------------------------------------------------------
+
+
+def kept_us(policy: Policy) -> "Column":
+    """How long a row of an organization is kept."""
+    tier = F.lit(policy.keep_days)
+    if policy.org_days:
+        days = F.create_map(*[F.lit(part) for pair in sorted(policy.org_days.items()) for part in pair])
+        tier = F.coalesce(days[F.col("org_id")], tier)
+    return tier.cast("long") * DAY_US
+
+
+def held(policy: Policy) -> "Column":
+    """Whether a hold keeps a row."""
+    org = F.col("org_id").isin(*policy.held_orgs)
+    goal = F.col("goal_id").isin(*policy.held_goals)
+    return F.coalesce(org, F.lit(False)) | F.coalesce(goal, F.lit(False))  # noqa: FBT003 - SQL's
+
+
+def over_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame:
+    """Grain: message_id of messages that leave."""
+    kept = kept_us(policy)
+    longer = F.greatest(kept, F.lit(policy.failures_days * DAY_US))
+    kept = F.when(F.col("outcome").isin(*FAILURES), longer).otherwise(kept)
+    return messages.where((F.col("last_us") < now_us - kept) & ~held(policy)).select("message_id")
+
+
+def over_alone(policy: Policy, now_us: int) -> "Column":
+    """Whether an event that is about no message leaves."""
+    is_alone = F.coalesce("message_id", F.lit("")) == ""
+    return is_alone & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
+
+
+def over_rejects(policy: Policy, now_us: int) -> "Column":
+    """Whether a line that was no event leaves: after the longest tier, unless it names what is held."""
+    days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
+    sealed_us = F.unix_micros(F.to_timestamp("date"))
+    names = [F.col("line").contains(name) for name in sorted(policy.held_orgs | policy.held_goals)]
+    return (sealed_us + DAY_US < now_us - days * DAY_US) & ~reduce(or_, names, F.lit(False))  # noqa: FBT003 - SQL's
+
+
+# ---- the job ---------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """What a table would lose."""
+
+    files: list[DataFile]
+    """Those in which a row leaves."""
+    going: int
+
+
+class Retention:
+    """One pass over the tables of a folder."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        tables: Tables,
+        policy: Policy,
+        *,
+        now_us: int,
+        archive: str | None = None,
+        progress: Progress = lambda _: None,
+    ) -> None:
+        if 0 < policy.gold_days < policy.keep_days:
+            raise InvalidSetting(
+                f"gold is kept at least as long as the rest: {policy.gold_days} days are less than "
+                f"{policy.keep_days}"
+            )
+        self._spark = spark
+        self._tables = tables
+        self._policy = policy
+        self._now_us = now_us
+        self._archive = archive
+        self._tell = progress
+
+    def run(self, *, dry_run: bool = False) -> list[Retained]:
+        """Let what is over leave every table; gives how many rows that were."""
+        with self._tables.lock():
+            self._check_folded()
+            there = [name for name in ORDER if self._tables.exists(name)]
+            if DECIDES not in there:
+                raise InvalidSetting(
+                    f"there is no table {DECIDES} in {self._tables.folder}: run the pipeline first"
+                )
+            over = over_messages(
+                self._tables.read(self._spark, DECIDES), self._policy, self._now_us
+            ).persist()
+            try:
+                if not dry_run:
+                    self._note(over)
+                left = [self._retain(name, over, dry_run=dry_run) for name in there]
+            finally:
+                over.unpersist()
+            return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
+
+    def _check_folded(self) -> None:
+        """What was not folded so far may be about a message that is over: it would be lost unread."""
+        for name, source in FEEDS.items():
+            if self._is_behind(name, source):
+                raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+        for name in self._gold():
+            if self._tables.last_txn(name, FORM_ID) != FORM:
+                raise Unavailable(f"{name} is of another version: run the pipeline first")
+            for source in GOLD[name].inputs:
+                if self._is_behind(name, source):
+                    raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+
+    def _gold(self) -> list[str]:
+        return [name for name in GOLD if self._tables.exists(name)]
+
+    def _is_behind(self, name: str, source: str) -> bool:
+        """Whether rows of a source are new to a table. What a pass that was killed let leave is not."""
+        known = self._tables.last_txn(name, source)
+        if known == self._tables.version(source):
+            return False
+        return known < 0 or any(self._tables.changed(source, known))
+
+    def _note(self, over: DataFrame) -> None:
+        """Add the numbers of what leaves to those that left. Bronze is still whole: silver is made of it."""
+        change = self._change("silver_events", over)
+        if not change.going:
+            return
+        base = self._tables.version(departures.TABLE)
+        self._tell(f"{departures.TABLE}: the numbers of {change.going:,} events")
+        events, _ = self._split("silver_events", over, change.files)
+        runs = departures.departing(events)
+        if self._tables.exists(departures.TABLE):
+            runs = runs.unionByName(self._tables.read(self._spark, departures.TABLE))
+        all_runs = departures.merged(runs).persist()
+        try:
+            staged = self._tables.stage(departures.TABLE, all_runs)
+            if staged.rows != all_runs.count():
+                raise Unavailable(f"not all of {departures.TABLE} was written: nothing was deleted")
+        finally:
+            all_runs.unpersist()
+        self._tables.commit(departures.TABLE, staged, self._tables.files(departures.TABLE), base=base)
+        self._tables.vacuum(departures.TABLE)
+
+    def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
+        base = self._tables.version(name)
+        before = rows_of(self._tables.files(name))
+        change = self._change(name, over)
+        self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
+        archived = None
+        if not dry_run:
+            if change.going:
+                archived = self._delete(name, over, change, base)
+            self._catch_up(name)
+            self._tables.vacuum(name)
+        return Retained(name, before, change.going, archived)
+
+    def _retain_gold(self, name: str, *, dry_run: bool) -> Retained:
+        """Drop the days of a gold table that are older than its retention."""
+        base, files = self._tables.version(name), self._tables.files(name)
+        over: list[DataFile] = []
+        if self._policy.gold_days and name not in KEPT_GOLD:
+            oldest = datetime.fromtimestamp(self._now_us // MICROS_PER_S, UTC)
+            oldest -= timedelta(days=self._policy.gold_days)
+            over = [file for file in files if (file.partition.get("day") or "9") < f"{oldest:%Y-%m-%d}"]
+        self._tell(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
+        if over and not dry_run:
+            staged = Staged(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
+            self._tables.commit(name, staged, over, base=base)
+        return Retained(name, rows_of(files), rows_of(over), None)
+
+    def _split(self, name: str, over: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
+        """The rows that go, and those that stay."""
+        rows = self._tables.read(self._spark, name, files).withColumn(_FILE, F.col("_metadata.file_path"))
+        if name == "bronze_rejects":
+            leaves = over_rejects(self._policy, self._now_us)
+            return rows.where(leaves), rows.where(~F.coalesce(leaves, F.lit(False)))  # noqa: FBT003 - SQL's
+        go, stay = rows.join(over, "message_id", "left_semi"), rows.join(over, "message_id", "left_anti")
+        if name.endswith("_events"):
+            alone = F.coalesce(over_alone(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
+            go, stay = go.unionByName(rows.where(alone)), stay.where(~alone)
+        if name == "bronze_events" and self._tables.exists(departures.TABLE):
+            again = self._redelivered(stay)
+            numbers = ["source", "seq", "message_id"]
+            go = go.unionByName(stay.join(again, numbers, "left_semi"))
+            stay = stay.join(again, numbers, "left_anti")
+        return go, stay
+
+    def _redelivered(self, rows: DataFrame) -> DataFrame:
+        """Grain: source, seq and message_id of rows of bronze that left silver earlier, and came in again."""
+        messages = self._tables.read(self._spark, DECIDES).select("message_id")
+        unknown = rows.where("message_id IS NOT NULL").join(messages, "message_id", "left_anti")
+        left = departures.among(unknown, self._tables.read(self._spark, departures.TABLE))
+        return (
+            unknown.select("source", "seq", "message_id")
+            .distinct()
+            .join(left, ["source", "seq"], "left_semi")
+        )
+
+    def _change(self, name: str, over: DataFrame) -> Change:
+        files = self._tables.files(name)
+        if not files:
+            return Change([], 0)
+        go, _ = self._split(name, over, files)
+        counts = {path_below(name, row[_FILE]): row["count"] for row in go.groupBy(_FILE).count().collect()}
+        touched = [file for file in files if file.path in counts]
+        return Change(touched, sum(counts.values()))
+
+    def _delete(self, name: str, over: DataFrame, change: Change, base: int) -> int | None:
+        """Archive, write what stays aside, count both, and only then make it count."""
+        go, stay = self._split(name, over, change.files)
+        archived = self._archived(name, go.drop(_FILE))
+        if archived is not None and archived != change.going:
+            raise Unavailable(
+                f"the archive of {name} has {archived} rows instead of {change.going}: nothing was deleted"
+            )
+        partitions = self._partitions(name)
+        # What lay in a file of its own stays so: the fold keeps settled messages apart.
+        stay = stay.withColumn(_FILE, F.xxhash64(_FILE))
+        staged = self._tables.stage(name, stay, partition_by=partitions, split_by=_FILE)
+        there = rows_of(change.files)
+        if staged.rows + change.going != there:
+            raise Unavailable(
+                f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "
+                "nothing was deleted"
+            )
+        self._tables.commit(name, staged, change.files, txns=self._signs(name), base=base)
+        return archived
+
+    def _catch_up(self, name: str) -> None:
+        """Note that a table has seen its source: what left there has left here as well."""
+        behind = [(name, FEEDS[name])] if name in FEEDS else []
+        if name == DECIDES:
+            behind.append(("silver_spans", DECIDES))
+        for table, source in behind:
+            if self._tables.exists(table) and self._has_missed(table, source):
+                self._tables.mark(table, self._signs(table))
+
+    def _has_missed(self, table: str, source: str) -> bool:
+        return self._tables.last_txn(table, source) != self._tables.version(source)
+
+    def _signs(self, name: str) -> list[Txn]:
+        """What marks a commit as one of this job: tables that are made of this one do not follow it."""
+        signs = [Txn(UPKEEP, self._tables.version(name) + 1)]
+        if name in FEEDS:
+            signs.append(Txn(FEEDS[name], self._tables.version(FEEDS[name])))
+        return signs
+
+    def _archived(self, name: str, rows: DataFrame) -> int | None:
+        """Write rows to the archive and read back how many there are. The same commit has the same place."""
+        if self._archive is None:
+            return None
+        table = DeltaTable(self._tables.folder / name)
+        place = f"{self._archive.rstrip('/')}/{name}/retained={table.metadata().id}-{table.version()}"
+        rows.write.partitionBy(*self._partitions(name)).mode("overwrite").parquet(place)
+        return self._spark.read.schema(rows.schema).parquet(place).count()
+
+    def _partitions(self, name: str) -> list[str]:
+        return list(DeltaTable(self._tables.folder / name).metadata().partition_columns)

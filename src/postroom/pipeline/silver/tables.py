@@ -1,0 +1,466 @@
+"""What happened, once each; and what became of every message and every attempt at it.
+
+Rule 1: a fold is one aggregation of minima and maxima. These may be taken again and again, and in any order:
+        late, repeated and shuffled events end in the same row, and no watermark decides anything.
+Rule 2: a row of the table is itself a state of the fold, so a change is folded with the row that there was.
+Rule 3: nothing here is a Python function but the redaction of `events`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.silver.joins import sent
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, Observation
+
+_NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
+"""Fields by which rows are found, counted or grouped."""
+PARTITIONS: Final = ("day",)
+SETTLED: Final = "settled"
+MICROS_PER_S: Final = 1_000_000
+HOUR_US: Final = 3_600 * MICROS_PER_S
+HOURS_A_DAY: Final = 24
+GRACE_US: Final = HOUR_US // 4  # after its end; what is settled gets files that are not written again
+IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus, counts as settled after this
+
+# ---- silver_events ---------------------------------------------------------------------------------------
+
+
+def day_of(micros: "Column") -> "Column":
+    return F.to_date(F.timestamp_micros(micros))
+
+
+def hour_us(micros: "Column") -> "Column":
+    """The beginning of its hour."""
+    return micros - F.pmod(micros, F.lit(HOUR_US))
+
+
+def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+    """Grain: an event_id that more than one row has. `kept` is the row that counts, NULL when it is known.
+
+    Of two events under one number the earlier one counts; of two of one time, the one of lower `rank`. Both
+    sides are `ranked`; `known` are events of earlier runs. `is_beaten` says that one of these does not count.
+    """
+    new = events.select("event_id", F.struct("ts_us", "rank", "row").alias("place"))
+    no_row = F.lit(None).cast("long").alias("row")  # before all others that are the same
+    old = known.select("event_id", F.struct("ts_us", "rank", no_row).alias("place"))
+    grouped = (
+        new.unionByName(old)
+        .groupBy("event_id")
+        .agg(
+            F.min("place").alias("kept"),
+            F.count(F.lit(1)).alias("rows"),
+            F.count_if(F.col("place.row").isNull()).alias("known"),
+        )
+    )
+    is_beaten = (F.col("known") > 0) & F.col("kept.row").isNotNull()
+    return grouped.where("rows > 1").select(
+        "event_id", F.col("kept.row").alias("kept"), is_beaten.alias("is_beaten")
+    )
+
+
+def ranked(
+    rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
+) -> "DataFrame":
+    """Rows that may be repeats, with a `rank` that follows from what they say once they are redacted."""
+    some = rows.join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
+    return some.withColumn("rank", rank(redaction))
+
+
+def rank(redaction: "Mapping[str, Column]") -> "Column":
+    """A number of what an event says. It decides between two events of one number and one time."""
+    return F.xxhash64(*[redaction.get(name, _told_text(name)) for name in EVENTS.names])
+
+
+def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
+    """Grain: the hash of an event_id that more than one row has.
+
+    Nearly every row is the only one with its id, and one number of it is all that has to be shuffled to know.
+    """
+    ids = events.select("event_id").unionByName(known.select("event_id"))
+    return ids.groupBy(_hash().alias("suspect")).count().where("count > 1").select("suspect")
+
+
+def _hash() -> "Column":
+    return F.xxhash64("event_id")
+
+
+def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "DataFrame":
+    """The rows of `events` without those that say something again.
+
+    The wide rows stay where they are, unless so many were repeated that they are not `few`.
+    """
+    said = sent(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
+    again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
+    return events.join(said, again, "left_anti")
+
+
+def lacks_names() -> "Column":
+    """Whether an event does not tell the type or the organization of its message: stores tell it once."""
+    return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
+
+
+def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
+    """Events or attempts with the type and the organization of their message, where they tell none."""
+    names = messages.select(
+        "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
+    )
+    silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
+    filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
+    told = rows.where(~lacks_names())
+    # Not `drop`, which asks a Connect server for the columns: a declared table cannot answer yet.
+    return told.unionByName(silent.withColumns(filled).selectExpr("* EXCEPT (message_type, message_org_id)"))
+
+
+def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
+    """Grain: event_id. The wire's columns, redacted where `redaction` has one, and `day`, that of `ts_us`.
+
+    A function of Python has every row copied for it. Few say anything that could be redacted, so the others
+    are read by themselves, and pass it by.
+    """
+    if not redaction:
+        return _events(rows, redaction)
+    is_silent = reduce(and_, [F.col(name).isNull() for name in redaction])
+    return _events(rows.where(is_silent), {}).unionByName(_events(rows.where(~is_silent), redaction))
+
+
+def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
+    kept = [redaction.get(name, _told_text(name)).alias(name) for name in EVENTS.names]
+    return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
+
+
+def _told_text(name: str) -> "Column":
+    """A field. An id or a name that is empty is none: the wire leaves it out."""
+    return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
+
+
+# ---- silver_messages -------------------------------------------------------------------------------------
+
+ATTRIBUTES: Final = [
+    "org_id",
+    "type",
+    "priority",
+    "agent_id",
+    "goal_id",
+    "parent_message_id",
+    "user_id",
+    "task_id",
+    "queue",
+    "contract",
+    "source",
+    "trace_id",
+    "span_id",
+    "sender",
+    "recipient",
+    "service",
+    "body_bytes",
+]
+"""Taken from `created`; from the earliest event where that is missing. As group keys they would split a
+message whose events disagree."""
+
+OUTCOMES: Final = ("", "cancelled", "expired", "completed", "dead_letter", "quarantined")
+"""By their code. Of two ends at one time the later one here counts."""
+REVIVED: Final = ("dead_letter", "quarantined")
+"""Ends that a replay undoes."""
+CODE_BITS: Final = 3
+WEIGHT_SHIFT: Final = 56  # a time in µs takes 51 bits, and a code 3
+_ENDS: Final[dict[str, tuple[int, str]]] = {
+    "execution_completed": (3, "completed"),
+    "dead_letter": (3, "dead_letter"),
+    "cancelled": (3, "cancelled"),
+    "quarantined": (3, "quarantined"),
+    "delivered": (2, "completed"),  # the end of a response; of a request that was completed before, no news
+    "expired": (1, "expired"),  # a file's old messages are swept out, read or not
+    "deleted": (0, "cancelled"),  # only the end of what had no other
+}
+"""What an end weighs, and what it means."""
+_EXPIRED_IN_STORE: Final = 3  # there it is an end like any other
+_STORES: Final = ("engine", "tasks")
+
+_SMALLEST: Final = (
+    "created_us",
+    "enqueued_us",
+    "first_dequeued_us",
+    "first_delivered_us",
+    "rejected_us",
+    "first_us",
+)
+_LARGEST: Final = ("replayed_us", "last_us", "attempts", "end_code")
+
+
+def messages(
+    events: "DataFrame", before: "DataFrame | None" = None, seen: "Observation | None" = None
+) -> "DataFrame":
+    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`.
+
+    `seen` counts as `renamed` the rows that have another type or organization than before.
+    """
+    states = _event_states(events)
+    if before is not None:
+        states = states.unionByName(_message_states(before))
+    folded = states.groupBy("message_id").agg(
+        F.min("told").alias("told"),
+        F.max("names").alias("names"),
+        *[F.min(name).alias(name) for name in _SMALLEST],
+        *[F.max(name).alias(name) for name in _LARGEST],
+    )
+    flat = folded.select("message_id", "told.*", "names", *_SMALLEST, *_LARGEST)
+    if seen is not None:
+        flat = flat.observe(seen, F.count_if(F.col("names") != _names()).alias("renamed"))
+    return _message_rows(flat)
+
+
+def _names() -> "Column":
+    """The type and the organization of a message, as one number."""
+    return F.xxhash64("type", "org_id", F.col("type").isNull())
+
+
+def message_keys(events: "DataFrame") -> "DataFrame":
+    """Which rows of `messages` events are about."""
+    return events.where(F.col("message_id").isNotNull()).select("message_id")
+
+
+def _event_states(events: "DataFrame") -> "DataFrame":
+    kind, ts_us = F.col("kind"), F.col("ts_us")
+    return events.where(F.col("message_id").isNotNull()).select(
+        "message_id",
+        _told(F.when(kind == "created", 0).otherwise(1), ts_us).alias("told"),
+        F.lit(None).cast("bigint").alias("names"),
+        F.when(kind == "created", ts_us).alias("created_us"),
+        F.when(kind == "enqueued", ts_us).alias("enqueued_us"),
+        F.when(kind == "dequeued", ts_us).alias("first_dequeued_us"),
+        F.when(kind == "delivered", ts_us).alias("first_delivered_us"),
+        F.when(kind == "rejected", ts_us).alias("rejected_us"),
+        ts_us.alias("first_us"),
+        F.when(kind == "replayed", ts_us).alias("replayed_us"),
+        ts_us.alias("last_us"),
+        F.coalesce("attempt", F.lit(0)).alias("attempts"),
+        _end_code().alias("end_code"),
+    )
+
+
+def _message_states(rows: "DataFrame") -> "DataFrame":
+    rank = F.when(F.col("created_us").isNotNull(), 0).otherwise(1)
+    told = _told(rank, F.coalesce("created_us", "first_us"))
+    return rows.select("message_id", told.alias("told"), _names().alias("names"), *_SMALLEST, *_LARGEST)
+
+
+def _told(rank: "Column", ts_us: "Column") -> "Column":
+    """The attributes with their precedence in front, so that the smallest is the one that counts."""
+    return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *ATTRIBUTES)
+
+
+def _end_code() -> "Column":
+    """An end as one long: what it weighs, when it was, and which. The largest of a message counts."""
+    kind = F.col("kind")
+    code = F.when(
+        (kind == "expired") & F.col("contract").isin(*_STORES), _packed(_EXPIRED_IN_STORE, "expired")
+    )
+    for name, (weight, outcome) in _ENDS.items():
+        code = code.when(kind == name, _packed(weight, outcome))
+    return code
+
+
+def _packed(weight: int, outcome: str) -> "Column":
+    head = (weight << WEIGHT_SHIFT) + OUTCOMES.index(outcome)
+    return F.shiftleft(F.col("ts_us"), CODE_BITS) + F.lit(head).cast("long")
+
+
+def end_us() -> "Column":
+    """The time in an `end_code`."""
+    time_bits = (1 << WEIGHT_SHIFT) - 1
+    return F.shiftright(F.col("end_code").bitwiseAND(F.lit(time_bits).cast("long")), CODE_BITS)
+
+
+def _meaning(codes: Sequence[str]) -> "Column":
+    """What the code in an `end_code` stands for; NULL where there is none."""
+    code = F.col("end_code") % (1 << CODE_BITS)
+    meaning = F.when(code == 0, F.lit(None))
+    for number, word in enumerate(codes[1:], 1):
+        meaning = meaning.when(code == number, word)
+    return meaning
+
+
+def _message_rows(flat: "DataFrame") -> "DataFrame":
+    # A replay begins a new life: what ended before is open again.
+    over = F.col("end_code").isNotNull() & ~F.coalesce(F.col("replayed_us") > end_us(), F.lit(False))  # noqa: FBT003 - SQL's
+    ended = flat.withColumns(
+        {"finished_us": F.when(over, end_us()), "outcome": F.when(over, _meaning(OUTCOMES)).otherwise("open")}
+    )
+    return ended.select(
+        "message_id",
+        *ATTRIBUTES,
+        "created_us",
+        "enqueued_us",
+        "first_dequeued_us",
+        "first_delivered_us",
+        "finished_us",
+        "rejected_us",
+        "replayed_us",
+        "first_us",
+        "last_us",
+        "attempts",
+        "outcome",
+        (F.col("first_dequeued_us") - F.col("enqueued_us")).alias("queue_us"),
+        (F.col("finished_us") - F.col("created_us")).alias("total_us"),
+        "end_code",
+        day_of(F.coalesce("created_us", "first_us")).alias("day"),
+    )
+
+
+class Lots(NamedTuple):
+    """Which rows of a table lie together."""
+
+    ended: "Column"
+    """When a row ended."""
+    heard: str
+    """When something else was heard of it."""
+    may_rise: "Column | None" = None
+    """Whether it may change after that all the same."""
+
+
+def message_lots() -> Lots:
+    return Lots(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
+
+
+def span_lots() -> Lots:
+    return Lots(F.col("end_us"), "start_us", _is_revivable())
+
+
+def attempt_lots() -> Lots:
+    return Lots(F.col("ended_us"), "first_us")
+
+
+def _is_revivable() -> "Column":
+    """Whether a person may send it again."""
+    return F.col("outcome").isin(*REVIVED)
+
+
+def settled(now_us: int, lots: Lots, *, hourly: bool) -> "Column":
+    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
+
+    If something comes all the same, its file is written anew. Rows that may rise again are kept from those
+    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
+    """
+    last_us = F.greatest(lots.ended, lots.heard)
+    quiet_us = F.lit(now_us) - last_us
+    is_open = (quiet_us <= IDLE_US) & (lots.ended.isNull() | (quiet_us <= GRACE_US))
+    place = F.when(is_open, "open")
+    if lots.may_rise is not None:
+        place = place.when(lots.may_rise, "dead")
+    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
+    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
+
+
+# ---- silver_attempts -------------------------------------------------------------------------------------
+
+RESULTS: Final = ("", "released", "cancelled", "lapsed", "failed", "completed")
+_RESULT_OF: Final = {
+    "execution_completed": "completed",
+    "execution_failed": "failed",
+    "lease_lapsed": "lapsed",
+    "released": "released",
+    "cancelled": "cancelled",
+}
+_BEGINNING: Final = ["org_id", "type", "priority", "agent_id", "goal_id", "queue", "worker_id", "lease"]
+_ENDING: Final = ["error_type", "error", "model", "service", "tokens_in", "tokens_out", "cost_usd"]
+_ATTEMPT_SMALLEST: Final = ("dequeued_us", "started_us", "first_us", "waited_us")
+_ATTEMPT_KINDS: Final = ("dequeued", "execution_started", "heartbeat", *_RESULT_OF)
+
+
+def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFrame":
+    """Grain: message_id and attempt, from 1 on. One lease of a message, from its delivery to its end.
+
+    Who held it is told by `dequeued`, what came of it by the first end.
+    """
+    states = _attempt_states(events)
+    if before is not None:
+        states = states.unionByName(_states_of_attempts(before))
+    folded = states.groupBy("message_id", "attempt").agg(
+        F.min("begun").alias("begun"),
+        F.min("done").alias("done"),
+        *[F.min(name).alias(name) for name in _ATTEMPT_SMALLEST],
+        F.max("heartbeat_us").alias("heartbeat_us"),
+    )
+    return _attempt_rows(folded)
+
+
+def attempt_keys(events: "DataFrame") -> "DataFrame":
+    """Which rows of `attempts` events are about."""
+    return _of_attempts(events).select("message_id", "attempt")
+
+
+def _of_attempts(events: "DataFrame") -> "DataFrame":
+    kind = F.col("kind")
+    leased = events.where((F.col("attempt") > 0) & F.col("message_id").isNotNull())
+    return leased.where(kind.isin(*_ATTEMPT_KINDS) & ((kind != "cancelled") | F.col("worker_id").isNotNull()))
+
+
+def _attempt_states(events: "DataFrame") -> "DataFrame":
+    kind, ts_us = F.col("kind"), F.col("ts_us")
+    done = F.struct(ts_us.alias("ts_us"), _result_code().alias("code"), *_ENDING)
+    return _of_attempts(events).select(
+        "message_id",
+        "attempt",
+        _begun(F.when(kind == "dequeued", 0).otherwise(1), ts_us).alias("begun"),
+        F.when(kind.isin(*_RESULT_OF), done).alias("done"),
+        F.when(kind == "dequeued", ts_us).alias("dequeued_us"),
+        F.when(kind == "execution_started", ts_us).alias("started_us"),
+        ts_us.alias("first_us"),
+        F.when(kind == "dequeued", F.col("duration_us")).alias("waited_us"),
+        F.when(kind == "heartbeat", ts_us).alias("heartbeat_us"),
+    )
+
+
+def _states_of_attempts(rows: "DataFrame") -> "DataFrame":
+    rank = F.when(F.col("dequeued_us").isNotNull(), 0).otherwise(1)
+    done = F.struct(F.col("ended_us").alias("ts_us"), F.col("end_code").cast("int").alias("code"), *_ENDING)
+    return rows.select(
+        "message_id",
+        "attempt",
+        _begun(rank, F.coalesce("dequeued_us", "first_us")).alias("begun"),
+        F.when(F.col("ended_us").isNotNull(), done).alias("done"),
+        *_ATTEMPT_SMALLEST,
+        "heartbeat_us",
+    )
+
+
+def _begun(rank: "Column", ts_us: "Column") -> "Column":
+    return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *_BEGINNING)
+
+
+def _result_code() -> "Column":
+    code = F.lit(None).cast("int")
+    for kind, result in _RESULT_OF.items():
+        code = F.when(F.col("kind") == kind, RESULTS.index(result)).otherwise(code)
+    return code
+
+
+def _attempt_rows(folded: "DataFrame") -> "DataFrame":
+    flat = folded.select(
+        "*",
+        F.col("done.ts_us").alias("ended_us"),
+        F.col("done.code").cast("long").alias("end_code"),
+    )
+    return flat.select(
+        "message_id",
+        "attempt",
+        *[f"begun.{name}" for name in _BEGINNING],
+        "dequeued_us",
+        "started_us",
+        "ended_us",
+        "heartbeat_us",
+        "first_us",
+        "waited_us",
+        (F.col("ended_us") - F.col("dequeued_us")).alias("worked_us"),
+        F.coalesce(_meaning(RESULTS), F.lit("open")).alias("result"),
+        *[f"done.{name}" for name in _ENDING],
+        "end_code",
+        day_of(F.col("first_us")).alias("day"),
+    )

@@ -1,1 +1,0 @@
-"""Pure functions from DataFrames to a DataFrame, one module for each layer of tables."""

@@ -1,0 +1,378 @@
+"""Reading segments, the growing one included, while their writer is at work.
+
+Rule 1: a line that cannot be read stays where it is, is counted, and is told to whoever asked for it.
+Rule 2: an index only makes it quicker. Without a good one a segment is read from end to end, and it is told.
+Rule 3: a sealed segment that is not as long as it was sealed is told of, once, by whoever opens it.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from postroom.core.events import AuditEvent, decode_lines, from_line
+from postroom.errors import InvalidMessage, UnsafePath, reason
+from postroom.sinks.chain import Chain, Entry, read_chain
+from postroom.sinks.index import Index, IndexDamaged, key_of
+from postroom.sinks.layout import OPEN, chain_locked, index_path, numbered, open_path
+from postroom.system.atomic import absolute_path, open_safely
+
+BLOCK_BYTES = 1 << 20
+NEEDLES_MAX = 16  # ids that are searched for in the bytes; with more, every line is decoded
+INDEXES_MAX = 4_096  # that a search keeps open; a process may not map more than 65,530 files
+
+_log = logging.getLogger("postroom.audit")
+
+
+class _Open(NamedTuple):
+    """A file to read lines from, and its name below the folder."""
+
+    name: str
+    file: BinaryIO
+    end: int
+    """Where it ended when it was looked at."""
+    start: int = 0
+
+
+class StreamPosition(NamedTuple):
+    """Where a follower stands: a segment, and a byte of it. Sealing it changes neither."""
+
+    n: int
+    offset: int
+
+
+class _Search:
+    """One look at a folder that is asked several times, and what it gave so far."""
+
+    def __init__(self, entries: list[Entry], growing: list[_Open]) -> None:
+        self.entries = entries
+        self.growing = growing
+        self.indexes: dict[int, Index] = {}
+        self.unindexed: set[int] = set()
+        self.seen: dict[str, set[int]] = {}
+        """Lines that were given already, or cannot be read, of each file."""
+        self.tables: dict[str, dict[str, list[int]]] = {}
+        """Where the lines of ids begin, of files that have no good index and were scanned before."""
+        self.is_first = True
+
+    def close(self) -> None:
+        for index in self.indexes.values():
+            index.close()
+
+
+class Segments:
+    """The events of a folder of segments.
+
+    `on_trouble` is told, in one sentence, of every line that cannot be read, every segment that is missing
+    and every index that is not used; without it they are logged.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, on_trouble: Callable[[str], None] | None = None
+    ) -> None:
+        self.folder = absolute_path("the folder of segments", folder)
+        if not self.folder.is_dir():
+            raise InvalidMessage(f"{self.folder} is not a folder")
+        self.bad_lines = 0
+        """How many lines could not be read so far."""
+        self._tell = on_trouble or _log.warning
+        self._told: set[str] = set()
+
+    def chain(self) -> Chain:
+        """The chain as it is now, with the checkpoint of retention."""
+        return read_chain(self.folder)
+
+    def entries(self) -> list[Entry]:
+        """What the chain says of every sealed segment."""
+        return self.chain().entries
+
+    def events(
+        self,
+        since_us: int | None = None,
+        until_us: int | None = None,
+        sources: Collection[str] | None = None,
+    ) -> Iterator[AuditEvent]:
+        """Events in the order they were written, from `since_us` on and before `until_us`.
+
+        Segments whose statistics say that they hold none of them are not opened.
+        """
+        since = since_us if since_us is not None else -(1 << 63)
+        until = until_us if until_us is not None else 1 << 63
+        with ExitStack() as stack:
+            entries, growing = self._look(stack)
+            for entry in entries:
+                if entry.max_ts_us < since or entry.min_ts_us >= until:
+                    continue
+                if sources is not None and entry.sources.keys().isdisjoint(sources):
+                    continue
+                yield from _chosen(self._sealed(entry), since, until, sources)
+            for opened in growing:
+                yield from _chosen(self._decoded(opened), since, until, sources)
+
+    def find(self, ids: Collection[str]) -> list[AuditEvent]:
+        """The events whose message, parent message or trace is one of `ids`, in the order of writing."""
+        with self.searching() as find:
+            return find(ids)
+
+    @contextmanager
+    def searching(self) -> Iterator[Callable[[Collection[str]], list[AuditEvent]]]:
+        """A `find` that is called many times: it looks at the folder once, and gives each event once."""
+        with ExitStack() as stack:
+            search = _Search(*self._look(stack))
+            stack.callback(search.close)
+            yield partial(self._find, search)
+
+    def before_last(self, count: int) -> StreamPosition:
+        """A place with at least the last `count` events behind it, as far as there are so many."""
+        place, behind = StreamPosition(0, 0), 0
+        for entry in reversed(self.entries()):
+            if behind >= count:
+                break
+            place, behind = StreamPosition(entry.n, 0), behind + entry.events
+        return place
+
+    def last_of(self, source: str, count: int) -> list[AuditEvent]:
+        """The last events of a source, at the cost of the segments that hold them."""
+        found: deque[AuditEvent] = deque(maxlen=count)
+        holding = [entry for entry in self.entries() if source in entry.sources]
+        start = holding[-1].n if holding else 0
+        if len(holding) > 1 and holding[-1].events < count:
+            start = holding[-2].n
+        for events, _ in self.after(StreamPosition(start, 0)):
+            found.extend(event for event in events if event.source == source)
+        return list(found)
+
+    def after(self, place: StreamPosition) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
+        """What was written behind a place, a block at a time, each with the place behind it."""
+        with ExitStack() as stack:
+            entries, growing = self._look(stack)
+            for entry in entries:
+                if entry.n >= place.n:
+                    with self._opened(entry) as opened:
+                        yield from self._behind(opened, entry.n, place) if opened else ()
+            for opened in growing:
+                yield from self._behind(opened, int(Path(opened.name).stem), place)
+
+    def _behind(
+        self, opened: _Open, n: int, place: StreamPosition
+    ) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
+        start = place.offset if n == place.n else 0
+        for at, block, events in self._decoded_blocks(opened._replace(start=start)):
+            yield events, StreamPosition(n, at + len(block))
+
+    # ---- files ---------------------------------------------------------------------------------------
+
+    def _look(self, stack: ExitStack) -> tuple[list[Entry], list[_Open]]:
+        """The sealed segments, and the growing ones, opened: they may be sealed while they are read."""
+        with chain_locked(self.folder):
+            chain = read_chain(self.folder)
+            sealed = {entry.n for entry in chain.entries}
+            growing = []
+            for n, path in numbered(self.folder / OPEN, ".jsonl").items():
+                if n not in sealed:
+                    file = stack.enter_context(_binary(path))
+                    growing.append(_Open(f"{OPEN}/{path.name}", file, os.fstat(file.fileno()).st_size))
+        for fault in chain.faults:
+            self._tell_once(f"line {fault.line} of the chain of {self.folder} is left out: {fault.reason}")
+        return chain.entries, growing
+
+    @contextmanager
+    def _opened(self, entry: Entry) -> Iterator[_Open | None]:
+        file = self._file_of(entry)
+        if file is None:
+            yield None
+        else:
+            with file:
+                self._check_length(entry, file.fileno())
+                yield _Open(entry.name, file, entry.bytes)
+
+    def _check_length(self, entry: Entry, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size != entry.bytes:
+            self._tell_once(
+                f"segment {entry.name} is not as it was sealed: it has {size} bytes instead of {entry.bytes}"
+            )
+        elif size and os.pread(fd, 1, size - 1) != b"\n":
+            self._tell_once(f"segment {entry.name} is not as it was sealed: its last line has no end")
+
+    def _tell_once(self, text: str) -> None:
+        """What a follower or a search would come upon at every turn."""
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
+
+    def _file_of(self, entry: Entry) -> BinaryIO | None:
+        for path in (self.folder / entry.name, open_path(self.folder, entry.n)):
+            try:
+                return _binary(path)
+            except FileNotFoundError:
+                continue
+            except (OSError, UnsafePath) as error:
+                self._tell_once(f"segment {entry.name} cannot be read: {error}")
+                return None
+        checkpoint = read_chain(self.folder).checkpoint
+        if checkpoint is None or checkpoint.checkpoint < entry.n:  # retention did not come by meanwhile
+            self._tell_once(f"segment {entry.name} is missing")
+        return None
+
+    # ---- lines ---------------------------------------------------------------------------------------
+
+    def _sealed(self, entry: Entry) -> Iterator[AuditEvent]:
+        with self._opened(entry) as opened:
+            if opened:
+                yield from self._decoded(opened)
+
+    def _decoded(self, opened: _Open) -> Iterator[AuditEvent]:
+        for _, _, events in self._decoded_blocks(opened):
+            yield from events
+
+    def _decoded_blocks(self, opened: _Open) -> Iterator[tuple[int, bytes, list[AuditEvent]]]:
+        for at, block in _blocks(opened):
+            try:
+                yield at, block, decode_lines(block)
+            except msgspec.DecodeError:
+                yield at, block, self._one_by_one(opened, at, block)
+
+    def _one_by_one(self, opened: _Open, at: int, block: bytes) -> list[AuditEvent]:
+        return [event for _, event in self._lines_of(opened, at, block) if event is not None]
+
+    def _lines_of(self, opened: _Open, at: int, block: bytes) -> Iterator[tuple[int, AuditEvent | None]]:
+        """Where each line begins, and its event; None when it cannot be read."""
+        for line in block.split(b"\n")[:-1]:
+            yield at, self._event(opened, at, line)
+            at += len(line) + 1
+
+    def _event(self, opened: _Open, at: int, line: bytes) -> AuditEvent | None:
+        try:
+            return from_line(line)
+        except msgspec.DecodeError as error:
+            self.bad_lines += 1
+            self._tell(f"the line at byte {at} of {opened.name} is left out: {reason(error)}")
+            return None
+
+    # ---- finding -------------------------------------------------------------------------------------
+
+    def _find(self, search: _Search, ids: Collection[str]) -> list[AuditEvent]:
+        wanted = set(ids) - {""}
+        keys = {key_of(one) for one in wanted}
+        found: list[AuditEvent] = []
+        for entry in search.entries:
+            offsets = self._indexed(search, entry, keys)
+            if offsets != []:
+                with self._opened(entry) as opened:
+                    found += self._found_in(search, opened, wanted, offsets) if opened else []
+        for opened in search.growing:
+            found += self._found_in(search, opened, wanted, None)
+        search.is_first = False
+        return found
+
+    def _indexed(self, search: _Search, entry: Entry, keys: set[int]) -> list[int] | None:
+        """Where to look, as the index says; None without a good one."""
+        if entry.n in search.unindexed:
+            return None
+        try:
+            index = search.indexes.get(entry.n) or Index(index_path(self.folder, entry.n), entry.sha256)
+            kept = len(search.indexes) < INDEXES_MAX or entry.n in search.indexes
+            if kept:
+                search.indexes[entry.n] = index
+            try:
+                return index.offsets_of(keys)
+            finally:
+                if not kept:
+                    index.close()
+        except (IndexDamaged, OSError, UnsafePath) as error:
+            search.unindexed.add(entry.n)
+            self._tell_unindexed(entry, error)
+            return None
+
+    def _tell_unindexed(self, entry: Entry, error: Exception) -> None:
+        checkpoint = read_chain(self.folder).checkpoint
+        if checkpoint is None or checkpoint.checkpoint < entry.n:  # retention did not come by meanwhile
+            self._tell_once(f"segment {entry.name} is read from end to end: {error}")
+
+    def _found_in(
+        self, search: _Search, opened: _Open, wanted: set[str], offsets: list[int] | None
+    ) -> list[AuditEvent]:
+        seen = search.seen.setdefault(opened.name, set())
+        if offsets is None and search.is_first:
+            lines = self._scanned(opened, wanted)
+        else:
+            if offsets is None:
+                offsets = self._in_table(search, opened, wanted)
+            lines = self._lines_at(opened, [offset for offset in offsets if offset not in seen])
+        found = []
+        for offset, event in lines:
+            if event is None or _is_of(event, wanted):
+                seen.add(offset)
+                found += [event] if event is not None else []
+        return found
+
+    def _lines_at(self, opened: _Open, offsets: list[int]) -> Iterator[tuple[int, AuditEvent | None]]:
+        for offset in offsets:
+            opened.file.seek(offset)
+            yield offset, self._event(opened, offset, opened.file.readline())
+
+    def _in_table(self, search: _Search, opened: _Open, wanted: set[str]) -> list[int]:
+        table = search.tables.get(opened.name)
+        if table is None:
+            table = search.tables[opened.name] = self._table(opened)
+        return sorted({offset for one in wanted for offset in table.get(one, ())})
+
+    @staticmethod
+    def _table(opened: _Open) -> dict[str, list[int]]:
+        table: dict[str, list[int]] = {}
+        for at, block in _blocks(opened):
+            offset = at
+            for line in block.split(b"\n")[:-1]:
+                for one in _ids_in(line):
+                    table.setdefault(one, []).append(offset)
+                offset += len(line) + 1
+        return table
+
+    def _scanned(self, opened: _Open, wanted: set[str]) -> Iterator[tuple[int, AuditEvent | None]]:
+        """Every line of a file. Where none of the ids is in the bytes, nothing is decoded."""
+        needles = [msgspec.json.encode(one)[1:-1] for one in wanted]
+        for at, block in _blocks(opened):
+            if len(needles) > NEEDLES_MAX or any(needle in block for needle in needles):
+                yield from self._lines_of(opened, at, block)
+
+
+def _binary(path: Path) -> BinaryIO:
+    return os.fdopen(open_safely(path, os.O_RDONLY), "rb")
+
+
+def _blocks(opened: _Open) -> Iterator[tuple[int, bytes]]:
+    """Whole lines, many at once, and where they begin. What comes after the last newline is not finished."""
+    at = opened.start
+    opened.file.seek(at)
+    while at < opened.end and (block := opened.file.read(BLOCK_BYTES) + opened.file.readline()):
+        block = block[: opened.end - at]
+        yield at, block[: block.rfind(b"\n") + 1]
+        at += len(block)
+
+
+def _chosen(
+    events: Iterator[AuditEvent], since: int, until: int, sources: Collection[str] | None
+) -> Iterator[AuditEvent]:
+    for event in events:
+        if since <= event.ts_us < until and (sources is None or event.source in sources):
+            yield event
+
+
+def _ids_in(line: bytes) -> set[str]:
+    """None in a line that cannot be read: the scan before has told of it."""
+    try:
+        event = from_line(line)
+    except msgspec.DecodeError:
+        return set()
+    return {event.message_id, event.parent_message_id, event.trace_id} - {""}
+
+
+def _is_of(event: AuditEvent, wanted: set[str]) -> bool:
+    return event.message_id in wanted or event.parent_message_id in wanted or event.trace_id in wanted

@@ -1,0 +1,280 @@
+"""What a gold table does when its input changes. That all of them do it right, shuffled lines show."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
+from postroom.pipeline.gold.refresh import Derived, Deriving
+from postroom.pipeline.silver.tables import HOUR_US
+from postroom.pipeline.tables import DataFile, Tables, path_below
+from tests.spark.plainrows import records
+
+
+def each(rows: DataFrame) -> DataFrame:
+    counted = rows.select("day", "hour_us", F.lit(1).cast("bigint").alias("n"), F.col("value").alias("total"))
+    return counted.withColumns({"total": F.col("total").cast("bigint"), "mean": F.lit(None).cast("double")})
+
+
+WAY: dict[str, Sums | Hours] = {
+    "sums": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),)),
+    "each": Sums(("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each),
+    "scattered": Sums(
+        ("day", "hour_us"), ("n", "total"), shares=(("mean", "total", "n"),), each=each, scattered=True
+    ),
+    "hours": Hours(lambda: F.col("hour_us"), ("message_id", "value")),
+    "extremes": Sums(("day", "hour_us"), ("n", "total"), largest=("mean",)),
+}
+
+
+def build(rows: DataFrame) -> DataFrame:
+    summed = rows.groupBy("day", "hour_us").agg(F.count("*").alias("n"), F.sum("value").alias("total"))
+    return summed.withColumn("mean", F.col("total") / F.col("n"))
+
+
+class Input:
+    """Rows of three hours on two days, three files each, what was made of them, and one exchanged since."""
+
+    def __init__(self, spark: SparkSession, folder: Path, make: Callable[[DataFrame], DataFrame]) -> None:
+        self.spark = spark
+        self.tables = Tables(folder)
+        rng = random.Random(1)
+        rows = [
+            [(f"m{day}{lot}{n}", n % 3 * HOUR_US, rng.randrange(9), day) for n in range(6)]
+            for day in (1, 2)
+            for lot in range(3)
+        ]
+        for lot in rows:
+            self._put(lot)
+        made = make(self.tables.read(spark, "silver_messages"))
+        self.tables.append("gold_sum", made, partition_by=("day",))
+        self.version = self.tables.version("silver_messages")
+        self.old = self._exchange()
+        [self.new], _ = self.tables.changed("silver_messages", self.version)
+
+    def copied_to(self, folder: Path) -> Tables:
+        shutil.copytree(self.tables.folder, folder, dirs_exist_ok=True)
+        return Tables(folder)
+
+    def _put(self, rows: list[tuple[str, int, int, int]], *removed: DataFile) -> None:
+        columns = "message_id string, hour_us long, value int, day int"
+        frame = self.spark.createDataFrame(rows, columns).coalesce(1)
+        self.tables.swap("silver_messages", frame, removed, partition_by=("day",))
+
+    def _exchange(self) -> DataFile:
+        """A file of the second day for one in which hour 0 is gone, 1 as it was, and 2 another."""
+        old = next(file for file in self.tables.files("silver_messages") if file.partition["day"] == "2")
+        rows = self.tables.read(self.spark, "silver_messages", [old]).collect()
+        kept = [
+            (row.message_id, row.hour_us, row.value + (row.hour_us == 2 * HOUR_US), row.day)
+            for row in rows
+            if row.hour_us
+        ]
+        self._put(kept, old)
+        return old
+
+
+@pytest.fixture(scope="module")
+def given(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Input:
+    """What most tests begin with. Each has a copy."""
+    return Input(spark, tmp_path_factory.mktemp("given"), build)
+
+
+def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
+    [source] = deriving._table.inputs
+    now = {source: deriving._tables.version(source)}
+    assert deriving.since(now, now, held) is None
+    derived = deriving.since({source: version}, now, held)
+    assert derived is not None
+    return derived
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("way", WAY)
+def test_a_change_gives_what_is_made_anew(
+    spark: SparkSession, given: Input, tmp_path: Path, way: str, is_there: bool
+) -> None:
+    tables = given.copied_to(tmp_path)
+    read: list[str] = []
+
+    def watched(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
+        def made(rows: DataFrame) -> DataFrame:
+            read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+            return make(rows)
+
+        return made
+
+    chosen = WAY[way]
+    if isinstance(chosen, Sums) and chosen.each is not None:
+        chosen = chosen._replace(each=watched(chosen.each))
+    table = GoldTable(watched(build), ("silver_messages",), ("day",), chosen)
+    deriving = Deriving(spark, tables, "gold_sum", table)
+    if not is_there:  # it was removed after a week
+        (tables.folder / "silver_messages" / given.old.path).unlink()
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, given.version, held)
+        assert {file.partition["day"] for file in replaced} == {"2"}
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    if way in ("sums", "each", "scattered") and is_there:
+        assert set(read) == {given.old.path, given.new.path}  # and nothing of what stayed
+    else:
+        assert {path.partition("/")[0] for path in read} == {"day=2"}
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
+
+
+def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_path: Path) -> None:
+    so_far = Window.partitionBy("hour_us").orderBy(F.col("day").asc_nulls_first())
+    read: list[str] = []
+
+    def count(rows: DataFrame, before: DataFrame | None = None) -> DataFrame:
+        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+        summed = rows.groupBy("day", "hour_us").agg(F.sum("value").alias("value"))
+        if before is not None:
+            summed = summed.unionByName(before, allowMissingColumns=True)
+        counted = summed.select("day", "hour_us", F.sum("value").over(so_far).alias("total"))
+        return counted.where("day IS NOT NULL")
+
+    given = Input(spark, tmp_path, count)
+    tables = given.tables
+    table = GoldTable(count, ("silver_messages",), ("day",), Running(("hour_us",), ("value",)))
+    deriving = Deriving(spark, tables, "gold_sum", table)
+    read.clear()
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, given.version, held)
+        assert {file.partition["day"] for file in replaced} == {"2"}
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    assert {path.partition("/")[0] for path in read} == {"day=2"}
+    expected, _ = deriving.anew()
+    found = Counter(tables.read(spark, "gold_sum").collect())
+    assert found == Counter(expected.collect())
+    assert {row["day"] for row in found} == {1, 2}
+
+
+def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+
+    def put(hour: int, n: int) -> None:
+        rows = [(hour * HOUR_US + at, "2025-01-01") for at in range(n)]
+        frame = spark.createDataFrame(rows, "ts_us long, day string").coalesce(1)
+        tables.append("silver_events", frame, partition_by=("day",))
+
+    def count(rows: DataFrame) -> DataFrame:
+        hour = (F.col("ts_us") - F.pmod("ts_us", F.lit(HOUR_US))).alias("hour_us")
+        return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
+
+    way = Sums(("day", "hour_us"), ("n",), moment="ts_us")
+    deriving = Deriving(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
+    for hour in range(4):
+        put(hour, hour + 1)
+    rows, _ = deriving.anew()
+    lots = rows.withColumn("lot", F.col("hour_us"))
+    tables.swap("gold_sum", lots, [], partition_by=("day",), split_by="lot")
+    version = tables.version("silver_events")
+    put(2, 5)
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, version, held)
+        assert [file.low["hour_us"] // HOUR_US for file in replaced] == [2]
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}
+    assert found == {0: 1, 1: 2, 2: 8, 3: 4}
+
+
+def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    tables = Tables(tmp_path)
+    read: list[str] = []
+
+    def put(hour: int, n: int) -> None:
+        """Messages of an hour, the last of which ended in the next one."""
+        rows = [
+            (f"{hour}-{n}-{at}", hour * HOUR_US, (hour + at // n) * HOUR_US, "2025-01-01")
+            for at in range(n + 1)
+        ]
+        frame = spark.createDataFrame(rows, "message_id string, first_us long, last_us long, day string")
+        tables.append("silver_messages", frame.coalesce(1), partition_by=("day",))
+
+    def longest(rows: DataFrame) -> DataFrame:
+        read.extend(path_below("silver_messages", url) for url in rows.inputFiles())
+        hour = F.col("first_us").alias("hour_us")
+        return rows.groupBy("day", hour).agg(F.max(F.col("last_us") - F.col("first_us")).alias("longest_us"))
+
+    way = Hours(lambda: F.col("first_us"), ("message_id",))
+    deriving = Deriving(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
+    for hour in (0, 4, 8):
+        put(hour, 2)
+    rows, _ = deriving.anew()
+    tables.append("gold_most", rows, partition_by=("day",))
+    version = tables.version("silver_messages")
+    put(4, 1)
+    read.clear()
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, version, held)
+        tables.swap("gold_most", changed, replaced, partition_by=("day",))
+    of_4 = {file.path for file in tables.files("silver_messages") if file.low["first_us"] == 4 * HOUR_US}
+    assert set(read) == of_4
+    assert len(of_4) == 2
+    found = sorted((row["hour_us"] // HOUR_US, row["longest_us"]) for row in records(tables, "gold_most"))
+    assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]
+
+
+def test_of_too_many_hours_whole_days_are_made_anew(
+    spark: SparkSession, given: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = given.copied_to(tmp_path)
+    deriving = Deriving(
+        spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY["hours"])
+    )
+    monkeypatch.setattr("postroom.pipeline.gold.refresh.HOURS_MAX", 1)
+    with ExitStack() as held:
+        changed, replaced = followed(deriving, given.version, held)
+        assert len(changed.inputFiles()) == 3  # of the day, and nothing of what was made before
+        tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
+
+
+def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Two files of every hour, and one of no hour: one row changes, and later another one of no hour."""
+    tables = Tables(tmp_path)
+
+    def put(name: str, hour: int | None, value: int, *removed: DataFile) -> None:
+        moment = None if hour is None else hour * HOUR_US
+        frame = spark.createDataFrame(
+            [(name, moment, value, 1)], "goal_id string, hour_us long, value long, day int"
+        )
+        tables.swap("silver_spans", frame, removed, partition_by=("day",))
+
+    def of_each(rows: DataFrame) -> DataFrame:
+        return rows.select("day", "hour_us", "goal_id", "value")
+
+    def total(rows: DataFrame) -> DataFrame:
+        return way.added_up(of_each(rows))
+
+    way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each, scattered=True)
+    deriving = Deriving(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
+    for goal, hour in (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", None)):
+        version = tables.version("silver_spans")
+        put(goal, hour, 1)
+        added, _ = tables.changed("silver_spans", version)
+        rows = total(tables.read(spark, "silver_spans", added))
+        tables.append("gold_sum", rows, partition_by=("day",))
+    for goal, hour, n_replaced in (("a", 1, 1), ("c", None, 1), ("d", 1, 0)):
+        version = tables.version("silver_spans")
+        put(goal, hour, 5)
+        with ExitStack() as held:
+            changed, replaced = followed(deriving, version, held)
+            assert len(replaced) == n_replaced
+            tables.swap("gold_sum", changed, replaced, partition_by=("day",))
+    expected, _ = deriving.anew()
+    assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())

@@ -1,0 +1,579 @@
+"""Every rule of the checker, by hand: what breaks it, and what only looks as if it did."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+
+from postroom.core import history_checker as module
+from postroom.core import message_checker
+from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
+from postroom.core.history_checker import History, Open, Verdict, Violation
+
+S = 1_000_000
+FIRST_US = 1_700_000_000 * S
+HORIZON_US = 3_600 * S
+
+
+class Story:
+    """Events of one source, one second apart unless told otherwise."""
+
+    def __init__(self, source: str = "s", contract: Contract = "tasks", first: int = 1) -> None:
+        self.source = source
+        self.contract: Contract = contract
+        self.seq = first - 1
+        self.ts_us = FIRST_US
+        self.events: list[AuditEvent] = []
+
+    def tell(self, kind: Any, message_id: str = "m", **facts: Any) -> int:
+        self.seq += 1
+        self.ts_us += S
+        facts = {"queue": "q", "priority": 2, **facts}
+        self.events.append(
+            AuditEvent(
+                event_id=event_id(self.source, self.seq), seq=self.seq, ts_us=self.ts_us, kind=kind,
+                contract=self.contract, source=self.source, schema=SCHEMA, message_id=message_id, **facts,
+            )
+        )  # fmt: skip
+        return self.seq
+
+    def accept(self, message_id: str = "m", **facts: Any) -> int:
+        seq = self.tell("created", message_id, state="QUEUED", **facts)
+        self.tell("enqueued", message_id, state="QUEUED", **facts)
+        return seq
+
+    def lease(self, message_id: str = "m", **facts: Any) -> int:
+        return self.tell("dequeued", message_id, lease=self.seq + 1, **facts)
+
+    def complete(self, lease: int, message_id: str = "m") -> int:
+        return self.tell("execution_completed", message_id, lease=lease)
+
+    def pass_by(self, message_id: str) -> None:
+        """A whole life, in a queue of its own."""
+        self.accept(message_id, queue=message_id)
+        self.complete(self.lease(message_id, queue=message_id), message_id)
+
+
+def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> Verdict:
+    history = History()
+    for story in stories:
+        for event in story.events:
+            history.add(event)
+    return history.verdict(horizon_us=horizon_us, **options)
+
+
+def found(*stories: Story, **options: Any) -> list[Violation]:
+    return verdict(*stories, **options).violations
+
+
+def only(*stories: Story, **options: Any) -> Violation:
+    [violation] = found(*stories, **options)
+    return violation
+
+
+def proof(violation: Violation) -> tuple[str, str, tuple[int, ...]]:
+    return (
+        violation.rule,
+        violation.message_id,
+        tuple(int(one.rpartition("#")[2]) for one in violation.event_ids),
+    )
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+# ---- lost --------------------------------------------------------------------------------------------
+
+
+def test_what_is_silent_for_too_long_is_lost(story: Story) -> None:
+    created = story.accept()
+    story.ts_us += HORIZON_US + 2 * S
+    story.pass_by("other")
+    assert found(story) == []
+    assert found(story, horizon_us=2 * HORIZON_US) == []
+    assert proof(only(story, horizon_us=HORIZON_US)) == ("lost", "m", (created, created + 1))
+
+
+def test_what_is_held_back_is_not_silent(story: Story) -> None:
+    story.tell("created", state="SCHEDULED", detail={"delay_s": 7_200})
+    story.ts_us += HORIZON_US + 2 * S
+    story.pass_by("other")
+    assert found(story, horizon_us=HORIZON_US) == []
+    story.ts_us += 7_200 * S
+    story.pass_by("third")
+    assert only(story, horizon_us=HORIZON_US).rule == "lost"
+
+
+def test_a_retry_is_silent_from_when_it_is_due(story: Story) -> None:
+    story.accept()
+    story.tell("execution_failed", lease=story.lease())
+    story.tell("retry_scheduled", detail={"delay_s": 7_200})
+    story.ts_us += 7_200 * S
+    story.pass_by("other")
+    assert found(story, horizon_us=HORIZON_US) == []
+
+
+def test_what_is_not_in_the_store_is_lost(story: Story) -> None:
+    story.accept("gone")
+    story.accept("kept")
+    story.pass_by("ended")
+    asked: list[Open] = []
+
+    def absent(message: Open) -> bool:
+        asked.append(message)
+        return message.message_id == "gone"
+
+    assert only(story, absent=absent).message_id == "gone"
+    assert asked == [Open("s", "tasks", "gone"), Open("s", "tasks", "kept")]
+
+
+def test_whoever_passes_a_lost_one_broke_no_order(story: Story) -> None:
+    story.accept("lost")
+    story.accept("other")
+    story.complete(story.lease("other"), "other")
+    story.ts_us += HORIZON_US + 2 * S
+    story.pass_by("third")
+    assert [one.rule for one in found(story)] == ["order"]
+    assert [one.rule for one in found(story, horizon_us=HORIZON_US)] == ["lost"]
+
+
+@pytest.mark.parametrize("contract", ["bus", "mail", "queue"])
+def test_a_message_of_a_file_may_stay(contract: Contract) -> None:
+    story = Story(contract=contract)
+    story.tell("created")
+    story.ts_us += 2 * HORIZON_US
+    story.tell("created", "other")
+    assert found(story, horizon_us=HORIZON_US) == []
+
+
+# ---- unknown -----------------------------------------------------------------------------------------
+
+
+def test_what_nobody_accepted_cannot_be_delivered(story: Story) -> None:
+    story.pass_by("other")
+    lease = story.lease()
+    story.complete(lease)
+    assert proof(only(story)) == ("unknown", "m", (lease,))
+
+
+def test_what_was_refused_cannot_be_delivered(story: Story) -> None:
+    story.tell("rejected")
+    story.complete(story.lease())
+    assert only(story).rule == "unknown"
+
+
+def test_a_stretch_begins_in_the_middle_of_lives() -> None:
+    story = Story(first=100)
+    story.complete(57)
+    story.tell("heartbeat", "b", lease=60)
+    story.complete(60, "b")
+    story.complete(story.lease("c"), "c")
+    assert found(story) == []
+
+
+def test_what_follows_in_a_stretch_is_judged() -> None:
+    story = Story(first=100)
+    story.tell("heartbeat", lease=60)
+    story.tell("heartbeat", lease=61)
+    assert proof(only(story)) == ("overlap", "m", (101,))
+
+
+@pytest.mark.parametrize("contract", ["mail", "queue"])
+def test_a_delivery_may_be_told_before_the_acceptance(contract: Contract) -> None:
+    reader, writer = Story("reader", contract), Story("writer", contract)
+    reader.tell("delivered", recipient="a")
+    assert proof(only(reader)) == ("unknown", "m", (1,))
+    writer.tell("created")
+    assert found(reader, writer) == []
+    assert found(Story("later", contract, first=5), reader) != []
+    later = Story("later", contract, first=5)
+    later.tell("created", "other")
+    assert found(later, reader) == []
+
+
+def test_messages_of_two_stores_may_have_one_name() -> None:
+    one, other = Story("one"), Story("other")
+    one.accept()
+    other.accept()
+    one.complete(one.lease())
+    other.complete(other.lease())
+    assert found(one, other) == []
+
+
+# ---- overlap -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["heartbeat", "execution_completed", "execution_failed", "lease_lapsed", "released"]
+)
+def test_a_word_names_its_lease(story: Story, kind: Any) -> None:
+    story.accept()
+    lease = story.lease()
+    word = story.tell(kind)
+    assert proof(only(story)) == ("overlap", "m", (lease, word))
+
+
+def test_only_what_is_leased_has_words_under_a_lease() -> None:
+    mail = Story(contract="mail")
+    mail.tell("created")
+    mail.tell("heartbeat")
+    assert found(mail) == []
+
+
+def test_two_leases_at_once(story: Story) -> None:
+    story.accept()
+    first = story.lease()
+    second = story.lease()
+    story.complete(second)
+    assert proof(only(story)) == ("overlap", "m", (first, second))
+
+
+@pytest.mark.parametrize("kind", ["heartbeat", "execution_failed", "released", "execution_completed"])
+def test_a_word_of_a_lease_that_is_over(story: Story, kind: Any) -> None:
+    story.accept()
+    stale = story.lease()
+    story.tell("lease_lapsed", lease=stale)
+    story.tell("enqueued")
+    current = story.lease()
+    word = story.tell(kind, lease=stale)
+    assert proof(only(story)) == ("overlap", "m", (current, word))
+
+
+def test_a_word_after_its_lease_was_given_back(story: Story) -> None:
+    story.accept()
+    lease = story.lease()
+    story.tell("released", lease=lease)
+    word = story.tell("heartbeat", lease=lease)
+    assert proof(only(story)) == ("overlap", "m", (lease, word))
+
+
+@pytest.mark.parametrize(
+    "ways", [["released"], ["execution_failed", "retry_scheduled", "enqueued"], ["lease_lapsed", "enqueued"]]
+)
+def test_leases_that_follow_one_another(story: Story, ways: list[Any]) -> None:
+    story.accept()
+    lease = story.lease()
+    story.tell("heartbeat", lease=lease)
+    story.tell("execution_started", lease=lease)
+    for number, kind in enumerate(ways):
+        story.tell(kind, lease=0 if number else lease)
+    story.complete(story.lease())
+    assert found(story) == []
+
+
+# ---- order -------------------------------------------------------------------------------------------
+
+
+def test_who_came_first_is_delivered_first(story: Story) -> None:
+    first, second = story.accept("first"), story.accept("second")
+    lease = story.lease("second")
+    story.lease("first")
+    assert proof(only(story)) == ("order", "second", (first, second, lease))
+
+
+def test_it_is_told_once_who_was_passed_over(story: Story) -> None:
+    for name in ("a", "b", "c", "d"):
+        story.accept(name)
+    for name in ("b", "c", "d", "a"):
+        story.lease(name)
+    assert [one.message_id for one in found(story)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"priority": 1}, {"queue": "other"}, {"detail": {"key": "other"}}],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_other_lanes_have_an_order_of_their_own(story: Story, facts: dict[str, Any]) -> None:
+    story.accept("first")
+    story.accept("second", **facts)
+    story.lease("second", **facts)
+    story.lease("first")
+    assert found(story) == []
+
+
+def leaves_delayed(story: Story) -> None:
+    story.tell("created", "first", state="SCHEDULED")
+    story.tell("enqueued", "first")
+
+
+def leaves_promoted(story: Story) -> None:
+    story.accept("first")
+    story.tell("promoted", "first", priority=1, detail={"from": 2})
+
+
+def leaves_cancelled(story: Story) -> None:
+    story.accept("first")
+    story.tell("cancelled", "first")
+
+
+def leaves_leased(story: Story) -> None:
+    story.accept("first")
+    story.tell("released", "first", lease=story.lease("first"))
+
+
+def leaves_replayed(story: Story) -> None:
+    leaves_cancelled(story)
+    story.tell("replayed", "first")
+    story.tell("enqueued", "first")
+
+
+@pytest.mark.parametrize(
+    "leave", [leaves_delayed, leaves_promoted, leaves_cancelled, leaves_leased, leaves_replayed]
+)
+def test_only_what_waits_undelayed_for_the_first_time_has_a_turn(
+    story: Story, leave: Callable[[Story], None]
+) -> None:
+    leave(story)
+    story.accept("second")
+    story.lease("second")
+    assert found(story) == []
+
+
+def test_one_that_rose_is_not_judged_in_its_old_lane(story: Story) -> None:
+    story.accept("first")
+    story.accept("second")
+    story.lease("second", priority=1)
+    story.lease("first")
+    assert found(story) == []
+
+
+def test_responses_of_a_stream_arrive_in_order() -> None:
+    story = Story(contract="engine")
+    story.accept("chunk-1")
+    story.accept("chunk-2")
+    story.tell("delivered", "chunk-2")
+    story.tell("delivered", "chunk-1")
+    assert only(story).rule == "order"
+
+
+# ---- terminal ----------------------------------------------------------------------------------------
+
+ENDS = ["execution_completed", "dead_letter", "cancelled", "expired", "quarantined"]
+
+
+@pytest.mark.parametrize(("one", "other"), [*pairwise(ENDS), ("execution_completed", "execution_completed")])
+def test_a_life_ends_once(story: Story, one: Any, other: Any) -> None:
+    story.accept()
+    lease = story.lease()
+    first, second = story.tell(one, lease=lease), story.tell(other, lease=lease)
+    assert proof(only(story)) == ("terminal", "m", (first, second))
+
+
+def test_a_life_begins_once(story: Story) -> None:
+    first = story.accept()
+    second = story.tell("created", state="QUEUED")
+    assert proof(only(story)) == ("terminal", "m", (first, second))
+
+
+def test_behind_a_hole_a_life_may_have_ended_and_begun_anew(story: Story) -> None:
+    story.accept()
+    story.seq += 1
+    story.tell("created", state="QUEUED")
+    assert [one.rule for one in found(story)] == ["gap"]
+
+
+def test_what_has_not_ended_is_not_replayed(story: Story) -> None:
+    accepted = story.accept()
+    replayed = story.tell("replayed")
+    assert proof(only(story)) == ("terminal", "m", (accepted, replayed))
+
+
+def test_a_replay_of_what_ended_before_the_stretch_or_in_a_hole_is_none() -> None:
+    later = Story(first=100)
+    later.tell("replayed")
+    assert found(later) == []
+    holey = Story()
+    holey.accept()
+    holey.seq += 1
+    holey.tell("replayed")
+    assert [one.rule for one in found(holey)] == ["gap"]
+
+
+def test_it_does_not_go_on_after_its_end(story: Story) -> None:
+    story.accept()
+    end = story.tell("cancelled")
+    lease = story.lease()
+    story.complete(lease)
+    assert proof(only(story)) == ("terminal", "m", (end, lease))
+
+
+def test_a_replay_opens_a_new_life(story: Story) -> None:
+    story.accept()
+    for end in ("dead_letter", "cancelled", "expired"):
+        story.tell(end)
+        story.tell("replayed")
+        story.tell("enqueued")
+    story.complete(story.lease())
+    result = verdict(story)
+    assert (result.violations, result.accepted, result.ended, result.open) == ([], 1, 1, 0)
+
+
+def test_what_may_follow_an_end(story: Story) -> None:
+    story.accept("task")
+    story.complete(story.lease("task"), "task")
+    story.tell("execution_started", "task", detail={"decision": "d"})
+    story.tell("delivered", "task")
+    story.accept("bad")
+    story.tell("dead_letter", "bad")
+    story.tell("quarantined", "bad")
+    story.tell("deleted", "", detail={"records": 2})
+    story.accept("task")  # its record was forgotten, and its name is free again
+    assert found(story) == []
+
+
+def test_a_result_is_acted_on_once(story: Story) -> None:
+    story.accept()
+    story.complete(story.lease())
+    first, second = story.tell("delivered"), story.tell("delivered")
+    assert proof(only(story)) == ("terminal", "m", (first, second))
+
+
+def test_a_mail_is_read_by_many_and_deleted_once() -> None:
+    story = Story(contract="mail")
+    story.tell("created")
+    for reader in ("a", "b", "a"):
+        story.tell("delivered", recipient=reader)
+    story.tell("deleted")
+    assert found(story) == []
+    story.tell("expired")
+    assert only(story).rule == "terminal"
+
+
+def test_a_queue_gives_each_reader_a_message_once() -> None:
+    story = Story(contract="queue")
+    story.tell("created")
+    story.tell("delivered", recipient="a")
+    story.tell("delivered", recipient="b")
+    story.tell("delivered", "", recipient="a", detail={"matched": 3})
+    story.tell("expired")
+    assert found(story) == []
+    again = Story(contract="queue")
+    again.tell("created")
+    again.tell("delivered", recipient="a")
+    again.tell("delivered", recipient="a")
+    assert only(again).rule == "terminal"
+
+
+def test_ends_are_known_after_they_were_put_away(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_checker, "ENDED_KEPT_MAX", 4)
+    story.accept()
+    end = story.complete(story.lease())
+    story.accept("replayed")
+    story.tell("cancelled", "replayed")
+    for number in range(20):
+        story.pass_by(f"other-{number}")
+    story.tell("replayed", "replayed")
+    story.tell("enqueued", "replayed")
+    story.complete(story.lease("replayed"), "replayed")
+    second = story.tell("cancelled")
+    assert proof(only(story)) == ("terminal", "m", (end, second))
+
+
+# ---- gap ---------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_is_missing(story: Story) -> None:
+    for number in range(4):
+        story.pass_by(f"m-{number}")
+    del story.events[5:7]
+    violation = only(story)
+    assert proof(violation) == ("gap", "", (5, 8))
+    assert violation.sentence == "of source s, 6 to 7 are missing"
+
+
+def test_what_may_have_happened_in_a_hole_is_no_violation(story: Story) -> None:
+    story.accept()
+    story.accept("b")
+    first = story.lease()
+    story.seq += 9  # released, replayed, accepted: anything
+    story.complete(story.lease())
+    story.complete(story.lease("b"), "b")
+    story.complete(story.lease("c"), "c")
+    story.tell("execution_started")
+    assert first
+    assert [one.rule for one in found(story)] == ["gap"]
+
+
+def test_what_follows_a_hole_is_judged(story: Story) -> None:
+    story.accept()
+    story.seq += 1
+    story.lease()
+    story.lease()
+    assert {one.rule for one in found(story)} == {"gap", "overlap"}
+
+
+def test_the_same_event_twice_is_harmless(story: Story) -> None:
+    story.pass_by("a")
+    story.pass_by("b")
+    story.events += story.events[2:6]
+    result = verdict(story)
+    assert (result.violations, result.events, result.repeats) == ([], 8, 4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ts_us": 1}, {"error": "x"}, {"detail": {"a": 1}}, {"message_id": "other"}], ids=str
+)
+def test_one_number_for_two_events(story: Story, change: dict[str, Any]) -> None:
+    story.pass_by("a")
+    story.events += [msgspec.structs.replace(story.events[1], **change)] * 2
+    assert proof(only(story)) == ("gap", change.get("message_id", "a"), (2,))
+
+
+def test_events_that_come_out_of_order_are_put_in_order(story: Story) -> None:
+    for number in range(5):
+        story.pass_by(f"m-{number}")
+    first, *rest = story.events
+    story.events = [first, *reversed(rest)]
+    assert found(story) == []
+
+
+def test_a_hole_is_not_waited_for_for_ever(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REORDER_MAX", 10)
+    for number in range(20):
+        story.pass_by(f"m-{number}")
+    late = story.events.pop(20)
+    story.events.append(late)
+    result = verdict(story)
+    assert ([one.rule for one in result.violations], result.uncompared) == (["gap"], 1)
+
+
+def test_repeats_are_compared_with_the_latest_events(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DIGESTS_MAX", 4)
+    for number in range(6):
+        story.pass_by(f"m-{number}")
+    story.events += [story.events[0], story.events[-1]]
+    result = verdict(story)
+    assert (result.violations, result.repeats, result.uncompared) == ([], 1, 1)
+
+
+def test_only_so_many_violations_are_kept(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VIOLATIONS_MAX", 3)
+    for number in range(5):
+        story.lease(f"m-{number}")
+    result = verdict(story)
+    assert (len(result.violations), result.more) == (3, 2)
+
+
+# ---- a stretch ---------------------------------------------------------------------------------------
+
+
+def test_a_stretch_ends_for_each_source_by_itself(story: Story) -> None:
+    story.accept()
+    lease = story.lease()
+    stepped_back_us = story.ts_us
+    story.ts_us += 100 * S
+    story.tell("heartbeat", lease=lease)
+    story.ts_us = stepped_back_us  # a clock that was set back makes no hole
+    story.complete(lease)
+    history = History(since_us=FIRST_US + 2 * S, until_us=FIRST_US + 50 * S)
+    for event in story.events:
+        history.add(event)
+    result = history.verdict()
+    assert (result.violations, result.events, result.sources) == ([], 2, {"s": 3})
+    assert history.sources() == {"s": ("tasks", 3)}
+    assert [one.message_id for one in history.open()] == ["m"]

@@ -1,0 +1,61 @@
+import threading
+
+import pytest
+
+from postroom.pipeline.schedule import in_turn
+
+NEEDS = {"a": ("outside",), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ()}
+HANG_GUARD_S = 30.0
+
+
+def test_each_is_done_once_and_none_before_what_it_needs() -> None:
+    begun: list[str] = []
+    others = threading.Event()
+    beside: list[str] = []
+
+    def do(name: str) -> None:
+        begun.append(name)
+        if name == "a":
+            others.wait(HANG_GUARD_S)
+            beside.extend(begun)
+        if name == "e":
+            others.set()
+
+    in_turn(NEEDS, do, len(NEEDS))
+    assert set(beside) == {"a", "e"}
+    assert sorted(begun) == sorted(NEEDS)
+    assert begun[-1] == "d"
+
+
+def test_one_at_a_time_the_most_urgent_that_can_be_done_comes_first() -> None:
+    done: list[str] = []
+    in_turn(NEEDS, done.append, 1)
+    assert done == ["a", "b", "c", "d", "e"]
+
+
+def test_those_that_wait_for_nothing_are_done_at_once() -> None:
+    meeting = threading.Barrier(2, timeout=HANG_GUARD_S)
+
+    def do(_: str) -> None:
+        meeting.wait()
+
+    in_turn({"a": (), "b": ()}, do, 2)
+
+
+def test_a_name_waits_only_for_names_before_it() -> None:
+    done: list[str] = []
+    in_turn({"a": ("b",), "b": ("a",)}, done.append, 2)
+    assert done == ["a", "b"]
+
+
+def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
+    begun: list[str] = []
+
+    def do(name: str) -> None:
+        begun.append(name)
+        if name == "b":
+            raise ValueError(name)
+
+    with pytest.raises(ValueError, match="b"):
+        in_turn(NEEDS, do, 1)
+    assert begun == ["a", "b"]

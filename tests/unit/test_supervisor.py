@@ -1,0 +1,50 @@
+"""A companion: started again when it dies, ended when we do."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from postroom.runtime.supervisor import Supervisor
+from tests.waiting import until
+
+PROGRAM = """
+import pathlib, signal, sys
+place = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (place / "ended").write_text("politely") and sys.exit(0))
+with (place / "starts").open("a") as file:
+    file.write("x")
+print("I am up", file=sys.stderr, flush=True)
+sys.stdin.buffer.read()
+(place / "ended").write_text("its parent is gone")
+"""
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_it_is_started_again_and_ends_politely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    companion = Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)], pause_s=0.01)
+    companion.start()
+    until(lambda: text(tmp_path / "starts") == "x" and "I am up" in caplog.text)
+    assert companion.pid is not None
+    os.kill(companion.pid, signal.SIGKILL)
+    until(lambda: text(tmp_path / "starts") == "xx")
+    until(lambda: caplog.text.count("I am up") == 2)
+    companion.stop()
+    assert text(tmp_path / "ended") == "politely"
+    assert companion.restarts == 1
+    assert "ended with -9" in caplog.text
+
+
+def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)]).start()
+        until(lambda: text(tmp_path / "starts") == "x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    until(lambda: text(tmp_path / "ended") == "its parent is gone")
