@@ -186,7 +186,7 @@ class Tasks(Closing):
         self.store = store
         self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
         self._retention = Retention() if retention is None else retention
-        self.bell = Notifier(_bell_folder(store.url))
+        self.bell = Notifier(bell_folder(store.url))
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with those of its events that a person may have to know."""
         store.on_commit = self._committed
@@ -591,7 +591,7 @@ def _lease_ends_at(record: Record) -> datetime | None:
     return _moment(record.heartbeat_us + record.lease_ns // 1000)
 
 
-def _bell_folder(url: str) -> Path | None:
+def bell_folder(url: str) -> Path | None:
     """Beside the database; a store in memory is heard in its own process alone."""
     path = url.removeprefix("sqlite:///")
     return None if path == url else Path(f"{path}.bells")

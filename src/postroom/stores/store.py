@@ -46,6 +46,10 @@ class Store(ABC):
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent committed state. It must not write."""
 
+    def wall_us(self) -> int:
+        """UTC, as transactions of this store see it."""
+        return self.read(lambda transaction: transaction.wall_us)
+
     @abstractmethod
     def identity(self) -> str:
         """A name that no other store has, for as long as this one lives."""

@@ -11,7 +11,7 @@ store that fails as planned, and `StoreContract` the tests that every backend mu
 """
 
 from postroom.stores.memory import MemoryStore
-from postroom.testing.clock import FIRST_WALL_US, ManualClock
+from postroom.system.manual_clock import FIRST_WALL_US, ManualClock
 from postroom.testing.events import Told, check_books, explained
 from postroom.testing.faults import Crashed, Fault, FaultyStore
 from postroom.testing.store_contract import StoreContract
