@@ -108,7 +108,7 @@ def admit(throttle: Throttle, priority: int, rate: float, now_ns: int) -> tuple[
         return throttle, (due_ns - now_ns) / NANOS_PER_S
     pause_ns = round(NANOS_PER_S / max(rate, RATE_MIN))
     nexts = [*throttle.next_ns]
-    nexts[priority] = max(due_ns, now_ns - NANOS_PER_S) + pause_ns
+    nexts[priority] = now_ns + pause_ns
     return msgspec.structs.replace(throttle, next_ns=tuple(nexts)), 0.0
 
 

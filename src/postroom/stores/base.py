@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from postroom.errors import UnknownTask
-from postroom.message import ENGINE_PREFIX, Durability, Envelope, Event, Record, State, Step, Stored
+from postroom.message import Durability, Envelope, Event, Record, State, Step, Stored
 
 LANES = 4
 NEWEST = -1
@@ -193,10 +193,7 @@ def counted_as(record: Record) -> Counted:
 
 
 def count_changes(changes: Sequence[Change], events: Sequence[Event]) -> dict[tuple[str, Counted], int]:
-    """What a save does to the counters, by queue and counter.
-
-    The queues of all organizations are also counted together, under `ENGINE_PREFIX`.
-    """
+    """What a save does to the counters, by queue and counter."""
     counts: dict[tuple[str, Counted], int] = {}
     for change in changes:
         after = change.step.record
@@ -211,8 +208,6 @@ def count_changes(changes: Sequence[Change], events: Sequence[Event]) -> dict[tu
 
 def _add(counts: dict[tuple[str, Counted], int], queue: str, what: Counted, change: int) -> None:
     counts[queue, what] = counts.get((queue, what), 0) + change
-    if queue.startswith(ENGINE_PREFIX):
-        counts[ENGINE_PREFIX, what] = counts.get((ENGINE_PREFIX, what), 0) + change
 
 
 def ready(counts: Mapping[Counted, int]) -> int:

@@ -26,6 +26,7 @@ from postroom.stores.base import (
     RETRY_AFTER_S,
     ByIds,
     Change,
+    Counted,
     Ending,
     Head,
     Lanes,
@@ -284,6 +285,15 @@ class Transaction(Ledger, Lanes):
             if queue > after and org_of(queue) and self.depth(queue).get(LANE_COUNTS[lane], 0)
         ]
         return sorted(waiting_here)[:limit]
+
+    def total(self) -> dict[Counted, int]:
+        """The counters of all organizations together."""
+        counts: dict[Counted, int] = {}
+        for queue in self.queues():
+            if org_of(queue):
+                for what, n in self.depth(queue).items():
+                    counts[what] = counts.get(what, 0) + n
+        return counts
 
     def oldest(self, lane: int) -> Record | None:
         """The record of an organization that has waited longest in a lane."""

@@ -55,7 +55,7 @@ class Admission:
     def _check_pressure(self, org_id: str, priority: int, count: int) -> None:
         transaction, rule = self._transaction, self._policy.backpressure
         counts = transaction.depth(ENGINE_PREFIX + org_id)
-        depth, total = ready(counts), ready(transaction.depth(ENGINE_PREFIX))
+        depth, total = ready(counts), ready(transaction.total())
         quiet = admission.LEAVE_AT * rule.scale
         if depth <= quiet and total <= quiet:
             return
@@ -114,7 +114,7 @@ class Admission:
     def _take(self, rate: float, whose: str, *names: str) -> None:
         """Take one from a bucket that holds the submits of one second."""
         now = self._transaction.steady_ns
-        bucket = RATES.get(self._transaction, whose, *names) or Bucket(0)
+        bucket = RATES.get(self._transaction, whose, *names) or Bucket(now - NANOS_PER_S)
         due = max(bucket.next_ns, now - NANOS_PER_S) + round(NANOS_PER_S / rate)
         if due > now:
             raise Overloaded(

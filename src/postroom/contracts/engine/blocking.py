@@ -11,6 +11,8 @@ from postroom.system.handles import reset_after_fork
 if TYPE_CHECKING:
     from postroom.contracts.engine.engine import Engine
 
+CLOSE_TIMEOUT_S = 10.0
+
 Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -24,6 +26,7 @@ class LoopThread:
     def _after_start(self) -> None:
         self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
         """A child has no thread."""
@@ -42,15 +45,27 @@ class LoopThread:
         with self._mutex:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="postroom-engine", daemon=True).start()
+                self._thread = threading.Thread(
+                    target=_run, args=(self._loop,), name="postroom-engine", daemon=True
+                )
+                self._thread.start()
             return self._loop
 
     def close(self) -> None:
         """End the thread."""
         with self._mutex:
             loop, self._loop = self._loop, None
-        if loop is not None:
+        if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
 
 
 class BlockingHandle:

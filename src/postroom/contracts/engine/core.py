@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from postroom.contracts.engine.commits import Commits
@@ -169,7 +170,7 @@ class EngineCore:
     async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
         """Return when a message has ended. Raises `TimeoutError`."""
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
-        with self._bell.heard_by(ENDED_BELL, self._endings.ring_all):
+        with self._bell.heard_by(ENDED_BELL, partial(self._endings.ring, [message_id])):
             pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
             while True:
                 future = self._endings.add(message_id)

@@ -28,10 +28,6 @@ class Endings:
             for future in list(self._waiting.get(message_id, ())):
                 future.get_loop().call_soon_threadsafe(_done, future)
 
-    def ring_all(self) -> None:
-        """Wake everybody who waits."""
-        self.ring(list(self._waiting))
-
 
 def _done(future: "asyncio.Future[None]") -> None:
     if not future.done():

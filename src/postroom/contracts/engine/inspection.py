@@ -15,7 +15,7 @@ from postroom.contracts.engine.results import error_history
 from postroom.core import admission, breaker, lifecycle, poison
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.message import ENGINE_PREFIX, Event, org_of
+from postroom.message import Event, org_of
 from postroom.stores.base import LANE_COUNTS, Counted, by_state, ready
 from postroom.stores.transaction import Transaction
 
@@ -122,7 +122,7 @@ def status_of(operations: Operations, policy: Policy) -> EngineStatus:
         for queue in transaction.queues()
         if org_of(queue)
     }
-    depth = ready(transaction.depth(ENGINE_PREFIX))
+    depth = ready(transaction.total())
     stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
     workers = operations.workers()
     return EngineStatus(

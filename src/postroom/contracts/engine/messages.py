@@ -38,6 +38,8 @@ EXTRA_FIELDS_MAX: Final = 64
 MEMORY_TEXT: Final = re.compile(r"[1-9]\d{0,8}\s?(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
+NO_PAYLOAD: Final = msgspec.Raw(b"null")
+
 CreatorType: TypeAlias = Literal["user", "agent", "system"]
 
 
@@ -72,7 +74,7 @@ class ResourceLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What is stored of a message besides its record."""
 
-    payload: msgspec.Raw = msgspec.Raw()
+    payload: msgspec.Raw = NO_PAYLOAD
     payload_ref: str = ""
     """The digest of a payload that is stored apart."""
     version: str
@@ -261,7 +263,7 @@ def stored(prepared: Prepared, inline_bytes_max: int) -> tuple[Envelope, bytes |
     """The envelope with its body, and the payload when it is to be stored apart."""
     if len(prepared.payload) <= inline_bytes_max:
         return replace(prepared.envelope, payload=_encode(prepared.body)), None
-    apart = replace(prepared.body, payload=msgspec.Raw(), payload_ref=prepared.digest)
+    apart = replace(prepared.body, payload=NO_PAYLOAD, payload_ref=prepared.digest)
     return replace(prepared.envelope, payload=_encode(apart)), prepared.payload
 
 

@@ -183,6 +183,12 @@ class Worker:
             await asyncio.wait(tasks)
         return claimed
 
+    async def step_outcomes(self) -> None:
+        """Commit the outcomes and claim nothing; for tests."""
+        self._stopping, was = True, self._stopping
+        await self._cycle()
+        self._stopping = was
+
     # ---- the cycle -----------------------------------------------------------------------------
 
     async def _cycle(self) -> int:
