@@ -15,6 +15,8 @@ import pytest
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
 from postroom.contracts.engine.messages import InvalidExpiry, InvalidParent, InvalidPriority
+from postroom.core.events import of_store
+from postroom.core.history_checker import History
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -32,6 +34,7 @@ from postroom.errors import (
     WrongState,
 )
 from postroom.message import Envelope
+from postroom.stores.store import Store
 from postroom.testing import FIRST_WALL_US, ManualClock, check_books
 from tests.engines import EngineUnderTest, soon
 
@@ -56,7 +59,16 @@ def opened(url: str) -> Iterator[Opened]:
     yield open_engine
     for one in made:
         check_books(one.engine.store)
+        check_history(one.engine.store)
         one.close()
+
+
+def check_history(store: Store) -> None:
+    """The events of the store, as the audit stream gets them, break no rule of a history."""
+    checker = History()
+    for event in store.events(0, 100_000):
+        checker.add(of_store(event, "tasks:x", "tasks"))
+    assert not checker.verdict().violations
 
 
 @pytest.fixture
@@ -586,7 +598,7 @@ def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -
 
 
 def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
-    healthy = []
+    healthy: list[int] = []
 
     @world.engine.handler("tool_call", service="slack", retry=Retry(max_retries=0))
     async def run(_message: Any, _ctx: Any) -> None:
@@ -791,7 +803,7 @@ def test_guard_counts_tokens_and_money(opened: Opened) -> None:
 @pytest.mark.parametrize(
     "scope", [{"org_id": "acme"}, {"type": "tool_call"}, {}, {"org_id": "acme", "type": "tool_call"}]
 )
-def test_pause_holds_messages_until_resume(world: EngineUnderTest, scope: dict[str, str]) -> None:
+def test_pause_holds_messages_until_resume(world: EngineUnderTest, scope: dict[str, Any]) -> None:
     handle = world.submit()
     other = world.submit(org_id="other", type="model_call")
     world.wait(world.engine.pause(**scope))
@@ -859,9 +871,13 @@ def test_status_shows_lanes_and_depth(world: EngineUnderTest) -> None:
 def test_effect_happens_once_over_retries(world: EngineUnderTest) -> None:
     charges = []
 
+    def charge() -> str:
+        charges.append(1)
+        return "charged"
+
     @world.engine.handler("tool_call")
     async def run(_message: Any, ctx: Any) -> Any:
-        outcome = await ctx.effect("invoice-42", lambda: charges.append(1) or "charged")
+        outcome = await ctx.effect("invoice-42", charge)
         if ctx.attempt == 1:
             raise RuntimeError("after the effect")
         return outcome
