@@ -610,7 +610,7 @@ def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
 
     world.submit_many(5)
     world.run_all()
-    assert world.wait(world.engine.status()).breakers["slack"].state == "OPEN"
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
     waiting = [world.submit(), world.submit()]
     untouched = world.submit(type="model_call")
     world.run_all()
@@ -623,7 +623,7 @@ def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
     world.clock.advance(2)
     world.run_all()
     assert [world.state(each) for each in waiting] == ["COMPLETED"] * 2
-    assert world.wait(world.engine.status()).breakers == {}
+    assert world.wait(world.engine.status()).breakers["slack"].state == "closed"
     kinds = [event.kind for event in world.engine.store.events()]
     assert kinds.count("breaker_opened") == kinds.count("breaker_closed") == 1
 
@@ -637,7 +637,7 @@ def test_failed_probe_opens_the_breaker_again(world: EngineUnderTest) -> None:
     world.run_all()
     states = [world.state(each) for each in probes]
     assert states.count("DEAD_LETTER") == 1
-    assert world.wait(world.engine.status()).breakers["slack"].state == "OPEN"
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
 
 
 def test_open_breaker_fails_messages_by_policy(opened: Opened) -> None:
