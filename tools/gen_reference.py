@@ -1,10 +1,13 @@
-"""Writes docs/reference/ from the code: commands, settings, events, HTTP, and the life of a record.
+"""Writes docs/reference/ and the generated parts of docs/architecture.md from the code.
 
 python tools/gen_reference.py            write the pages
-python tools/gen_reference.py --check    fail when a page is not what it would write
+python tools/gen_reference.py --check    fail when a page differs from what would be written
 """
 
+import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from itertools import starmap
 from pathlib import Path
@@ -26,6 +29,8 @@ from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SOURCES = ROOT / "src" / "postroom"
 HELP_COLUMNS = 88  # whatever the terminal of whoever runs this
 NOTICE = "<!-- Written by `make docs`. Change the code, not this page. -->"
 
@@ -269,6 +274,39 @@ FIELD_MEANINGS = {
     "prior": "the state before, of an end or a replay",
 }
 
+LAYER_MEANINGS = {
+    "cli": "parse, call a contract, print",
+    "testing": "for users: clock, faults, StoreContract",
+    "runtime": "servers, harness, shipper process",
+    "pipeline": "Spark tables from the audit stream",
+    "contracts": "Bus, Queue, Tasks, Mail, Audit, and their feeds",
+    "logs": "append-only files",
+    "nudges": "wake-ups",
+    "stores": "records with leases",
+    "sinks": "the audit stream",
+    "mailclient": "client of a mail server",
+    "system": "locks, whole-file updates, fork, clocks",
+    "natsclient": "a NATS connection",
+    "core": "formats and decisions, as pure functions",
+    "settings": "what can be configured",
+    "message": "the nouns",
+    "errors": "the tree of errors",
+    "client": "what an agent embeds; imports nothing of postroom",
+}
+"""Every module of the import contract has its words here."""
+
+SEAMS = (
+    ("Store", "stores/base.py", "Ledger"),
+    ("", "stores/base.py", "Lanes"),
+    ("", "stores/store.py", "Store"),
+    ("Log", "logs/appendfile.py", "AppendFile"),
+    ("Nudge", "nudges/notifier.py", "Notifier"),
+    ("", "nudges/watch.py", "Watch"),
+    ("Event sink", "sinks/base.py", "Sink"),
+    ("", "sinks/shipper.py", "Feed"),
+)
+FORK_HOOKS = {"before_fork", "after_fork", "after_fork_in_parent"}
+
 
 def pages() -> dict[Path, str]:
     """Every page, as it should be."""
@@ -279,6 +317,7 @@ def pages() -> dict[Path, str]:
         PAGES / "events.md": events_page(),
         PAGES / "audit-events.md": audit_events_page(),
         PAGES / "http.md": http_page(),
+        ARCHITECTURE: architecture_page(),
     }
 
 
@@ -422,6 +461,65 @@ def audit_field_row(name: str, schema: dict[str, Any]) -> str:
     if name == "cost_usd":
         kind = "number, exact"
     return f"| `{name}` | {kind} | {default(schema)} | {AUDIT_FIELD_MEANINGS[name]} |"
+
+
+# ---- architecture ------------------------------------------------------------------------------------
+
+
+def architecture_page() -> str:
+    text = ARCHITECTURE.read_text("utf-8")
+    return with_part(with_part(text, "layers", layers_drawing()), "seams", seams_table())
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """The page with the lines between the two markers replaced."""
+    start, end = f"<!-- {name}: written by `make docs` -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{part}\n{end}{after}"
+
+
+def layers_drawing() -> str:
+    """A box for each layer of the import contract, the importing layer above the imported one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    layers: list[str] = next(found["layers"] for found in contracts if found["type"] == "layers")
+    left, right = max(map(len, LAYER_MEANINGS)), max(map(len, LAYER_MEANINGS.values()))
+    border = f"+{'-' * (left + 2)}+{'-' * (right + 2)}+"
+    lines = ["```text", border]
+    for layer in layers:
+        lines += (f"| {name:{left}} | {LAYER_MEANINGS[name]:{right}} |" for name in re.findall(r"\w+", layer))
+        lines.append(border)
+    return "\n".join([*lines, "```", ""])
+
+
+def seams_table() -> str:
+    return rows("| seam | class | methods |", starmap(seam_row, SEAMS))
+
+
+def seam_row(seam: str, path: str, name: str) -> str:
+    tree = ast.parse((SOURCES / path).read_text("utf-8"))
+    found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and is_seam_method(node)]
+    abstract = [node for node in methods if decorated(node, "abstractmethod")]
+    shown = ", ".join(map(method_call, abstract or methods))
+    if abstract and abstract != methods:
+        others = (method_call(node) for node in methods if node not in abstract)
+        shown += f"; with a default: {', '.join(others)}"
+    return f"| {f'**{seam}**' if seam else ''} | `{name}` in `{path}` | {shown} |"
+
+
+def is_seam_method(method: ast.FunctionDef) -> bool:
+    return method.name[0] != "_" and method.name not in FORK_HOOKS and not decorated(method, "property")
+
+
+def decorated(method: ast.FunctionDef, name: str) -> bool:
+    return any(isinstance(found, ast.Name) and found.id == name for found in method.decorator_list)
+
+
+def method_call(method: ast.FunctionDef) -> str:
+    names = [found.arg for found in [*method.args.args[1:], *method.args.kwonlyargs]]
+    return f"`{method.name}({', '.join(names)})`"
 
 
 # ---- HTTP --------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""The generated pages are what the code says now, and every command explains itself."""
+"""The generated pages match the code, and every command explains itself."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -92,3 +93,25 @@ def test_every_route_has_its_line() -> None:
     text = (REFERENCE / "http.md").read_text("utf-8")
     for route in [*(served.route for served in ROUTES), OPENAPI]:
         assert f"\n| `{route.method} {route.path}` | " in text
+
+
+def names_in(path: Path) -> set[str]:
+    """Top-level functions and classes of a file, and its methods as `Class.method`."""
+    tree = ast.parse(path.read_text("utf-8")).body
+    top = [node for node in tree if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    classes = [node for node in top if isinstance(node, ast.ClassDef)]
+    methods = {
+        f"{found.name}.{node.name}"
+        for found in classes
+        for node in found.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    return {node.name for node in top} | methods
+
+
+def test_every_step_of_the_architecture_page_names_code_that_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    places = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", text)
+    assert len(places) > 1
+    for path, names in places:
+        assert set(re.findall(r"[\w.]+", names)) <= names_in(ROOT / "src/postroom" / path), path
