@@ -227,6 +227,20 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
+def test_every_decision_page_has_a_row_with_its_title_and_status() -> None:
+    folder = ROOT / "docs" / "decisions"
+    row = re.compile(r"^\| (\d{4}) \| \[(.+)\]\((\S+)\) \| (?:stands|changed|replaced)\b", re.MULTILINE)
+    rows = {
+        (number, title, page)
+        for number, title, page in row.findall((folder / "README.md").read_text("utf-8"))
+    }
+    pages = [
+        (page.name[:4], page.read_text("utf-8").partition("\n")[0], page.name)
+        for page in folder.glob("0*.md")
+    ]
+    assert rows == {(number, heading.removeprefix("# "), page) for number, heading, page in pages}
+
+
 # ---- what the pages promise --------------------------------------------------------------------
 
 LIMITED = (
