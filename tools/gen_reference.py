@@ -484,11 +484,13 @@ def layers_drawing() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
     layers: list[str] = next(found["layers"] for found in contracts if found["type"] == "layers")
-    left, right = max(map(len, LAYER_MEANINGS)), max(map(len, LAYER_MEANINGS.values()))
+    boxes = [re.findall(r"\w+", layer) for layer in layers]
+    left = max(len(name) for box in boxes for name in box)
+    right = max(len(LAYER_MEANINGS[name]) for box in boxes for name in box)
     border = f"+{'-' * (left + 2)}+{'-' * (right + 2)}+"
     lines = ["```text", border]
-    for layer in layers:
-        lines += (f"| {name:{left}} | {LAYER_MEANINGS[name]:{right}} |" for name in re.findall(r"\w+", layer))
+    for box in boxes:
+        lines += (f"| {name:{left}} | {LAYER_MEANINGS[name]:{right}} |" for name in box)
         lines.append(border)
     return "\n".join([*lines, "```", ""])
 

@@ -115,3 +115,5 @@ def test_every_step_of_the_architecture_page_names_code_that_exists() -> None:
     assert len(places) > 1
     for path, names in places:
         assert set(re.findall(r"[\w.]+", names)) <= names_in(ROOT / "src/postroom" / path), path
+    routes = {f"{served.route.method} {served.route.path}" for served in ROUTES}
+    assert set(re.findall(r"`((?:GET|POST) /\S*)`", text)) <= routes
