@@ -558,7 +558,7 @@ def http_page() -> str:
 
 def route_rows() -> Iterator[str]:
     for route, operators_only in [*((s.route, s.operators_only) for s in ROUTES), (OPENAPI, False)]:
-        who = "everyone" if route.is_open else "operators" if operators_only else "agents, operators"
+        who = "anybody" if route.is_open else "operators" if operators_only else "agents, operators"
         answers = "<br>".join(f"{status} {answer(kinds)}".strip() for status, kinds in route.answers.items())
         answers += ", or `text/event-stream`" if route.streams else ""
         refusals = ", ".join(map(str, route.refusals))

@@ -61,7 +61,7 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-# ---- records with leases ---------------------------------------------------------------------------
+# ---- the leased half -------------------------------------------------------------------------------
 
 State = Literal[
     "SCHEDULED",
@@ -131,7 +131,7 @@ class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How long the message may wait for its first delivery; 0 for no limit."""
     durability: Durability = "os"
     sender: str = ""
-    """The sending agent; empty for an operator or a program that uses the library."""
+    """The agent that sent it; empty when an operator or the library did."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
