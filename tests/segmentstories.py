@@ -5,7 +5,7 @@ from pathlib import Path
 
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.sinks.layout import MICROS_PER_S
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.testing import FIRST_WALL_US, ManualClock
 
 SOURCE = "tasks:t1"

@@ -14,7 +14,7 @@ from postroom.message import Durability
 from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from tests.crash import syscalls
 from tests.crash.ledger import Tally

@@ -29,7 +29,7 @@ from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFaile
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
 from postroom.sinks.verify import verify
 from postroom.stores.base import Outbox

@@ -13,7 +13,7 @@ from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS
 from postroom.core import events, lifecycle
 from postroom.core.events import AuditEvent
-from postroom.core.history_checker import RULES, History, Verdict
+from postroom.core.history_checker import RULES, History, HistoryVerdict
 from postroom.core.retry import RetryPolicy
 from postroom.errors import PostroomError
 from postroom.message import Envelope
@@ -35,7 +35,7 @@ ROUNDS = 500
 S = 1_000_000_000
 
 
-def judged(stream: Iterable[AuditEvent], **stretch: int) -> Verdict:
+def judged(stream: Iterable[AuditEvent], **stretch: int) -> HistoryVerdict:
     history = History(**stretch)
     for event in stream:
         history.add(event)

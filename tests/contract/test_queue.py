@@ -28,7 +28,7 @@ from postroom import (
 from postroom.contracts import queue as contract
 from postroom.core import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting, UnsafePath
-from postroom.logs.queuefile import Reading
+from postroom.logs.queuefile import ReadProgress
 from postroom.nudges.watch import Watch
 from tests import children
 from tests.children import no_child_left
@@ -1401,8 +1401,8 @@ def test_an_answer_that_was_polled_is_not_given_again(queue: Queue) -> None:
         with other._session(None).locked() as size:  # nobody else gets in between
             line = b'{"msg_id":"f","ts":"","from":"h","topic":"answer","body":"42","in_reply_to":"%b"}\n'
             other._session(None)._file.append(line % question["msg_id"].encode(), size)
-            other._session(None).write_reading(
-                "me", Reading(), Reading(0, {"answer": messages_of(queue).stat().st_size})
+            other._session(None).write_progress(
+                "me", ReadProgress(), ReadProgress(0, {"answer": messages_of(queue).stat().st_size})
             )
     asker.join()
     assert asked == [None]

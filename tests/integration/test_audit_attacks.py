@@ -14,8 +14,8 @@ from postroom.contracts.audit import Audit
 from postroom.core.events import to_line
 from postroom.errors import WriteFailed
 from postroom.runtime import shipping
-from postroom.sinks.heads import Head
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.heads import StreamHead
+from postroom.sinks.segment_writer import SegmentSink
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.unit.test_jsoninput import deep_line, event, nested
 
@@ -200,7 +200,7 @@ def test_a_damaged_head_is_one_sentence() -> None:
 def test_a_head_that_cannot_be_noted_stops_no_shipper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(folder: Path, head: Head) -> None:
+    def refuse(folder: Path, head: StreamHead) -> None:
         raise WriteFailed(folder, OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
     monkeypatch.setattr(shipping, "note_head", refuse)

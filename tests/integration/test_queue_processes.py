@@ -319,8 +319,8 @@ class Scene:
             files = queue._session(None)
             with files.locked():  # as `ask` does it: one message out of the middle
                 offset = [at for at, _ in files.lines(0, 10**6)][10]
-                picky = files.reading_of("picky")
-                files.write_reading("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))
+                picky = files.progress_of("picky")
+                files.write_progress("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))
         self.now += timedelta(seconds=5)
 
     def copy(self, name: str) -> Path:

@@ -15,8 +15,8 @@ from postroom.sinks.chain import NO_HASH, Entry, chain_line, chain_lines, parse_
 from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
 from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain, why_kept
-from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verify import Finding, verify
+from postroom.sinks.segment_writer import SegmentSink
+from postroom.sinks.verify import IntegrityFinding, verify
 from postroom.testing import FIRST_WALL_US, ManualClock
 from tests import children
 from tests.children import no_child_left
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_named_wherever_it_is(tmp_path: Path) -> None:
     size = files[2].stat().st_size
     for at in [0, 1, size // 3, size // 2, size - 1]:
         flip(files[2], at)
-        assert verify(tmp_path) == [Finding(name(tmp_path, files[2]), "it was changed")], at
+        assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[2]), "it was changed")], at
         flip(files[2], at)
     assert verify(tmp_path) == []
 
@@ -145,7 +145,7 @@ def test_an_added_line_is_named(tmp_path: Path) -> None:
 def test_a_removed_segment_is_named(tmp_path: Path, which: int) -> None:
     files = sealed_folder(tmp_path)
     files[which].unlink()
-    assert verify(tmp_path) == [Finding(name(tmp_path, files[which]), "it was removed")]
+    assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[which]), "it was removed")]
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -154,7 +154,7 @@ def test_a_removed_line_of_the_chain_is_named_and_so_is_its_segment(tmp_path: Pa
     lines = lines_of_chain(tmp_path)
     (tmp_path / CHAIN).write_bytes(b"".join(lines[:which] + lines[which + 1 :]))
     findings = verify(tmp_path)
-    assert Finding(name(tmp_path, files[which]), "it is not in the chain") in findings
+    assert IntegrityFinding(name(tmp_path, files[which]), "it is not in the chain") in findings
     in_chain = [finding for finding in findings if finding.file == CHAIN]
     assert len(in_chain) == (which < 3)  # the last one leaves no gap, and its segment tells
     assert all(f"segment {which + 1} is missing" in finding.reason for finding in in_chain)
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_the_chain_is_named_with_its_line(tmp_path: Path, which
         changed = bytearray(lines[which])
         changed[at] ^= 4
         (tmp_path / CHAIN).write_bytes(b"".join([*lines[:which], bytes(changed), *lines[which + 1 :]]))
-        assert Finding(CHAIN, f"line {which + 1}: it was changed") in verify(tmp_path)
+        assert IntegrityFinding(CHAIN, f"line {which + 1}: it was changed") in verify(tmp_path)
 
 
 def test_a_segment_removed_together_with_its_line_leaves_a_gap(tmp_path: Path) -> None:
@@ -181,7 +181,9 @@ def test_a_segment_removed_together_with_its_line_leaves_a_gap(tmp_path: Path) -
         (tmp_path / INDEX / f"{which + 1:08}.idx").unlink()
     (tmp_path / CHAIN).write_bytes(lines[0] + lines[3])
     [finding] = verify(tmp_path)
-    assert finding == Finding(CHAIN, "line 2: the lines of segments 2 to 3 are missing in front of it")
+    assert finding == IntegrityFinding(
+        CHAIN, "line 2: the lines of segments 2 to 3 are missing in front of it"
+    )
 
 
 def test_a_cut_off_end_shows_by_the_head_that_was_noted(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_a_cut_off_end_shows_by_the_segment_that_is_open(tmp_path: Path) -> None
     (tmp_path / CHAIN).write_bytes(b"".join(lines_of_chain(tmp_path)[:3]))
     files[3].unlink()
     (tmp_path / INDEX / "00000004.idx").unlink()
-    assert verify(tmp_path) == [Finding(CHAIN, "the line of segment 4 is missing at the end")]
+    assert verify(tmp_path) == [IntegrityFinding(CHAIN, "the line of segment 4 is missing at the end")]
     with SegmentSink(tmp_path) as sink:  # and a writer that goes on does not hide it
         sink.seal()
     assert named(tmp_path) == [CHAIN]
@@ -217,7 +219,7 @@ def test_an_added_file_is_named(tmp_path: Path, stranger: str) -> None:
     sealed_folder(tmp_path)
     (tmp_path / stranger).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / stranger).write_bytes(b"{}\n")
-    assert verify(tmp_path) == [Finding(stranger, "it is not in the chain")]
+    assert verify(tmp_path) == [IntegrityFinding(stranger, "it is not in the chain")]
 
 
 @pytest.mark.parametrize("name", [CHAIN, STREAM])
@@ -233,8 +235,8 @@ def test_a_swapped_pair_is_named(tmp_path: Path) -> None:
     files[1].write_bytes(third)
     files[2].write_bytes(second)
     assert verify(tmp_path) == [
-        Finding(name(tmp_path, files[1]), "it holds what segment 3 held"),
-        Finding(name(tmp_path, files[2]), "it holds what segment 2 held"),
+        IntegrityFinding(name(tmp_path, files[1]), "it holds what segment 3 held"),
+        IntegrityFinding(name(tmp_path, files[2]), "it holds what segment 2 held"),
     ]
 
 
@@ -256,7 +258,9 @@ def test_a_line_and_segment_put_in_place_of_others_do_not_follow(tmp_path: Path)
     body = json.dumps(entry, separators=(",", ":")).encode()
     lines[1] = body[:-1] + f',"hash":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
     (tmp_path / CHAIN).write_bytes(b"".join(lines))
-    assert verify(tmp_path) == [Finding(CHAIN, "line 3: segment 3 does not follow from the line before it")]
+    assert verify(tmp_path) == [
+        IntegrityFinding(CHAIN, "line 3: segment 3 does not follow from the line before it")
+    ]
 
 
 def test_a_symlink_in_place_of_a_segment_is_named(tmp_path: Path) -> None:
@@ -274,9 +278,9 @@ def test_an_index_is_vouched_for_as_well(tmp_path: Path) -> None:
     (tmp_path / INDEX / "00000003.idx").unlink()
     (tmp_path / INDEX / "00000007.idx").write_bytes(b"")
     assert verify(tmp_path) == [
-        Finding("_index/00000002.idx", "it was changed"),
-        Finding("_index/00000003.idx", "it was removed"),
-        Finding("_index/00000007.idx", "it belongs to no segment"),
+        IntegrityFinding("_index/00000002.idx", "it was changed"),
+        IntegrityFinding("_index/00000003.idx", "it was removed"),
+        IntegrityFinding("_index/00000007.idx", "it belongs to no segment"),
     ]
 
 
@@ -312,7 +316,7 @@ def test_a_linked_folder_is_named_and_not_followed(tmp_path: Path, link: str) ->
     (tmp_path / "elsewhere" / "more.jsonl").write_bytes(b"{}\n")
     (folder / link).parent.mkdir(exist_ok=True)
     (folder / link).symlink_to(tmp_path / "elsewhere")
-    assert verify(folder) == [Finding(link, "it is a symlink")]
+    assert verify(folder) == [IntegrityFinding(link, "it is a symlink")]
 
 
 def test_a_file_whose_name_begins_with_a_dot_is_named(tmp_path: Path) -> None:
@@ -417,7 +421,7 @@ def test_what_retention_removes_while_verify_reads_is_no_finding(
         return seen
 
     monkeypatch.setattr(verify_module, "_look", look_and_remove)
-    assert verify(tmp_path) == [Finding(name(tmp_path, files[3]), "it was removed")]
+    assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[3]), "it was removed")]
 
 
 def test_a_changed_checkpoint_is_named(tmp_path: Path) -> None:
@@ -425,10 +429,10 @@ def test_a_changed_checkpoint_is_named(tmp_path: Path) -> None:
     retain(tmp_path, FIRST_WALL_US + 41)
     chain = (tmp_path / CHAIN).read_bytes()
     (tmp_path / CHAIN).write_bytes(chain.replace(b'"events":40', b'"events":41', 1))
-    assert verify(tmp_path)[0] == Finding(CHAIN, "line 1: it was changed")
+    assert verify(tmp_path)[0] == IntegrityFinding(CHAIN, "line 1: it was changed")
     (tmp_path / CHAIN).write_bytes(chain.partition(b"\n")[2])
     assert verify(tmp_path) == [
-        Finding(CHAIN, "line 1: the lines of segments 1 to 2 are missing in front of it")
+        IntegrityFinding(CHAIN, "line 1: the lines of segments 1 to 2 are missing in front of it")
     ]
 
 

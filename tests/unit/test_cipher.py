@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from postroom.errors import InvalidSetting, UnsafePath
-from postroom.sinks.cipher import Cipher, Unreadable, add_key, read_keys
+from postroom.sinks.cipher import Cipher, UnreadablePayload, add_key, read_keys
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from tests.segmentstories import events
 
 KEY = bytes(range(32))
@@ -59,13 +59,13 @@ def test_a_segment_holds_no_payload_in_the_clear(tmp_path: Path) -> None:
 def test_a_payload_belongs_to_its_event() -> None:
     cipher = Cipher({"k": KEY})
     moved = replace(cipher.conceal(EVENT), event_id="tasks:t1#2")
-    with pytest.raises(Unreadable, match=r"the payload of tasks:t1#2 does not fit the key 'k'"):
+    with pytest.raises(UnreadablePayload, match=r"the payload of tasks:t1#2 does not fit the key 'k'"):
         cipher.reveal(moved)
 
 
 @pytest.mark.parametrize("text", ["", "A", "AAAA", "!", "A" * 64, "ü"])
 def test_a_changed_payload_is_one_sentence(text: str) -> None:
-    with pytest.raises(Unreadable, match="or the payload was changed"):
+    with pytest.raises(UnreadablePayload, match="or the payload was changed"):
         Cipher({"k": KEY}).reveal(replace(EVENT, payload=f"enc:1:k:{text}"))
 
 
@@ -76,15 +76,15 @@ def test_every_changed_character_is_seen() -> None:
     for at in range(start, len(sealed.payload.rstrip("=")) - 1):
         other = "A" if sealed.payload[at] != "A" else "B"
         changed = sealed.payload[:at] + other + sealed.payload[at + 1 :]
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadablePayload):
             cipher.reveal(replace(sealed, payload=changed))
 
 
 def test_a_wrong_or_missing_key_is_one_sentence() -> None:
     sealed = Cipher({"k": KEY}).conceal(EVENT)
-    with pytest.raises(Unreadable, match="this is another key of that name"):
+    with pytest.raises(UnreadablePayload, match="this is another key of that name"):
         Cipher({"k": KEY[::-1]}).reveal(sealed)
-    with pytest.raises(Unreadable, match="needs the key 'k', which is not there"):
+    with pytest.raises(UnreadablePayload, match="needs the key 'k', which is not there"):
         Cipher({"other": KEY}).reveal(sealed)
 
 

@@ -10,7 +10,7 @@ import pytest
 from postroom.core import history_checker as module
 from postroom.core import message_checker
 from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
-from postroom.core.history_checker import History, Open, Verdict, Violation
+from postroom.core.history_checker import History, HistoryVerdict, Open, Violation
 
 S = 1_000_000
 FIRST_US = 1_700_000_000 * S
@@ -56,7 +56,7 @@ class Story:
         self.complete(self.lease(message_id, queue=message_id), message_id)
 
 
-def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> Verdict:
+def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> HistoryVerdict:
     history = History()
     for story in stories:
         for event in story.events:

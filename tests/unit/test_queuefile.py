@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from postroom.core.queuewire import TOPICS
 from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
-from postroom.logs.queuefile import Reading, SessionFiles
+from postroom.logs.queuefile import ReadProgress, SessionFiles
 
 SMALL_WINDOW_BYTES = 7
 
@@ -42,9 +42,9 @@ def add(files: SessionFiles, *lines: bytes) -> None:
         files.append(line, lambda: None)
 
 
-def place(files: SessionFiles, agent_id: str, reading: Reading) -> None:
+def place(files: SessionFiles, agent_id: str, reading: ReadProgress) -> None:
     with files.locked():
-        files.write_reading(agent_id, Reading(-1, {"": -1}, [-1]), reading)
+        files.write_progress(agent_id, ReadProgress(-1, {"": -1}, [-1]), reading)
 
 
 class Crash(BaseException):
@@ -76,7 +76,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterato
 
 
 def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
-    reading = Reading(100, {"ask": 300}, [500])
+    reading = ReadProgress(100, {"ask": 300}, [500])
     assert reading.has_read("status", 99)
     assert not reading.has_read("status", 100)
     assert reading.has_read("ask", 299)
@@ -85,7 +85,7 @@ def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
 
 
 def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
-    reading = Reading(100, {"ask": 300, "answer": 200})
+    reading = ReadProgress(100, {"ask": 300, "answer": 200})
     assert reading.first_unread(None) == 100
     assert reading.first_unread(frozenset({"ask"})) == 300
     assert reading.first_unread(frozenset({"ask", "answer"})) == 200
@@ -94,7 +94,7 @@ def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
 
 
 def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor() -> None:
-    assert Reading(100, {"ask": 300}).first_unread(frozenset()) >= 100
+    assert ReadProgress(100, {"ask": 300}).first_unread(frozenset()) >= 100
 
 
 # ---- the lock --------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor
 def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path) -> None:
     assert not files.exists()
     assert files.open_reader() == -1
-    assert files.reading_agents() == []
+    assert files.agents_with_cursors() == []
     assert not folder.parent.exists()
 
 
@@ -259,7 +259,7 @@ def test_the_high_water_mark_is_the_end_of_the_last_whole_line(
 
 
 def test_an_agent_without_files_starts_at_the_beginning(files: SessionFiles) -> None:
-    assert files.reading_of("a") == Reading()
+    assert files.progress_of("a") == ReadProgress()
 
 
 @pytest.mark.parametrize("text", [b"4\n", b"4", b" 4 \n", b"0004\n"])
@@ -268,7 +268,7 @@ def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
     files.cursors.mkdir()
     (files.cursors / "a.cursor").write_bytes(text)
     with files.locked() as size:
-        assert files.trusted_reading("a", size) == Reading(4)
+        assert files.trusted_progress("a", size) == ReadProgress(4)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
     files.cursors.mkdir()
     (files.cursors / "a.cursor").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_damaged_topic_places_are_noticed(files: SessionFiles, text: bytes) -> N
     files.cursors.mkdir()
     (files.cursors / "a.topics").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 @pytest.mark.parametrize("name", ["a.cursor", "a.topics"])
@@ -316,62 +316,62 @@ def test_what_is_no_file_is_a_damaged_cursor(files: SessionFiles, name: str, kin
     else:
         path.mkdir()
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 def test_agents_are_found_by_their_cursors_alone(files: SessionFiles) -> None:
     add(files, b"one\n")
-    place(files, "a", Reading(4))
-    place(files, "b.cursor", Reading(0, {"ask": 4}))
+    place(files, "a", ReadProgress(4))
+    place(files, "b.cursor", ReadProgress(0, {"ask": 4}))
     for name in (".hidden.cursor", "c.cursor.12.tmp", "d.cursor.damaged-1", "e", "-f.cursor"):
         (files.cursors / name).touch()
-    assert files.reading_agents() == ["a", "b.cursor"]
+    assert files.agents_with_cursors() == ["a", "b.cursor"]
 
 
 def test_places_come_back(files: SessionFiles) -> None:
-    reading = Reading(4, {"ask": 8, "answer": 12}, [16, 20])
+    reading = ReadProgress(4, {"ask": 8, "answer": 12}, [16, 20])
     place(files, "a", reading)
-    assert files.reading_of("a") == reading
+    assert files.progress_of("a") == reading
     assert (files.cursors / "a.cursor").read_bytes() == b"4\n"
 
 
 def test_what_the_cursor_already_says_is_not_kept(files: SessionFiles) -> None:
-    place(files, "a", Reading(4, {"ask": 8}, [8]))
-    place(files, "a", Reading(12, {"ask": 8}, [8]))
+    place(files, "a", ReadProgress(4, {"ask": 8}, [8]))
+    place(files, "a", ReadProgress(12, {"ask": 8}, [8]))
     assert [path.name for path in files.cursors.iterdir()] == ["a.cursor"]
 
 
 OFFSETS = st.integers(0, 5).map(lambda line: line * 4)
 READINGS = st.builds(
-    Reading,
+    ReadProgress,
     OFFSETS,
     st.dictionaries(st.sampled_from(["ask", "answer"]), OFFSETS),
     st.lists(OFFSETS, max_size=2),
 )
 
 
-def passed(reading: Reading) -> set[tuple[str, int]]:
+def passed(reading: ReadProgress) -> set[tuple[str, int]]:
     """What a reading says is read, in a file of six lines."""
     return {(topic, at) for topic in TOPICS for at in range(0, 24, 4) if reading.has_read(topic, at)}
 
 
 @given(before=READINGS, further=READINGS)
 def test_no_crash_turns_a_place_back(
-    tmp_path_factory: pytest.TempPathFactory, before: Reading, further: Reading
+    tmp_path_factory: pytest.TempPathFactory, before: ReadProgress, further: ReadProgress
 ) -> None:
     topics = {
         topic: max(before.topics.get(topic, 0), further.topics.get(topic, 0))
         for topic in before.topics | further.topics
     }
-    after = Reading(max(before.cursor, further.cursor), topics, [*before.taken, *further.taken])
+    after = ReadProgress(max(before.cursor, further.cursor), topics, [*before.taken, *further.taken])
     folder = tmp_path_factory.mktemp("crash")
     for call in range(10):
         files = SessionFiles(folder / str(call), "os", 10.0)
         place(files, "a", before)
-        stored = files.reading_of("a")
+        stored = files.progress_of("a")
         with crash_at(pytest.MonkeyPatch(), call, "replace", "unlink") as made, files.locked():
-            files.write_reading("a", stored, after)
-        found = files.reading_of("a")
+            files.write_progress("a", stored, after)
+        found = files.progress_of("a")
         files.close()
         assert passed(before) <= passed(found) <= passed(after)
         if len(made) < call:
@@ -386,16 +386,16 @@ LINES = [b"keep-0\n", b"drop-1\n", b"\xff\x00 no text\n", b"drop-3\n", b"drop-4\
 STARTS = [sum(map(len, LINES[:index])) for index in range(len(LINES) + 1)]
 KEPT = b"".join(line for line in LINES if not line.startswith(b"drop"))
 READERS = {
-    "start": Reading(0),
-    "middle": Reading(STARTS[3]),
-    "end": Reading(STARTS[7]),
-    "topical": Reading(STARTS[1], {"ask": STARTS[4], "answer": STARTS[6]}, [STARTS[3], STARTS[6]]),
+    "start": ReadProgress(0),
+    "middle": ReadProgress(STARTS[3]),
+    "end": ReadProgress(STARTS[7]),
+    "topical": ReadProgress(STARTS[1], {"ask": STARTS[4], "answer": STARTS[6]}, [STARTS[3], STARTS[6]]),
 }
 MOVED = {
-    "start": Reading(0),
-    "middle": Reading(STARTS[3] - 7),
-    "end": Reading(STARTS[7] - 21),
-    "topical": Reading(STARTS[1], {"ask": STARTS[4] - 14, "answer": STARTS[6] - 21}, [STARTS[6] - 21]),
+    "start": ReadProgress(0),
+    "middle": ReadProgress(STARTS[3] - 7),
+    "end": ReadProgress(STARTS[7] - 21),
+    "topical": ReadProgress(STARTS[1], {"ask": STARTS[4] - 14, "answer": STARTS[6] - 21}, [STARTS[6] - 21]),
 }
 
 
@@ -421,8 +421,8 @@ def compact(files: SessionFiles) -> int:
         return files.compact(size, dropped)
 
 
-def places(files: SessionFiles) -> dict[str, Reading]:
-    return {agent_id: files.reading_of(agent_id) for agent_id in files.reading_agents()}
+def places(files: SessionFiles) -> dict[str, ReadProgress]:
+    return {agent_id: files.progress_of(agent_id) for agent_id in files.agents_with_cursors()}
 
 
 def leftovers(files: SessionFiles) -> set[str]:
@@ -457,10 +457,10 @@ def test_a_window_smaller_than_a_line_changes_nothing(
 
 def test_everything_can_go(files: SessionFiles) -> None:
     add(files, b"drop-1\n", b"drop-2\n")
-    place(files, "a", Reading(7, {"ask": 14}, [7]))
+    place(files, "a", ReadProgress(7, {"ask": 14}, [7]))
     assert compact(files) == 2
     assert files.messages.read_bytes() == b""
-    assert places(files) == {"a": Reading(0)}
+    assert places(files) == {"a": ReadProgress(0)}
     add(files, b"keep\n")
     assert files.messages.read_bytes() == b"keep\n"
 
@@ -575,8 +575,8 @@ def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:
     with files.locked() as size:
         for agent_id in ("text", "beyond", "gap", "line"):
             with pytest.raises(DamagedState):
-                files.trusted_reading(agent_id, size)
-        assert files.trusted_reading("middle", size) == MOVED["middle"]
+                files.trusted_progress(agent_id, size)
+        assert files.trusted_progress("middle", size) == MOVED["middle"]
 
 
 def test_a_damaged_epoch_is_no_reason_to_lose_anything(files: SessionFiles, folder: Path) -> None:

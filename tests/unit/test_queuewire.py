@@ -171,7 +171,7 @@ NO_MESSAGES = {
 @pytest.mark.parametrize("line", NO_MESSAGES.values(), ids=NO_MESSAGES.keys())
 def test_what_is_no_message_is_unreadable(line: bytes) -> None:
     assert wire.readable(line) is None
-    with pytest.raises(wire.Unreadable):
+    with pytest.raises(wire.UnreadableLine):
         wire.decode_line(line)
 
 

@@ -15,7 +15,7 @@ from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from postroom.testing import FIRST_WALL_US
 from tests import children

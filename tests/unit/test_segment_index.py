@@ -12,7 +12,7 @@ from postroom.sinks import index as index_module
 from postroom.sinks.index import BLOCK_WORDS, Index, IndexBuilder, IndexDamaged, key_of
 from postroom.sinks.layout import INDEX
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.testing import FIRST_WALL_US
 from tests.segmentstories import SOURCE, events, sealed_folder, seqs
 

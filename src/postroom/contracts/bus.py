@@ -194,7 +194,7 @@ class Bus(Closing):
             normal_utc(ts) if ts is not None else "",
         )
 
-    def _write(self, batch: buswire.Batch) -> list[str]:
+    def _write(self, batch: buswire.DraftBatch) -> list[str]:
         file = self._file
         with self._mutex:
             try:
@@ -216,7 +216,7 @@ class Bus(Closing):
             self._settle(ticket)
         return msg_ids
 
-    def _encode(self, batch: buswire.Batch) -> tuple[list[str], bytes]:
+    def _encode(self, batch: buswire.DraftBatch) -> tuple[list[str], bytes]:
         """Ids and bytes, made while the lock is held."""
         sequences = list(itertools.islice(_sequence, len(batch.bodies)))
         msg_ids, ts = ids.bus_ids(self._now_ns(), self._origin, sequences, self._last_id)

@@ -31,7 +31,7 @@ from postroom.errors import (
     QueueError,
 )
 from postroom.logs.auditfile import AuditFile
-from postroom.logs.queuefile import Reading, SessionFiles
+from postroom.logs.queuefile import ReadProgress, SessionFiles
 from postroom.message import Durability, QueueMessage
 from postroom.nudges.watch import Watch
 from postroom.settings import (
@@ -236,18 +236,18 @@ class Queue(Closing):
         self, files: SessionFiles, agent_id: str, topics: frozenset[str] | None, *, keep: bool, limit: int
     ) -> list[QueueMessage]:
         with files.locked() as size:
-            before = files.trusted_reading(agent_id, size)
+            before = files.trusted_progress(agent_id, size)
             start = before.first_unread(topics) if keep else before.cursor
             # With the side files: an error or too little memory must show before the cursor moves.
             found, end = self._scan(files, agent_id, topics, before, start, size, limit)
             if keep and topics is not None:
                 # A long backlog is read in parts: a topic that is further along already stays there.
                 ahead = {topic: max(end, before.topics.get(topic, 0)) for topic in topics}
-                after = Reading(before.cursor, before.topics | ahead, before.taken)
+                after = ReadProgress(before.cursor, before.topics | ahead, before.taken)
             else:
-                after = Reading(end, before.topics, before.taken)
+                after = ReadProgress(end, before.topics, before.taken)
             if after != before:
-                files.write_reading(agent_id, before, after)
+                files.write_progress(agent_id, before, after)
             matched = None if topics is None else sorted(topics)
             now = utc_text(self._now_ns())
             self._audit.write(PollEntry(now, "poll", files.name, agent_id, matched, len(found), start, end))
@@ -258,7 +258,7 @@ class Queue(Closing):
         files: SessionFiles,
         agent_id: str,
         topics: frozenset[str] | None,
-        reading: Reading,
+        progress: ReadProgress,
         start: int,
         size: int,
         limit: int,
@@ -277,11 +277,11 @@ class Queue(Closing):
         found: list[QueueMessage] = []
         body_bytes = 0
         now_ns = self._now_ns()
-        offsets = _offsets(lines, start) if reading.topics or reading.taken else None
+        offsets = _offsets(lines, start) if progress.topics or progress.taken else None
         for index, line in enumerate(lines):
             try:
                 message = wire.decode_line(line)
-            except wire.Unreadable as error:
+            except wire.UnreadableLine as error:
                 offsets = offsets or _offsets(lines, start)
                 self._report(files, offsets[index], line, str(error))
                 continue
@@ -290,7 +290,7 @@ class Queue(Closing):
                 (to is None or to == agent_id or to in wire.EVERYONE)
                 and (topics is None or message["topic"] in topics)
                 and (message["ttl_s"] is None or not wire.is_expired(message, now_ns))
-                and (offsets is None or not reading.has_read(message["topic"], offsets[index]))
+                and (offsets is None or not progress.has_read(message["topic"], offsets[index]))
             ):
                 if message["body"][:6] == wire.SIDE_FILE_MARK and wire.in_side_file(message):
                     body_bytes += files.body_size(message["msg_id"])
@@ -366,47 +366,49 @@ class Queue(Closing):
         self, files: SessionFiles, agent_id: str, msg_id: str, start: int, epoch: int
     ) -> QueueMessage | None:
         with files.locked() as size:
-            before = files.trusted_reading(agent_id, size)
+            before = files.trusted_progress(agent_id, size)
             if files.epoch() != epoch:
                 start = 0  # compaction moved every offset
             found = self._find_answer(files, agent_id, msg_id, before, start, size)
             if found is None:
                 return None
             offset, message = found
-            after = Reading(before.cursor, before.topics, [*before.taken, offset])
+            after = ReadProgress(before.cursor, before.topics, [*before.taken, offset])
             if len(after.taken) > TAKEN_MAX:
                 after = self._caught_up(files, agent_id, after, size)
-            files.write_reading(agent_id, before, after)
+            files.write_progress(agent_id, before, after)
             return self._with_body(files, message)
 
-    def _caught_up(self, files: SessionFiles, agent_id: str, reading: Reading, size: int) -> Reading:
+    def _caught_up(
+        self, files: SessionFiles, agent_id: str, progress: ReadProgress, size: int
+    ) -> ReadProgress:
         """Move the place among the answers up to the first one that is still unread."""
         only = frozenset({"answer"})
-        start = reading.first_unread(only)
-        unread, end = self._scan(files, agent_id, only, reading, start, size, 1)
+        start = progress.first_unread(only)
+        unread, end = self._scan(files, agent_id, only, progress, start, size, 1)
         if unread:
             first = unread[0]["msg_id"].encode()
             end = next(offset for offset, line in files.lines(start, size) if first in line)
-        taken = [offset for offset in reading.taken if offset >= end]
+        taken = [offset for offset in progress.taken if offset >= end]
         if len(taken) > TAKEN_MAX:
             raise QueueError(f"{agent_id!r} has {TAKEN_MAX} answers taken ahead of unread ones: poll first")
-        return Reading(reading.cursor, reading.topics | {"answer": end}, taken)
+        return ReadProgress(progress.cursor, progress.topics | {"answer": end}, taken)
 
     def _find_answer(
-        self, files: SessionFiles, agent_id: str, msg_id: str, reading: Reading, start: int, size: int
+        self, files: SessionFiles, agent_id: str, msg_id: str, progress: ReadProgress, start: int, size: int
     ) -> tuple[int, QueueMessage] | None:
         wanted = msg_id.encode()
         for offset, line in files.lines(start, size):
             if wanted not in line:
                 continue
-            with suppress(wire.Unreadable):
+            with suppress(wire.UnreadableLine):
                 message = wire.decode_line(line)
                 if (
                     message["in_reply_to"] == msg_id
                     and message["topic"] == "answer"
                     and wire.is_for(message, agent_id)
                     and not wire.is_expired(message, self._now_ns())
-                    and not reading.has_read("answer", offset)
+                    and not progress.has_read("answer", offset)
                 ):
                     return offset, message
         return None
@@ -488,9 +490,9 @@ class Queue(Closing):
                 counts["expired"] += wire.is_expired(message, now_ns)
                 topic = message["topic"]
                 counts["by_topic"][topic] = counts["by_topic"].get(topic, 0) + 1
-            for agent_id in view.reading_agents():
+            for agent_id in view.agents_with_cursors():
                 with suppress(DamagedState):
-                    counts["cursors"][agent_id] = view.reading_of(agent_id).cursor
+                    counts["cursors"][agent_id] = view.progress_of(agent_id).cursor
             return counts
 
         return files.look(look, lambda counts: not counts["unreadable"])
@@ -507,20 +509,20 @@ class Queue(Closing):
         return files.look(partial(self._inbox, agent_id), lambda _: True)
 
     def _inbox(self, agent_id: str, files: SessionFiles, size: int) -> dict[str, Any]:
-        reading = files.trusted_reading(agent_id, size)
+        progress = files.trusted_progress(agent_id, size)
         high_water = files.high_water(size)
-        start = reading.cursor
+        start = progress.cursor
         waiting = False
         while not waiting and start < high_water:
-            found, start = self._scan(files, agent_id, None, reading, start, size, 1)
+            found, start = self._scan(files, agent_id, None, progress, start, size, 1)
             waiting = bool(found)
-        if files.reading_of(agent_id) != reading:
+        if files.progress_of(agent_id) != progress:
             raise DamagedState(f"the cursor of {agent_id!r} moved while it was looked at")
         return {
-            "cursor": reading.cursor,
+            "cursor": progress.cursor,
             "high_water": high_water,
             "epoch": files.epoch(),
-            "topics": dict(reading.topics),
+            "topics": dict(progress.topics),
             "empty": not waiting,
         }
 

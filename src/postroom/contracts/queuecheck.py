@@ -10,7 +10,7 @@ import msgspec
 
 from postroom.core import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage
-from postroom.logs.queuefile import BODY_SUFFIX, CURSOR_SUFFIX, TOPICS_SUFFIX, Reading, SessionFiles
+from postroom.logs.queuefile import BODY_SUFFIX, CURSOR_SUFFIX, TOPICS_SUFFIX, ReadProgress, SessionFiles
 from postroom.message import Damage, QueueMessage
 
 
@@ -60,7 +60,7 @@ def _check(files: SessionFiles, size: int) -> QueueReport:
         messages += 1
         try:
             message = wire.decode_line(line)
-        except wire.Unreadable as error:
+        except wire.UnreadableLine as error:
             unreadable.append(Damage(offset, len(line) + 1, str(error)))
             continue
         if wire.in_side_file(message):
@@ -76,9 +76,9 @@ def _check(files: SessionFiles, size: int) -> QueueReport:
 
 
 def _damaged_cursors(files: SessionFiles, size: int) -> Iterator[tuple[str, str]]:
-    for agent_id in files.reading_agents():
+    for agent_id in files.agents_with_cursors():
         try:
-            files.trusted_reading(agent_id, size)
+            files.trusted_progress(agent_id, size)
         except DamagedState as error:
             yield agent_id, str(error)
 
@@ -108,7 +108,7 @@ def repair_cursor(files: SessionFiles, agent_id: str, to: Literal["start", "end"
         # The old cursor keeps its name until the new one takes it: a crash in between, with no cursor at all,
         # would hand everything out again.
         _keep_beside(files.cursors / f"{agent_id}{CURSOR_SUFFIX}", now_ns)
-        files.write_reading(agent_id, Reading(-1), Reading(offset))
+        files.write_progress(agent_id, ReadProgress(-1), ReadProgress(offset))
         _set_aside(files.cursors / f"{agent_id}{TOPICS_SUFFIX}", now_ns)
     return offset
 

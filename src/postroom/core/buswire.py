@@ -184,7 +184,7 @@ def encode_next(
     return msg_id, b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, raw, zlib.crc32(raw + body), body, end)
 
 
-class Batch(msgspec.Struct, frozen=True):
+class DraftBatch(msgspec.Struct, frozen=True):
     """Drafts in columns: one step over a whole column costs a fraction of that step for each message."""
 
     runs: list[tuple[str, str, int]]
@@ -192,16 +192,16 @@ class Batch(msgspec.Struct, frozen=True):
     bodies: list[bytes]
 
 
-def batch(drafts: Iterable[Draft]) -> Batch:
+def batch(drafts: Iterable[Draft]) -> DraftBatch:
     """Any drafts, as one batch."""
     runs, bodies = [], []
     for fields, body, preset_ts in drafts:
         runs.append((fields, preset_ts, 1))
         bodies.append(body)
-    return Batch(runs, bodies)
+    return DraftBatch(runs, bodies)
 
 
-def everyday_batch(messages: list[Mapping[str, Any]]) -> Batch | None:
+def everyday_batch(messages: list[Mapping[str, Any]]) -> DraftBatch | None:
     """A batch whose messages all have the everyday keywords, and bodies without anything to escape.
 
     Checked as a whole, and so in half the time. None when one of them differs: then `draft` looks at each.
@@ -217,12 +217,12 @@ def everyday_batch(messages: list[Mapping[str, Any]]) -> Batch | None:
             (_common_fields(*header), "", len(list(run)))
             for header, run in groupby(map(_everyday_header, messages))
         ]
-        return Batch(runs, [text.encode() for text in texts])
+        return DraftBatch(runs, [text.encode() for text in texts])
     except (KeyError, TypeError, UnicodeEncodeError):
         return None
 
 
-def encode_batch(messages: Batch, msg_ids: list[str], ts: str, before: bytes = b"") -> bytes:
+def encode_batch(messages: DraftBatch, msg_ids: list[str], ts: str, before: bytes = b"") -> bytes:
     """The bytes of several records, each as `encode` makes it and behind an empty line."""
     bodies = messages.bodies
     middles = chain.from_iterable(
@@ -344,7 +344,7 @@ class _Unfinished(Exception):
     """The data ends inside the record."""
 
 
-class _Growing(_Unfinished):
+class _UnendedForeign(_Unfinished):
     """The data ends in a foreign record, which has no length."""
 
 
@@ -389,7 +389,7 @@ def _decode_any(
     """
     try:
         return _decode_record(data, start, offset, out, at_file_end, settled_tail)
-    except _Growing:
+    except _UnendedForeign:
         return -1
     except _Unfinished:
         if _start_behind(data, start, at_file_end) < 0:
@@ -525,7 +525,7 @@ def _decode_record(
         message, end, checked = _foreign(data, start, at_file_end)
         if end == len(data) and not settled_tail and not checked:
             out.held_back = True
-            raise _Growing
+            raise _UnendedForeign
         out.unchecked += not checked
     out.messages.append(message)
     out.starts.append(offset + start)
@@ -714,7 +714,7 @@ def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, in
     closing = _header_closing(data, start, at_file_end)
     following = _next_start(data, closing.end(), at_file_end, closing.end())
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
-        raise _Growing
+        raise _UnendedForeign
     end = following if following >= 0 else len(data)
     if data.startswith(b"---\r", start):
         message, checked = _converted(data[start:end], followed=following >= 0)

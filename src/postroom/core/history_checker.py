@@ -50,7 +50,7 @@ class Open(msgspec.Struct, frozen=True):
     message_id: str
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class HistoryVerdict(msgspec.Struct, frozen=True):
     """What a stretch of the stream proves."""
 
     violations: list[Violation]
@@ -218,7 +218,7 @@ class History:
 
     def verdict(
         self, *, horizon_us: int | None = None, absent: Callable[[Open], bool] | None = None
-    ) -> Verdict:
+    ) -> HistoryVerdict:
         """What was found. `absent` says whether an open message is gone from its store.
 
         Without it, and without a horizon, nothing is lost: the stream alone cannot tell.
@@ -231,7 +231,7 @@ class History:
                 lost[id(life)] = _lost(life, reason)
         # Whatever came behind a lost one has passed it: that is no second violation.
         found = [violation for violation, passed in self._found if id(passed) not in lost]
-        return Verdict(
+        return HistoryVerdict(
             [*found, *map(_never_accepted, self._unaccepted()), *lost.values()],
             self._more,
             self._events,

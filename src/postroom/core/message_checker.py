@@ -49,7 +49,7 @@ _TOLD: Final = -1
 _EARLIER: Final = -2
 
 
-class Lane:
+class FifoLane:
     """What waits for its first delivery in one queue, key and priority, in order."""
 
     __slots__ = ("place", "waiting")
@@ -77,7 +77,7 @@ class Life:
         """The number of its last delivery."""
         self.ended = 0
         self.end: EventKind | None = None
-        self.lane: Lane | None = None
+        self.lane: FifoLane | None = None
         self.fresh = False
         """Accepted without a delay, and not enqueued so far."""
         self.holes = holes
@@ -133,7 +133,7 @@ class Lives:
         self._lives: dict[str, Life] = {}
         self._over: deque[Life] = deque()
         self._put_away = PutAway()
-        self._lanes: dict[tuple[str, str, int | None], Lane] = {}
+        self._lanes: dict[tuple[str, str, int | None], FifoLane] = {}
         self._holes = 0
 
     def take(self, event: AuditEvent) -> None:
@@ -208,7 +208,7 @@ class Lives:
             place = (event.queue, str(detail.get("key", "")) if detail else "", event.priority)
             lane = self._lanes.get(place)
             if lane is None:
-                lane = self._lanes[place] = Lane(place)
+                lane = self._lanes[place] = FifoLane(place)
             life.lane = lane
             lane.waiting.append(life)
 

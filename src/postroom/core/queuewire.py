@@ -46,7 +46,7 @@ class Line(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"s
     body_crc: str = ""
 
 
-class Unreadable(Exception):
+class UnreadableLine(Exception):
     """A complete line that is no message."""
 
 
@@ -65,13 +65,13 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode_line(line: bytes) -> QueueMessage:
-    """A line without its newline; `Unreadable` says why it is no message."""
+    """A line without its newline; `UnreadableLine` says why it is no message."""
     if line[-_SUFFIX_BYTES:] != b',"crc":"%08x"}' % crc32(line[:-_SUFFIX_BYTES]) and _CRC_KEY in line:
-        raise Unreadable("the checksum does not fit, or does not stand where we write it")
+        raise UnreadableLine("the checksum does not fit, or does not stand where we write it")
     try:
         message = _decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"not a message: {reason(error)}") from None
+        raise UnreadableLine(f"not a message: {reason(error)}") from None
     # The keys that may be missing and those that only we may say: eight of both are not the eight.
     if len(message) == _SEED_KEYS and "to" in message and "in_reply_to" in message and "ttl_s" in message:
         return message
@@ -82,7 +82,7 @@ def readable(line: bytes) -> QueueMessage | None:
     """As `decode_line`, with None for what is no message."""
     try:
         return decode_line(line)
-    except Unreadable:
+    except UnreadableLine:
         return None
 
 

@@ -50,7 +50,7 @@ TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ReadProgress(msgspec.Struct, frozen=True):
     """How far one agent has read."""
 
     cursor: int = 0
@@ -83,7 +83,7 @@ class RewriteJournal(msgspec.Struct):
 
     inode: int
     epoch: int
-    readings: dict[str, Reading]
+    readings: dict[str, ReadProgress]
     bodies: list[str]
 
     def __post_init__(self) -> None:
@@ -305,7 +305,7 @@ class SessionFiles:
     def _was_read(self, offset: int) -> bool:
         """Whether some agent's place is behind this offset, or cannot be known."""
         try:
-            readings = [self.reading_of(agent_id) for agent_id in self.reading_agents()]
+            readings = [self.progress_of(agent_id) for agent_id in self.agents_with_cursors()]
         except (DamagedState, OSError):
             return True
         return any(
@@ -372,7 +372,7 @@ class SessionFiles:
 
     # ---- cursors -------------------------------------------------------------------------------
 
-    def reading_agents(self) -> list[str]:
+    def agents_with_cursors(self) -> list[str]:
         """Agents that have a cursor here."""
         try:
             names = os.listdir(self.cursors)
@@ -388,23 +388,23 @@ class SessionFiles:
                     agents.add(checked_name("agent", stem))
         return sorted(agents)
 
-    def reading_of(self, agent_id: str) -> Reading:
+    def progress_of(self, agent_id: str) -> ReadProgress:
         """An agent's place; `DamagedState` when its files do not hold one."""
         cursor = self._read_cursor(self.cursors / f"{agent_id}{CURSOR_SUFFIX}")
         path = self.cursors / f"{agent_id}{TOPICS_SUFFIX}"
         try:
             ahead = msgspec.json.decode(read_file(path), type=_Topics)
         except FileNotFoundError:
-            return Reading(cursor)
+            return ReadProgress(cursor)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UnsafePath) as error:
             raise DamagedState(
                 f"{path} cannot be read ({reason(error)}): mend it with `postroom queue repair`"
             ) from error
-        return Reading(cursor, ahead.topics, ahead.taken)
+        return ReadProgress(cursor, ahead.topics, ahead.taken)
 
-    def trusted_reading(self, agent_id: str, size: int) -> Reading:
+    def trusted_progress(self, agent_id: str, size: int) -> ReadProgress:
         """An agent's place, refused when it is not at the start of a line: guessing would repeat or lose."""
-        reading = self.reading_of(agent_id)
+        reading = self.progress_of(agent_id)
         for offset in (reading.cursor, *reading.topics.values()):
             if not self._starts_line(offset, size):
                 raise DamagedState(
@@ -435,7 +435,7 @@ class SessionFiles:
             except OSError as error:
                 raise WriteFailed(self.messages, error, rolled_back=False) from error
 
-    def write_reading(self, agent_id: str, before: Reading, after: Reading) -> None:
+    def write_progress(self, agent_id: str, before: ReadProgress, after: ReadProgress) -> None:
         """Put an agent's new place on disk, in an order that a crash cannot turn into a repetition.
 
         First everything that is ahead of the cursor as it was, then the cursor, and only then without what
@@ -538,7 +538,7 @@ class SessionFiles:
                 position += len(block)
             position = gap + length
 
-    def _remapped(self, gaps: list[tuple[int, int]]) -> dict[str, Reading]:
+    def _remapped(self, gaps: list[tuple[int, int]]) -> dict[str, ReadProgress]:
         """Every agent's place in the file without the gaps. A damaged cursor stays as it is."""
         starts = [start for start, _ in gaps]
         dropped = set(starts)
@@ -550,13 +550,13 @@ class SessionFiles:
             return _NO_PLACE if inside else offset - removed[passed]
 
         readings = {}
-        for agent_id in self.reading_agents():
+        for agent_id in self.agents_with_cursors():
             with suppress(DamagedState):
-                old = self.reading_of(agent_id)
+                old = self.progress_of(agent_id)
                 topics = {topic: moved(offset) for topic, offset in old.topics.items()}
                 cursor = _NO_PLACE if _NO_PLACE in topics.values() else moved(old.cursor)
                 taken = [moved(offset) for offset in old.taken if offset not in dropped]
-                readings[agent_id] = Reading(cursor, topics, taken)
+                readings[agent_id] = ReadProgress(cursor, topics, taken)
         return readings
 
     def _finish_compaction(self) -> None:
@@ -581,7 +581,7 @@ class SessionFiles:
         if self._durability != "os":
             sync_folder(self.folder)
         for agent_id, reading in journal.readings.items():
-            self.write_reading(agent_id, _NOWHERE, reading)
+            self.write_progress(agent_id, _NOWHERE, reading)
         replace_file(self._epoch_path, b"%d\n" % journal.epoch, self._durability)
         for msg_id in journal.bodies:
             with suppress(FileNotFoundError):
@@ -589,10 +589,10 @@ class SessionFiles:
 
 
 _NO_PLACE = -1  # what is written for an offset inside a line that is gone: it was damaged, and still says so
-_NOWHERE = Reading(-1, {"": -1}, [-1])
+_NOWHERE = ReadProgress(-1, {"": -1}, [-1])
 
 
-def _ahead_of(cursor: int, reading: Reading) -> _Topics:
+def _ahead_of(cursor: int, reading: ReadProgress) -> _Topics:
     """What of a reading a cursor alone does not say."""
     topics = {topic: offset for topic, offset in reading.topics.items() if offset > cursor}
     return _Topics(topics, sorted(offset for offset in reading.taken if offset >= cursor))

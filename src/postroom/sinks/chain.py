@@ -62,7 +62,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hash: str = ""
 
 
-class Fault(NamedTuple):
+class ChainFault(NamedTuple):
     """What is wrong with a line of the chain."""
 
     line: int
@@ -78,7 +78,7 @@ class Chain(msgspec.Struct):
     """Where each entry stands, counted from 1."""
     raw: dict[str, bytes] = {}
     """The line of each entry, by its hash."""
-    faults: list[Fault] = []
+    faults: list[ChainFault] = []
     whole_bytes: int = 0
     """Up to the last newline. What follows was never finished."""
 
@@ -137,7 +137,7 @@ def parse_chain(data: bytes) -> Chain:
     for number, line in enumerate(data[: chain.whole_bytes].split(b"\n")[:-1], start=1):
         fault = _take_line(chain, number, line)
         if fault:
-            chain.faults.append(Fault(number, fault))
+            chain.faults.append(ChainFault(number, fault))
     return chain
 
 

@@ -29,7 +29,7 @@ NONCE_BYTES = 12
 KEY_ID_CHARS_MAX = 64
 
 
-class Unreadable(Unavailable):
+class UnreadablePayload(Unavailable):
     """A payload that cannot be decrypted: the key is not there, or not the right one, or it was changed."""
 
 
@@ -66,10 +66,12 @@ class Cipher:
         key_id, _, text = event.payload.removeprefix(PREFIX).partition(":")
         cipher = self._ciphers.get(key_id)
         if cipher is None:
-            raise Unreadable(f"the payload of {event.event_id} needs the key {key_id!r}, which is not there")
+            raise UnreadablePayload(
+                f"the payload of {event.event_id} needs the key {key_id!r}, which is not there"
+            )
         clear = _decrypted(cipher, text, event.event_id)
         if clear is None:
-            raise Unreadable(
+            raise UnreadablePayload(
                 f"the payload of {event.event_id} does not fit the key {key_id!r}: "
                 "this is another key of that name, or the payload was changed"
             )

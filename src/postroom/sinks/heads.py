@@ -21,7 +21,7 @@ from postroom.system.atomic import read_file, replace_file
 SUFFIX = ".head"
 
 
-class Head(msgspec.Struct, frozen=True):
+class StreamHead(msgspec.Struct, frozen=True):
     """The last sealed segment of a stream, at some time."""
 
     stream: str
@@ -30,7 +30,7 @@ class Head(msgspec.Struct, frozen=True):
     hash: str
 
 
-_decode = guarded(msgspec.json.Decoder(Head).decode)
+_decode = guarded(msgspec.json.Decoder(StreamHead).decode)
 
 
 def head_path(folder: Path) -> Path:
@@ -38,7 +38,7 @@ def head_path(folder: Path) -> Path:
     return folder.with_name(folder.name + SUFFIX)
 
 
-def noted_head(folder: Path) -> Head | None:
+def noted_head(folder: Path) -> StreamHead | None:
     """What the file beside the folder says; None without one."""
     path = head_path(folder)
     try:
@@ -49,7 +49,7 @@ def noted_head(folder: Path) -> Head | None:
         raise StoreDamaged(f"{path} cannot be read as the head of a stream: {error}") from None
 
 
-def note_head(folder: Path, head: Head) -> None:
+def note_head(folder: Path, head: StreamHead) -> None:
     replace_file(head_path(folder), msgspec.json.encode(head) + b"\n", "group")
 
 
@@ -61,7 +61,7 @@ def stream_of(folder: Path) -> str:
         return ""
 
 
-def fault_of(head: Head, stream: str, chain: Chain) -> str:
+def fault_of(head: StreamHead, stream: str, chain: Chain) -> str:
     """Why a folder with this name and chain is not the one that the head was noted of; empty when it is."""
     if head.stream and head.stream != stream:
         return f"stream {head.stream} was noted, and the folder is {_shown(stream)}: it was begun anew"

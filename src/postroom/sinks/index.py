@@ -33,7 +33,7 @@ _OFFSET_MASK = SEGMENT_BYTES_MAX - 1
 _empty = hashlib.blake2b(digest_size=WORD_BYTES)
 
 
-class Mark(Protocol):
+class LineKeys(Protocol):
     """What the index and the statistics want to know of a line."""
 
     @property
@@ -67,7 +67,7 @@ class IndexBuilder:
     def __init__(self) -> None:
         self._places: defaultdict[str, list[int]] = defaultdict(list)
 
-    def add(self, marks: Sequence[Mark], offsets: Sequence[int]) -> None:
+    def add(self, marks: Sequence[LineKeys], offsets: Sequence[int]) -> None:
         """Lines and where each begins."""
         places = self._places
         for mark, offset in zip(marks, offsets, strict=False):  # the end may stand behind the last begin

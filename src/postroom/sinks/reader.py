@@ -47,7 +47,7 @@ class StreamPosition(NamedTuple):
     offset: int
 
 
-class _Search:
+class _SearchState:
     """One look at a folder that is asked several times, and what it gave so far."""
 
     def __init__(self, entries: list[Entry], growing: list[_Open]) -> None:
@@ -124,7 +124,7 @@ class Segments:
     def searching(self) -> Iterator[Callable[[Collection[str]], list[AuditEvent]]]:
         """A `find` that is called many times: it looks at the folder once, and gives each event once."""
         with ExitStack() as stack:
-            search = _Search(*self._look(stack))
+            search = _SearchState(*self._look(stack))
             stack.callback(search.close)
             yield partial(self._find, search)
 
@@ -258,7 +258,7 @@ class Segments:
 
     # ---- finding -------------------------------------------------------------------------------------
 
-    def _find(self, search: _Search, ids: Collection[str]) -> list[AuditEvent]:
+    def _find(self, search: _SearchState, ids: Collection[str]) -> list[AuditEvent]:
         wanted = set(ids) - {""}
         keys = {key_of(one) for one in wanted}
         found: list[AuditEvent] = []
@@ -272,7 +272,7 @@ class Segments:
         search.is_first = False
         return found
 
-    def _indexed(self, search: _Search, entry: Entry, keys: set[int]) -> list[int] | None:
+    def _indexed(self, search: _SearchState, entry: Entry, keys: set[int]) -> list[int] | None:
         """Where to look, as the index says; None without a good one."""
         if entry.n in search.unindexed:
             return None
@@ -297,7 +297,7 @@ class Segments:
             self._tell_once(f"segment {entry.name} is read from end to end: {error}")
 
     def _found_in(
-        self, search: _Search, opened: _Open, wanted: set[str], offsets: list[int] | None
+        self, search: _SearchState, opened: _Open, wanted: set[str], offsets: list[int] | None
     ) -> list[AuditEvent]:
         seen = search.seen.setdefault(opened.name, set())
         if offsets is None and search.is_first:
@@ -318,7 +318,7 @@ class Segments:
             opened.file.seek(offset)
             yield offset, self._event(opened, offset, opened.file.readline())
 
-    def _in_table(self, search: _Search, opened: _Open, wanted: set[str]) -> list[int]:
+    def _in_table(self, search: _SearchState, opened: _Open, wanted: set[str]) -> list[int]:
         table = search.tables.get(opened.name)
         if table is None:
             table = search.tables[opened.name] = self._table(opened)

@@ -14,7 +14,7 @@ import msgspec
 from postroom.core.times import utc_text
 from postroom.errors import LockTimeout, StoreDamaged, WriteFailed
 from postroom.sinks.chain import Chain, Checkpoint, Entry, chain_lines, read_chain
-from postroom.sinks.heads import Head, fault_of, note_head, noted_head, stream_of
+from postroom.sinks.heads import StreamHead, fault_of, note_head, noted_head, stream_of
 from postroom.sinks.layout import CHAIN, chain_locked, index_path
 from postroom.system.atomic import absolute_path, replace_file, sync_folder
 from postroom.system.clock import SystemClock
@@ -67,7 +67,7 @@ def _note_newest(folder: Path, chain: Chain) -> None:
         return
     if fault := fault_of(noted, stream_of(folder), chain):
         raise StoreDamaged(f"nothing of {folder} is removed: {fault}")
-    note_head(folder, Head(noted.stream, chain.last, chain.head))
+    note_head(folder, StreamHead(noted.stream, chain.last, chain.head))
 
 
 def finish_removal(folder: Path, chain: Chain) -> None:

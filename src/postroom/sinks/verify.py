@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from postroom.errors import InvalidMessage, UnsafePath
 from postroom.sinks.chain import NO_HASH, Chain, Entry, read_chain
-from postroom.sinks.heads import Head, fault_of, noted_head, stream_of
+from postroom.sinks.heads import StreamHead, fault_of, noted_head, stream_of
 from postroom.sinks.layout import (
     CHAIN,
     INDEX,
@@ -30,7 +30,7 @@ from postroom.system.atomic import absolute_path, open_safely
 READ_BYTES = 1 << 20
 
 
-class Finding(NamedTuple):
+class IntegrityFinding(NamedTuple):
     """Something that is not as it was written."""
 
     file: str
@@ -48,8 +48,8 @@ class _Seen(NamedTuple):
 
 
 def verify(
-    folder: str | os.PathLike[str], head: str | None = None, *, noted: Iterable[Head] = ()
-) -> list[Finding]:
+    folder: str | os.PathLike[str], head: str | None = None, *, noted: Iterable[StreamHead] = ()
+) -> list[IntegrityFinding]:
     """Every segment, index and line of the chain that is not as it was written; empty when all is well.
 
     `head` is the hash of a segment that somebody noted elsewhere: it must still be in the chain. So must the
@@ -90,19 +90,19 @@ def _entries_up_to(chain: Chain, last: int) -> Iterator[str]:
 # ---- the chain -------------------------------------------------------------------------------------
 
 
-def _check_links(seen: _Seen) -> Iterator[Finding]:
+def _check_links(seen: _Seen) -> Iterator[IntegrityFinding]:
     chain = seen.chain
     for fault in chain.faults:
-        yield Finding(CHAIN, f"line {fault.line}: {fault.reason}")
+        yield IntegrityFinding(CHAIN, f"line {fault.line}: {fault.reason}")
     faulty = {fault.line for fault in chain.faults}
     last, prev = (chain.checkpoint.checkpoint, chain.checkpoint.head) if chain.checkpoint else (0, NO_HASH)
     for line, entry in zip(chain.lines, chain.entries, strict=True):
         if line - 1 not in faulty and (reason := _link_fault(entry, last, prev)):
-            yield Finding(CHAIN, f"line {line}: {reason}")
+            yield IntegrityFinding(CHAIN, f"line {line}: {reason}")
         last, prev = entry.n, entry.hash
     unsealed = min(seen.growing - {entry.n for entry in chain.entries}, default=0)
     if unsealed > last + 1 and not faulty:
-        yield Finding(CHAIN, f"{_lines_of(last + 1, unsealed - 1)} missing at the end")
+        yield IntegrityFinding(CHAIN, f"{_lines_of(last + 1, unsealed - 1)} missing at the end")
 
 
 def _link_fault(entry: Entry, last: int, prev: str) -> str:
@@ -119,25 +119,25 @@ def _lines_of(first: int, last: int) -> str:
     )
 
 
-def _check_head(chain: Chain, head: str | None) -> Iterator[Finding]:
+def _check_head(chain: Chain, head: str | None) -> Iterator[IntegrityFinding]:
     known = {entry.hash for entry in chain.entries} | {chain.checkpoint.head if chain.checkpoint else NO_HASH}
     if head is not None and head not in known:
-        yield Finding(
+        yield IntegrityFinding(
             CHAIN, f"the noted head {head} is not in it: its end was cut off, or it was written anew"
         )
 
 
-def _check_noted(folder: Path, chain: Chain, heads: Iterable[Head]) -> Iterator[Finding]:
+def _check_noted(folder: Path, chain: Chain, heads: Iterable[StreamHead]) -> Iterator[IntegrityFinding]:
     stream = stream_of(folder)
     for reason in dict.fromkeys(fault_of(head, stream, chain) for head in heads):
         if reason:
-            yield Finding(CHAIN, reason)
+            yield IntegrityFinding(CHAIN, reason)
 
 
 # ---- the files -------------------------------------------------------------------------------------
 
 
-def _check_sealed(folder: Path, seen: _Seen) -> Iterator[Finding]:
+def _check_sealed(folder: Path, seen: _Seen) -> Iterator[IntegrityFinding]:
     holders = {entry.sha256: entry.n for entry in seen.chain.entries}
     for entry in seen.chain.entries:
         path = folder / entry.name
@@ -145,7 +145,7 @@ def _check_sealed(folder: Path, seen: _Seen) -> Iterator[Finding]:
             path = open_path(folder, entry.n)  # it is sealed, and recovery puts it in place
         reason = _content_fault(path, entry.bytes, entry.sha256, holders)
         if reason:
-            yield Finding(entry.name, reason)
+            yield IntegrityFinding(entry.name, reason)
 
 
 def _content_fault(path: Path, size: int | None, sha256: str, holders: dict[str, int]) -> str:
@@ -176,23 +176,23 @@ def _hashed(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _check_strangers(folder: Path, seen: _Seen) -> Iterator[Finding]:
+def _check_strangers(folder: Path, seen: _Seen) -> Iterator[IntegrityFinding]:
     known = {entry.name for entry in seen.chain.entries}
     removing = seen.chain.checkpoint.removing if seen.chain.checkpoint else {}
     for name in sorted(seen.files - known):
         sha256 = removing.get(name)
         if sha256 is None or _content_fault(folder / name, None, sha256, {}) not in {"", "it was removed"}:
             is_link = (folder / name).is_symlink()
-            yield Finding(name, "it is a symlink" if is_link else "it is not in the chain")
+            yield IntegrityFinding(name, "it is a symlink" if is_link else "it is not in the chain")
 
 
-def _check_indexes(folder: Path, seen: _Seen) -> Iterator[Finding]:
+def _check_indexes(folder: Path, seen: _Seen) -> Iterator[IntegrityFinding]:
     for entry in seen.chain.entries:
         reason = _content_fault(index_path(folder, entry.n), None, entry.index, {})
         if reason:
-            yield Finding(_index_name(entry.n), reason)
+            yield IntegrityFinding(_index_name(entry.n), reason)
     for n in sorted(seen.indexes - _may_have_index(seen)):
-        yield Finding(_index_name(n), "it belongs to no segment")
+        yield IntegrityFinding(_index_name(n), "it belongs to no segment")
 
 
 def _may_have_index(seen: _Seen) -> set[int]:

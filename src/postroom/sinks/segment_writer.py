@@ -22,7 +22,7 @@ from postroom.core.jsoninput import guarded
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
 from postroom.message import Durability
 from postroom.sinks.chain import Entry, append_line, chain_line
-from postroom.sinks.index import SEGMENT_BYTES_MAX, IndexBuilder, Mark
+from postroom.sinks.index import SEGMENT_BYTES_MAX, IndexBuilder, LineKeys
 from postroom.sinks.layout import (
     CHAIN_LOCK,
     INDEX,
@@ -58,8 +58,8 @@ class Concealer(Protocol):
     def conceal(self, event: AuditEvent) -> AuditEvent: ...
 
 
-class Facts(msgspec.Struct, frozen=True, gc=False):
-    """The part of a line that a `Mark` has; the rest is not decoded."""
+class LineFacts(msgspec.Struct, frozen=True, gc=False):
+    """The part of a line that a `LineKeys` has; the rest is not decoded."""
 
     source: str
     seq: int
@@ -69,10 +69,10 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     trace_id: str = ""
 
 
-_facts = guarded(msgspec.json.Decoder(Facts).decode)
+_facts = guarded(msgspec.json.Decoder(LineFacts).decode)
 
 
-class _Growing:
+class _OpenSegment:
     """The segment that lines are added to, and what its entry in the chain will say."""
 
     def __init__(self, path: Path, n: int, fd: int, started_ns: int) -> None:
@@ -91,11 +91,11 @@ class _Growing:
     def sha256(self) -> str:
         return self._sha256.hexdigest()
 
-    def add(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
+    def add(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
         """Count lines that are in the file now, each with its mark and its length."""
         self._count(data, len(marks), list(accumulate(lengths, initial=self.size)), marks)
 
-    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[Mark]) -> None:
+    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[LineKeys]) -> None:
         self._sha256.update(data)
         self.size += len(data)
         self.events += lines
@@ -108,7 +108,7 @@ class _Growing:
         self.min_ts_us, self.max_ts_us = min(times), max(times)
         self._note_sources(marks)
 
-    def _note_sources(self, marks: Sequence[Mark]) -> None:
+    def _note_sources(self, marks: Sequence[LineKeys]) -> None:
         sources = self.sources
         for mark in marks:
             seq = mark.seq
@@ -178,7 +178,7 @@ class SegmentSink(Closing):
         self._cipher = cipher
         self._mutex = threading.RLock()
         self._lock_fd = -1
-        self._growing: _Growing | None = None
+        self._growing: _OpenSegment | None = None
         self._dead = False
         self._last = 0
         self._sealed = 0
@@ -221,7 +221,7 @@ class SegmentSink(Closing):
         data = encode_lines(events)
         self._write(data, events, _lengths(data, len(events)))
 
-    def write_lines(self, lines: Sequence[bytes], marks: Sequence[Mark]) -> None:
+    def write_lines(self, lines: Sequence[bytes], marks: Sequence[LineKeys]) -> None:
         """Keep lines that are encoded already, each with its newline; a mark says what is in a line.
 
         Neither `prepare` nor `cipher` sees them.
@@ -270,7 +270,7 @@ class SegmentSink(Closing):
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _write(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
+    def _write(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
         if not marks:
             return
         if len(data) > SEGMENT_BYTES_MAX:
@@ -298,7 +298,7 @@ class SegmentSink(Closing):
         full = growing.size + more_bytes > self._seal_bytes or growing.size >= self._seal_bytes
         return full or self._clock.boot_ns() - growing.started_ns >= self._seal_after_ns
 
-    def _start(self) -> _Growing:
+    def _start(self) -> _OpenSegment:
         n = self._last + 1
         path = open_path(self.folder, n)
         try:
@@ -307,11 +307,11 @@ class SegmentSink(Closing):
         except OSError as error:
             raise WriteFailed(path, error) from error
         self._last = n
-        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
         self._sync(path, lambda: sync_folder(path.parent))
         return self._growing
 
-    def _append(self, growing: _Growing, data: bytes) -> None:
+    def _append(self, growing: _OpenSegment, data: bytes) -> None:
         if not growing.size:
             growing.started_ns = self._clock.boot_ns()
         try:
@@ -321,7 +321,7 @@ class SegmentSink(Closing):
             raise WriteFailed(growing.path, error, rolled_back=rolled_back) from error
         self._sync(growing.path, lambda: os.fsync(growing.fd), roll_back=growing)
 
-    def _sync(self, path: Path, sync: Callable[[], None], roll_back: _Growing | None = None) -> None:
+    def _sync(self, path: Path, sync: Callable[[], None], roll_back: _OpenSegment | None = None) -> None:
         """In the class "os" nobody waits for the disk before the segment is sealed."""
         if self._durability == "os":
             return
@@ -332,7 +332,7 @@ class SegmentSink(Closing):
             rolled_back = roll_back is None or self._roll_back(roll_back)
             raise WriteFailed(path, error, rolled_back=rolled_back) from error
 
-    def _roll_back(self, growing: _Growing) -> bool:
+    def _roll_back(self, growing: _OpenSegment) -> bool:
         try:
             os.ftruncate(growing.fd, growing.size)
         except OSError:
@@ -340,7 +340,7 @@ class SegmentSink(Closing):
             return False
         return True
 
-    def _note_positions(self, growing: _Growing) -> None:
+    def _note_positions(self, growing: _OpenSegment) -> None:
         positions = self._positions
         for source, (_, last) in growing.sources.items():
             if last > positions.get(source, 0):
@@ -426,7 +426,7 @@ class SegmentSink(Closing):
         if whole < len(data):
             cut(self.folder, path, data, whole)
         fd = open_safely(path, os.O_RDWR | os.O_APPEND)
-        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
         if self._durability != "os":
             os.fsync(fd)  # what the kernel alone has is counted as held from now on
         self._growing.take_up(data[:whole])
