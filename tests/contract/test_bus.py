@@ -614,7 +614,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
     assert next(follower).body == "0"
     bus.rotate()
     post(bus, "1")
-    real = busfile._open_place
+    real = busfile._open_position
     left = [3]
 
     def open_after_a_rotation(path: Path) -> Any:
@@ -625,7 +625,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
                 post(bus, f"after {left[0]}")
         return real(path)
 
-    monkeypatch.setattr(busfile, "_open_place", open_after_a_rotation)
+    monkeypatch.setattr(busfile, "_open_position", open_after_a_rotation)
     assert bodies(list(itertools.islice(follower, 2))) == ["1", "after 2"]
     post(bus, "end")
     assert bodies(list(itertools.islice(follower, 2))) == ["end", "after 0"]
@@ -924,7 +924,7 @@ def test_damage_is_skipped_reported_logged_once_and_left_in_place(
     offset = whole.index(b"---", whole.index(b"one\n"))
     length = whole.index(b"---", whole.index(b"two\n")) - offset
     assert [record.message for record in caplog.records] == [
-        f"{bus.path}: skipped {length} bytes at offset {offset}: the checksum does not fit"
+        f"{bus.path}: skipped {length} bytes at offset {offset}: the checksum does not match"
     ]
     report = bus.verify()
     assert not report.ok

@@ -70,7 +70,7 @@ def test_records_of_ours_that_were_converted_to_crlf_fit_their_checksum_or_are_d
     assert bus.read() == expected
     report = bus.verify()
     assert (report.checked, report.unchecked) == (len(texts), 0)
-    assert [damage.reason for damage in report.damaged] == ["the checksum does not fit"]
+    assert [damage.reason for damage in report.damaged] == ["the checksum does not match"]
     made = bus.append(type="t", project_id="p", body="next")
     assert made > expected[-1].msg_id
     assert shown(bus.read(expected[-1].msg_id)) == [(made, "next")]

@@ -76,7 +76,7 @@ def test_a_line_does_not_grow_onto_the_half_line_of_a_dead_writer(audit: AuditFi
 def test_lines_follow_a_file_that_was_moved_away(
     audit: AuditFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auditfile, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auditfile, "REOPEN_EVERY_S", 0.0)
     audit.write(Entry(1))
     path.rename(path.with_name("audit.old"))
     audit.write(Entry(2))
