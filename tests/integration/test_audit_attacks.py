@@ -149,8 +149,8 @@ ATTACKS: dict[str, tuple[Callable[[], None], str]] = {
         "no segment",
     ),
     "wiped": (lambda: remove("audit", "*"), "it was wiped"),
-    "cut": (cut_last_segment, "segment 2 was noted as sealed, and the chain ends with segment 1"),
-    "begun anew": (wipe_and_begin, "it was begun anew"),
+    "cut": (cut_last_segment, "segment 2 was recorded as sealed, but the chain ends with segment 1"),
+    "replaced": (wipe_and_begin, "it was replaced"),
 }
 
 
@@ -179,8 +179,8 @@ def test_a_store_knows_the_head_as_well() -> None:
     cut_last_segment()
     assert postroom("audit", "verify", "audit").line["head_known"] is False  # as of any copy
     done = postroom("audit", "verify", "audit", "--store", "sqlite:///run/queue.db")
-    assert (done.code, done.line["reason"].partition(",")[0]) == (1, "segment 2 was noted as sealed")
-    assert "segment 2 was noted" in ship().error
+    assert (done.code, done.line["reason"].partition(",")[0]) == (1, "segment 2 was recorded as sealed")
+    assert "segment 2 was recorded" in ship().error
 
 
 def test_retention_keeps_the_noted_head_valid() -> None:

@@ -235,8 +235,8 @@ def test_a_swapped_pair_is_named(tmp_path: Path) -> None:
     files[1].write_bytes(third)
     files[2].write_bytes(second)
     assert verify(tmp_path) == [
-        IntegrityFinding(name(tmp_path, files[1]), "it holds what segment 3 held"),
-        IntegrityFinding(name(tmp_path, files[2]), "it holds what segment 2 held"),
+        IntegrityFinding(name(tmp_path, files[1]), "it holds the content of segment 3"),
+        IntegrityFinding(name(tmp_path, files[2]), "it holds the content of segment 2"),
     ]
 
 
@@ -413,14 +413,14 @@ def test_what_retention_removes_while_verify_reads_is_no_finding(
 ) -> None:
     files = sealed_folder(tmp_path)
     files[3].unlink()
-    look = verify_module._look
+    look = verify_module._snapshot
 
-    def look_and_remove(folder: Path) -> verify_module._Seen:
+    def look_and_remove(folder: Path) -> verify_module._FolderSnapshot:
         seen = look(folder)
         retain(folder, FIRST_WALL_US + 41)
         return seen
 
-    monkeypatch.setattr(verify_module, "_look", look_and_remove)
+    monkeypatch.setattr(verify_module, "_snapshot", look_and_remove)
     assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[3]), "it was removed")]
 
 

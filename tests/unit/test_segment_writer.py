@@ -179,7 +179,7 @@ def test_limits_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_second_writer_is_refused_until_the_first_has_closed(tmp_path: Path) -> None:
     first = SegmentSink(tmp_path)
-    with pytest.raises(Unavailable, match="has a writer already, and takes one at a time"):
+    with pytest.raises(Unavailable, match="already has a writer; only one at a time is allowed"):
         SegmentSink(tmp_path)
     first.write(events(1, 1))
     first.close()
@@ -196,7 +196,7 @@ def test_a_forked_child_is_a_second_writer(tmp_path: Path) -> None:
         sink.write(events(1, 1))
 
         def child() -> None:
-            with pytest.raises(Unavailable, match="has a writer already"):
+            with pytest.raises(Unavailable, match="already has a writer"):
                 sink.write(events(2, 1))
 
         children.run(child)

@@ -164,7 +164,7 @@ class Audit:
 
     def _reveal(self, cipher: Cipher, event: AuditEvent) -> AuditEvent:
         try:
-            return cipher.reveal(event)
+            return cipher.decrypt(event)
         except UnreadablePayload as error:
             self._tell_of_key(event, str(error))
             return event

@@ -65,7 +65,7 @@ class BusReport(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged and every id is unique. A torn tail is no damage: it was never stored."""
+        """Whether nothing is damaged and every id is unique. A torn tail, never acknowledged, is fine."""
         return not (self.damaged or self.duplicates)
 
 

@@ -175,7 +175,7 @@ def _revealed(cipher: Cipher, row: "Row") -> str | None:
         payload=row["payload"],
     )  # fmt: skip
     try:
-        return cipher.reveal(sealed).payload
+        return cipher.decrypt(sealed).payload
     except UnreadablePayload:
         return None
 
