@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from postroom.core.redaction import DEPTH_MAX, EVERYTHING, Redactor
-from postroom.core.redaction.triggers import Look
+from postroom.core.redaction.triggers import TriggerHits
 from tests import redactioncorpus
 from tests.redactioncorpus import FRAMES, PLANTED, survives
 
@@ -186,7 +186,7 @@ def test_a_trigger_lets_nothing_pass_that_a_rule_would_find(document: str) -> No
     """The quick ways through a payload come to what the slow way comes to."""
     quick = REDACTORS["medium with tokens"]
     slow = Redactor("medium", key=b"k")
-    slow._look = lambda text: Look(EVERYTHING, text)
+    slow._scan = lambda text: TriggerHits(EVERYTHING, text)
     assert loaded(quick.payload(document)) == loaded(slow.payload(document))
     assert quick.text(document) == slow.text(document)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postroom.core.redaction import EVERYTHING, Level, Redactor
-from postroom.core.redaction.triggers import Look
+from postroom.core.redaction.triggers import TriggerHits
 from tests.redactioncorpus import ASSIGNMENTS, FRAMES, NEAR_MISSES, PLANTED, assigned, secret
 from tests.redactionholdout import holdout
 from tests.redactionoutside import HARMLESS, SECRETS
@@ -48,7 +48,7 @@ OPTIONS = ("--password", "--db-pass", "-token", "--api_key", "--verbose", "--pw"
 def slow_redactor(level: Level, key: bytes | None) -> Redactor:
     """Every rule is tried on every string of the parsed payload."""
     redactor = Redactor(level, key=key)
-    redactor._look = lambda text: Look(EVERYTHING, text)
+    redactor._scan = lambda text: TriggerHits(EVERYTHING, text)
     return redactor
 
 

@@ -49,7 +49,7 @@ def test_a_fault_is_one_plain_sentence(body: Any, sentence: str) -> None:
 
 def test_a_fault_that_is_not_known_keeps_its_words() -> None:
     error = msgspec.ValidationError("Something new - at `$.agent`")
-    assert field_fault(error, "the body", Thing) == "agent does not fit: Something new"
+    assert field_fault(error, "the body", Thing) == "agent is invalid: Something new"
 
 
 @pytest.mark.parametrize(

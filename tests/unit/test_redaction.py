@@ -53,12 +53,12 @@ def test_the_default_is_full_and_none_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"level": "most"}, '"most" is no level of redaction: none, medium or full.'),
+        ({"level": "most"}, '"most" is not a level of redaction: use none, medium or full.'),
         (
             {"patterns": {"Staff": "x"}},
-            '"Staff" names no pattern: small letters, digits, - and _, at most 32.',
+            '"Staff" is not a name for a pattern: use lower-case letters, digits, - and _, at most 32.',
         ),
-        ({"patterns": {"staff": "("}}, 'The pattern "staff" is no regular expression: '),
+        ({"patterns": {"staff": "("}}, 'The pattern "staff" is not a regular expression: '),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
