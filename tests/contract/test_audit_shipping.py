@@ -170,7 +170,7 @@ def enqueue(database: Path, *payloads: str) -> None:
             tasks.enqueue(agent="ada", payload=payload)
 
 
-def test_a_store_that_was_put_back_is_refused_also_when_it_has_grown_again(tmp_path: Path) -> None:
+def test_restored_store_is_refused_even_after_new_events(tmp_path: Path) -> None:
     enqueue(tmp_path / "queue.db", "first")
     shutil.copy(tmp_path / "queue.db", tmp_path / "old.db")
     enqueue(tmp_path / "queue.db", "old", "old")
@@ -214,7 +214,7 @@ def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> Non
     )  # the next one takes the new store as a source of its own
 
 
-def test_events_that_were_forgotten_too_early_are_told(
+def test_events_removed_before_shipping_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Tasks.open("memory://") as tasks:
@@ -237,7 +237,7 @@ def test_events_that_were_forgotten_too_early_are_told(
         ]
 
 
-def test_who_only_reads_tells_nothing_of_forgotten_events(caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture) -> None:
     with Tasks.open("memory://") as tasks:
         work(tasks)
         tasks.forget_events(tasks.store.newest_event())
@@ -392,7 +392,7 @@ def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = No
     return told(folder)
 
 
-def test_what_a_queue_did_is_in_the_stream(tmp_path: Path) -> None:
+def test_queue_operations_are_shipped(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     first = queue.send("ask", "is it green?", to="bob", sender="ada", ttl_s=60)
     queue.poll("bob")
@@ -419,7 +419,7 @@ def test_what_a_queue_did_is_in_the_stream(tmp_path: Path) -> None:
     assert ship_files(tmp_path / "elsewhere", queue=queue.root) == again  # the same ids from the same log
 
 
-def test_a_line_that_cannot_be_read_is_told_and_leaves_no_hole(tmp_path: Path) -> None:
+def test_unreadable_line_becomes_an_alert_without_a_gap(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     queue.send("ask", "one", sender="ada")
     audit = queue.root / "audit.jsonl"
@@ -472,9 +472,7 @@ def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("contract", ["bus", "queue"])
-def test_a_file_that_was_put_back_is_refused_also_when_it_has_grown_again(
-    contract: str, tmp_path: Path
-) -> None:
+def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: Path) -> None:
     path, say = speaker(contract, tmp_path)
     say("first")
     shutil.copy(path, tmp_path / "old")
@@ -534,7 +532,7 @@ def ship_sources(folder: Path, sources: Sources) -> int:
         return shipping.once()
 
 
-def test_the_last_line_of_a_file_that_was_moved_away_is_told_without_its_end(tmp_path: Path) -> None:
+def test_unfinished_last_line_of_a_moved_file_becomes_an_alert(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     queue.send("ask", "one", sender="ada")
     audit = queue.root / "audit.jsonl"

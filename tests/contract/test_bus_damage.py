@@ -124,9 +124,7 @@ def test_a_reader_that_stands_before_a_torn_record_goes_on_behind_it(tmp_path: P
 
 @pytest.mark.parametrize("block", [b"\0" * 4096, b"\xff" * 512, b"\n" * 100, b"---\n" * 50, os.urandom(2000)])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_foreign_block_in_the_middle_costs_only_what_it_hit(
-    bus: Bus, block: bytes, overwrite: bool
-) -> None:
+def test_overwritten_block_loses_only_the_records_it_hit(bus: Bus, block: bytes, overwrite: bool) -> None:
     whole = bus.path.read_bytes()
     messages = bus.read()
     middle = record_ends(bus)[2]
@@ -141,7 +139,7 @@ def test_a_foreign_block_in_the_middle_costs_only_what_it_hit(
     assert bus.read()[-1].body == "still writes"
 
 
-def test_damage_seen_only_because_a_failed_append_was_taken_back_while_reading_is_not_reported(
+def test_append_rolled_back_during_a_read_is_not_reported_as_damage(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first look catches half of the old bytes and half of the new ones; a second look does not."""

@@ -437,7 +437,7 @@ def test_a_new_bus_can_be_read_by_others_unless_the_umask_says_no(tmp_path: Path
 # ---- places ----------------------------------------------------------------------------------------------
 
 
-def test_a_follower_learns_that_the_file_it_stood_in_was_removed(tmp_path: Path) -> None:
+def test_follower_reports_a_gap_when_its_file_was_removed(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     gaps: list[str] = []
     first = bus.append(type="t", project_id="p", body="1")
@@ -457,7 +457,7 @@ def test_a_follower_learns_that_the_file_it_stood_in_was_removed(tmp_path: Path)
         bus.read(second, archives=True)
 
 
-def test_a_file_that_was_written_anew_with_the_last_message_in_it_leaves_no_gap(tmp_path: Path) -> None:
+def test_rewritten_file_with_the_last_message_leaves_no_gap(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     gaps: list[str] = []
     bus.append(type="t", project_id="p", body="1")
@@ -471,7 +471,7 @@ def test_a_file_that_was_written_anew_with_the_last_message_in_it_leaves_no_gap(
 
 
 @pytest.mark.parametrize("since", ["", " ", "\t\n", "\u3000"])
-def test_a_since_of_blanks_means_everything(tmp_path: Path, since: str) -> None:
+def test_blank_since_id_means_all_messages(tmp_path: Path, since: str) -> None:
     bus = written(tmp_path, plain("one", FIRST), plain("two", SECOND))
     assert len(bus.read(since)) == len(bus.poll(since, timeout_s=0)) == 2
     assert next(bus.follow(since)).body == "one"

@@ -190,7 +190,7 @@ def told(tasks: Tasks) -> Iterator[AuditEvent]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_real_store_tells_is_clean(seed: int, quick_path: Path) -> None:
+def test_real_store_has_no_violations(seed: int, quick_path: Path) -> None:
     clock = ManualClock()
     url = f"sqlite:///{quick_path}/queue.db"
     with Tasks.open(url, clock=clock, retry=RetryPolicy(max_retries=2)) as tasks:

@@ -59,7 +59,7 @@ def test_a_first_line_without_end_is_shipped_as_alerts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_a_deep_line_of_a_segment_is_left_out_and_told(sealed: bool, tmp_path: Path) -> None:
+def test_deep_line_of_a_segment_is_skipped_and_reported(sealed: bool, tmp_path: Path) -> None:
     with SegmentSink(tmp_path / "audit") as sink:
         sink.write([event({})])
         if sealed:
@@ -82,7 +82,7 @@ def test_a_deep_line_of_a_segment_is_left_out_and_told(sealed: bool, tmp_path: P
         assert sink.position("s") == (1 if sealed else 2)
 
 
-def test_a_time_that_no_calendar_has_is_shown_as_a_number(tmp_path: Path) -> None:
+def test_out_of_range_time_is_shown_as_a_number(tmp_path: Path) -> None:
     with SegmentSink(tmp_path / "audit") as sink:
         line = to_line(event({})).replace(b'"ts_us":1', b'"ts_us":99999999999999999999')
         sink.write_lines([line], [event({})])
@@ -155,7 +155,7 @@ ATTACKS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_verify_names_a_folder_that_lost_its_end(attack: str) -> None:
+def test_verify_detects_removed_segments_and_replaced_streams(attack: str) -> None:
     stream_of_tasks()
     assert postroom("audit", "verify", "audit").line["head_known"] is True
     do, says = ATTACKS[attack]
@@ -170,7 +170,7 @@ def test_verify_names_a_folder_that_lost_its_end(attack: str) -> None:
     assert postroom("audit", "verify", "audit").code == 1
 
 
-def test_a_store_knows_the_head_as_well() -> None:
+def test_verify_uses_the_head_recorded_in_a_store() -> None:
     stream_of_tasks()
     Path("audit.head").unlink()
     assert (
@@ -233,7 +233,7 @@ def test_verify_of_a_folder_without_a_stream_fails(tmp_path: Path) -> None:
         (),
     ],
 )
-def test_a_refused_shipper_leaves_nothing(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_refused_shipper_creates_no_files(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     done = postroom("audit", "ship", *arguments, "--to", "audit", "--once")
@@ -251,7 +251,7 @@ def test_a_refused_shipper_leaves_nothing(arguments: tuple[str, ...], tmp_path: 
         'publish = "nothing://x"',
     ],
 )
-def test_a_refused_setting_leaves_nothing(settings: str, tmp_path: Path) -> None:
+def test_refused_setting_creates_no_files(settings: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "postroom.toml").write_text(f"[audit]\n{settings}\n")
     done = postroom("audit", "ship", "--mail", "data", "--to", "audit", "--once")
@@ -260,7 +260,7 @@ def test_a_refused_setting_leaves_nothing(settings: str, tmp_path: Path) -> None
     assert not (tmp_path / "audit").exists()
 
 
-def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
+def test_refused_second_stream_creates_no_files(tmp_path: Path) -> None:
     stream_of_tasks(1)
     done = postroom("audit", "ship", "--data", "run", "--to", "second", "--once")
     assert "go to another stream already" in done.error
@@ -275,7 +275,7 @@ def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
         (("audit", "retain", ".", "--keep-days", "x"), "'x' is not a number"),
     ],
 )
-def test_a_wrong_number_is_told_in_plain_words(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_number_is_reported_in_plain_words(arguments: tuple[str, ...], says: str) -> None:
     done = postroom(*arguments)
     assert done.code == 2
     assert says in done.error

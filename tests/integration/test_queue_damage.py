@@ -115,9 +115,7 @@ def test_a_file_cut_at_any_byte_delivers_what_is_whole_and_goes_on(root: Path, q
 
 
 @pytest.mark.parametrize("suffix", ["cursor", "topics"])
-def test_a_flipped_bit_of_a_cursor_is_an_error_or_at_worst_another_place(
-    root: Path, quick_path: Path, suffix: str
-) -> None:
+def test_flipped_cursor_bit_is_an_error_or_another_offset(root: Path, quick_path: Path, suffix: str) -> None:
     # An offset has no checksum, in a format that others read, too. What is no place is refused; everything
     # that is delivered is true.
     with opened(root) as queue:
@@ -291,7 +289,7 @@ def test_after_a_failed_fsync_of_the_queue_nothing_is_acknowledged_until_it_is_r
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_side_file_that_is_not_safe_has_no_line(root: Path, disk: Disk, durability: Durability) -> None:
+def test_unsynced_side_file_has_no_line(root: Path, disk: Disk, durability: Durability) -> None:
     with opened(root, durability) as queue:
         queue.send("ask", "safe")
         disk.failing = lambda name: name.endswith(".tmp") or name == "bodies"
@@ -307,7 +305,7 @@ def test_a_side_file_that_is_not_safe_has_no_line(root: Path, disk: Disk, durabi
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_cursor_that_is_not_safe_hands_nothing_out(root: Path, disk: Disk, durability: Durability) -> None:
+def test_unsynced_cursor_delivers_nothing(root: Path, disk: Disk, durability: Durability) -> None:
     with opened(root, durability) as queue:
         queue.send("ask", "x")
         disk.failing = lambda name: "a.cursor" in name
@@ -318,7 +316,7 @@ def test_a_cursor_that_is_not_safe_hands_nothing_out(root: Path, disk: Disk, dur
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_no_cursor_goes_over_lines_that_are_not_safe(root: Path, disk: Disk, durability: Durability) -> None:
+def test_cursor_does_not_pass_unsynced_lines(root: Path, disk: Disk, durability: Durability) -> None:
     # They may be another sender's, of another class. After one failure the next fsync proves nothing.
     with opened(root) as careless, opened(root, durability) as queue:
         careless.send("ask", "x")
@@ -335,7 +333,7 @@ def test_no_cursor_goes_over_lines_that_are_not_safe(root: Path, disk: Disk, dur
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_cursor_whose_name_may_not_be_safe_is_an_error_and_never_a_repetition(
+def test_failed_folder_fsync_of_a_cursor_never_redelivers(
     root: Path, disk: Disk, durability: Durability
 ) -> None:
     with opened(root, durability) as queue:
@@ -390,9 +388,7 @@ def held_up(disk: Disk, send: Callable[[], object]) -> tuple[threading.Thread, l
 
 
 @pytest.mark.parametrize("how", ["poll", "keep", "ask"])
-def test_what_somebody_read_is_not_taken_back_by_a_failed_group_fsync(
-    root: Path, disk: Disk, how: str
-) -> None:
+def test_failed_group_fsync_keeps_messages_already_read(root: Path, disk: Disk, how: str) -> None:
     # Were it cut off, the reader's place would be behind the end, and would skip what is written there next.
     with opened(root, "group") as sender, opened(root) as reader:
         first = sender.send("ask", "first")
@@ -416,7 +412,7 @@ def test_what_somebody_read_is_not_taken_back_by_a_failed_group_fsync(
         assert bodies(reader.poll("b")) == ["first"]
 
 
-def test_a_failed_group_fsync_takes_back_what_nobody_read(root: Path, disk: Disk) -> None:
+def test_failed_group_fsync_removes_unread_messages(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as reader:
         sender.send("ask", "first")
         reader.poll("a")
@@ -431,7 +427,7 @@ def test_a_failed_group_fsync_takes_back_what_nobody_read(root: Path, disk: Disk
         assert bodies(reader.poll("a")) == ["third."]
 
 
-def test_a_failed_group_fsync_leaves_what_another_process_sent(root: Path, disk: Disk) -> None:
+def test_failed_group_fsync_keeps_messages_of_other_processes(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as other:
         other.send("ask", "safe")
         sender.poll("b")
@@ -444,7 +440,7 @@ def test_a_failed_group_fsync_leaves_what_another_process_sent(root: Path, disk:
         assert bodies(other.poll("a")) == ["safe", "first", "other's"]
 
 
-def test_a_place_that_cannot_be_read_is_a_reason_to_take_nothing_back(root: Path, disk: Disk) -> None:
+def test_unreadable_cursor_prevents_the_rollback(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as reader:
         sender.send("ask", "first")
         reader.poll("a")

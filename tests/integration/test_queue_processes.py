@@ -383,7 +383,7 @@ def test_expire_killed_at_any_step_repeats_and_loses_nothing(scene: Scene) -> No
     assert set(outcomes) == {0, 1}
 
 
-def test_whoever_finishes_an_expire_that_was_cut_off_can_be_killed_too(scene: Scene) -> None:
+def test_completion_of_an_interrupted_expire_can_be_killed(scene: Scene) -> None:
     def expire_and_die(root: Path) -> None:
         replace = os.replace
 
@@ -410,7 +410,7 @@ def test_whoever_finishes_an_expire_that_was_cut_off_can_be_killed_too(scene: Sc
     assert kill_at_every_step(scene, look, judge, prepare) > 10
 
 
-def test_a_send_killed_at_any_step_is_there_or_not(scene: Scene) -> None:
+def test_killed_send_is_stored_completely_or_not_at_all(scene: Scene) -> None:
     there = []
 
     def send(root: Path) -> None:
@@ -434,7 +434,7 @@ def test_a_send_killed_at_any_step_is_there_or_not(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("keep_filtered", [False, True])
-def test_a_poll_killed_at_any_step_gives_everything_or_nothing_to_the_next(
+def test_killed_poll_leaves_all_or_no_messages_to_the_next(
     scene: Scene, tmp_path: Path, keep_filtered: bool
 ) -> None:
     wanted = ["status", "ask"] if keep_filtered else None

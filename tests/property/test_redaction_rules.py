@@ -116,7 +116,7 @@ def structure(obj: Any) -> Any:
 @example(text='"\\ud83d\\ude00 a@b.example"')
 @example(text="[" * 5_000)
 @example(text="0@0.AA4111111111111111")
-def test_twice_is_once(name: str, text: str) -> None:
+def test_redacting_a_text_twice_changes_nothing(name: str, text: str) -> None:
     redactor = REDACTORS[name]
     once = redactor.text(text)
     assert redactor.text(once) == once
@@ -177,12 +177,12 @@ def test_nothing_is_left_of_the_value_of_a_field(name: str, secret: str, path: s
 
 @pytest.mark.parametrize("name", REDACTORS)
 @given(value=values)
-def test_no_value_stops_it(name: str, value: Any) -> None:
+def test_any_python_value_is_redacted_without_error(name: str, value: Any) -> None:
     REDACTORS[name].value(value)
 
 
 @given(document=st.one_of(documents, texts))
-def test_a_trigger_lets_nothing_pass_that_a_rule_would_find(document: str) -> None:
+def test_triggers_fire_for_every_match(document: str) -> None:
     """The quick ways through a payload come to what the slow way comes to."""
     quick = REDACTORS["medium with tokens"]
     slow = Redactor("medium", key=b"k")

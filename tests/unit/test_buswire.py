@@ -69,7 +69,7 @@ def test_a_record_stands_in_the_file_as_documented() -> None:
     assert data == b"---\n" + head + b"crc: " + crc + b"\n---\nhello\n"
 
 
-def test_optional_keys_are_absent_when_there_is_nothing_to_say() -> None:
+def test_optional_keys_are_omitted_when_empty() -> None:
     data = wire("hello")
     for key in (b"parents", b"attachment_path", b"body_escape"):
         assert key not in data
@@ -82,7 +82,7 @@ def test_every_field_reads_back() -> None:
     ]
 
 
-def test_a_preset_time_takes_the_place_of_the_clocks() -> None:
+def test_preset_time_replaces_the_clock_time() -> None:
     data = wire(ts="2001-02-03T04:05:06.7Z")
     assert b"\nts: 2001-02-03T04:05:06.7Z\n" in data
     assert read(data)[0].ts == datetime(2001, 2, 3, 4, 5, 6, 700_000, tzinfo=UTC)
@@ -129,7 +129,7 @@ def test_every_field_reads_back_exactly_here_and_as_yaml(
 @pytest.mark.parametrize(
     "word", ["no", "Yes", "ON", "null", "True", "y", "N", "012", "1:30", "1e3", ".inf", "~"]
 )
-def test_words_that_yaml_takes_for_something_else_are_quoted(word: str) -> None:
+def test_yaml_keywords_are_quoted(word: str) -> None:
     """Defect 6 of the original: implicit types."""
     assert f'\ntask_id: "{word}"\n'.encode() in wire(task_id=word)
 
@@ -174,7 +174,7 @@ def test_a_batch_has_the_bytes_of_its_messages_one_by_one(
     bodies,
     st.sampled_from(["", TS]),
 )
-def test_the_next_record_is_what_its_two_steps_make(
+def test_encode_next_equals_bus_id_and_encode(
     epoch_ns: int, sequence: int, last: str, body: str, preset_ts: str
 ) -> None:
     drafted = draft("note", "p", "t", "r", (), "", body, preset_ts)
@@ -200,7 +200,7 @@ EVERYDAY = {"type": "t", "project_id": "p", "task_id": "k", "run_id": "r", "body
         {},
     ],
 )
-def test_an_unusual_message_sends_a_batch_the_longer_way(unusual: dict[str, Any]) -> None:
+def test_everyday_batch_rejects_unusual_messages(unusual: dict[str, Any]) -> None:
     assert buswire.everyday_batch([EVERYDAY, EVERYDAY]) is not None
     assert buswire.everyday_batch([EVERYDAY, unusual, EVERYDAY]) is None
     assert buswire.everyday_batch([]) is None
@@ -256,7 +256,7 @@ def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("parents", [(), [], iter(()), {}, None])
-def test_no_parents_of_any_kind_write_no_key(parents: Any) -> None:
+def test_empty_parents_write_no_key(parents: Any) -> None:
     data = wire("b", parents=parents)
     assert b"parents" not in data
     assert read(data)[0].parents == []
@@ -314,7 +314,7 @@ def damage_of(data: bytes) -> list[tuple[int, int, str]]:
     return [(damage.offset, damage.length, damage.reason) for damage in decode(data, legacy_line=0).damaged]
 
 
-def test_a_wrong_checksum_is_named_skipped_and_costs_one_message() -> None:
+def test_wrong_checksum_skips_one_message_and_is_reported() -> None:
     bad = wire("hello").replace(b"hello", b"hullo")
     data = wire("before") + b"\n" + bad + b"\n" + wire("after")
     assert bodies_in(data) == ["before", "after"]
@@ -364,14 +364,14 @@ def test_a_torn_header_does_not_swallow_the_next_message() -> None:
             assert bodies_in(data) == ["kept"], torn[:end]
 
 
-def test_a_record_at_the_end_of_the_data_is_not_judged() -> None:
+def test_incomplete_record_at_the_end_is_not_damage() -> None:
     record = wire("hello")
     for end in range(len(record)):
         decoded = decode(record[:end], legacy_line=0)
         assert (decoded.messages, decoded.damaged, decoded.consumed) == ([], [], 0)
 
 
-def test_a_stretch_longer_than_any_record_is_given_up_so_that_memory_stays_bounded(
+def test_bytes_beyond_the_record_limit_are_reported_as_damage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
@@ -399,7 +399,7 @@ def test_a_foreign_body_runs_to_the_next_record() -> None:
     assert decode(data, legacy_line=0).unchecked == 2
 
 
-def test_a_last_foreign_record_without_a_final_newline_is_not_judged() -> None:
+def test_last_foreign_record_without_newline_is_not_damage() -> None:
     data = foreign("hello")
     assert bodies_in(data) == ["hello"]
     assert bodies_in(data[:-1]) == []

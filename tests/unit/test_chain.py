@@ -98,7 +98,7 @@ def test_a_line_with_a_field_of_a_later_version_stays_as_it_is(tmp_path: Path) -
         .strip(),
     ],
 )
-def test_what_is_no_line_of_a_chain_is_a_fault(line: bytes) -> None:
+def test_parse_chain_reports_invalid_lines(line: bytes) -> None:
     [fault] = parse_chain(line + b"\n").faults
     assert fault.line == 1
 
@@ -186,7 +186,7 @@ def test_a_segment_removed_together_with_its_line_leaves_a_gap(tmp_path: Path) -
     )
 
 
-def test_a_cut_off_end_shows_by_the_head_that_was_noted(tmp_path: Path) -> None:
+def test_verify_detects_a_truncated_chain_by_the_recorded_head(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     head = read_chain(tmp_path).head
     assert verify(tmp_path, head) == []
@@ -199,7 +199,7 @@ def test_a_cut_off_end_shows_by_the_head_that_was_noted(tmp_path: Path) -> None:
     assert head in finding.reason
 
 
-def test_a_cut_off_end_shows_by_the_segment_that_is_open(tmp_path: Path) -> None:
+def test_verify_detects_a_truncated_chain_by_the_open_segment(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     with SegmentSink(tmp_path) as sink:
         sink.write(events(81, 1))
@@ -223,7 +223,7 @@ def test_an_added_file_is_named(tmp_path: Path, stranger: str) -> None:
 
 
 @pytest.mark.parametrize("name", [CHAIN, STREAM])
-def test_what_a_crash_kept_from_taking_its_place_is_no_finding(tmp_path: Path, name: str) -> None:
+def test_verify_ignores_temporary_files_of_a_crash(tmp_path: Path, name: str) -> None:
     sealed_folder(tmp_path)
     (tmp_path / f".{name}.4711.tmp").write_bytes(b"half")
     assert verify(tmp_path) == []
@@ -247,7 +247,7 @@ def test_swapped_lines_of_the_chain_are_named(tmp_path: Path) -> None:
     assert set(named(tmp_path)) == {CHAIN}
 
 
-def test_a_line_and_segment_put_in_place_of_others_do_not_follow(tmp_path: Path) -> None:
+def test_verify_detects_a_replaced_line_and_segment(tmp_path: Path) -> None:
     """Who changes a segment and writes its line anew breaks the link to the next."""
     files = sealed_folder(tmp_path)
     lines = lines_of_chain(tmp_path)
@@ -272,7 +272,7 @@ def test_a_symlink_in_place_of_a_segment_is_named(tmp_path: Path) -> None:
     assert "symlink" in finding.reason
 
 
-def test_an_index_is_vouched_for_as_well(tmp_path: Path) -> None:
+def test_verify_detects_a_changed_index(tmp_path: Path) -> None:
     sealed_folder(tmp_path)
     flip(tmp_path / INDEX / "00000002.idx", 40)
     (tmp_path / INDEX / "00000003.idx").unlink()
@@ -294,7 +294,7 @@ def with_a_file_for_them(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [without_indexes, with_a_file_for_them])
-def test_indexes_that_went_together_are_each_named(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_verify_names_each_removed_index(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     sealed_folder(tmp_path)
     damage(tmp_path)
     assert named(tmp_path) == [f"{INDEX}/{n:08}.idx" for n in range(1, 5)]
@@ -371,7 +371,7 @@ def test_retention_forgets_no_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("year_s", [-10 * 365 * 86_400, 10 * 365 * 86_400])
-def test_retention_goes_by_the_sealing_and_not_by_what_events_say(tmp_path: Path, year_s: int) -> None:
+def test_retention_uses_the_time_of_sealing_and_not_of_events(tmp_path: Path, year_s: int) -> None:
     """Neither does a date in the future keep a segment for good, nor one in the past let a new one go."""
     clock = ManualClock()
     [event] = events(1, 1)
@@ -384,7 +384,7 @@ def test_retention_goes_by_the_sealing_and_not_by_what_events_say(tmp_path: Path
     assert why_kept(tmp_path) == "no sealed segment is left"
 
 
-def test_when_everything_went_the_chain_goes_on(tmp_path: Path) -> None:
+def test_chain_continues_after_all_segments_were_removed(tmp_path: Path) -> None:
     sealed_folder(tmp_path, 2)
     head = read_chain(tmp_path).head
     assert len(retain(tmp_path, FIRST_WALL_US + 1_000)) == 2
@@ -399,7 +399,7 @@ def test_when_everything_went_the_chain_goes_on(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
 
 
-def test_what_was_removed_without_retention_is_named_after_it_too(tmp_path: Path) -> None:
+def test_verify_names_segments_removed_without_retention(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     assert len(retain(tmp_path, FIRST_WALL_US + 21)) == 1
     files[0].parent.mkdir(parents=True, exist_ok=True)
@@ -408,7 +408,7 @@ def test_what_was_removed_without_retention_is_named_after_it_too(tmp_path: Path
     assert named(tmp_path) == [name(tmp_path, files[1]), name(tmp_path, files[0])]
 
 
-def test_what_retention_removes_while_verify_reads_is_no_finding(
+def test_verify_ignores_segments_that_retention_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = sealed_folder(tmp_path)

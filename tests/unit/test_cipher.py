@@ -22,13 +22,13 @@ KEY = bytes(range(32))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_what_is_concealed_is_revealed(payload: str) -> None:
+def test_decrypt_reverses_encrypt(payload: str) -> None:
     cipher = Cipher({"k": KEY})
     event = replace(EVENT, payload=payload)
     assert cipher.decrypt(cipher.encrypt(event)) == event
 
 
-def test_the_form_of_a_concealed_payload() -> None:
+def test_encrypted_payload_has_the_documented_format() -> None:
     cipher = Cipher({"k1": KEY})
     first, second = cipher.encrypt(EVENT).payload, cipher.encrypt(EVENT).payload
     assert first.startswith("enc:1:k1:")
@@ -37,7 +37,7 @@ def test_the_form_of_a_concealed_payload() -> None:
     assert first != second  # a nonce is used once
 
 
-def test_what_is_empty_or_in_the_clear_stays_so() -> None:
+def test_empty_and_plain_payloads_stay_unchanged() -> None:
     cipher = Cipher({"k": KEY})
     empty = replace(EVENT, payload="")
     assert cipher.encrypt(empty) is empty
@@ -71,7 +71,7 @@ def test_a_changed_payload_is_one_sentence(text: str) -> None:
         Cipher({"k": KEY}).decrypt(replace(EVENT, payload=f"enc:1:k:{text}"))
 
 
-def test_every_changed_character_is_seen() -> None:
+def test_every_changed_character_is_detected() -> None:
     cipher = Cipher({"k": KEY})
     sealed = cipher.encrypt(EVENT)
     start = len("enc:1:k:")

@@ -67,7 +67,7 @@ def test_the_last_nanosecond_carries_into_the_next_second(last: str, following: 
     "last",
     ["zzz", "MSG-99991231-235959-999999999-PID99999-9999", "MSG-99999999-999999-999999999-PID99999-9999"],
 )
-def test_an_id_that_nothing_can_follow_is_passed_over(last: str) -> None:
+def test_last_possible_id_is_ignored(last: str) -> None:
     assert made(NOON_NS, 1, 1, last) == made(NOON_NS, 1, 1)
 
 

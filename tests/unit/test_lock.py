@@ -120,7 +120,7 @@ def test_other_errors_are_not_taken_for_a_held_lock(path: Path) -> None:
         lock.acquire(NO_DESCRIPTOR, AT_ONCE_S, path)
 
 
-def test_who_wants_to_be_alone_gets_it_or_a_sentence(tmp_path: Path) -> None:
+def test_alone_holds_the_lock_or_raises_unavailable(tmp_path: Path) -> None:
     path = tmp_path / "new"
     with (
         lock.alone(path, "mine"),

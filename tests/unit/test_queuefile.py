@@ -75,7 +75,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterato
 # ---- a reading -------------------------------------------------------------------------------------
 
 
-def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
+def test_all_topics_before_the_cursor_are_read() -> None:
     reading = ReadProgress(100, {"ask": 300}, [500])
     assert reading.has_read("status", 99)
     assert not reading.has_read("status", 100)
@@ -93,7 +93,7 @@ def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
     assert reading.first_unread(TOPICS) == 100
 
 
-def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor() -> None:
+def test_empty_topic_set_starts_at_the_cursor() -> None:
     assert ReadProgress(100, {"ask": 300}).first_unread(frozenset()) >= 100
 
 
@@ -166,7 +166,7 @@ def test_a_refusal_does_not_keep_the_lock(files: SessionFiles, folder: Path) -> 
     assert files.messages.read_bytes() == b"two\n"
 
 
-def test_a_removed_session_starts_anew(files: SessionFiles, folder: Path) -> None:
+def test_removed_session_is_created_again(files: SessionFiles, folder: Path) -> None:
     add(files, b"one\n")
     files.messages.unlink()
     (folder / ".lock").unlink()
@@ -275,7 +275,7 @@ def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
     "text",
     [b"", b"\n", b"-1", b"1.5", b"four", b"\xb2", "٤".encode(), b"4 4", b"\0" * 8, b"9" * 19, b"3", b"5"],
 )
-def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
+def test_invalid_cursor_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
     files.cursors.mkdir()
     (files.cursors / "a.cursor").write_bytes(text)
@@ -297,7 +297,7 @@ def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
         b"\xff",
     ],
 )
-def test_damaged_topic_places_are_noticed(files: SessionFiles, text: bytes) -> None:
+def test_invalid_topics_file_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
     files.cursors.mkdir()
     (files.cursors / "a.topics").write_bytes(text)
@@ -328,14 +328,14 @@ def test_agents_are_found_by_their_cursors_alone(files: SessionFiles) -> None:
     assert files.agents_with_cursors() == ["a", "b.cursor"]
 
 
-def test_places_come_back(files: SessionFiles) -> None:
+def test_progress_round_trips(files: SessionFiles) -> None:
     reading = ReadProgress(4, {"ask": 8, "answer": 12}, [16, 20])
     place(files, "a", reading)
     assert files.progress_of("a") == reading
     assert (files.cursors / "a.cursor").read_bytes() == b"4\n"
 
 
-def test_what_the_cursor_already_says_is_not_kept(files: SessionFiles) -> None:
+def test_entries_covered_by_the_cursor_are_dropped(files: SessionFiles) -> None:
     place(files, "a", ReadProgress(4, {"ask": 8}, [8]))
     place(files, "a", ReadProgress(12, {"ask": 8}, [8]))
     assert [path.name for path in files.cursors.iterdir()] == ["a.cursor"]
@@ -356,7 +356,7 @@ def passed(reading: ReadProgress) -> set[tuple[str, int]]:
 
 
 @given(before=READINGS, further=READINGS)
-def test_no_crash_turns_a_place_back(
+def test_crash_never_moves_progress_back(
     tmp_path_factory: pytest.TempPathFactory, before: ReadProgress, further: ReadProgress
 ) -> None:
     topics = {
@@ -455,7 +455,7 @@ def test_a_window_smaller_than_a_line_changes_nothing(
     test_compaction_keeps_every_other_byte_and_moves_every_place(files)
 
 
-def test_everything_can_go(files: SessionFiles) -> None:
+def test_compaction_can_remove_every_line(files: SessionFiles) -> None:
     add(files, b"drop-1\n", b"drop-2\n")
     place(files, "a", ReadProgress(7, {"ask": 14}, [7]))
     assert compact(files) == 2
@@ -476,7 +476,7 @@ def test_a_handle_that_was_open_follows_to_the_new_file(files: SessionFiles, fol
     assert files.messages.read_bytes() == KEPT + b"keep-7\nkeep-8\nkeep-9\n"
 
 
-def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new(
+def test_interrupted_compaction_leaves_the_old_or_the_new_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = []
@@ -513,7 +513,7 @@ def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new
     assert {True, False} <= set(outcomes)
 
 
-def test_a_journal_is_finished_as_often_as_it_is_cut_off(
+def test_interrupted_journal_is_completed_by_the_next_holder(
     files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(files)
@@ -533,9 +533,7 @@ def test_a_journal_is_finished_as_often_as_it_is_cut_off(
     assert files.messages.read_bytes() == KEPT
 
 
-def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
-    files: SessionFiles, folder: Path
-) -> None:
+def test_unreadable_journal_blocks_all_cursor_moves(files: SessionFiles, folder: Path) -> None:
     filled(files)
     (folder / "expire.journal").write_bytes(b"")
     with pytest.raises(DamagedState, match=r"expire\.journal"), files.locked():
@@ -552,7 +550,7 @@ def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
         {"epoch": -1},
     ],
 )
-def test_a_journal_is_believed_as_a_whole_or_not_at_all(
+def test_journal_with_an_invalid_value_is_refused_completely(
     files: SessionFiles, folder: Path, part: dict[str, object]
 ) -> None:
     add(files, b"one\n")
@@ -579,7 +577,7 @@ def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:
         assert files.trusted_progress("middle", size) == MOVED["middle"]
 
 
-def test_a_damaged_epoch_is_no_reason_to_lose_anything(files: SessionFiles, folder: Path) -> None:
+def test_damaged_epoch_loses_no_message(files: SessionFiles, folder: Path) -> None:
     filled(files)
     (folder / "epoch").write_bytes(b"one\n")
     with pytest.raises(DamagedState, match="epoch"):

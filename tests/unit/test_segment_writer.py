@@ -90,7 +90,7 @@ def test_a_segment_is_sealed_when_it_is_full(tmp_path: Path) -> None:
     assert seqs(list(Segments(tmp_path).events())) == list(range(1, 51))
 
 
-def test_a_batch_larger_than_a_segment_shall_be_stays_whole(tmp_path: Path) -> None:
+def test_batch_larger_than_seal_bytes_is_not_split(tmp_path: Path) -> None:
     with SegmentSink(tmp_path, seal_bytes=1_000, durability="os") as sink:
         sink.write(events(1, 100))
         assert sink.seal_if_due()
@@ -441,7 +441,7 @@ def test_sealing_waits_for_the_disk_before_each_step_that_relies_on_it(
 
 @pytest.mark.parametrize("durability", CLASSES)
 @pytest.mark.parametrize("fails_at", range(12))
-def test_an_fsync_that_fails_anywhere_in_sealing(
+def test_any_failed_fsync_in_sealing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability, fails_at: int
 ) -> None:
     """Of the data, the index, the chain or a folder: what was acknowledged is there, once."""
@@ -470,9 +470,7 @@ def test_an_fsync_that_fails_anywhere_in_sealing(
     assert verify(tmp_path) == []
 
 
-def test_what_cannot_be_sealed_is_no_excuse_to_keep_half_of_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sealing_keeps_nothing_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(monkeypatch)
     with SegmentSink(tmp_path, seal_bytes=100, durability="os") as sink:
         sink.write(events(1, 5))
