@@ -32,7 +32,7 @@ def events(first: int, count: int, source: str = SOURCE, payload: str = "") -> l
 
 
 def sealed_folder(folder: Path, segments: int = 4, each: int = 20) -> list[Path]:
-    """A closed folder with this many segments, each sealed at its last event; gives their files in order."""
+    """A closed folder with this many segments, each sealed at its last event; returns the files."""
     for number in range(segments):
         seal_events(folder, 1 + number * each, each)
     return files_of(folder)

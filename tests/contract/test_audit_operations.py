@@ -1,4 +1,4 @@
-"""The table of operations and kinds is true: an operation is told as the table says, and as nothing else."""
+"""The table of operations and kinds is correct: each operation emits exactly the listed events."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -20,7 +20,7 @@ AGENT = "ada"
 
 
 class TaskHandlers:
-    """Tasks on a clock that is moved by hand, and what they told since the last look."""
+    """Tasks with a manual clock, and the events they emitted since the last call."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -40,7 +40,7 @@ __all__ = ["small_disk"]  # a fixture
 
 @contextmanager
 def shipper(folder: Path, *feeds: Feed) -> Iterator[Shipper]:
-    """One whose sink is closed at the end, as if its process had ended."""
+    """A shipper whose sink is closed at the end, as if its process had exited."""
     sink = SegmentSink(folder)
     try:
         yield Shipper(sink, lambda: feeds)
@@ -57,7 +57,7 @@ def feed_of(tasks: Tasks, outbox: Outbox | None = None) -> StoreFeed:
 
 
 def work(tasks: Tasks, count: int = 3) -> None:
-    """Some tasks that come, are taken, and end in several ways."""
+    """Some tasks that are enqueued, claimed, and end in several ways."""
     for number in range(count):
         tasks.enqueue(agent="ada", payload={"n": number}, type="issue")
     for number, task in enumerate(tasks.claim(agent="ada", limit=count)):
@@ -110,7 +110,7 @@ def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None
 
 
 class Busy(StoreFeed):
-    """A store into which somebody enqueues whenever the shipper has it settled."""
+    """A store that gets a new task whenever the shipper has settled it."""
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__(tasks.store, "tasks", outbox=Outbox())
@@ -125,7 +125,7 @@ class Busy(StoreFeed):
 
 
 class Careful(SegmentSink):
-    """Takes only what is settled."""
+    """A sink that accepts only settled events."""
 
     feed: Busy
 
@@ -211,7 +211,7 @@ def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> Non
             shipping.shipper.ship()
     assert (
         ship_store(tmp_path / "audit", database) == 2
-    )  # the next one takes the new store as a source of its own
+    )  # the next shipper treats the new store as another source
 
 
 def test_events_removed_before_shipping_are_reported(
@@ -323,7 +323,7 @@ def test_new_tasks_are_refused_while_the_shipper_is_too_far_behind(tasks: Tasks)
         other.enqueue(agent="ada", payload="too much")
     with pytest.raises(AuditBehind, match="at most 10 may"):
         other.check_backlog()
-    [task] = other.claim(agent="ada")  # who ends a task is not held up
+    [task] = other.claim(agent="ada")  # ending a task is not delayed
     other.complete(task.task_id, task.lease)
     status = other.status()
     assert status.events_waiting is not None
@@ -352,7 +352,7 @@ def test_new_tasks_slow_down_while_the_shipper_is_too_far_behind(
 def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    """The stream's disk is full, the store's is not: everything waits there, and goes when there is room."""
+    """The stream's disk is full and the store's is not: events wait in the store until there is space."""
     with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
         feed = feed_of(tasks, Outbox(backlog_max=50, when_behind="refuse"))
         sink = SegmentSink(small_disk / "audit")
@@ -383,7 +383,7 @@ def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
 
 
 def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = None) -> list[AuditEvent]:
-    """As a new process would: it remembers nothing."""
+    """Ship with a new shipper that has no state, as a new process would."""
     feeds = FileFeeds([queue] if queue else [], [bus] if bus else [])
     sink = SegmentSink(folder)
     Shipper(sink, feeds).ship()
@@ -427,7 +427,7 @@ def test_unreadable_line_becomes_an_alert_without_a_gap(tmp_path: Path) -> None:
         file.write(b'{"ts": "no time", "op": "send", "session": "s"}\nno json\n')
     queue.send("ask", "two", sender="ada")
     with audit.open("ab") as file:
-        file.write(b'{"ts": "2026-11-15T00:')  # somebody is still writing, or died
+        file.write(b'{"ts": "2026-11-15T00:')  # a writer is still active, or died
     events = ship_files(tmp_path / "audit", queue=queue.root)
     assert [(event.seq, event.kind) for event in events] == [
         (1, "created"), (2, "alert"), (3, "alert"), (4, "created")
@@ -518,7 +518,7 @@ def test_a_file_goes_on_when_what_the_stream_held_of_it_was_removed(tmp_path: Pa
 
 
 def speaker(contract: str, folder: Path) -> tuple[Path, Callable[[str], object]]:
-    """The file that a contract tells its events in, and a way to make it say more."""
+    """The file with a contract's events, and a function that adds more."""
     if contract == "bus":
         bus = Bus(folder / "bus.yaml")
         return bus.path, lambda body: bus.append(type="note", project_id="p", body=body)
@@ -543,7 +543,7 @@ def test_unfinished_last_line_of_a_moved_file_becomes_an_alert(tmp_path: Path) -
         with audit.open("ab") as file:
             file.write(b'{"ts": "2026-11-15T00:')
         moved = audit.rename(tmp_path / "moved.jsonl")
-        assert one.ship() == 0  # who writes may still be at it
+        assert one.ship() == 0  # a writer may still be active
         long_ago = time.time() - MOVED_QUIET_S
         os.utime(moved, (long_ago, long_ago))
         assert [one.ship(), one.ship()] == [1, 0]

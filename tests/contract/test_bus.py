@@ -27,7 +27,7 @@ CLASSES: list[Durability] = ["os", "group", "fsync"]
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = NOON
@@ -200,7 +200,7 @@ def test_every_body_round_trips(bus: Bus) -> None:
 
 
 def test_bodies_that_quote_ids_do_not_move_a_reader(bus: Bus) -> None:
-    """A body may begin with `msg_id: `, right behind the separator that closes the header."""
+    """A body may begin with `msg_id: `, directly after the separator that closes the header."""
     first = post(bus, "first")
     post(bus, "second")
     for quoted in (first, "MSG-99980101-000000-000000000-PID00001-0001"):
@@ -602,7 +602,7 @@ def test_a_new_follower_does_not_begin_in_the_archives_unless_asked(bus: Bus) ->
 def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The narrow window: the archives were listed, and the bus's name is opened after another rotation."""
+    """A race: another rotation happens between listing the archives and opening the bus file."""
     from postroom.logs import busfile
 
     follower = bus.follow()
@@ -775,7 +775,7 @@ def test_a_writer_follows_a_rotation_or_removal_by_somebody_else(bus: Bus) -> No
 
 
 def test_the_lock_is_flock_on_the_bus_file_itself(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the original program's writers and ours keep each other out."""
+    """The lock also excludes writers of conductor-loop."""
     post(bus)
     real = os.write
     found: list[str] = []
@@ -1035,7 +1035,7 @@ def test_a_file_that_is_no_bus_is_neither_written_nor_renamed(tmp_path: Path, na
     bus.path.write_bytes(OTHER_FILES[name])
     for change in (
         lambda: bus.append(type="note", project_id="p"),
-        lambda: bus.append(type="note", project_id="p"),  # the refusal does not wear off
+        lambda: bus.append(type="note", project_id="p"),  # a second attempt is refused as well
         lambda: bus.append_many([{"type": "note", "project_id": "p"}]),
         bus.rotate,
         bus.need_bus,

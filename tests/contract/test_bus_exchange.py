@@ -65,7 +65,7 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 def stored_body(body: str) -> bytes:
-    """What the original sees of a body: with our space after `---`, and the newline that ends it."""
+    """A body as conductor-loop sees it: with the space added after `---`, and its final newline."""
     lines = body.encode("utf-8", "surrogateescape").split(b"\n")
     escaped = [
         line.replace(b"---", b"--- ", 1) if line.rstrip(b"\r").rstrip(b" ") == b"---" else line
@@ -76,7 +76,7 @@ def stored_body(body: str) -> bytes:
 
 
 def original_appends(path: Path, body: str, msg_id: str, **extra: str) -> None:
-    """As the original writes: a newline when there is something before it, then the record; under flock."""
+    """Append as conductor-loop does: under flock, a newline if the file is not empty, then the record."""
     more = "".join(f"{key}: {value}\n" for key, value in extra.items())
     end = "" if body.endswith("\n") else "\n"
     with path.open("ab", buffering=0) as file:
@@ -160,7 +160,7 @@ def test_append_to_a_conductor_loop_file_continues_its_ids(sample: Bus) -> None:
 
 
 def test_a_file_of_the_original_reads_there_as_the_description_says(sample: Bus) -> None:
-    """The test's own reader, held against the sample: eight messages, with these ids."""
+    """Check the reader in this file with the sample: eight messages with these ids."""
     theirs = original_reads(SAMPLE.read_bytes())
     assert [message.header["msg_id"] for message in theirs] == [message.msg_id for message in sample.read()]
 

@@ -43,7 +43,7 @@ def bodies(messages: list[BusMessage]) -> list[str]:
 
 
 def child(script: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
-    """Run a script in a process of its own; gives what it printed."""
+    """Run a script in its own process; returns its output."""
     done = subprocess.run(
         [*prefix, sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
     )
@@ -312,7 +312,7 @@ def test_a_rotation_whose_fsync_fails_loses_nothing(
 
 
 def write_in_vain(bus: Bus, disk: FaultyDisk, meanwhile: Callable[[], None], *lost: str) -> None:
-    """A write that everybody can see while its fsync runs, and that then fails."""
+    """A write that readers can see while its fsync runs, which then fails."""
     disk.hold()
 
     def write() -> None:
@@ -335,7 +335,7 @@ def write_in_vain(bus: Bus, disk: FaultyDisk, meanwhile: Callable[[], None], *lo
 def test_follower_continues_after_reading_a_failed_write(
     tmp_path: Path, disk: FaultyDisk, before: int, lost: int, durability: Durability
 ) -> None:
-    """Whatever comes in its place, shorter or longer, is new; what came before it is not repeated."""
+    """The record written in its place, shorter or longer, is new; earlier ones are not repeated."""
     bus = Bus(tmp_path / "bus.yaml", durability=durability, poll_interval_s=0.01)
     bus.path.touch()
     kept = [f"before {n}" for n in range(before)]

@@ -277,7 +277,7 @@ TIMES = [TS, "2026-02-05T14:30:52Z", "2026-02-05T14:30:52.123456789Z", "2026-13-
 
 @st.composite
 def headers(draw: st.DrawFn) -> bytes:
-    """Headers near the plain shape: some are, some differ in a value or a line."""
+    """Headers that have the plain layout, or differ from it in a value or a line."""
     lines = [f"msg_id: {draw(st.sampled_from([FIRST, 'x', '7', 'a.b-c_d']))}"]
     lines.append(f"ts: {draw(st.sampled_from(TIMES))}")
     lines += [f"{key}: {draw(texts)}" for key in ("type", "project_id", "task_id", "run_id")]
@@ -319,7 +319,7 @@ def test_every_text_of_the_plain_shape_reads_as_by_yaml(opening: bytes) -> None:
 
 
 def test_the_plain_records_of_a_real_file_need_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight, one has a header that is not plain, and the last one has no record behind it."""
+    """Of eight records, one has a header that is not plain, and the last one has no record after it."""
     expected = decode(SAMPLE.read_bytes(), legacy_line=0)
     asked: list[bytes] = []
     real = buswire._yaml_header
@@ -423,7 +423,7 @@ def test_a_header_of_any_depth_is_one_damaged_record(tmp_path: Path, depth: int,
 
 
 def test_a_new_bus_can_be_read_by_others_unless_the_umask_says_no(tmp_path: Path) -> None:
-    """As conductor-loop makes it. Who may read it may hold its lock, which the contract's page says."""
+    """As in conductor-loop. A user who can read the file can hold its lock, as the Bus page says."""
     for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(umask)
         try:

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_child_left")
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = START
@@ -908,7 +908,7 @@ def test_the_kill_switch_reaches_a_call_that_waits(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     class LateWatch(Watch):
-        """While one waits, another sends, and then the switch is turned."""
+        """While a call waits, another handle sends a message, and then the kill switch is set."""
 
         def wait(self, _: float) -> None:
             if not os.environ.get("ZOS_MQ_DISABLED"):
@@ -1396,7 +1396,7 @@ def test_an_answer_that_was_polled_is_not_given_again(queue: Queue) -> None:
     with Queue(queue.root) as other:
         asker.start()
         (question,) = other.poll("helper", wait_s=60)
-        with other._session(None).locked() as size:  # nobody else gets in between
+        with other._session(None).locked() as size:  # no other process can write in between
             line = b'{"msg_id":"f","ts":"","from":"h","topic":"answer","body":"42","in_reply_to":"%b"}\n'
             other._session(None)._file.append(line % question["msg_id"].encode(), size)
             other._session(None).write_progress(
@@ -1776,6 +1776,6 @@ def test_inspection_takes_the_lock_after_an_interrupted_compaction_or_damage(
         journal.unlink()
         with (root / "sessions" / "default" / "messages.jsonl").open("a") as file:
             file.write("no message\n")
-        with pytest.raises(LockTimeout):  # perhaps an append that is just being taken back
+        with pytest.raises(LockTimeout):  # possibly an append that is being rolled back
             other.check()
     assert len(queue.check().unreadable) == 1

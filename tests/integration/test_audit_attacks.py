@@ -1,4 +1,4 @@
-"""Hostile input for the commands of the audit stream: it is reported and passed over, and ends nothing."""
+"""Hostile input for the audit commands: it is reported and skipped, and stops nothing."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def test_deep_lines_of_a_source_are_shipped_as_alerts(source: str, tmp_path: Pat
     done = postroom("audit", "ship", f"--{source}", "data", "--to", "audit", "--once")
     assert (done.code, done.line["shipped"], done.errors) == (0, 4, "")
     kinds = [event.kind for event in Audit(tmp_path / "audit").query()]
-    # A queue's line has no open field: below the limit of the decoder an unknown one is passed over.
+    # A queue's line has no open field: an unknown field below the decoder's limit is ignored.
     assert kinds == ["created", "alert" if source == "mail" else "created", "alert", "created"]
     assert postroom("audit", "verify", "audit").code == 0
 
@@ -111,7 +111,7 @@ def test_a_deep_row_of_a_store_is_one_sentence(tmp_path: Path) -> None:
 
 
 def stream_of_tasks(count: int = 2) -> None:
-    """A stream with so many sealed segments."""
+    """A stream with the given number of sealed segments."""
     Path("run").mkdir(exist_ok=True)
     for _ in range(count):
         with Tasks.open("sqlite:///run/queue.db") as tasks:
@@ -164,7 +164,7 @@ def test_verify_detects_removed_segments_and_replaced_streams(attack: str) -> No
     assert done.code == 1
     assert says in done.out + done.errors
     assert len((done.out + done.errors).splitlines()) == 1
-    again = ship()  # going on would hide it
+    again = ship()  # continuing would hide it
     assert again.code != 0
     assert len(again.errors.splitlines()) == 1
     assert postroom("audit", "verify", "audit").code == 1

@@ -199,7 +199,7 @@ def test_pollers_under_one_name_share_without_doubles(root: Path, tmp_path: Path
 
 
 def wait_until_polled(root: Path, agent_id: str) -> None:
-    """Until the agent has looked once, and found nothing: from then on it waits."""
+    """Wait until the agent has polled once without a result."""
     audit = root / "audit.jsonl"
     give_up = time.monotonic() + HANG_GUARD_S
     while not audit.exists() or f'"{agent_id}"' not in audit.read_text():
@@ -292,7 +292,7 @@ def test_two_processes_ask_and_answer(root: Path) -> None:
 
 
 class Scene:
-    """A session with everything in it, and what each agent has still to get."""
+    """A session with all kinds of messages, and the messages that each agent has not read."""
 
     def __init__(self, folder: Path) -> None:
         self.now = START
@@ -343,7 +343,7 @@ def kill_at_every_step(
     judge: Callable[[Path, bool], None],
     prepare: Callable[[Path], None] = lambda _: None,
 ) -> int:
-    """Do a job in a child that is killed before its n-th step, for every n until it gets through."""
+    """Run a job in a child that is killed before its n-th step, for every n until the job completes."""
     for step in range(children.STEPS_MAX):
         root = scene.copy("killed")
         prepare(root)

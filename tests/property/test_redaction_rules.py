@@ -1,4 +1,4 @@
-"""Redaction, whatever comes in: twice is once, nothing planted is left, JSON stays JSON, nothing stops it."""
+"""Redaction of any input: idempotent, complete for planted secrets, JSON stays JSON, no exception."""
 
 import json
 import math
@@ -183,7 +183,7 @@ def test_any_python_value_is_redacted_without_error(name: str, value: Any) -> No
 
 @given(document=st.one_of(documents, texts))
 def test_triggers_fire_for_every_match(document: str) -> None:
-    """The quick ways through a payload come to what the slow way comes to."""
+    """The fast path gives the same result as the slow path."""
     quick = REDACTORS["medium with tokens"]
     slow = Redactor("medium", key=b"k")
     slow._scan = lambda text: TriggerHits(EVERYTHING, text)
@@ -192,7 +192,7 @@ def test_triggers_fire_for_every_match(document: str) -> None:
 
 
 def loaded(text: str) -> Any:
-    """As JSON, so that spaces and escapes do not count."""
+    """Parsed as JSON, so that spaces and escapes do not matter."""
     try:
         return json.dumps(json.loads(text)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except ValueError:

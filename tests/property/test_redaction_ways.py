@@ -1,4 +1,4 @@
-"""The quick ways through redaction come to exactly what the slow way comes to, which defines it."""
+"""The fast path of redaction gives exactly the result of the slow path, which is the definition."""
 
 import json
 import random
@@ -115,7 +115,7 @@ def payload(rng: random.Random) -> str:
 
 
 def loaded(text: str) -> Any:
-    """As JSON, so that spaces and escapes do not count."""
+    """Parsed as JSON, so that spaces and escapes do not matter."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""One file, many appenders: an append is whole or not there, and a failed fsync takes back only its own."""
+"""One file with many writers: an append is complete or absent, and a failed fsync rolls back only its own."""
 
 import errno
 import gc
@@ -37,7 +37,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[Durability], AppendFile]]:
 
 
 def append(file: AppendFile, data: bytes) -> int:
-    """As a caller does it: under the lock."""
+    """Append under the lock, as a caller does."""
     fd = file.open()
     lock.acquire(fd, TIMEOUT_S, file.path)
     try:
@@ -271,7 +271,7 @@ def test_a_roll_back_that_cannot_get_the_lock_leaves_the_file_alone(make: Make, 
 
 
 def test_late_waiter_of_a_reopened_handle_gets_an_error(make: Make, disk: FaultyDisk) -> None:
-    """Its record was taken back; the new life's fsyncs are not its own, nor are the new life's records."""
+    """Its record was rolled back, so an fsync after the reopening must not count for it."""
     file = make("group")
     early, late = append(file, b"early "), append(file, b"late ")
     disk.failing = True

@@ -1,4 +1,4 @@
-"""Whole-file updates: old or new, no symlink followed, nothing left behind."""
+"""Whole-file updates: the file is old or new, no symlink is followed, and no temporary file remains."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The audit log never gets in the way: what cannot be written is logged, and every line stands alone."""
+"""The audit log never fails an operation: a failed write is logged, and every entry has its own line."""
 
 import json
 import logging
@@ -122,7 +122,7 @@ def as_fifo(path: Path) -> None:
 def test_unsafe_audit_path_is_logged_and_not_raised(
     audit: AuditFile, path: Path, caplog: pytest.LogCaptureFixture, obstacle: Callable[[Path], None]
 ) -> None:
-    # The operation that is described has happened: an error now would take its result from the caller.
+    # The operation has already happened: an error now would hide its result from the caller.
     path.parent.mkdir()
     obstacle(path)
     with caplog.at_level(logging.WARNING, "postroom.queue"):
@@ -140,7 +140,7 @@ def test_a_root_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest.L
 def test_threads_do_not_close_the_file_during_a_write(
     audit: AuditFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The number of a closed descriptor is given to the next file that is opened, and the line would go there.
+    # The next file to be opened gets the number of the closed descriptor, and the line would go there.
     audit.write(Entry(1))
     encode = auditfile._encode
     closer = threading.Thread(target=audit.close)

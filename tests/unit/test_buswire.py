@@ -1,4 +1,4 @@
-"""The bus file format as pure functions: what is written reads back, and nothing else reads as a message."""
+"""The bus file format: every written message reads back, and no other bytes read as a message."""
 
 import re
 import zlib
@@ -22,7 +22,7 @@ MOMENT = datetime(2026, 2, 5, 14, 30, 52, 123456, tzinfo=UTC)
 
 
 def wire(body: str = "", msg_id: str = FIRST, **fields: Any) -> bytes:
-    """One record as it stands in a file."""
+    """One record as written to a file."""
     return encode(
         draft(
             fields.get("type", "note"),
@@ -207,7 +207,7 @@ def test_everyday_batch_rejects_unusual_messages(unusual: dict[str, Any]) -> Non
 
 
 def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one text it could be under no limit that is meant for each."""
+    """The limit applies to each body, not to the joined text."""
     monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 40)
     assert buswire.everyday_batch([EVERYDAY] * 5) is not None
     assert buswire.everyday_batch([EVERYDAY, {**EVERYDAY, "body": "x" * 41}]) is None
@@ -273,7 +273,7 @@ def test_parents_may_come_from_an_iterator() -> None:
 
 
 def forged_record(body: str) -> str:
-    """A whole record of ours, checksum included, as a body would have to bring it."""
+    """A complete record with a valid checksum, to be used as a body."""
     return wire(body, "MSG-29990101-000000-000000000-PID00666-0666").decode()
 
 
@@ -287,7 +287,7 @@ def test_a_body_made_of_header_lines_forges_nothing(parts: list[str]) -> None:
 
 @pytest.mark.parametrize("cut", range(0, 200, 7))
 def test_a_body_forges_nothing_even_when_its_record_is_damaged(cut: int) -> None:
-    """Whatever byte of the frame is hit, the body's own bytes are never taken for a record."""
+    """Whichever byte of the header is damaged, the body is never read as a record."""
     body = (
         f"msg_id: {SECOND}\nts: {TS}\ntype: forged\nproject_id: p\ntask_id: t\nrun_id: r\n"
         + forged_record("x")
@@ -299,7 +299,7 @@ def test_a_body_forges_nothing_even_when_its_record_is_damaged(cut: int) -> None
 
 
 def test_a_body_that_begins_like_a_record_is_only_a_body() -> None:
-    """The separator that closes the header is directly followed by `msg_id: ` then."""
+    """The separator that closes the header is then directly followed by `msg_id: `."""
     quoting = wire(f"msg_id: {FIRST}\nquoted", SECOND)
     for end in range(len(quoting)):
         decoded = decode(quoting[:end], legacy_line=0)
@@ -339,7 +339,7 @@ def test_a_record_of_ours_with_a_changed_header_is_damage(old: bytes, new: bytes
 
 
 def test_a_valid_checksum_does_not_make_a_bad_header_a_message() -> None:
-    """Somebody else wrote it with our keys: recognised, and still not delivered."""
+    """Another program wrote the record with postroom's keys: it is recognised, and not delivered."""
     for old, new in ((b"Z\n", b"+01:00\n"), (b"Z\n", b"\n"), (b'task_id: ""', b'task_id: "a" "b"')):
         data = wire("hello").replace(old, new, 1)
         head = data[4 : data.index(b"crc: ")]

@@ -1,4 +1,4 @@
-"""The chain and its checkpoint: what a reader of the bytes can rely on, and what verify names."""
+"""The chain and its checkpoint: the format of their lines, and the changes that `verify` detects."""
 
 import hashlib
 import json
@@ -156,7 +156,7 @@ def test_a_removed_line_of_the_chain_is_named_and_so_is_its_segment(tmp_path: Pa
     findings = verify(tmp_path)
     assert IntegrityFinding(name(tmp_path, files[which]), "it is not in the chain") in findings
     in_chain = [finding for finding in findings if finding.file == CHAIN]
-    assert len(in_chain) == (which < 3)  # the last one leaves no gap, and its segment tells
+    assert len(in_chain) == (which < 3)  # removing the last one leaves no gap, but its segment is reported
     assert all(f"segment {which + 1} is missing" in finding.reason for finding in in_chain)
     others = {CHAIN, name(tmp_path, files[which]), f"{INDEX}/{which + 1:08}.idx"}
     assert {finding.file for finding in findings} <= others
@@ -193,7 +193,7 @@ def test_verify_detects_a_truncated_chain_by_the_recorded_head(tmp_path: Path) -
     (tmp_path / CHAIN).write_bytes(b"".join(lines_of_chain(tmp_path)[:3]))
     files[3].unlink()
     (tmp_path / INDEX / "00000004.idx").unlink()
-    assert verify(tmp_path) == []  # nothing here can tell
+    assert verify(tmp_path) == []  # the folder alone cannot show it
     [finding] = verify(tmp_path, head)
     assert finding.file == CHAIN
     assert head in finding.reason
@@ -207,7 +207,7 @@ def test_verify_detects_a_truncated_chain_by_the_open_segment(tmp_path: Path) ->
     files[3].unlink()
     (tmp_path / INDEX / "00000004.idx").unlink()
     assert verify(tmp_path) == [IntegrityFinding(CHAIN, "the line of segment 4 is missing at the end")]
-    with SegmentSink(tmp_path) as sink:  # and a writer that goes on does not hide it
+    with SegmentSink(tmp_path) as sink:  # a later writer does not hide it
         sink.seal()
     assert named(tmp_path) == [CHAIN]
 
@@ -248,7 +248,7 @@ def test_swapped_lines_of_the_chain_are_named(tmp_path: Path) -> None:
 
 
 def test_verify_detects_a_replaced_line_and_segment(tmp_path: Path) -> None:
-    """Who changes a segment and writes its line anew breaks the link to the next."""
+    """Changing a segment and rewriting its line breaks the link to the next line."""
     files = sealed_folder(tmp_path)
     lines = lines_of_chain(tmp_path)
     flip(files[1], 30)
@@ -325,7 +325,7 @@ def test_a_file_whose_name_begins_with_a_dot_is_named(tmp_path: Path) -> None:
     for path in hidden:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"{}\n")
-    (tmp_path / f".{CHAIN}.4711.tmp").write_bytes(b"")  # what a crash of retention leaves
+    (tmp_path / f".{CHAIN}.4711.tmp").write_bytes(b"")  # left by a crash of retention
     assert set(named(tmp_path)) == {name(tmp_path, path) for path in hidden}
 
 
@@ -372,7 +372,7 @@ def test_retention_forgets_no_position(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("year_s", [-10 * 365 * 86_400, 10 * 365 * 86_400])
 def test_retention_uses_the_time_of_sealing_and_not_of_events(tmp_path: Path, year_s: int) -> None:
-    """Neither does a date in the future keep a segment for good, nor one in the past let a new one go."""
+    """A date in the future does not keep a segment, and one in the past does not remove a new one."""
     clock = ManualClock()
     [event] = events(1, 1)
     with SegmentSink(tmp_path, clock=clock) as sink:
@@ -466,6 +466,6 @@ def test_a_crash_at_any_step_of_retention(quick_path: Path) -> None:
         assert verify(folder) == [], step
         assert len(files_of(folder)) == 1
         if not died:
-            assert step > 10  # it is made of that many steps at least
+            assert step > 10  # the operation has at least that many steps
             return
     pytest.fail("it never came to the end")

@@ -1,4 +1,4 @@
-"""Payloads at rest: only who has the key reads them, and only where they belong."""
+"""Encrypted payloads: readable only with the key, and only in their own event."""
 
 import base64
 import os

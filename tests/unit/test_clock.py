@@ -1,4 +1,4 @@
-"""The machine's clocks, and the one that a test moves."""
+"""The system clocks, and the manual clock for tests."""
 
 import time
 import uuid

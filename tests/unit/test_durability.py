@@ -1,4 +1,4 @@
-"""Group commit: one fsync for many, never an early return, a failure that stays."""
+"""Group commit: one fsync for many waiters, no early return, and a final failure."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from postroom.logs.durability import GroupSync
 
 
 class Disk:
-    """An fsync that can be held up and made to fail, and that knows what it covered."""
+    """An fsync that can be blocked and made to fail, and that records what it covered."""
 
     def __init__(self) -> None:
         self.written = 0

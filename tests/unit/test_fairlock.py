@@ -1,4 +1,4 @@
-"""The lock for which processes queue up."""
+"""The fair lock between processes."""
 
 import os
 import signal
@@ -82,11 +82,11 @@ def waited_for(lock: FairLock) -> str:
 
 
 def test_only_one_process_waits_inside_the_gate(path: Path, lock: FairLock, no_child_left: None) -> None:
-    """Who comes back finds the gate taken: it cannot overtake the one who waits."""
+    """A process that returns finds the gate taken, so it cannot overtake the waiting process."""
     lock.acquire()
     waiting = children.start(lambda: FairLock(path, LONG_S).acquire())
     back = FairLock(path, AT_ONCE_S)
-    while waited_for(back) != "gate":  # until the child is inside, the wait is for the lock itself
+    while waited_for(back) != "gate":  # until the child has passed the gate, the wait is for the lock itself
         pass
     lock.release()
     children.wait(waiting)

@@ -1,4 +1,4 @@
-"""Every rule of the checker, by hand: what breaks it, and what only looks as if it did."""
+"""Every rule of the checker, with histories that violate it and histories that only seem to."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -51,7 +51,7 @@ class Story:
         return self.tell("execution_completed", message_id, lease=lease)
 
     def pass_by(self, message_id: str) -> None:
-        """A whole life, in a queue of its own."""
+        """All events of one message, in a queue of its own."""
         self.accept(message_id, queue=message_id)
         self.complete(self.lease(message_id, queue=message_id), message_id)
 
@@ -422,7 +422,7 @@ def test_allowed_events_after_an_end_are_no_violation(story: Story) -> None:
     story.tell("dead_letter", "bad")
     story.tell("quarantined", "bad")
     story.tell("deleted", "", detail={"records": 2})
-    story.accept("task")  # its record was forgotten, and its name is free again
+    story.accept("task")  # its record was removed, so its id may be used again
     assert found(story) == []
 
 
@@ -570,7 +570,7 @@ def test_source_ends_before_its_first_event_after_until(story: Story) -> None:
     stepped_back_us = story.ts_us
     story.ts_us += 100 * S
     story.tell("heartbeat", lease=lease)
-    story.ts_us = stepped_back_us  # a clock that was set back makes no hole
+    story.ts_us = stepped_back_us  # a clock that was set back causes no gap
     story.complete(lease)
     history = History(since_us=FIRST_US + 2 * S, until_us=FIRST_US + 50 * S)
     for event in story.events:

@@ -1,4 +1,4 @@
-"""The files of a session: the lock, lines, cursors that a crash cannot turn back, compaction in one step."""
+"""The files of a session: lock, lines, cursors that no crash moves back, and atomic compaction."""
 
 import os
 import threading
@@ -48,12 +48,12 @@ def place(files: SessionFiles, agent_id: str, reading: ReadProgress) -> None:
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Simulates the death of the process."""
 
 
 @contextmanager
 def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterator[list[str]]:
-    """Instead of the n-th of these calls of `os` (counted from 0), nothing more happens."""
+    """Raise instead of the n-th of these `os` calls (counted from 0)."""
     made: list[str] = []
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,7 +351,7 @@ READINGS = st.builds(
 
 
 def passed(reading: ReadProgress) -> set[tuple[str, int]]:
-    """What a reading says is read, in a file of six lines."""
+    """The messages that a progress marks as read, in a file of six lines."""
     return {(topic, at) for topic in TOPICS for at in range(0, 24, 4) if reading.has_read(topic, at)}
 
 
@@ -488,7 +488,7 @@ def test_interrupted_compaction_leaves_the_old_or_the_new_state(
             compact(files)
         complete = len(made) < call
         sender = SessionFiles(folder, "os", 10.0)
-        add(sender, b"keep-7\n")  # a sender does not look at the journal
+        add(sender, b"keep-7\n")  # a sender ignores the journal
         with sender.locked():
             pass
         old = sender.messages.read_bytes() == b"".join(LINES) + b"keep-7\n"
@@ -497,7 +497,7 @@ def test_interrupted_compaction_leaves_the_old_or_the_new_state(
         assert (sender.bodies / "keep-6.txt").exists()
         assert (sender.bodies / "drop-3.txt").exists() or not old
         assert not (folder / "expire.journal").exists()
-        # And it can be done (again), with nothing left behind.
+        # Compaction can be repeated, and leaves no files behind.
         compact(sender)
         assert sender.messages.read_bytes() == KEPT + b"keep-7\n"
         assert places(sender) == MOVED
@@ -523,7 +523,7 @@ def test_interrupted_journal_is_completed_by_the_next_holder(
     assert journal.exists()
     step = 0
     while journal.exists():
-        # Every holder gets one step further than the one before, and then dies, too.
+        # Every holder gets one step further than the previous one, and then dies as well.
         with crash_at(monkeypatch, step, "replace", "unlink"), files.locked():
             pass
         files.close()

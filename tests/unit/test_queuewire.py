@@ -1,4 +1,4 @@
-"""The queue's line format: what we write, what we accept, and what nobody can make us believe."""
+"""The queue's line format: what postroom writes, what it accepts, and what no other program can forge."""
 
 import json
 import zlib

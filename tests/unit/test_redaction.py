@@ -1,4 +1,4 @@
-"""What redaction takes out, what it leaves, and what it makes of it."""
+"""What redaction replaces, what it keeps, and the markers it writes."""
 
 import json
 import math
@@ -542,7 +542,7 @@ def test_a_payload_with_something_in_it_keeps_its_spaces_and_numbers(text: str, 
     ],
 )  # fmt: skip
 def test_no_input_is_slow(piece: str) -> None:
-    """It comes to an end: a pattern that is not linear would run into the guard of all tests."""
+    """A pattern that is not linear would run into the timeout of the tests."""
     text = piece * (HOSTILE_CHARS // len(piece))
     full.text(text)  # has the rules of the others, and its own
     medium.payload(json.dumps({"a": text}))

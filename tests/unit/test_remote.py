@@ -1,4 +1,4 @@
-"""Copies of segments: whole, once, in order, whatever happened on the way."""
+"""Published copies: complete, without duplicates and in order, after any error."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def copied(url: str, folder: Path) -> Path:
-    """The copy as a folder, to be judged as any other."""
+    """The copy as a local folder, for `verify`."""
     file_system, root = url_to_fs(url)
     file_system.get(root, str(folder), recursive=True)
     return folder

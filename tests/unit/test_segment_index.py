@@ -1,4 +1,4 @@
-"""The index of a segment, and finding by it, with it damaged, and without it."""
+"""The index of a segment, and searches with a valid, a damaged and a missing index."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The writer of segments: what it keeps, when it seals, what an error and a crash leave behind."""
+"""The segment writer: storing, sealing, and the state after errors and crashes."""
 
 import errno
 import hashlib
@@ -100,7 +100,7 @@ def test_batch_larger_than_seal_bytes_is_not_split(tmp_path: Path) -> None:
 def test_a_segment_is_sealed_when_it_is_old(tmp_path: Path) -> None:
     clock = ManualClock()
     with SegmentSink(tmp_path, seal_after_s=60.0, clock=clock) as sink:
-        clock.advance(100)  # an empty one has no age
+        clock.advance(100)  # an empty segment has no age
         sink.write(events(1, 1))
         clock.advance(59)
         assert not sink.seal_if_due()
@@ -287,7 +287,7 @@ STEPS = ("write", "fsync", "rename", "replace", "mkdir", "open", "ftruncate", "c
 
 
 def ship(folder: Path) -> None:
-    """What a shipper does: two batches, or what is missing of them, each sealed."""
+    """Write and seal two batches, or the missing part of them, as a shipper does."""
     with SegmentSink(folder) as sink:
         while (last := sink.position(SOURCE)) < 20:
             sink.write(events(last + 1, min(10, 20 - last)))
@@ -295,7 +295,7 @@ def ship(folder: Path) -> None:
 
 
 def shipped_until(folder: Path, step: int) -> bool:
-    """Whether it died in front of that step, which is also behind the one before it."""
+    """Die before the given step; returns whether that step was reached."""
 
     def job() -> None:
         children.die_at(step, STEPS)
@@ -311,13 +311,13 @@ def test_a_crash_at_any_step_neither_loses_nor_doubles(quick_path: Path) -> None
         died = shipped_until(folder, step)
         shipped_until(folder, step // 2)  # recovery can be killed as well
         if folder.exists():
-            assert verify(folder) == [], step  # also before anybody recovered it
+            assert verify(folder) == [], step  # even before recovery
         ship(folder)
         assert list(Segments(folder).events()) == events(1, 20), step
         assert verify(folder) == [], step
         assert len(files_of(folder)) == len(read_chain(folder).entries), step  # each under its own name
         if not died:
-            assert step > 40  # it is made of that many steps at least
+            assert step > 40  # the operation has at least that many steps
             return
     pytest.fail("it never came to the end")
 
@@ -326,7 +326,7 @@ def test_a_crash_at_any_step_neither_loses_nor_doubles(quick_path: Path) -> None
 
 
 class FailingWrites:
-    """Stands in for `os.write`: after so many bytes to one of our files it fails, as a disk does."""
+    """Replaces `os.write`: it fails after a number of bytes, like a full disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.left = -1
@@ -400,7 +400,7 @@ def test_after_a_failed_fsync_the_sink_is_dead_until_reopen(
             sink.position(SOURCE)
         before = growing_file(tmp_path).stat().st_ino
         sink.reopen()
-        assert growing_file(tmp_path).stat().st_ino != before  # written anew, and not only believed
+        assert growing_file(tmp_path).stat().st_ino != before  # rewritten, not only synced again
         assert sink.position(SOURCE) == 5
         sink.write(events(6, 5))
         sink.seal()
@@ -444,7 +444,7 @@ def test_sealing_waits_for_the_disk_before_each_step_that_relies_on_it(
 def test_any_failed_fsync_in_sealing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability, fails_at: int
 ) -> None:
-    """Of the data, the index, the chain or a folder: what was acknowledged is there, once."""
+    """Fails the fsync of the data, the index, the chain or a folder: acknowledged events are stored once."""
     real = os.fsync
     with SegmentSink(tmp_path, durability=durability) as sink:
         sink.write(events(1, 5))
@@ -499,7 +499,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
         assert seqs(list(Segments(folder).events())) == list(range(1, kept + 1))
         with pytest.raises(WriteFailed, match="No space left"):
             sink.write(events(kept + 1, 5_000, payload="x" * 500))
-        files_of(folder)[0].unlink()  # room is made, if not as it should be
+        files_of(folder)[0].unlink()  # make space the wrong way
         sink.write(events(kept + 1, 500, payload="x" * 500))
         assert sink.position(SOURCE) == kept + 500
         sink.seal()

@@ -1,4 +1,4 @@
-"""Defaults < postroom.toml < environment, and a clear refusal of what does not fit."""
+"""Defaults < postroom.toml < environment, and clear errors for invalid values."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a terminal could obey is shown and not sent."""
+"""Control characters are shown as escapes and never sent to a terminal."""
 
 import json
 import unicodedata
