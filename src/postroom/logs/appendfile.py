@@ -196,11 +196,12 @@ class AppendFile:
 
     def _remove_unsynced(self, was_read: Callable[[int], bool]) -> bool:
         """Remove only this process's appends that no fsync has covered."""
-        ours = [append for append in self._unsynced if not self._group.covers(append.ticket)]
-        unbroken = all(earlier.end == later.start for earlier, later in pairwise(ours))
-        if not ours or not unbroken or self.current_size() != ours[-1].end or was_read(ours[0].start):
+        unsynced = [append for append in self._unsynced if not self._group.covers(append.ticket)]
+        unbroken = all(earlier.end == later.start for earlier, later in pairwise(unsynced))
+        if not unsynced or not unbroken or self.current_size() != unsynced[-1].end:
             return False
-        return self._roll_back(ours[0].start)
+        start = unsynced[0].start
+        return not was_read(start) and self._roll_back(start)
 
     def close(self) -> None:
         """Close the descriptor, after a last group fsync where the durability class requires it."""

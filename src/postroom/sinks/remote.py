@@ -41,14 +41,14 @@ class Publisher:
         if chain.faults:
             raise StoreDamaged(f"the chain of {self.folder} is damaged, so nothing is sent to {self.url}")
         try:
-            there = self._remote_chain()
-            missing = self._missing(chain, there)
+            remote = self._remote_chain()
+            missing = self._missing(chain, remote)
             for entry in missing:
                 self._send_segment(entry)
             if missing:
-                there.entries += missing
-                there.raw |= chain.raw
-                self._put(CHAIN, chain_lines(there))
+                remote.entries += missing
+                remote.raw |= chain.raw
+                self._put(CHAIN, chain_lines(remote))
         except OSError as error:
             raise WriteFailed(self.url, error, rolled_back=False) from error
         return len(missing)
@@ -63,20 +63,20 @@ class Publisher:
             raise StoreDamaged(f"the chain at {self.url} is damaged: move it away to send everything again")
         return chain
 
-    def _missing(self, ours: Chain, theirs: Chain) -> list[Entry]:
+    def _missing(self, local: Chain, remote: Chain) -> list[Entry]:
         """The segments after the last one in the copy. A new copy begins where the local chain begins."""
-        removed = ours.checkpoint
-        if not theirs.last:
-            theirs.checkpoint = removed
-            return ours.entries
-        if removed and removed.checkpoint > theirs.last:
+        removed = local.checkpoint
+        if not remote.last:
+            remote.checkpoint = removed
+            return local.entries
+        if removed and removed.checkpoint > remote.last:
             raise StoreDamaged(
-                f"segments {theirs.last + 1} to {removed.checkpoint} were removed from {self.folder} "
+                f"segments {remote.last + 1} to {removed.checkpoint} were removed from {self.folder} "
                 f"before they were sent to {self.url}"
             )
-        if theirs.head not in {removed.head if removed else "", *(entry.hash for entry in ours.entries)}:
+        if remote.head not in {removed.head if removed else "", *(entry.hash for entry in local.entries)}:
             raise StoreDamaged(f"{self.url} holds segments of another stream than {self.folder}")
-        return [entry for entry in ours.entries if entry.n > theirs.last]
+        return [entry for entry in local.entries if entry.n > remote.last]
 
     def _send_segment(self, entry: Entry) -> None:
         data = read_file(self.folder / entry.name)
