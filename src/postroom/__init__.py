@@ -1,6 +1,6 @@
-"""postroom: mailboxes, logs and queues for AI agents that survive crashes and can be read by a person.
+"""postroom: logs, mailboxes and task queues for AI agents that survive crashes and are readable for a person.
 
-Names are resolved on first use, so that importing one contract never imports what another one needs.
+Names are imported on first use, so that using one contract does not load the dependencies of another.
 """
 
 from importlib import import_module

@@ -15,7 +15,7 @@ from postroom.contracts.feeds import StoreFeed
 from postroom.core.events import AuditEvent, from_line, to_line
 from postroom.message import EventKind
 from postroom.pipeline.generator.world import MODELS, REQUESTS, RESPONSES
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify as verify_chain
 from postroom.stores.base import Outbox
 from tests.integration.commandline import isolate, postroom, run

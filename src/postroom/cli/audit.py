@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.tracing import Span
     from postroom.settings import AuditSettings
-    from postroom.sinks.heads import Head
+    from postroom.sinks.heads import StreamHead
 
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
@@ -421,7 +421,7 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
     )
 
 
-def _head_in(url: str) -> "Head | None":
+def _head_in(url: str) -> "StreamHead | None":
     from postroom.contracts.feeds import head_in
     from postroom.stores.open import open_store
 

@@ -13,7 +13,7 @@ from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
-    from postroom.core.history_checker import History, Open, Verdict
+    from postroom.core.history_checker import History, HistoryVerdict, Open
     from postroom.sinks.reader import Segments
     from postroom.stores.store import Store
 
@@ -129,7 +129,9 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
 # ---- the store beside it -----------------------------------------------------------------------------
 
 
-def _beside_store(history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool) -> "Verdict":
+def _beside_store(
+    history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
+) -> "HistoryVerdict":
     """What is open in the stream has to be in the store, unless it ended after the stream did."""
     from postroom.stores.open import SQLITE, open_store
 
@@ -179,7 +181,7 @@ def _absent(store: "Store", source: str) -> "Callable[[Open], bool]":
 # ---- what is shown -----------------------------------------------------------------------------------
 
 
-def _show(shell: Shell, verdict: "Verdict") -> int:
+def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
     rows: list[dict[str, Any]] = [
         {
             "rule": violation.rule,
