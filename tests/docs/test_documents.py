@@ -267,9 +267,9 @@ LIMITED = (
     "sinks.shipper",
     "sinks.index",
     "core.history_checker",
-    "client",
-    "mailclient",
-    "natsclient",
+    "client.tasks",
+    "client.mail",
+    "client.nats",
     "cli.program",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
 )

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
-from postroom import client as module
 from postroom.client import NoResult, NotAllowed, StaleLease, Task, TaskClient, TaskFailed, UnknownTask
+from postroom.client import tasks as module
 from tests.integration.commandline import HANG_GUARD_S
 from tests.integration.harnesses import Harness, serving
 from tests.waiting import until

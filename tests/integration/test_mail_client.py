@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from postroom import Mail, MailRefused, MailUnavailable
+from postroom.client.nats import servers_of
 from postroom.core.mailcalls import message_of
 from postroom.core.natswire import Head
 from postroom.errors import InvalidMessage, InvalidSetting
-from postroom.natsclient import servers_of
 from tests.contract.natsservers import key_beside, made_certificate, running
 from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
 
@@ -365,7 +365,7 @@ def test_the_same_calls_for_asyncio(server: MailServer) -> None:
 
 
 def test_a_slow_reader_holds_up_no_other_call(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.mailclient.QUEUED_BYTES_MAX", 100_000)
+    monkeypatch.setattr("postroom.client.mail.QUEUED_BYTES_MAX", 100_000)
     box = mail.create(ttl_s=60)
     with mail.subscribe(box) as messages:
         for number in range(200):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from postroom import client as module
 from postroom.client import (
     InvalidArgument,
     NotAllowed,
@@ -31,6 +30,7 @@ from postroom.client import (
     Unreachable,
     WrongState,
 )
+from postroom.client import tasks as module
 
 TOKEN = "pr_secret"  # noqa: S105 - of no harness
 HANG_GUARD_S = 30.0
@@ -167,7 +167,11 @@ def test_it_imports_the_standard_library_and_msgspec_alone() -> None:
     code = "import sys; import postroom.client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert {name for name in loaded if name.startswith("postroom")} == {"postroom", "postroom.client"}
+    assert {name for name in loaded if name.startswith("postroom")} == {
+        "postroom",
+        "postroom.client",
+        "postroom.client.tasks",
+    }
     assert not loaded & {"click", "yaml", "apsw", "starlette", "uvicorn"}
 
 

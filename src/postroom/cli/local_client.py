@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
-from postroom import client, errors
+from postroom import errors
 from postroom.client import TaskClient
+from postroom.client import tasks as client
 from postroom.contracts.tasks import Tasks
 
 STOP_LOOK_S = 0.25  # how long a wait for a task goes on after the worker was told to stop

@@ -25,9 +25,9 @@ from postroom.cli.shell import (
 from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
+    from postroom.client.mail import Mail, Subscription
     from postroom.contracts.mail.options import MailOptions
     from postroom.core.mailcalls import MailMessage
-    from postroom.mailclient import Mail, Subscription
     from postroom.runtime.natsoptions import ServerOptions
 
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
@@ -496,7 +496,7 @@ def discover(shell: Shell, /, **where: Any) -> None:
 
 
 def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
-    from postroom.mailclient import DEFAULT_SERVER, Mail
+    from postroom.client.mail import DEFAULT_SERVER, Mail
 
     shell.show_warnings()
     return Mail(

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
+from postroom.client.nats import SID, ClientConnection, Login, servers_of
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core import natswire as wire
@@ -48,7 +49,6 @@ from postroom.core.mailcalls import (
 )
 from postroom.core.times import SECONDS_MAX, checked_seconds
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
-from postroom.natsclient import SID, ClientConnection, Login, servers_of
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
