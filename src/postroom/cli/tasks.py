@@ -25,7 +25,7 @@ from postroom.cli.shell import (
     path_option,
     together,
 )
-from postroom.errors import EXIT_USAGE, InvalidMessage, UnknownTask, WrongState, reason
+from postroom.errors import InvalidMessage, UnknownTask, WrongState, reason
 
 if TYPE_CHECKING:
     from postroom.client import TaskClient, TaskEnd
@@ -65,13 +65,6 @@ BATCH_KEYS = {
     "agent", "payload", "task_id", "delay_s", "idempotency_key", "type", "parent", "max_retries",
     "durability",
 }  # fmt: skip
-_WRONG_CALL = (400, 413)  # a harness's answers that the command line is to blame for
-
-
-class WrongRemoteCall(click.ClickException):
-    """A harness refused what the command line said."""
-
-    exit_code = EXIT_USAGE
 
 
 # ---- the same verbs, here and there --------------------------------------------------------------------
@@ -207,7 +200,7 @@ def place(
         with open_folder(data, create=create) as tasks:
             yield Folder(shell, data, tasks)
         return
-    with open_client(str(url), agent or "", token, worker=worker) as client, refusals():
+    with open_client(str(url), agent or "", token, worker=worker) as client:
         yield Remote(shell, client, agent)
 
 
@@ -237,25 +230,7 @@ def open_client(url: str, agent: str, token: str | None, **options: Any) -> "Tas
     token = token or os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
-    try:
-        return TaskClient(url, agent=agent, token=token, **options)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """The client's errors are not ours: it knows nothing of postroom."""
-    from postroom.client import InvalidArgument, Refused, TaskClientError
-
-    try:
-        yield
-    except Refused as error:
-        wrong_call = isinstance(error, InvalidArgument) or error.status in _WRONG_CALL
-        kind = WrongRemoteCall if wrong_call else click.ClickException
-        raise kind(str(error)) from None
-    except TaskClientError as error:
-        raise click.ClickException(str(error)) from None
+    return TaskClient(url, agent=agent, token=token, **options)
 
 
 # ---- options -------------------------------------------------------------------------------------------
@@ -915,7 +890,7 @@ def work(
     check_place(data, url)
     shell.show_warnings()
     options = {"poll_every_s": poll_every_s, "worker": worker}
-    with working_client(data, url, agent, token, options) as client, refusals():
+    with working_client(data, url, agent, token, options) as client:
         try:
             client.work(handler, on_end=print_ends(shell, agent), **terms)
         except StopWork as error:
@@ -1124,8 +1099,6 @@ def retry(
       postroom tasks retry --all-dead --data run
       postroom tasks retry --agent triage --since 2026-11-17T08:00:00Z --data run
     """
-    from postroom import client
-
     many = all_dead or agent is not None or since is not None
     if many == (task_id is not None):
         raise click.UsageError("give one TASK_ID, or say which dead letters: --all-dead, --agent, --since")
@@ -1138,7 +1111,7 @@ def retry(
         for found in dead_letters(there, agent, since):
             try:
                 there.order("retry", found)
-            except (WrongState, UnknownTask, client.WrongState, client.UnknownTask) as error:
+            except (WrongState, UnknownTask) as error:
                 warn(shell.program, f"warning: {error}")  # somebody else was faster
                 skipped += 1
             else:

@@ -3,39 +3,39 @@
 Rule 1: importing this package needs the standard library and msgspec alone; `mail` is imported by name.
 """
 
-from postroom.client.tasks import (
-    InvalidArgument,
+from postroom.client.tasks import Task, TaskClient, TaskView
+from postroom.client.worker import StopWork, TaskEnd, TaskFailed
+from postroom.errors import (
+    HarnessRefused,
+    InvalidMessage,
     NoResult,
     NotAllowed,
     NotHeld,
-    Refused,
+    PostroomError,
+    Rejected,
     StaleLease,
-    StopWork,
-    Task,
-    TaskClient,
-    TaskClientError,
-    TaskEnd,
-    TaskFailed,
-    TaskInfo,
+    Unavailable,
     UnknownTask,
     Unreachable,
     WrongState,
 )
 
 __all__ = [
-    "InvalidArgument",
+    "HarnessRefused",
+    "InvalidMessage",
     "NoResult",
     "NotAllowed",
     "NotHeld",
-    "Refused",
+    "PostroomError",
+    "Rejected",
     "StaleLease",
     "StopWork",
     "Task",
     "TaskClient",
-    "TaskClientError",
     "TaskEnd",
     "TaskFailed",
-    "TaskInfo",
+    "TaskView",
+    "Unavailable",
     "UnknownTask",
     "Unreachable",
     "WrongState",
