@@ -629,7 +629,7 @@ def test_a_heartbeat_that_crosses_the_last_word_is_no_loss(
         task = held(lease_s=60.0)
         with client.kept_alive(task):
             assert beating.wait(HANG_GUARD_S)
-            words = {
+            words: dict[str, Callable[[], object]] = {
                 "complete": lambda: client.complete_task(task, 1),
                 "fail": lambda: client.fail_task("t1", "no", lease=task.lease),
                 "release": lambda: client.release_task(task),
@@ -741,8 +741,11 @@ class Queue:
         if verb == "next":
             return Answer(200, self.waiting.pop(0)) if self.waiting else NONE
         if verb not in ("result", "heartbeat"):
-            told = {k: v for k, v in request.body.items() if k not in ("agent", "lease", "task_id")}
+            body = dict(request.body)
+            claimed = [self.waiting.pop(0) for _ in range(body.pop("claim_next", 0)) if self.waiting]
+            told = {k: v for k, v in body.items() if k not in ("agent", "lease", "task_id")}
             self.words.append((f"{verb} {request.body['task_id']}", told))
+            return Answer(202, {"task_id": request.body["task_id"], "tasks": claimed})
         return ACCEPTED
 
 
@@ -755,6 +758,73 @@ def worked(queue: Queue, handler: Callable[[Task], Any], **options: Any) -> list
 def test_work_handles_everything_that_waits() -> None:
     words = worked(Queue(1, 2, 3), lambda task: task.payload * 10)
     assert words == [(f"complete t{n}", {"decision": (n + 1) * 10}) for n in range(3)]
+
+
+def test_a_worker_completes_a_task_and_claims_the_next_in_one_request() -> None:
+    with running(Harness(Queue(1, 2, 3))) as server, client_of(server) as client:
+        client.work(lambda task: task.payload, until_empty=True)
+    assert server.paths() == ["/queue/next", *["/queue/complete"] * 3, "/queue/next"]
+    assert [request.body["claim_next"] for request in server.requests[1:4]] == [1, 1, 1]
+
+
+def test_a_task_that_comes_with_a_completion_is_released_by_a_worker_that_stops() -> None:
+    """The worker is told to stop while its completion is on the way, so the answer still brings a task."""
+    queue = Queue(1, 2)
+
+    def say(request: Request) -> Answer:
+        if request.path == "/queue/complete":
+            client.stop()
+        return queue(request)
+
+    handled: list[str] = []
+    with running(Harness(say)) as server, client_of(server) as client:
+        client.work(lambda task: handled.append(task.task_id))
+    assert handled == ["t0"]
+    assert queue.words == [("complete t0", {"decision": None}), ("release t1", {})]
+
+
+def test_a_worker_that_is_stopping_claims_no_task_with_its_completion() -> None:
+    def handler(_: Task) -> None:
+        client.stop()
+
+    with running(Harness(Queue(1, 2))) as server, client_of(server) as client:
+        client.work(handler)
+    assert server.paths() == ["/queue/next", "/queue/complete"]
+    assert "claim_next" not in server.requests[1].body
+
+
+def test_the_next_task_is_kept_alive_while_on_end_runs_and_released_when_that_raises() -> None:
+    queue = Queue(1, 2)
+    beaten = threading.Event()
+
+    def say(request: Request) -> Answer:
+        if request.path == "/queue/heartbeat" and request.body["task_id"] == "t1":
+            beaten.set()
+        return queue(request)
+
+    def on_end(_: worker.TaskEnd) -> None:
+        assert beaten.wait(HANG_GUARD_S)
+        raise LookupError("on_end is wrong")
+
+    with running(Harness(say)) as server, client_of(server, heartbeat_every_s=0.01) as client:
+        with pytest.raises(LookupError, match="on_end is wrong"):
+            client.work(lambda _: None, on_end=on_end)
+        assert queue.words == [("complete t0", {"decision": None}), ("release t1", {})]
+
+
+def test_a_refused_decision_ends_as_a_failure() -> None:
+    ends: list[worker.TaskEnd] = []
+    worked(Queue(1), lambda _: object(), on_end=ends.append)
+    (end,) = ends
+    assert (end.outcome, "JSON" in end.error) == ("failed", True)
+
+
+def test_a_failure_with_a_wrong_pause_is_reported_without_it() -> None:
+    def handler(_: Task) -> None:
+        raise TaskFailed("later", retry_in_s=-1.0)
+
+    ((word, told),) = worked(Queue(1), handler)
+    assert (word, "retry_in_s must be" in told["error"]) == ("fail t0", True)
 
 
 def test_what_a_handler_raises_is_the_failure() -> None:

@@ -45,7 +45,7 @@ class _StoreConnection(Connections):
             case "/queue/next":
                 return self._next(call, body)
             case "/queue/complete":
-                tasks.complete(body["task_id"], body["lease"], body["decision"])
+                return self._complete(body)
             case "/queue/heartbeat":
                 tasks.heartbeat(body["task_id"], body["lease"])
             case "/queue/fail":
@@ -55,6 +55,12 @@ class _StoreConnection(Connections):
             case _:
                 raise InvalidMessage(f"{call.path} needs a harness")
         return None
+
+    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        claimed = self._tasks.complete(
+            body["task_id"], body["lease"], body["decision"], claim_next=body.get("claim_next", 0)
+        )
+        return {"tasks": msgspec.to_builtins(claimed)}
 
     def _next(self, call: Call, body: dict[str, Any]) -> dict[str, Any]:
         """Wait in short pieces, so that a worker that is stopping does not wait to the end."""

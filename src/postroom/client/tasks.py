@@ -240,9 +240,17 @@ class TaskClient:
 
     # ---- calls of a lease holder ---------------------------------------------------------------
 
-    def complete_task(self, task: str | Task, decision: Any = None, *, lease: int | None = None) -> None:
-        """Complete a task with a decision, its result."""
-        self._end_lease("/queue/complete", self._holder_body(task, lease, decision=decision))
+    def complete_task(
+        self, task: str | Task, decision: Any = None, *, lease: int | None = None, claim_next: int = 0
+    ) -> list[Task]:
+        """Complete a task with a decision, its result.
+
+        `claim_next` claims up to that many further tasks in the same request, with leases as long, and
+        returns them.
+        """
+        further = {"claim_next": claim_next} if arguments.count("claim_next", claim_next) else {}
+        body = self._holder_body(task, lease, decision=decision, **further)
+        return self._claimed(self._end_lease("/queue/complete", body) or {})
 
     def heartbeat(self, task: str | Task, *, lease: int | None = None) -> None:
         """Renew a lease: it runs its whole length from now."""
@@ -406,9 +414,10 @@ class TaskClient:
             raise
 
     async def acomplete_task(
-        self, task: str | Task, decision: Any = None, *, lease: int | None = None
-    ) -> None:
-        await asyncio.to_thread(self.complete_task, task, decision, lease=lease)
+        self, task: str | Task, decision: Any = None, *, lease: int | None = None, claim_next: int = 0
+    ) -> list[Task]:
+        complete = partial(self.complete_task, task, decision, lease=lease, claim_next=claim_next)
+        return await asyncio.to_thread(complete)
 
     async def aheartbeat(self, task: str | Task, *, lease: int | None = None) -> None:
         await asyncio.to_thread(self.heartbeat, task, lease=lease)

@@ -1,7 +1,9 @@
 """A worker: claims tasks, calls a handler with each, and reports how they ended.
 
 Rule 1: a nudge is only a wake-up. On every wake and at start the queue is drained until it is empty.
-Rule 2: a task that was claimed while the worker is stopping is released at once.
+Rule 2: completing a task and claiming the next is one request. A worker that is stopping claims nothing, and
+        releases at once a task that an earlier request still brings.
+Rule 3: heartbeats run from the moment a task arrives until its report is accepted.
 """
 
 import asyncio
@@ -85,16 +87,21 @@ class _Wakeups:
 class _Report(NamedTuple):
     """What is reported about a task: the call to the harness, and what `TaskEnd` says."""
 
-    send: Callable[[], None]
+    send: Callable[[], "list[Task] | None"]
     outcome: str
     error: str = ""
+
+
+class _InFlight(NamedTuple):
+    task: "Task"
+    heartbeats: contextlib.ExitStack
 
 
 class Worker:
     """One call of `TaskClient.work`.
 
-    Each slot is a thread that claims a task, handles it, reports it, and claims the next. The thread that
-    called `work` waits for signals: "stop" from `stop`, "ended" from a slot.
+    Each slot is a thread that handles tasks one after the other. The thread that called `work` waits for
+    signals: "stop" from `stop`, "ended" from a slot.
     """
 
     def __init__(
@@ -120,7 +127,7 @@ class Worker:
         self._wakeups = _Wakeups()
         self._long_polls = LongPolls()
         self._stopping = False
-        self._in_flight: dict[int, Task] = {}  # by lease
+        self._in_flight: dict[int, _InFlight] = {}  # by lease
         self._failure: BaseException | None = None
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -179,9 +186,9 @@ class Worker:
 
     def _release_in_flight(self) -> None:
         """Release before `lost` is set: a handler that gives up in between would report a failure."""
-        for task in list(self._in_flight.values()):
-            self._release(task)
-            task.lost.set()
+        for each in list(self._in_flight.values()):
+            self._release(each.task)
+            each.task.lost.set()
 
     # ---- in a slot -----------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class Worker:
             self._signals.put("ended")
 
     def _turn(self) -> bool:
-        """Handle one task, or wait for one; False when the slot is to end."""
+        """Handle tasks until a completion brings no further one, or wait for one; False ends the slot."""
         nudged = self._nudge_address is not None
         seen = self._wakeups.count
         interval_s = self._client.poll_every_s
@@ -205,7 +212,7 @@ class Worker:
         until = time.monotonic() + interval_s
         task = self._take(0.0 if nudged or self._until_empty else interval_s)
         if task is not None:
-            self._handle(task)
+            self._drain(task)
             return True
         if not self._until_empty:
             self._wakeups.wait_past(seen, max(0.0, until - time.monotonic()))
@@ -213,36 +220,60 @@ class Worker:
 
     def _take(self, wait_s: float) -> "Task | None":
         try:
-            tasks = self._claim(wait_s, self._long_polls)
+            return self._accept(self._claim(wait_s, self._long_polls))
         except Unavailable as error:
             if self._until_empty:
                 raise
             if not self._long_polls.aborted:
                 _log.warning("%s; trying again", error)
             return None
-        if tasks and self._stopping:
-            self._release(tasks[0])
+
+    def _accept(self, claimed: "list[Task] | None") -> "Task | None":
+        """Put a claimed task in flight, with heartbeats; release it when the worker is stopping."""
+        if not claimed:
             return None
-        return tasks[0] if tasks else None
+        (task,) = claimed
+        if self._stopping:
+            self._release(task)
+            return None
+        heartbeats = contextlib.ExitStack()
+        heartbeats.enter_context(self._client.kept_alive(task))
+        self._in_flight[task.lease] = _InFlight(task, heartbeats)
+        return task
+
+    def _land(self, task: "Task") -> None:
+        """The end of `_accept`: the lease is over."""
+        in_flight = self._in_flight.pop(task.lease, None)
+        if in_flight is not None:
+            in_flight.heartbeats.close()
 
     def _release(self, task: "Task") -> None:
         try:
             self._client.release_task(task)
         except PostroomError as error:
             _log.warning("could not release task %s, so its lease has to end: %s", task.task_id, error)
+        finally:
+            self._land(task)
 
-    def _handle(self, task: "Task") -> None:
-        self._in_flight[task.lease] = task
+    def _drain(self, task: "Task | None") -> None:
+        """Handle a task, and each task that the completion of the previous one brings."""
+        while task is not None and not self._stopping:
+            task = self._handle(task)
+        if task is not None:
+            self._release(task)
+
+    def _handle(self, task: "Task") -> "Task | None":
+        """Handle a task in flight; gives the task that its completion brings."""
         begun = time.monotonic()
         try:
-            with self._client.kept_alive(task):
-                report = self._send(task, self._run_handler(task))
+            report, following = self._send(task, self._run_handler(task))
         except BaseException:
             self._call_on_end(TaskEnd(task, "released", time.monotonic() - begun))
             raise
         finally:
-            self._in_flight.pop(task.lease, None)
+            self._land(task)
         self._call_on_end(TaskEnd(task, report.outcome, time.monotonic() - begun, report.error))
+        return following
 
     def _call_on_end(self, end: TaskEnd) -> None:
         if self._on_end is not None:
@@ -263,34 +294,38 @@ class Worker:
         except BaseException:
             self._release(task)
             raise
-        return _Report(partial(self._client.complete_task, task, decision), "completed")
+        return _Report(partial(self._complete, task, decision), "completed")
+
+    def _complete(self, task: "Task", decision: Any) -> "list[Task]":
+        return self._client.complete_task(task, decision, claim_next=0 if self._stopping else 1)
 
     def _failed(self, task: "Task", error: str, retry_in_s: float | None = None) -> _Report:
         error = error[:ERROR_CHARS_MAX]
         return _Report(partial(self._client.fail_task, task, error, retry_in_s), "failed", error)
 
-    def _send(self, task: "Task", report: _Report) -> _Report:
-        """Send a report until it is accepted or the lease is over; gives the report that was accepted.
+    def _send(self, task: "Task", report: _Report) -> "tuple[_Report, Task | None]":
+        """Send a report until it is accepted or the lease is over.
 
-        A decision that cannot be stored, such as one that is not JSON, fails the task.
+        Gives the report that was accepted, and the task that came with its answer. A decision that cannot be
+        stored, such as one that is not JSON, fails the task.
         """
         refused = False
         while True:
             try:
-                report.send()
+                claimed = report.send()
             except NotAllowed:
                 raise
             except LEASE_OVER as error:
                 _log.warning("task %s went to another worker: %s", task.task_id, error)
-                return report._replace(outcome="lost")
+                return report._replace(outcome="lost"), None
             except Rejected as error:
                 if refused:
                     _log.warning("task %s: %s", task.task_id, error)
-                    return report
+                    return report, None
                 refused, report = True, self._failed(task, str(error))
             except Unavailable as error:
                 _log.warning("the report about task %s has to wait: %s", task.task_id, error)
                 if task.lost.wait(PAUSE_S_MAX):
-                    return report._replace(outcome="lost")
+                    return report._replace(outcome="lost"), None
             else:
-                return report
+                return report, self._accept(claimed)
