@@ -820,7 +820,7 @@ def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) ->
     unwanted.set()
     mark = tmp_path / "ended"
     command = f"trap 'touch {mark}; exit 1' TERM; sleep 600 & wait"
-    with pytest.raises(ProgramFailed, match="no longer ours"):
+    with pytest.raises(ProgramFailed, match="the lease of its task is over"):
         run_program(command, {}, unwanted)
     assert mark.exists()
 
