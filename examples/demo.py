@@ -323,8 +323,8 @@ def act_two(folder: Path) -> bool:
 
 
 def refusals(folder: Path) -> int:
-    """How often the zombie was told that its task is somebody else's."""
-    return (folder / f"{ZOMBIE}.log").read_text().count("went to somebody else")
+    """How often the zombie learned that another worker has its task."""
+    return (folder / f"{ZOMBIE}.log").read_text().count("went to another worker")
 
 
 def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict[str, int]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import postroom.client
 from postroom import errors
 from postroom.client import (
     HarnessRefused,
@@ -319,6 +320,14 @@ def test_a_refusal_is_an_error_with_the_servers_words_and_is_not_repeated(case: 
     if isinstance(caught.value, HarnessRefused):
         assert caught.value.status == answer.status
     assert len(server.requests) == 1
+
+
+def test_the_clients_errors_are_the_classes_of_the_library() -> None:
+    shared = [name for name in postroom.client.__all__ if hasattr(errors, name)]
+    assert {"StaleLease", "UnknownTask", "WrongState", "Rejected", "Unavailable"} <= set(shared)
+    for name in shared:
+        assert getattr(postroom.client, name) is getattr(errors, name)
+    assert postroom.client.StaleLease is postroom.StaleLease
 
 
 def test_errors_are_those_of_the_library_and_carry_the_facts_of_the_call() -> None:

@@ -250,7 +250,8 @@ class TaskClient:
         """
         further = {"claim_next": claim_next} if arguments.count("claim_next", claim_next) else {}
         body = self._holder_body(task, lease, decision=decision, **further)
-        return self._claimed(self._end_lease("/queue/complete", body) or {})
+        answer = self._end_lease("/queue/complete", body)
+        return self._claimed(answer) if claim_next and answer else []
 
     def heartbeat(self, task: str | Task, *, lease: int | None = None) -> None:
         """Renew a lease: it runs its whole length from now."""

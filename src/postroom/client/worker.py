@@ -241,8 +241,8 @@ class Worker:
         self._in_flight[task.lease] = _InFlight(task, heartbeats)
         return task
 
-    def _land(self, task: "Task") -> None:
-        """The end of `_accept`: the lease is over."""
+    def _stop_heartbeats(self, task: "Task") -> None:
+        """Undo `_accept`: the task is no longer in flight."""
         in_flight = self._in_flight.pop(task.lease, None)
         if in_flight is not None:
             in_flight.heartbeats.close()
@@ -253,7 +253,7 @@ class Worker:
         except PostroomError as error:
             _log.warning("could not release task %s, so its lease has to end: %s", task.task_id, error)
         finally:
-            self._land(task)
+            self._stop_heartbeats(task)
 
     def _drain(self, task: "Task | None") -> None:
         """Handle a task, and each task that the completion of the previous one brings."""
@@ -271,7 +271,7 @@ class Worker:
             self._call_on_end(TaskEnd(task, "released", time.monotonic() - begun))
             raise
         finally:
-            self._land(task)
+            self._stop_heartbeats(task)
         self._call_on_end(TaskEnd(task, report.outcome, time.monotonic() - begun, report.error))
         return following
 
