@@ -323,8 +323,8 @@ def act_two(folder: Path) -> bool:
 
 
 def refusals(folder: Path) -> int:
-    """How often the zombie learned that another worker has its task."""
-    return (folder / f"{ZOMBIE}.log").read_text().count("went to another worker")
+    """How often a call of the stopped agent was refused because its task had another holder."""
+    return (folder / f"{ZOMBIE}.log").read_text().count(" went to ")
 
 
 def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict[str, int]) -> bool:

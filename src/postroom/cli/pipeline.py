@@ -564,7 +564,7 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
 
 
 def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]) -> "Verdict":
-    """Check small tables without Spark, and others with it."""
+    """By the engine that fits the size of the tables."""
     from postroom.pipeline.session import need_packages
 
     need_packages()

@@ -130,7 +130,7 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
 
 
 def _beside_store(history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool) -> "Verdict":
-    """Messages open in the stream have to be in the store, unless they ended after the end of the stream."""
+    """What is open in the stream has to be in the store, unless it ended after the stream did."""
     from postroom.stores.open import SQLITE, open_store
 
     path = url.removeprefix(SQLITE)
