@@ -507,7 +507,7 @@ class Operations:
         """Everything about a message of an organization. Raises `UnknownTask`."""
         found = self.transaction.load(message_id)
         if found is None or not org_of(found.record.queue):
-            raise UnknownTask(message_id)
+            raise UnknownTask(message_id, f"there is no message {message_id!r}")
         return found
 
     def payload_of(self, body: Body) -> bytes:
