@@ -132,9 +132,9 @@ class Worker:
         self._signals: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def stop(self) -> None:
-        """Ask for the end. A second call also ends the grace of the tasks in flight.
+        """Ask the worker to end. A second call also ends the grace of the tasks in flight.
 
-        Safe in a signal handler, as a plain flag and a `SimpleQueue` are; an `Event` is not.
+        Safe in a signal handler: a flag and `SimpleQueue.put` are reentrant, `Event.set` is not.
         """
         self._stopping = True
         self._signals.put("stop")
