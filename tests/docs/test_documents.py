@@ -280,9 +280,7 @@ LIMITED = (
     "sinks.shipper",
     "sinks.index",
     "core.history_checker",
-    "client",
-    "mailclient",
-    "natsclient",
+    *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
 )

@@ -221,4 +221,4 @@ def test_a_store_that_the_stream_does_not_tell_of(quick_path: Path) -> None:
         tasks.enqueue(agent="a", payload=1)
     done = postroom("verify", "h", "--store", url)
     assert done.code == 1
-    assert done.error.startswith(f"postroom: the stream does not tell of {url}")
+    assert done.error.startswith(f"postroom: {url} was not shipped to this stream")
