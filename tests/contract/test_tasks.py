@@ -603,7 +603,7 @@ def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
     tasks = Tasks.open(url)
     got: list[Task] = []
     waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
-    while not tasks.bell._listeners:
+    while not tasks.notifier._callbacks:
         waiting.join(0.001)
     tasks.enqueue(agent="b", payload="not for it")
     task_id = tasks.enqueue(agent="a", payload=1)
@@ -615,13 +615,13 @@ def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
 def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no_child_left: None) -> None:
     task_id = on_disk.enqueue(agent="a", payload=1, delay_s=LONG_S)
     on_disk.claim(agent="a", wait_s=0.01)  # open before the fork
-    if not on_disk.bell.reaches_others:
+    if not on_disk.notifier.hears_other_processes:
         pytest.skip("a ring of another process was NOT tested: this system has no inotify")
     asleep, fall_asleep = os.pipe()
 
     def child() -> None:
         waiting = in_background(take_and_complete)
-        while not on_disk.bell._listeners:
+        while not on_disk.notifier._callbacks:
             waiting.join(0.001)
         os.write(fall_asleep, b"!")
         waiting.join(LONG_S)
@@ -646,7 +646,7 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(tasks.wait(task_id)))
-    while not tasks.bell._listeners:
+    while not tasks.notifier._callbacks:
         waiting.join(0.001)
     task = take(tasks)
     tasks.heartbeat(task_id, task.lease)
@@ -663,7 +663,7 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     assert info.ended
     assert info.result == ({"label": "bug"} if how == "complete" else None)
     assert tasks.wait(task_id, 0) == info  # one that has ended is not waited for
-    assert tasks.bell._listeners == {}
+    assert tasks.notifier._callbacks == {}
     tasks.close()
 
 
@@ -672,7 +672,7 @@ def test_a_wait_for_a_result_hears_another_process(
 ) -> None:
     task_id = on_disk.enqueue(agent="a", payload=1)
     on_disk.claim(agent="b", wait_s=0.01)
-    if not on_disk.bell.reaches_others:
+    if not on_disk.notifier.hears_other_processes:
         pytest.skip("a ring of another process was NOT tested: this system has no inotify")
     begin, begun = os.pipe()
 
@@ -685,7 +685,7 @@ def test_a_wait_for_a_result_hears_another_process(
     pid = children.start(child)
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(on_disk.wait(task_id, FOR_EVER_S)))
-    while not on_disk.bell._listeners:
+    while not on_disk.notifier._callbacks:
         waiting.join(0.001)
     os.write(begun, b"!")
     waiting.join(LONG_S)
@@ -752,7 +752,7 @@ def test_everything_that_makes_work_ready_rings(url: str, how: str) -> None:
     if how == "retry":
         tasks.cancel(task_id)
     heard = threading.Event()
-    with tasks.bell.heard_by("a", heard.set):
+    with tasks.notifier.subscribed("a", heard.set):
         match how:
             case "enqueue":
                 tasks.enqueue(agent="a", payload=2)

@@ -498,8 +498,8 @@ def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
 
 def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    harness = Harness(live.tasks, agents=live.agents, journal=journal)
+    server_log = ServerLog(stream)
+    harness = Harness(live.tasks, agents=live.agents, server_log=server_log)
     harness.start()
     new: dict[str, Any] = {"agent": "triage", "payload": "a secret", "task_id": "t-1", "max_retries": 1}
     live.tasks.enqueue(**new)
@@ -509,7 +509,7 @@ def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
     [task] = live.tasks.claim(agent="triage", worker="w")
     live.tasks.fail(task.task_id, task.lease, "a secret error")
     harness.stop()
-    journal.close()
+    server_log.close()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     told = [(line["event"], line["attempt"]) for line in lines if line["task_id"] == "t-1"]
     assert told == [("duplicate", 0), ("lease_lapsed", 1), ("requeued", 1), ("dead_letter", 2)]
@@ -713,15 +713,15 @@ def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:
 def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
     room.agents.add("triage", "http://127.0.0.1:1")
     log = (tmp_path / "log").open("w+")
-    journal = ServerLog(log)
-    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, journal=journal)
+    server_log = ServerLog(log)
+    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, server_log=server_log)
     harness.step()
     task_id = room.tasks.enqueue(agent="triage", payload="secret payload")
     room.clock.advance(10)
     harness.step()
     until(lambda: harness.status().nudges_failed == 1)
     harness.stop()
-    journal.close()
+    server_log.close()
     assert [task.task_id for task in room.tasks.claim(agent="triage")] == [task_id]
     log.seek(0)
     lines = [json.loads(line) for line in log]

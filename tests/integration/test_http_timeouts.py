@@ -13,7 +13,7 @@ from postroom.contracts.bus import Bus
 from postroom.runtime import listener
 from postroom.runtime.agents import Agents
 from postroom.runtime.http import create_app
-from postroom.runtime.listener import Listener, listener_config
+from postroom.runtime.listener import HttpServer, listener_config
 from tests.integration.servers import HANG_GUARD_S
 from tests.waiting import until
 
@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
         app = create_app(tmp_path, tasks)
         up = threading.Event()
-        server = Listener(listener_config(app), end_waits=app.end_waits, started=up.set)
+        server = HttpServer(listener_config(app), end_waits=app.end_waits, started=up.set)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -96,4 +96,4 @@ def test_every_reference_in_the_document_leads_somewhere() -> None:
 
     walk(document)
     assert found <= names
-    assert {"NextBody", "CompleteBody", "NewTask", "ErrorAnswer", "TaskInfo"} <= found
+    assert {"NextBody", "CompleteBody", "EnqueueBody", "ErrorAnswer", "TaskInfo"} <= found

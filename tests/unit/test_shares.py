@@ -14,7 +14,7 @@ ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))
 class Connection:
     closed = False
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         self.closed = True
 
 

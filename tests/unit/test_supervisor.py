@@ -1,4 +1,4 @@
-"""A companion: started again when it dies, ended when we do."""
+"""A supervisor: started again when it dies, ended when we do."""
 
 import os
 import signal
@@ -27,16 +27,16 @@ def text(path: Path) -> str:
 
 
 def test_it_is_started_again_and_ends_politely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    companion = Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)], pause_s=0.01)
-    companion.start()
+    supervisor = Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)], pause_s=0.01)
+    supervisor.start()
     until(lambda: text(tmp_path / "starts") == "x" and "I am up" in caplog.text)
-    assert companion.pid is not None
-    os.kill(companion.pid, signal.SIGKILL)
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
     until(lambda: text(tmp_path / "starts") == "xx")
     until(lambda: caplog.text.count("I am up") == 2)
-    companion.stop()
+    supervisor.stop()
     assert text(tmp_path / "ended") == "politely"
-    assert companion.restarts == 1
+    assert supervisor.restarts == 1
     assert "ended with -9" in caplog.text
 
 

@@ -12,7 +12,7 @@ from postroom.contracts.task_operations import NewTask, TaskOperations
 from postroom.errors import HandleDead, TooMany, Unavailable, UnknownTask, WriteFailed
 from postroom.runtime import writer as module
 from postroom.runtime.agents import Identity
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import StoreWriter
 from postroom.stores.sqlite import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
 from tests.faultydisk import FaultyDisk
@@ -20,14 +20,14 @@ from tests.waiting import HANG_GUARD_S
 
 ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))
 BOSS = Identity("boss", "operator")
-Work = Callable[[Tasks, Writer], Awaitable[Any]]
+Work = Callable[[Tasks, StoreWriter], Awaitable[Any]]
 
 
 def run(work: Work, store: Any = None) -> Any:
     """Do something with a writer in an event loop."""
 
     async def inside() -> Any:
-        writer = Writer(tasks, asyncio.get_running_loop())
+        writer = StoreWriter(tasks, asyncio.get_running_loop())
         try:
             return await work(tasks, writer)
         finally:
@@ -51,7 +51,7 @@ def enqueue_2(operations: TaskOperations) -> str:
 
 
 def test_each_gets_its_own_answer() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         good = writer.submit(enqueue_1, ONE)
         bad = writer.submit(lambda operations: operations.cancel("nobody"), ONE)
         task_id, error = await together(good, bad)
@@ -64,7 +64,7 @@ def test_each_gets_its_own_answer() -> None:
 def test_what_comes_together_is_one_commit() -> None:
     store = FaultyStore(MemoryStore())
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         await together(*(writer.submit(enqueue_1, ONE) for _ in range(50)))
 
     run(work, store)
@@ -76,7 +76,7 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
 ) -> None:
     disk = FaultyDisk(monkeypatch)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         def enqueue(operations: TaskOperations) -> str:
             return operations.enqueue([NewTask(agent="triage", payload=1, durability="group")])[0]
 
@@ -97,7 +97,7 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
     def broken(_: TaskOperations) -> None:
         raise ZeroDivisionError
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         futures = [writer.submit(enqueue_1, ONE) for _ in range(3)]
         failed = writer.submit(broken, ONE)
         *good, error = await together(*futures, failed)
@@ -109,7 +109,7 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
 
 
 def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         enqueue = enqueue_1
 
         outcomes = await together(writer.submit(enqueue, ONE), writer.submit(enqueue, ONE))
@@ -121,7 +121,7 @@ def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
 
 
 def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         expected = tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(7)])
         one, three = checked_terms("triage", 1, 300.0, None), checked_terms("triage", 3, 300.0, None)
         other = checked_terms("triage", 1, 60.0, "box-2")
@@ -137,7 +137,7 @@ def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
 def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLAIM_MAX", 5)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(12)])
         terms = checked_terms("triage", 2, 300.0, None)
         outcomes = await together(*(writer.submit(terms, ONE) for _ in range(6)))
@@ -155,7 +155,7 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(_: TaskOperations) -> list[str]:
         return []
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         futures = [writer.submit(find, who) for who in (ONE, ONE, TWO)]
         with pytest.raises(TooMany, match="'one' may have at most 2 calls that wait"):
             writer.submit(find, ONE)
@@ -176,7 +176,7 @@ def test_the_bytes_that_wait_have_a_limit() -> None:
     def find(_: TaskOperations) -> list[str]:
         return []
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         large = writer.submit(find, ONE, each_max)
         for _attempt in range(2 * module.WAITING_A_TOKEN_MAX):  # a call that is refused counts nowhere
             with pytest.raises(TooMany, match="bytes of calls that wait"):
@@ -191,7 +191,7 @@ def test_the_bytes_that_wait_have_a_limit() -> None:
 class Order:
     """Calls that note in which commit they were done."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: StoreWriter) -> None:
         self.writer = writer
         self.commits: list[list[str]] = [[]]
         self._begun, self._go_on = threading.Event(), threading.Event()
@@ -226,7 +226,7 @@ class Order:
 def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 3)
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         order = Order(writer)
         await order.begin()
         for number in range(5):
@@ -246,7 +246,7 @@ def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: py
 def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
     large = module.TURN_BYTES_MAX
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         order = Order(writer)
         await order.begin()
         order.submit("two 0", TWO)
@@ -263,7 +263,7 @@ def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
 def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 2)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         for _ in range(7):
             writer.submit(enqueue_1, ONE)
         await asyncio.sleep(0)
@@ -274,7 +274,7 @@ def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.Monk
 
 
 def test_nobody_who_left_stops_the_others() -> None:
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         left = writer.submit(enqueue_1, ONE)
         stays = writer.submit(enqueue_2, ONE)
         left.cancel()

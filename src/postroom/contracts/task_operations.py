@@ -220,7 +220,7 @@ class TaskOperations:
         self._transaction.apply(ByIds((checked_id(task_id),)), decide)
 
 
-Call = Callable[[TaskOperations], Any]
+TaskCall = Callable[[TaskOperations], Any]
 """Work on tasks that a server sends to the store."""
 
 

@@ -24,7 +24,15 @@ from postroom.contracts.task_input import (
     checked_results,
     checked_terms,
 )
-from postroom.contracts.task_operations import DECISIONS, LEASE_S, Call, NewTask, Rules, Task, TaskOperations
+from postroom.contracts.task_operations import (
+    DECISIONS,
+    LEASE_S,
+    NewTask,
+    Rules,
+    Task,
+    TaskCall,
+    TaskOperations,
+)
 from postroom.core import lifecycle
 from postroom.core.fieldfaults import field_fault
 from postroom.core.lifecycle import NANOS_PER_S
@@ -63,7 +71,7 @@ TIDY_EVERY_S = 60.0
 KEEP_FINISHED_S = 7 * 86_400.0
 KEEP_DEAD_S = 90 * 86_400.0
 KEEP_KEYS_S = 30 * 86_400.0
-ENDED_BELL = ".ended"  # no agent has a name that begins with a dot
+TASK_ENDED = ".ended"  # no agent has a name that begins with a dot
 """The bell that is rung when a task has come to its end."""
 Status = Literal["pending", "claimed", "completed", "done", "failed", "cancelled", "expired", "quarantined"]
 
@@ -186,7 +194,7 @@ class Tasks(Closing):
         self.store = store
         self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
         self._retention = Retention() if retention is None else retention
-        self.bell = Notifier(_bell_folder(store.url))
+        self.notifier = Notifier(_notifier_folder(store.url))
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with those of its events that a person may have to know."""
         store.on_commit = self._committed
@@ -254,9 +262,9 @@ class Tasks(Closing):
 
     def _committed(self, transaction: Transaction) -> None:
         for queue in transaction.ready:
-            self.bell.ring(queue)
+            self.notifier.notify(queue)
         if transaction.ended:
-            self.bell.ring_seldom_heard(ENDED_BELL)
+            self.notifier.notify_rarely_awaited(TASK_ENDED)
         if transaction.notable and self.on_notable is not None:
             self.on_notable(transaction.notable)
 
@@ -266,7 +274,7 @@ class Tasks(Closing):
             lambda transaction: call(TaskOperations(transaction, rules)), makes_room=makes_room
         )
 
-    def run_many(self, calls: Sequence[Call], *, makes_room: bool = True) -> list[Any]:
+    def run_many(self, calls: Sequence[TaskCall], *, makes_room: bool = True) -> list[Any]:
         """Run calls of many clients in one commit; gives the result of each, or the error that it raised.
 
         For a server: `tasks.run_many([lambda operations: operations.release(task_id, lease), ...])`.
@@ -276,7 +284,7 @@ class Tasks(Closing):
         self._backlog.look()
         rules = self.rules
 
-        def bound(call: Call) -> Callable[[Transaction], Any]:
+        def bound(call: TaskCall) -> Callable[[Transaction], Any]:
             return lambda transaction: call(TaskOperations(transaction, rules))
 
         return self.store.write_many([bound(call) for call in calls], makes_room=makes_room)
@@ -298,7 +306,7 @@ class Tasks(Closing):
             return self.claim_now(terms)
         deadline = time.monotonic() + wait_s
         woken = threading.Event()
-        with self.bell.heard_by(agent, woken.set):
+        with self.notifier.subscribed(agent, woken.set):
             while True:
                 woken.clear()
                 tasks = self.claim_now(terms) if self.store.next_work_ns(agent) == 0 else []
@@ -314,7 +322,7 @@ class Tasks(Closing):
 
     def pause_s(self, agent: str) -> float:
         """How long one may wait without missing anything, rings aside."""
-        longest = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
+        longest = LOOK_AGAIN_S if self.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
         starts_ns = self.store.next_work_ns(agent)
         return longest if starts_ns is None else min(longest, starts_ns / NANOS_PER_S)
 
@@ -440,12 +448,12 @@ class Tasks(Closing):
 
     def _wait_for_end(self, task_id: str, deadline: float) -> None:
         woken = threading.Event()
-        with self.bell.heard_by(ENDED_BELL, woken.set):
+        with self.notifier.subscribed(TASK_ENDED, woken.set):
             pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
             while not self.ended([task_id]) and (left_s := deadline - time.monotonic()) > 0:
                 woken.wait(min(left_s, pause_s))
                 woken.clear()
-                pause_s = LOOK_AGAIN_S if self.bell.reaches_others else LOOK_AGAIN_DEAF_S
+                pause_s = LOOK_AGAIN_S if self.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
     def ended(self, task_ids: Sequence[str]) -> set[str]:
         """Which of these tasks have come to their end. One that is not kept any more counts as ended."""
@@ -548,7 +556,7 @@ class Tasks(Closing):
 
     def close(self) -> None:
         """Close every file. The queue can be used again; it opens them anew."""
-        self.bell.close()
+        self.notifier.close()
         self.store.close()
 
 
@@ -591,7 +599,7 @@ def _lease_ends_at(record: Record) -> datetime | None:
     return _moment(record.heartbeat_us + record.lease_ns // 1000)
 
 
-def _bell_folder(url: str) -> Path | None:
+def _notifier_folder(url: str) -> Path | None:
     """Beside the database; a store in memory is heard in its own process alone."""
     path = url.removeprefix("sqlite:///")
     return None if path == url else Path(f"{path}.bells")

@@ -23,7 +23,7 @@ MARKS = 4096  # bytes of a bell's file
 QUIET_S = 0.02  # for how long a bell that is seldom heard does not look for waiters of other processes
 _EVENT = struct.Struct("iIII")
 
-Listener = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class Notifier:
@@ -36,15 +36,15 @@ class Notifier:
 
     def _start(self) -> None:
         self._mutex = threading.Lock()
-        self._listeners: dict[str, set[Listener]] = {}
+        self._callbacks: dict[str, set[Callback]] = {}
         self._files: dict[str, int] = {}
         self._quiet_until: dict[str, float] = {}
         self._watching = False
         self._stop_fd = -1
 
-    def ring(self, queue: str) -> bool:
+    def notify(self, queue: str) -> bool:
         """Wake whoever waits for this queue; whether another process waits. Never fails: they look again."""
-        if queue in self._listeners:
+        if queue in self._callbacks:
             self._call(queue)
         if self._folder is not None:
             try:
@@ -57,15 +57,15 @@ class Notifier:
                 pass
         return False
 
-    def ring_seldom_heard(self, queue: str) -> None:
-        """As `ring`, for what is rung far more often than it is waited for.
+    def notify_rarely_awaited(self, queue: str) -> None:
+        """As `notify`, for what is rung far more often than it is waited for.
 
         While nobody waits it looks for waiters of other processes only every `QUIET_S`. Who begins to wait
         looks again after that.
         """
         now = time.monotonic()
-        if queue in self._listeners or now >= self._quiet_until.get(queue, 0.0):
-            self._quiet_until[queue] = 0.0 if self.ring(queue) else now + QUIET_S
+        if queue in self._callbacks or now >= self._quiet_until.get(queue, 0.0):
+            self._quiet_until[queue] = 0.0 if self.notify(queue) else now + QUIET_S
 
     def _open(self, queue: str) -> int:
         with self._mutex:
@@ -89,15 +89,15 @@ class Notifier:
 
     def _call(self, queue: str) -> None:
         with self._mutex:
-            listeners = list(self._listeners.get(queue, ()))
-        for listener in listeners:
-            listener()
+            callbacks = list(self._callbacks.get(queue, ()))
+        for callback in callbacks:
+            callback()
 
     @contextmanager
-    def heard_by(self, queue: str, listener: Listener) -> Iterator[None]:
-        """Call `listener`, from any thread, at every ring until the end of the block."""
+    def subscribed(self, queue: str, callback: Callback) -> Iterator[None]:
+        """Call `callback`, from any thread, at every ring until the end of the block."""
         with self._mutex:
-            self._listeners.setdefault(queue, set()).add(listener)
+            self._callbacks.setdefault(queue, set()).add(callback)
             self._mark(queue, b"\1")
             if not self._watching and self._folder is not None:
                 self._watch(self._folder)
@@ -105,13 +105,13 @@ class Notifier:
             yield
         finally:
             with self._mutex:
-                self._listeners[queue].discard(listener)
-                if not self._listeners[queue]:
-                    del self._listeners[queue]
+                self._callbacks[queue].discard(callback)
+                if not self._callbacks[queue]:
+                    del self._callbacks[queue]
                     self._mark(queue, b"\0")
 
     @property
-    def reaches_others(self) -> bool:
+    def hears_other_processes(self) -> bool:
         """Whether a ring of another process is heard; else one has to look often."""
         return self._watching
 
@@ -126,7 +126,9 @@ class Notifier:
             return
         self._watching = True
         stopped, self._stop_fd = os.pipe()
-        threading.Thread(target=self._listen, args=(fd, stopped), name="postroom-bell", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(fd, stopped), name="postroom-notifier", daemon=True
+        ).start()
 
     def _listen(self, fd: int, stopped: int) -> None:
         poller = select.poll()

@@ -38,7 +38,7 @@ LOOK_EVERY_S = 0.2  # thousands of requests a second need not each look at the f
 Role = Literal["agent", "operator"]
 
 
-class Agent(msgspec.Struct, frozen=True):
+class RegisteredAgent(msgspec.Struct, frozen=True):
     """One line of the file."""
 
     name: str
@@ -65,14 +65,14 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    agents: list[Agent]
+    agents: list[RegisteredAgent]
 
 
 class _Known(NamedTuple):
     """What the file said when it was last read, and how it looked then."""
 
     looks: tuple[int, int, int]
-    agents: tuple[Agent, ...]
+    agents: tuple[RegisteredAgent, ...]
     by_digest: dict[str, tuple[str, Identity]]
     names: frozenset[str]
 
@@ -108,7 +108,7 @@ class Agents:
                 raise AgentExists(name)
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, and no more are kept")
-            agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC), targets))
+            agents.append(RegisteredAgent(name, role, checked, _digest(token), datetime.now(UTC), targets))
         return token
 
     def remove(self, name: str) -> None:
@@ -147,7 +147,7 @@ class Agents:
                     return agents[place].may_send_to
             raise UnknownAgent(name)
 
-    def list(self) -> list[Agent]:
+    def list(self) -> list[RegisteredAgent]:
         """All of them, in the order they were added."""
         return [*self._read().agents]
 
@@ -171,7 +171,7 @@ class Agents:
         return {agent.name: agent.url for agent in self._read().agents if agent.url is not None}
 
     @contextmanager
-    def _changing(self) -> Iterator[MutableSequence[Agent]]:
+    def _changing(self) -> Iterator[MutableSequence[RegisteredAgent]]:
         """The agents, to be changed; what they are at the end of the block is kept."""
         make_folder(self.data, "fsync")
         fd = open_safely(self._path.with_name(f"{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT)

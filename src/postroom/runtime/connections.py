@@ -28,10 +28,10 @@ def allowed_connections() -> int:
     return max(8, raise_descriptor_limit(CONNECTIONS_MAX + FILES_RESERVED) - FILES_RESERVED)
 
 
-class Closable(Protocol):
+class EvictableConnection(Protocol):
     """A connection that can be told to make room."""
 
-    def make_room(self) -> None: ...
+    def evict(self) -> None: ...
 
 
 class Connections:
@@ -47,10 +47,10 @@ class Connections:
         self.unsent = Shares(
             "bytes of unread answers", UNSENT_BYTES_MAX, UNSENT_BYTES_A_TOKEN_MAX, UNSENT_BYTES_RESERVE
         )
-        self._anonymous: dict[str, dict[Closable, None]] = {}
+        self._anonymous: dict[str, dict[EvictableConnection, None]] = {}
         self.anonymous = 0
 
-    def open(self, connection: Closable, address: str) -> None:
+    def open(self, connection: EvictableConnection, address: str) -> None:
         """A new anonymous connection. Another one is closed when there is no room."""
         here = self._anonymous.setdefault(address, {})
         if len(here) >= self.anonymous_an_address_max:
@@ -63,9 +63,9 @@ class Connections:
     def _close_oldest(self, address: str) -> None:
         oldest = next(iter(self._anonymous[address]))
         self._forget(oldest, address)
-        oldest.make_room()
+        oldest.evict()
 
-    def _forget(self, connection: Closable, address: str) -> bool:
+    def _forget(self, connection: EvictableConnection, address: str) -> bool:
         """Count a connection as anonymous no longer; false when it was not."""
         here = self._anonymous.get(address, {})
         if connection not in here:
@@ -76,12 +76,12 @@ class Connections:
         self.anonymous -= 1
         return True
 
-    def identify(self, connection: Closable, address: str, identity: Identity) -> None:
+    def identify(self, connection: EvictableConnection, address: str, identity: Identity) -> None:
         """Put a connection into the share of a token; raises when that is used up."""
         self._shares.take(identity)
         self._forget(connection, address)
 
-    def close(self, connection: Closable, address: str, identity: Identity | None) -> None:
+    def close(self, connection: EvictableConnection, address: str, identity: Identity | None) -> None:
         """A connection has ended."""
         if identity is None:
             self._forget(connection, address)

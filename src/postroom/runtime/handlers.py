@@ -37,10 +37,10 @@ from postroom.errors import InvalidMessage, PostroomError, SinceIdNotFound, Unkn
 from postroom.message import Record, State
 from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.buses import Buses
-from postroom.runtime.endings import Endings
 from postroom.runtime.harness import Harness
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
 from postroom.runtime.openapi import EVENT_STREAM, JSON
+from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.schemas import (
     PAGE_DEFAULT,
     STREAM_PAGE_BYTES_MAX,
@@ -51,6 +51,8 @@ from postroom.runtime.schemas import (
     ClaimedTasks,
     CompleteBody,
     CompletedAnswer,
+    EnqueueBody,
+    EnqueueManyBody,
     ErrorAnswer,
     FailBody,
     FindQuery,
@@ -58,9 +60,7 @@ from postroom.runtime.schemas import (
     HolderBody,
     LinesAnswer,
     NewBusMessage,
-    NewTask,
     NewTaskAnswer,
-    NewTasks,
     NewTasksAnswer,
     NextBody,
     ResetNotice,
@@ -71,7 +71,7 @@ from postroom.runtime.schemas import (
 )
 from postroom.runtime.server_log import ServerLog
 from postroom.runtime.shares import Shares
-from postroom.runtime.writer import TASK_BYTES, Writer
+from postroom.runtime.writer import TASK_BYTES, StoreWriter
 from postroom.stores.base import ByIds
 from postroom.stores.transaction import Claim
 
@@ -93,7 +93,7 @@ TERMS_KEPT_MAX = 1_024
 HEALTH_LOOK_S = 0.5
 STREAM_LOOK_S = 1.0  # what another process wrote is seen within this
 STREAM_GATHER_S = 0.02
-STREAM_ALIVE_S = 15.0  # a comment, so that a connection that is gone is noticed
+STREAM_ALIVE_S = 15.0  # a comment, so that a connection that is disconnected is noticed
 STREAM_PAGE = 500
 
 _encode = msgspec.json.Encoder().encode
@@ -110,11 +110,11 @@ class Refusal(Exception):
         self.error = error
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """Whoever asked has closed the connection."""
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """An answer, ready to be sent."""
 
     status: int
@@ -122,11 +122,11 @@ class Reply(NamedTuple):
     headers: tuple[tuple[bytes, bytes], ...] = (JSON_TYPE,)
 
 
-NOTHING = Reply(204, b"", ())
+NOTHING = HttpReply(204, b"", ())
 OPERATORS_ONLY = "only an operator may do that, and this token is an agent's"
 
 
-class Call:
+class HttpRequest:
     """One request, decoded."""
 
     __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "size", "token")
@@ -159,21 +159,21 @@ class Call:
 _NOBODY = Identity("", "agent")
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a look at the store or at a bus where it may block."""
-Handler = Callable[[Call], Awaitable[Reply | None]]
-"""Answers a call; None when it has sent everything itself."""
+Handler = Callable[[HttpRequest], Awaitable[HttpReply | None]]
+"""Answers a request; None when it has sent everything itself."""
 
 
 class TaskHandlers:
     """Everything that the routes share while the server runs."""
 
     def __init__(
-        self, tasks: Tasks, agents: Agents, harness: Harness, buses: Buses, journal: ServerLog
+        self, tasks: Tasks, agents: Agents, harness: Harness, buses: Buses, server_log: ServerLog
     ) -> None:  # fmt: skip
         self.tasks = tasks
         self.agents = agents
         self.harness = harness
         self.buses = buses
-        self.journal = journal
+        self.server_log = server_log
         self.openapi_json = b"{}"
         self.lease_s_max = LEASE_S_MAX
         """A longer wish is cut to this; the answer says how long the lease is."""
@@ -184,12 +184,12 @@ class TaskHandlers:
         self._health_thread = ThreadPoolExecutor(1, "postroom-health")
         self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
         self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
-        self.writer = Writer(tasks, self._loop)
-        self.waiting = LongPolls(tasks, self.writer, self.read, self._loop)
+        self.writer = StoreWriter(tasks, self._loop)
+        self.long_polls = LongPolls(tasks, self.writer, self.read, self._loop)
         self._health_looked = -HEALTH_LOOK_S
         self._health_parts: dict[str, str] = {}
-        self.endings = Endings(tasks, self.read, self.waiting)
-        self._stirred = self._loop.create_future()
+        self.result_polls = ResultPolls(tasks, self.read, self.long_polls)
+        self._streams_woken = self._loop.create_future()
         self._streams = Shares("event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE)
         self._polls = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
         self.body_bytes = Shares(
@@ -201,25 +201,25 @@ class TaskHandlers:
         """Look at the store where it may block."""
         return self._loop.run_in_executor(self._readers, look)
 
-    async def read_for(self, call: Call, look: Callable[[], T]) -> T:
+    async def read_for(self, request: HttpRequest, look: Callable[[], T]) -> T:
         """Look at the store for a request. One token never has all the readers: the next of it waits."""
-        async with self._read_turns(call.identity.name):
+        async with self._read_turns(request.identity.name):
             return await self.read(look)
 
-    async def on_bus(self, call: Call, look: Callable[[], T]) -> T:
+    async def on_bus(self, request: HttpRequest, look: Callable[[], T]) -> T:
         """Do something with a bus. That may take long, so one token never has all the threads."""
-        async with self._bus_turns(call.identity.name):
+        async with self._bus_turns(request.identity.name):
             return await self._loop.run_in_executor(self._bus_threads, look)
 
-    def stir(self) -> None:
+    def wake_streams(self) -> None:
         """Something happened: those who follow look now."""
-        if self._streams.used and not self._stirred.done():
-            self._stirred.set_result(None)
-            self._stirred = self._loop.create_future()
+        if self._streams.used and not self._streams_woken.done():
+            self._streams_woken.set_result(None)
+            self._streams_woken = self._loop.create_future()
 
     def end_waits(self) -> None:
         """Send home whoever waits, so that the server can end."""
-        self.waiting.end()
+        self.long_polls.end()
 
     def close(self) -> None:
         """Finish what waits for the store."""
@@ -232,48 +232,48 @@ class TaskHandlers:
 
     # ---- tasks for agents ----------------------------------------------------------------------
 
-    async def next(self, call: Call) -> Reply:
-        body: NextBody = call.body
-        agent = _owner(call)
+    async def next(self, request: HttpRequest) -> HttpReply:
+        body: NextBody = request.body
+        agent = _owner(request)
         if agent is None:
             raise InvalidMessage("an operator has to name the agent whose tasks it wants")
         lease_s = min(body.lease_s, self.lease_s_max)
         terms = self._terms(agent, body.limit, lease_s, body.worker)
         if body.wait_s:
-            claimed = await self._wait(call, terms, body.wait_s)
+            claimed = await self._wait(request, terms, body.wait_s)
         else:
-            claimed = await self.writer.submit(terms, call.identity)
+            claimed = await self.writer.submit(terms, request.identity)
         if not claimed:
             return NOTHING
-        self.stir()
+        self.wake_streams()
         self.harness.lease_given(lease_s)
         for task in claimed:
-            self.journal.write("claimed", task_id=task.task_id, agent=agent, attempt=task.attempt)
+            self.server_log.write("claimed", task_id=task.task_id, agent=agent, attempt=task.attempt)
         shown = [_shown(task) for task in claimed]
-        return Reply(200, _encode(shown[0] if body.limit == 1 else ClaimedTasks(shown)))
+        return HttpReply(200, _encode(shown[0] if body.limit == 1 else ClaimedTasks(shown)))
 
-    async def _wait(self, call: Call, terms: Claim, wait_s: float) -> list[Task]:
-        """A long poll. What was claimed for somebody who is gone by then is given back at once."""
-        self._polls.take(call.identity)
-        gone = asyncio.ensure_future(_gone(call.receive))
+    async def _wait(self, request: HttpRequest, terms: Claim, wait_s: float) -> list[Task]:
+        """A long poll. What was claimed for somebody who is disconnected by then is given back at once."""
+        self._polls.take(request.identity)
+        disconnected = asyncio.ensure_future(_disconnection(request.receive))
         try:
-            claimed = await self.waiting.claim(terms, call.identity, wait_s, gone)
-            if gone.done():
-                await self._release(call, claimed)
-                raise Gone
+            claimed = await self.long_polls.claim(terms, request.identity, wait_s, disconnected)
+            if disconnected.done():
+                await self._release(request, claimed)
+                raise ClientDisconnected
             return claimed
         finally:
-            self._polls.give_back(call.identity)
-            gone.cancel()
+            self._polls.give_back(request.identity)
+            disconnected.cancel()
 
-    async def _release(self, call: Call, claimed: list[Task]) -> None:
+    async def _release(self, request: HttpRequest, claimed: list[Task]) -> None:
         for task in claimed:
             with suppress(PostroomError):
-                await self.writer.submit(_releasing(task), call.identity, makes_room=True)
+                await self.writer.submit(_releasing(task), request.identity, makes_room=True)
 
-    async def complete(self, call: Call) -> Reply:
-        body: CompleteBody = call.body
-        owner = _owner(call)
+    async def complete(self, request: HttpRequest) -> HttpReply:
+        body: CompleteBody = request.body
+        owner = _owner(request)
 
         def work(operations: TaskOperations) -> tuple[bool, list[Task]]:
             """Whether the task was completed before, and what was claimed next."""
@@ -286,173 +286,179 @@ class TaskHandlers:
             return record.lease == body.lease and record.state in _DECIDED, claimed
 
         repeated, claimed = await self.writer.submit(
-            work, call.identity, TASK_BYTES * (1 + body.claim_next) + call.size, makes_room=True
+            work, request.identity, TASK_BYTES * (1 + body.claim_next) + request.size, makes_room=True
         )
         if repeated:  # the first may stand in the same commit, so it is read after that
-            await self.read_for(call, lambda: _check_same_decision(self.tasks, body))
+            await self.read_for(request, lambda: _check_same_decision(self.tasks, body))
         self.harness.wake()
-        return self._completed(call, body.task_id, claimed)
+        return self._completed(request, body.task_id, claimed)
 
-    def _completed(self, call: Call, task_id: str, claimed: list[Task]) -> Reply:
+    def _completed(self, request: HttpRequest, task_id: str, claimed: list[Task]) -> HttpReply:
         for task in claimed:
             self.harness.lease_given(task.lease_s)
-            self.journal.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
-        self._said(call, "completed", task_id)
-        return Reply(202, _encode(CompletedAnswer(task_id, [_shown(task) for task in claimed])))
+            self.server_log.write("claimed", task_id=task.task_id, agent=task.agent, attempt=task.attempt)
+        self._said(request, "completed", task_id)
+        return HttpReply(202, _encode(CompletedAnswer(task_id, [_shown(task) for task in claimed])))
 
-    async def heartbeat(self, call: Call) -> Reply:
-        body: HolderBody = call.body
+    async def heartbeat(self, request: HttpRequest) -> HttpReply:
+        body: HolderBody = request.body
         return await self._word(
-            call, "heartbeat", lambda operations: operations.heartbeat(body.task_id, body.lease)
+            request, "heartbeat", lambda operations: operations.heartbeat(body.task_id, body.lease)
         )
 
-    async def fail(self, call: Call) -> Reply:
-        body: FailBody = call.body
+    async def fail(self, request: HttpRequest) -> HttpReply:
+        body: FailBody = request.body
         return await self._word(
-            call,
+            request,
             "failed",
             lambda operations: operations.fail(body.task_id, body.lease, body.error, body.retry_in_s),
         )
 
-    async def release(self, call: Call) -> Reply:
-        body: HolderBody = call.body
+    async def release(self, request: HttpRequest) -> HttpReply:
+        body: HolderBody = request.body
         return await self._word(
-            call, "released", lambda operations: operations.release(body.task_id, body.lease)
+            request, "released", lambda operations: operations.release(body.task_id, body.lease)
         )
 
-    async def _word(self, call: Call, event: str, say: Callable[[TaskOperations], None]) -> Reply:
+    async def _word(
+        self, request: HttpRequest, event: str, say: Callable[[TaskOperations], None]
+    ) -> HttpReply:
         """What a holder says about a task, which has to be its own agent's."""
-        task_id, owner = call.body.task_id, _owner(call)
+        task_id, owner = request.body.task_id, _owner(request)
 
         def work(operations: TaskOperations) -> None:
             _mine(operations, task_id, owner)
             say(operations)
 
-        return await self._say(call, event, task_id, work, makes_room=True)
+        return await self._say(request, event, task_id, work, makes_room=True)
 
     async def _say(
         self,
-        call: Call,
+        request: HttpRequest,
         event: str,
         task_id: str,
         work: Callable[[TaskOperations], None],
         *,
         makes_room: bool,
-    ) -> Reply:
-        await self.writer.submit(work, call.identity, TASK_BYTES + call.size, makes_room=makes_room)
-        return self._said(call, event, task_id)
+    ) -> HttpReply:
+        await self.writer.submit(work, request.identity, TASK_BYTES + request.size, makes_room=makes_room)
+        return self._said(request, event, task_id)
 
-    def _said(self, call: Call, event: str, task_id: str) -> Reply:
+    def _said(self, request: HttpRequest, event: str, task_id: str) -> HttpReply:
         """The answer to a word that is committed."""
-        self.stir()
-        self.journal.write(event, task_id=task_id, agent=call.identity.name)
-        return Reply(202, _encode(TaskAnswer(task_id)))
+        self.wake_streams()
+        self.server_log.write(event, task_id=task_id, agent=request.identity.name)
+        return HttpReply(202, _encode(TaskAnswer(task_id)))
 
     # ---- what operators do, and agents that may send ------------------------------------------
 
-    async def enqueue(self, call: Call) -> Reply:
-        many = isinstance(call.body, NewTasks)
-        new: list[NewTask] = call.body.tasks if many else [call.body]
+    async def enqueue(self, request: HttpRequest) -> HttpReply:
+        many = isinstance(request.body, EnqueueManyBody)
+        new: list[EnqueueBody] = request.body.tasks if many else [request.body]
         agents = {task.agent for task in new}
-        sender = "" if call.identity.is_operator else call.identity.name
+        sender = "" if request.identity.is_operator else request.identity.name
         if sender:
-            _check_may_send(call.identity, agents)
+            _check_may_send(request.identity, agents)
         warning = self._unregistered(agents)
         self.tasks.check_backlog()
         tasks = [task_operations.NewTask(**msgspec.structs.asdict(task), sender=sender) for task in new]
         task_ids: list[str] = await self.writer.submit(
-            lambda operations: operations.enqueue(tasks), call.identity, TASK_BYTES * len(new) + call.size
+            lambda operations: operations.enqueue(tasks),
+            request.identity,
+            TASK_BYTES * len(new) + request.size,
         )
-        self.stir()
+        self.wake_streams()
         for added, task_id in zip(new, task_ids, strict=True):
-            self.journal.write("enqueued", task_id=task_id, agent=added.agent)
+            self.server_log.write("enqueued", task_id=task_id, agent=added.agent)
         answer = NewTasksAnswer(task_ids, warning) if many else NewTaskAnswer(task_ids[0], warning)
-        return Reply(201, _encode(answer))
+        return HttpReply(201, _encode(answer))
 
     def _unregistered(self, agents: set[str]) -> str:
         """A warning about agents that have no token here, and so may never take what is sent to them."""
         missing = sorted(agent for agent in agents if not self.agents.knows(agent))
         return f"no agent {', '.join(map(repr, missing))} is registered here" if missing else ""
 
-    async def cancel(self, call: Call) -> Reply:
-        task_id = call.in_path("id")
+    async def cancel(self, request: HttpRequest) -> HttpReply:
+        task_id = request.in_path("id")
         return await self._say(
-            call, "cancelled", task_id, lambda operations: operations.cancel(task_id), makes_room=True
+            request, "cancelled", task_id, lambda operations: operations.cancel(task_id), makes_room=True
         )
 
-    async def retry(self, call: Call) -> Reply:
-        task_id = call.in_path("id")
+    async def retry(self, request: HttpRequest) -> HttpReply:
+        task_id = request.in_path("id")
         return await self._say(
-            call, "retried", task_id, lambda operations: operations.retry(task_id), makes_room=False
+            request, "retried", task_id, lambda operations: operations.retry(task_id), makes_room=False
         )
 
-    async def result(self, call: Call) -> Reply:
+    async def result(self, request: HttpRequest) -> HttpReply:
         """Only a nudge: whether there is a result, the harness sees for itself."""
-        body: ResultBody = call.body
-        owner = _owner(call)
-        await self.read_for(call, lambda: _seen(self.tasks, body.task_id, owner))
+        body: ResultBody = request.body
+        owner = _owner(request)
+        await self.read_for(request, lambda: _seen(self.tasks, body.task_id, owner))
         self.harness.wake()
-        return Reply(202, _encode(TaskAnswer(body.task_id)))
+        return HttpReply(202, _encode(TaskAnswer(body.task_id)))
 
     # ---- looking -------------------------------------------------------------------------------
 
-    async def show(self, call: Call) -> Reply:
-        query: ShowQuery = call.query
-        info = await self._readable(call)
+    async def show(self, request: HttpRequest) -> HttpReply:
+        query: ShowQuery = request.query
+        info = await self._readable(request)
         if query.wait_s and not info.ended:
-            await self._wait_for_end(call, info.task_id, query.wait_s)
-            info = await self._readable(call)
-        return Reply(200, _encode(info))
+            await self._wait_for_end(request, info.task_id, query.wait_s)
+            info = await self._readable(request)
+        return HttpReply(200, _encode(info))
 
-    async def _readable(self, call: Call) -> TaskInfo:
+    async def _readable(self, request: HttpRequest) -> TaskInfo:
         """A task, for its agent, its sender and operators; unknown to everybody else."""
-        task_id, owner = call.in_path("id"), _own_queue(call.identity)
-        info = await self.read_for(call, lambda: self.tasks.get(task_id))
+        task_id, owner = request.in_path("id"), _own_queue(request.identity)
+        info = await self.read_for(request, lambda: self.tasks.get(task_id))
         if owner is not None and owner not in (info.agent, info.sender):
             raise UnknownTask(task_id)
         return info
 
-    async def _wait_for_end(self, call: Call, task_id: str, wait_s: float) -> None:
+    async def _wait_for_end(self, request: HttpRequest, task_id: str, wait_s: float) -> None:
         """A long poll for a result. It counts in the token's share, as one for a task does."""
-        self._polls.take(call.identity)
-        gone = asyncio.ensure_future(_gone(call.receive))
+        self._polls.take(request.identity)
+        disconnected = asyncio.ensure_future(_disconnection(request.receive))
         try:
-            await self.endings.wait(task_id, wait_s, gone)
-            if gone.done():
-                raise Gone
+            await self.result_polls.wait(task_id, wait_s, disconnected)
+            if disconnected.done():
+                raise ClientDisconnected
         finally:
-            self._polls.give_back(call.identity)
-            gone.cancel()
+            self._polls.give_back(request.identity)
+            disconnected.cancel()
 
-    async def find(self, call: Call) -> Reply:
-        query: FindQuery = call.query
-        owner = _own_queue(call.identity)
+    async def find(self, request: HttpRequest) -> HttpReply:
+        query: FindQuery = request.query
+        owner = _own_queue(request.identity)
         if owner is not None and query.agent not in (UNSET, owner):
             raise Refusal(403, "Forbidden", f"this token is {owner}'s, and lists no other agent's tasks")
         agent = owner or (query.agent or None)
         state = query.state or None
         lines = await self.read_for(
-            call, lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
+            request, lambda: self.tasks.find(agent=agent, state=state, after=query.after, limit=query.limit)
         )
-        return Reply(200, _encode(LinesAnswer(lines)))
+        return HttpReply(200, _encode(LinesAnswer(lines)))
 
-    async def status(self, call: Call) -> Reply:
-        found = await self.read_for(call, self.tasks.status)
-        owner = _own_queue(call.identity)
+    async def status(self, request: HttpRequest) -> HttpReply:
+        found = await self.read_for(request, self.tasks.status)
+        owner = _own_queue(request.identity)
         if owner is None:
-            return Reply(200, _encode(StatusAnswer(found.agents, found.totals, self.harness.status())))
+            return HttpReply(200, _encode(StatusAnswer(found.agents, found.totals, self.harness.status())))
         own = {agent: status for agent, status in found.agents.items() if agent == owner}
-        return Reply(200, _encode(StatusAnswer(own, _totals(own.values()))))
+        return HttpReply(200, _encode(StatusAnswer(own, _totals(own.values()))))
 
-    async def health(self, call: Call) -> Reply:  # noqa: ARG002 - it is the same for everybody
+    async def health(self, request: HttpRequest) -> HttpReply:  # noqa: ARG002 - it is the same for everybody
         if self.tasks.store.trouble:
-            return Reply(
+            return HttpReply(
                 503, _encode(ErrorAnswer("Unavailable", "the store cannot be written to at present"))
             )
         if self.writer.alive and self.harness.alive:
             parts = await self._parts()
-            return Reply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
-        return Reply(503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it")))
+            return HttpReply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
+        return HttpReply(
+            503, _encode(ErrorAnswer("Unavailable", "a thread of the server has ended: restart it"))
+        )
 
     async def _parts(self) -> dict[str, str]:
         """What `_degraded` found lately: anybody may ask for the health, as often as they like."""
@@ -471,14 +477,14 @@ class TaskHandlers:
             parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
         return parts
 
-    async def openapi(self, call: Call) -> Reply:  # noqa: ARG002
-        return Reply(200, self.openapi_json)
+    async def openapi(self, request: HttpRequest) -> HttpReply:  # noqa: ARG002
+        return HttpReply(200, self.openapi_json)
 
-    async def metrics(self, call: Call) -> Reply:
-        status = await self.read_for(call, self.tasks.status)
+    async def metrics(self, request: HttpRequest) -> HttpReply:
+        status = await self.read_for(request, self.tasks.status)
         lines = [*_queue_metrics(status.agents), *_stream_metrics(status), *self._own_metrics()]
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-        return Reply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
+        return HttpReply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
 
     def _own_metrics(self) -> Iterable[str]:
         harness = self.harness.status()
@@ -494,7 +500,7 @@ class TaskHandlers:
         yield f'postroom_nudges_total{{outcome="sent"}} {harness.nudges_sent}'
         yield f'postroom_nudges_total{{outcome="failed"}} {harness.nudges_failed}'
         yield "# TYPE postroom_waiting_requests gauge"
-        yield f"postroom_waiting_requests {self.waiting.count}"
+        yield f"postroom_waiting_requests {self.long_polls.count}"
         yield "# TYPE postroom_commits_total counter"
         yield f"postroom_commits_total {self.writer.turns}"
         yield "# TYPE postroom_requests_total counter"
@@ -503,11 +509,11 @@ class TaskHandlers:
 
     # ---- streams -------------------------------------------------------------------------------
 
-    async def events(self, call: Call) -> None:
-        last = call.header(b"last-event-id")
+    async def events(self, request: HttpRequest) -> None:
+        last = request.header(b"last-event-id")
         if last and not _NUMBER.fullmatch(last):
             raise InvalidMessage("Last-Event-ID must be the number of an event")
-        owner = _own_queue(call.identity)
+        owner = _own_queue(request.identity)
 
         def page(position: int) -> tuple[bytes, int]:
             events = self.tasks.events(after=position, limit=STREAM_PAGE)
@@ -515,17 +521,19 @@ class TaskHandlers:
             data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in shown)
             return data, events[-1].seq if events else position
 
-        await self._stream(call, page, int(last) if last else call.query.after, partial(self.read_for, call))
+        await self._stream(
+            request, page, int(last) if last else request.query.after, partial(self.read_for, request)
+        )
 
-    async def read_bus(self, call: Call) -> Reply | None:
-        query: BusQuery = call.query
-        name = call.in_path("name")
+    async def read_bus(self, request: HttpRequest) -> HttpReply | None:
+        query: BusQuery = request.query
+        name = request.in_path("name")
         path = self.buses.path(name)
-        if EVENT_STREAM not in call.header(b"accept"):
-            messages = await self.on_bus(call, lambda: self.buses.read(name, query.since, query.limit))
-            return Reply(200, _encode(BusAnswer(messages)))
+        if EVENT_STREAM not in request.header(b"accept"):
+            messages = await self.on_bus(request, lambda: self.buses.read(name, query.since, query.limit))
+            return HttpReply(200, _encode(BusAnswer(messages)))
         looks: tuple[int, int, int] | None = None
-        since = call.header(b"last-event-id") or query.since
+        since = request.header(b"last-event-id") or query.since
         follower = self.buses.follow(name, since)
 
         def page(position: str) -> tuple[bytes, str]:
@@ -535,7 +543,7 @@ class TaskHandlers:
                 return b"", position
             try:
                 messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
-            except SinceIdNotFound:  # in an archive that is gone, or nowhere ever
+            except SinceIdNotFound:  # in an archive that is disconnected, or nowhere ever
                 follower.since = ""
                 return _sse("", "reset", _encode(ResetNotice(position))), ""
             if not messages:
@@ -544,61 +552,63 @@ class TaskHandlers:
             data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
             return data, messages[-1].msg_id
 
-        await self._stream(call, page, since, partial(self.on_bus, call))
+        await self._stream(request, page, since, partial(self.on_bus, request))
         return None
 
-    async def append_bus(self, call: Call) -> Reply:
-        body: NewBusMessage = call.body
-        name = call.in_path("name")
-        msg_id = await self.on_bus(call, lambda: self.buses.append(name, body, call.identity))
-        self.stir()
-        self.journal.write("appended", agent=call.identity.name, bus=name, msg_id=msg_id)
-        return Reply(201, _encode(BusIdAnswer(msg_id)))
+    async def append_bus(self, request: HttpRequest) -> HttpReply:
+        body: NewBusMessage = request.body
+        name = request.in_path("name")
+        msg_id = await self.on_bus(request, lambda: self.buses.append(name, body, request.identity))
+        self.wake_streams()
+        self.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
+        return HttpReply(201, _encode(BusIdAnswer(msg_id)))
 
-    async def _stream(self, call: Call, page: Callable[[T], tuple[bytes, T]], position: T, run: Run) -> None:
+    async def _stream(
+        self, request: HttpRequest, page: Callable[[T], tuple[bytes, T]], position: T, run: Run
+    ) -> None:
         """Send page after page as long as somebody listens whose token is worth something."""
-        self._streams.take(call.identity)
-        gone = asyncio.ensure_future(_gone(call.receive))
+        self._streams.take(request.identity)
+        disconnected = asyncio.ensure_future(_disconnection(request.receive))
         try:
-            stirred = self._stirred
+            woken = self._streams_woken
             data, behind = await run(lambda: page(position))
-            await call.send(_STREAM_STARTS)
-            await call.send(_piece(data or b": ready\n\n"))
-            await self._follow(call, page, behind, run, gone, stirred)
-            await call.send({"type": "http.response.body", "body": b""})
+            await request.send(_STREAM_STARTS)
+            await request.send(_piece(data or b": ready\n\n"))
+            await self._follow(request, page, behind, run, disconnected, woken)
+            await request.send({"type": "http.response.body", "body": b""})
         finally:
-            self._streams.give_back(call.identity)
-            gone.cancel()
+            self._streams.give_back(request.identity)
+            disconnected.cancel()
 
     async def _follow(
         self,
-        call: Call,
+        request: HttpRequest,
         page: Callable[[T], tuple[bytes, T]],
         position: T,
         run: Run,
-        gone: "asyncio.Future[None]",
-        stirred: "asyncio.Future[None]",
+        disconnected: "asyncio.Future[None]",
+        woken: "asyncio.Future[None]",
     ) -> None:
         quiet_s = 0.0
-        ends = (gone, self.waiting.ending)
-        while not any(end.done() for end in ends) and self.agents.identify(call.token) is not None:
+        ends = (disconnected, self.long_polls.ending)
+        while not any(end.done() for end in ends) and self.agents.identify(request.token) is not None:
             at = position
             data, position = await run(lambda at=at: page(at))  # type: ignore[misc]
             if data:
-                await call.send(_piece(data))
+                await request.send(_piece(data))
             if position != at:
                 quiet_s = 0.0
                 continue
             quiet_s += STREAM_LOOK_S
             if quiet_s >= STREAM_ALIVE_S:
                 quiet_s = 0.0
-                await call.send(_piece(b": alive\n\n"))
+                await request.send(_piece(b": alive\n\n"))
             await asyncio.wait(
-                (*ends, stirred), timeout=STREAM_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                (*ends, woken), timeout=STREAM_LOOK_S, return_when=asyncio.FIRST_COMPLETED
             )  # fmt: skip
-            if stirred.done():
+            if woken.done():
                 await asyncio.sleep(STREAM_GATHER_S)
-            stirred = self._stirred
+            woken = self._streams_woken
 
 
 _STREAM_STARTS: Message = {
@@ -620,7 +630,7 @@ def _sse(number: str, kind: str, data: bytes) -> bytes:
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (number.encode(), kind.encode(), data)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnection(receive: Receive) -> None:
     """Return when the connection is closed."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -653,9 +663,9 @@ def _check_may_send(identity: Identity, agents: set[str]) -> None:
         )
 
 
-def _owner(call: Call) -> str | None:
-    """Whose tasks a call is about: the token says it. An operator may name an agent, or mean any."""
-    identity, body = call.identity, call.body
+def _owner(request: HttpRequest) -> str | None:
+    """Whose tasks a request is about: the token says it. An operator may name an agent, or mean any."""
+    identity, body = request.identity, request.body
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
     if body.agent not in (None, identity.name) or body.agent_url not in (None, identity.name, identity.url):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from postroom.contracts.task_operations import DECISIONS, Call, Task
+from postroom.contracts.task_operations import DECISIONS, Task, TaskCall
 from postroom.contracts.tasks import Tasks
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, Rejected, StaleLease, UnknownTask
@@ -23,7 +23,7 @@ from postroom.message import Event
 from postroom.runtime.agents import Agents
 from postroom.runtime.executions import CONCURRENCY_MAX, Executions
 from postroom.runtime.nudger import NUDGE_TIMEOUT_S, Nudger
-from postroom.runtime.server_log import ServerLog, where
+from postroom.runtime.server_log import ServerLog, error_location
 from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.system.atomic import read_file, replace_file
 from postroom.system.clock import Clock, SystemClock
@@ -191,7 +191,7 @@ class Harness:
         concurrency: int = 1,
         in_order: bool = False,
         clock: Clock | None = None,
-        journal: ServerLog | None = None,
+        server_log: ServerLog | None = None,
     ) -> None:
         if type(concurrency) is not int or not 1 <= concurrency <= CONCURRENCY_MAX:
             raise InvalidMessage(f"concurrency must be from 1 to {CONCURRENCY_MAX}, not {concurrency!r}")
@@ -199,15 +199,15 @@ class Harness:
         self._agents = agents
         self._execute = execute
         self._lease_s = lease_s
-        self._journal = journal
+        self._server_log = server_log
         self._nudger = Nudger(
             allowed_hosts=allowed_nudge_hosts, timeout_s=nudge_timeout_s, report=self._nudge_failed
         )
         self._position_path = agents.data / POSITION_FILE
         self._position: Position | None = None
         self._nudged_to: int | None = None
-        self._heard: dict[str, AbstractContextManager[None]] = {}
-        self._held = ExitStack()
+        self._subscriptions: dict[str, AbstractContextManager[None]] = {}
+        self._stack = ExitStack()
         self._executions = Executions(
             self._act_on,
             agent_of=self._agent_of,
@@ -237,11 +237,11 @@ class Harness:
         """Run every loop in a thread of its own."""
         if self._nudged_to is None:
             self._nudged_to = self._tasks.store.newest_event()  # what comes from now on is new
-        if self._journal is not None:
+        if self._server_log is not None:
             self._tasks.on_notable = self._log_events
         if self._execute is not None:
             self._executions.start()
-            self._held.enter_context(self._tasks.bell.heard_by(DECISIONS, self._drain.wake))
+            self._stack.enter_context(self._tasks.notifier.subscribed(DECISIONS, self._drain.wake))
             self._beat.start()
         for loop in self._loops:
             loop.start()
@@ -258,10 +258,10 @@ class Harness:
         self._beat.join(timeout_s)
         self._tasks.on_notable = None
         self._nudger.close()
-        self._held.close()
-        for heard in self._heard.values():
-            heard.__exit__(None, None, None)
-        self._heard.clear()
+        self._stack.close()
+        for subscription in self._subscriptions.values():
+            subscription.__exit__(None, None, None)
+        self._subscriptions.clear()
 
     def wake(self) -> None:
         """There may be a result."""
@@ -330,11 +330,11 @@ class Harness:
         outcomes = self._tasks.run_many([_opening(task_id) for task_id in task_ids])
         for task_id, outcome in zip(task_ids, outcomes, strict=True):
             if isinstance(outcome, Rejected):  # forgotten meanwhile: nothing is left to act on
-                self._say("decision_not_opened", task_id=task_id, error=type(outcome).__name__)
+                self._log("decision_not_opened", task_id=task_id, error=type(outcome).__name__)
             elif isinstance(outcome, PostroomError):
                 raise outcome
             elif outcome is not None:
-                self._say("decision_opened", task_id=task_id, decision=outcome)
+                self._log("decision_opened", task_id=task_id, decision=outcome)
 
     def _act_on(self, decision: Task) -> bool:
         """Execute a decision and say how it went; whether that was its end."""
@@ -354,14 +354,17 @@ class Harness:
                 self._tasks.release(decision.task_id, decision.lease)
                 return False
             self._drain.failed(error)
-            self._say(
-                "decision_failed", task_id=decision.parent, decision=decision.task_id, error=where(error)
+            self._log(
+                "decision_failed",
+                task_id=decision.parent,
+                decision=decision.task_id,
+                error=error_location(error),
             )
             return self._give_back(decision, error)
         self._tasks.settle(decision)
         with self._counting:
             self._executed += 1
-        self._say("decision_executed", task_id=decision.parent, decision=decision.task_id)
+        self._log("decision_executed", task_id=decision.parent, decision=decision.task_id)
         return True
 
     def _give_back(self, decision: Task, error: BaseException) -> bool:
@@ -409,8 +412,8 @@ class Harness:
     def nudge_agents(self) -> None:
         """Tell the agents that have an address about what is new for them."""
         urls = self._agents.with_url()
-        new = [agent for agent in urls if agent not in self._heard]
-        self._listen_to(urls)
+        new = [agent for agent in urls if agent not in self._subscriptions]
+        self._subscribe_to(urls)
         if not urls:
             self._nudged_to = None
             return
@@ -430,18 +433,18 @@ class Harness:
         for agent, task_id in newest.items():
             self._nudger.nudge(agent, urls[agent], task_id)
 
-    def _listen_to(self, urls: dict[str, str]) -> None:
+    def _subscribe_to(self, urls: dict[str, str]) -> None:
         """Hear the bells of exactly these agents."""
-        for agent in [agent for agent in self._heard if agent not in urls]:
-            self._heard.pop(agent).__exit__(None, None, None)
+        for agent in [agent for agent in self._subscriptions if agent not in urls]:
+            self._subscriptions.pop(agent).__exit__(None, None, None)
         for agent in urls:
-            if agent not in self._heard:
-                heard = self._tasks.bell.heard_by(agent, self._nudge.wake)
-                heard.__enter__()
-                self._heard[agent] = heard
+            if agent not in self._subscriptions:
+                subscription = self._tasks.notifier.subscribed(agent, self._nudge.wake)
+                subscription.__enter__()
+                self._subscriptions[agent] = subscription
 
     def _nudge_failed(self, agent: str, task_id: str, reason: str) -> None:
-        self._say("nudge_failed", task_id=task_id, agent=agent, reason=reason)
+        self._log("nudge_failed", task_id=task_id, agent=agent, reason=reason)
 
     # ---- the rest ------------------------------------------------------------------------------
 
@@ -467,19 +470,19 @@ class Harness:
         for event in events:
             facts = {"worker": event.worker_id} if event.worker_id else {}
             name = "requeued" if event.kind == "enqueued" else event.kind
-            self._say(name, task_id=event.message_id, agent=event.queue, attempt=event.attempt, **facts)
+            self._log(name, task_id=event.message_id, agent=event.queue, attempt=event.attempt, **facts)
 
     def _loop_failed(self, loop: str, error: BaseException) -> None:
-        self._say("loop_error", loop=loop, error=where(error))
+        self._log("loop_error", loop=loop, error=error_location(error))
         if isinstance(error, HandleDead):
             self._tasks.reopen()
 
-    def _say(self, event: str, **facts: Any) -> None:
-        if self._journal is not None:
-            self._journal.write(event, **facts)
+    def _log(self, event: str, **facts: Any) -> None:
+        if self._server_log is not None:
+            self._server_log.write(event, **facts)
 
 
-def _opening(task_id: str) -> Call:
+def _opening(task_id: str) -> TaskCall:
     return lambda operations: operations.open_decision(task_id)
 
 

@@ -53,15 +53,15 @@ from postroom.runtime.handlers import (
     JSON_TYPE,
     NOTHING,
     OPERATORS_ONLY,
-    Call,
-    Gone,
+    ClientDisconnected,
     Handler,
+    HttpReply,
+    HttpRequest,
     Refusal,
-    Reply,
     TaskHandlers,
 )
 from postroom.runtime.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
-from postroom.runtime.listener import CONNECTION, Listener, listener_config
+from postroom.runtime.listener import CONNECTION, HttpServer, listener_config
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
 from postroom.runtime.schemas import (
     BUS_POST_BYTES_MAX,
@@ -76,6 +76,8 @@ from postroom.runtime.schemas import (
     ClaimedTasks,
     CompleteBody,
     CompletedAnswer,
+    EnqueueBody,
+    EnqueueManyBody,
     ErrorAnswer,
     EventsQuery,
     FailBody,
@@ -84,9 +86,7 @@ from postroom.runtime.schemas import (
     HolderBody,
     LinesAnswer,
     NewBusMessage,
-    NewTask,
     NewTaskAnswer,
-    NewTasks,
     NewTasksAnswer,
     NextBody,
     ResultBody,
@@ -94,7 +94,7 @@ from postroom.runtime.schemas import (
     StatusAnswer,
     TaskAnswer,
 )
-from postroom.runtime.server_log import ServerLog, ServerLogHandler, where
+from postroom.runtime.server_log import ServerLog, ServerLogHandler, error_location
 from postroom.system.atomic import make_folder
 
 HOST = "127.0.0.1"
@@ -144,45 +144,45 @@ class Endpoint:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        desk = self._app.desk
-        call = Call(scope, receive, send)
+        handlers = self._app.handlers
+        request = HttpRequest(scope, receive, send)
         try:
-            reply = await self._answer(desk, call)
-        except Gone:
+            reply = await self._answer(handlers, request)
+        except ClientDisconnected:
             return
         except asyncio.CancelledError:
             reply = _error_reply(503, "Unavailable", "the server ends now: try again soon")
         except BaseException as error:  # noqa: BLE001 - every request gets an answer
-            reply = self._refuse(desk, call, error)
+            reply = self._refuse(handlers, request, error)
         finally:
-            if call.body_bytes_held:
-                desk.body_bytes.give_back(call.identity, call.body_bytes_held)
+            if request.body_bytes_held:
+                handlers.body_bytes.give_back(request.identity, request.body_bytes_held)
         if reply is None:
-            desk.requests[self.route.path, 200] += 1
+            handlers.requests[self.route.path, 200] += 1
             return
-        desk.requests[self.route.path, reply.status] += 1
+        handlers.requests[self.route.path, reply.status] += 1
         await _send(send, reply)
 
-    async def _answer(self, desk: TaskHandlers, call: Call) -> Reply | None:
+    async def _answer(self, handlers: TaskHandlers, request: HttpRequest) -> HttpReply | None:
         if not self.route.is_open:
-            self._identify(desk, call)
-        body = await _read_body(desk, call, self._body_bytes_max)
-        call.size = len(body)
+            self._identify(handlers, request)
+        body = await _read_body(handlers, request, self._body_bytes_max)
+        request.size = len(body)
         if self._decoders:
-            call.body = self._decode(body)
+            request.body = self._decode(body)
         else:
-            call.query = _decode_query(call.scope["query_string"], self.route.query)
-        handler: Handler = getattr(desk, self._handler)
-        return await handler(call)
+            request.query = _decode_query(request.scope["query_string"], self.route.query)
+        handler: Handler = getattr(handlers, self._handler)
+        return await handler(request)
 
-    def _identify(self, desk: TaskHandlers, call: Call) -> None:
-        scheme, _, token = call.header(b"authorization").partition(" ")
-        call.token = token.strip()
-        identity = desk.agents.identify(call.token) if scheme.lower() == "bearer" else None
+    def _identify(self, handlers: TaskHandlers, request: HttpRequest) -> None:
+        scheme, _, token = request.header(b"authorization").partition(" ")
+        request.token = token.strip()
+        identity = handlers.agents.identify(request.token) if scheme.lower() == "bearer" else None
         if identity is None:
             raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
-        call.identity = identity
-        connection = call.scope.get(CONNECTION)
+        request.identity = identity
+        connection = request.scope.get(CONNECTION)
         if connection is not None:  # the first request with a token on it
             connection.identify(identity)
         if self._operators_only and not identity.is_operator:
@@ -207,7 +207,7 @@ class Endpoint:
                 return field_fault(first, "the body", self.route.bodies[0])
         return field_fault(error, "the body", self.route.bodies[-1])
 
-    def _refuse(self, desk: TaskHandlers, call: Call, error: BaseException) -> Reply:
+    def _refuse(self, handlers: TaskHandlers, request: HttpRequest, error: BaseException) -> HttpReply:
         reply = _refusal(error)
         facts = {
             "route": self.route.path,
@@ -215,12 +215,14 @@ class Endpoint:
             "error": error.error if isinstance(error, Refusal) else type(error).__name__,
         }
         if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            facts["error"] = where(error)
-        task_id = getattr(call.body, "task_id", None) or ""
+            facts["error"] = error_location(error)
+        task_id = getattr(request.body, "task_id", None) or ""
         if reply.status == HTTPStatus.UNAUTHORIZED:
-            desk.journal.write_rarely("refused", **facts)  # anybody can cause it, as often as they like
+            handlers.server_log.write_rarely(
+                "refused", **facts
+            )  # anybody can cause it, as often as they like
         else:
-            desk.journal.write("refused", task_id=task_id, agent=call.identity.name, **facts)
+            handlers.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
         return reply
 
 
@@ -249,26 +251,26 @@ def _decode_query(query: bytes, kind: type) -> Any:
         raise InvalidMessage(field_fault(error, "the query", kind)) from None
 
 
-async def _read_body(desk: TaskHandlers, call: Call, bytes_max: int) -> bytes:
+async def _read_body(handlers: TaskHandlers, request: HttpRequest, bytes_max: int) -> bytes:
     """The whole body. Also where none is wanted: a request is acted on when it has arrived in full."""
     pieces: list[bytes] = []
     size = 0
     while True:
-        message = await call.receive()
+        message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > bytes_max:
             raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
         if not message.get("more_body", False):
             return b"".join([*pieces, piece]) if pieces else piece  # most bodies come in one piece
-        desk.body_bytes.take(call.identity, len(piece))
-        call.body_bytes_held = size
+        handlers.body_bytes.take(request.identity, len(piece))
+        request.body_bytes_held = size
         pieces.append(piece)
 
 
-def _refusal(error: BaseException) -> Reply:
+def _refusal(error: BaseException) -> HttpReply:
     """The answer to whatever went wrong."""
     if isinstance(error, Refusal):
         return _error_reply(error.status, error.error, str(error))
@@ -299,15 +301,15 @@ _EXTRA: dict[int, tuple[tuple[bytes, bytes], ...]] = {
 }
 
 
-def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> Reply:
+def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> HttpReply:
     body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
     headers = (JSON_TYPE, *_EXTRA.get(status, ()))
     if status in (429, 503, 507):
         headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)
-    return Reply(status, body, headers)
+    return HttpReply(status, body, headers)
 
 
-async def _send(send: Send, reply: Reply) -> None:
+async def _send(send: Send, reply: HttpReply) -> None:
     headers = [*reply.headers]
     if reply.status != NOTHING.status:
         headers.append((b"content-length", b"%d" % len(reply.body)))
@@ -373,7 +375,7 @@ ROUTES: Sequence[_Served] = (
             "Store one task, or several",
             {201: (NewTaskAnswer, NewTasksAnswer)},
             (400, 401, 403, 413, 429, 503),
-            (NewTask, NewTasks),
+            (EnqueueBody, EnqueueManyBody),
         ),
         "enqueue",
         ENQUEUE_BYTES_MAX,
@@ -478,7 +480,7 @@ class TasksApp(Starlette):
     """All routes. Those that are called thousands of times a second are found without a search."""
 
     def __init__(self, opened: Callable[["TasksApp"], Any]) -> None:
-        self._desk: TaskHandlers | None = None
+        self._handlers: TaskHandlers | None = None
         served = [(entry.route, self._endpoint(entry)) for entry in ROUTES]
         served.append((OPENAPI, self._endpoint(_Served(OPENAPI, "openapi"))))
         self._direct = {
@@ -508,15 +510,15 @@ class TasksApp(Starlette):
         )
 
     @property
-    def desk(self) -> TaskHandlers:
+    def handlers(self) -> TaskHandlers:
         """What the routes share; there is none before the start."""
-        if self._desk is None:
+        if self._handlers is None:
             raise Unavailable("the server has not started")
-        return self._desk
+        return self._handlers
 
-    @desk.setter
-    def desk(self, desk: TaskHandlers | None) -> None:
-        self._desk = desk
+    @handlers.setter
+    def handlers(self, handlers: TaskHandlers | None) -> None:
+        self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -528,8 +530,8 @@ class TasksApp(Starlette):
 
     def end_waits(self) -> None:
         """Send home whoever waits, so that the server can end."""
-        if self._desk is not None:
-            self._desk.end_waits()
+        if self._handlers is not None:
+            self._handlers.end_waits()
 
 
 async def _not_served(request: Request, error: Exception) -> Response:  # noqa: ARG001 - as Starlette calls it
@@ -547,7 +549,7 @@ def create_app(
     execute: Execute | None = None,
     agents: Agents | None = None,
     harness: Harness | None = None,
-    journal: ServerLog | None = None,
+    server_log: ServerLog | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
     bus_max_bytes: int = BUS_BYTES_MAX,
@@ -558,29 +560,29 @@ def create_app(
     `tasks` stays the caller's, who closes it.
     """
     agents = Agents(data) if agents is None else agents
-    journal = ServerLog() if journal is None else journal
+    server_log = ServerLog() if server_log is None else server_log
     if harness is None:
         harness = Harness(
             tasks,
             agents=agents,
             execute=execute,
             allowed_nudge_hosts=allowed_nudge_hosts,
-            journal=journal,
+            server_log=server_log,
         )
 
     @asynccontextmanager
     async def opened(app: TasksApp) -> AsyncIterator[None]:
-        desk = app.desk = TaskHandlers(
-            tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), journal
+        handlers = app.handlers = TaskHandlers(
+            tasks, agents, harness, Buses(data, bus_durability, bus_max_bytes), server_log
         )
-        desk.openapi_json = app.openapi_json
-        desk.lease_s_max = lease_s_max
+        handlers.openapi_json = app.openapi_json
+        handlers.lease_s_max = lease_s_max
         harness.start()
         try:
             yield
         finally:
             await asyncio.to_thread(harness.stop)
-            await asyncio.to_thread(desk.close)
+            await asyncio.to_thread(handlers.close)
 
     return TasksApp(opened)
 
@@ -602,7 +604,7 @@ def serve(
     lease_s_max: float = LEASE_S_MAX,
     concurrency: int = 1,
     in_order: bool = False,
-    journal: ServerLog | None = None,
+    server_log: ServerLog | None = None,
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
 ) -> None:
@@ -613,13 +615,13 @@ def serve(
     executed at the same time; with `in_order`, those of one agent one after the other.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
-    journal = ServerLog() if journal is None else journal
+    server_log = ServerLog() if server_log is None else server_log
     with (
         _listen(host, port) as listening,
         _folder(data),
         beside or nullcontext(),
         Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
-        _as_lines(journal),
+        _as_lines(server_log),
     ):
         agents = Agents(data)
         harness = Harness(
@@ -631,14 +633,14 @@ def serve(
             allowed_nudge_hosts=allowed_nudge_hosts,
             concurrency=concurrency,
             in_order=in_order,
-            journal=journal,
+            server_log=server_log,
         )
         app = create_app(
             data,
             tasks,
             agents=agents,
             harness=harness,
-            journal=journal,
+            server_log=server_log,
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,
             lease_s_max=lease_s_max,
@@ -646,13 +648,13 @@ def serve(
 
         def started() -> None:
             port = int(listening.getsockname()[1])
-            journal.write("serving", host=host, port=port)
+            server_log.write("serving", host=host, port=port)
             if ready is not None:
                 ready(port)
 
-        Listener(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
-        journal.write("stopped")
-    journal.close()
+        HttpServer(listener_config(app), end_waits=app.end_waits, started=started).run(sockets=[listening])
+        server_log.write("stopped")
+    server_log.close()
 
 
 @contextmanager
@@ -680,9 +682,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _as_lines(journal: ServerLog) -> Iterator[None]:
-    """What libraries log becomes lines of the journal."""
-    handler = ServerLogHandler(journal)
+def _as_lines(server_log: ServerLog) -> Iterator[None]:
+    """What libraries log becomes lines of the server_log."""
+    handler = ServerLogHandler(server_log)
     loggers = [logging.getLogger(name) for name in LIBRARY_LOGS]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

@@ -98,7 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._identity = identity
         self.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         """Close this connection in favour of another one."""
         self._refuse(503, "Unavailable", "too many connections have not shown a token: try again soon")
         self.transport.close()
@@ -369,7 +369,7 @@ def listener_config(app: Any) -> ListenerConfig:
     return config
 
 
-class Listener(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server that ends on SIGTERM and SIGINT: long polls at once, other requests when they are answered."""
 
     def __init__(

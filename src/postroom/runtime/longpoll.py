@@ -12,7 +12,7 @@ from typing import cast
 
 from postroom.contracts.tasks import Task, Tasks
 from postroom.runtime.agents import Identity
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import StoreWriter
 from postroom.stores.transaction import Claim
 
 WAITERS_MAX = 10_000  # whoever calls `claim` sees to it
@@ -39,7 +39,9 @@ class _Waiter:
 class LongPolls:
     """All lines of a server."""
 
-    def __init__(self, tasks: Tasks, writer: Writer, read: Read, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, tasks: Tasks, writer: StoreWriter, read: Read, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._tasks = tasks
         self._writer = writer
         self._read = read
@@ -55,9 +57,9 @@ class LongPolls:
             self.ending.set_result(None)
 
     async def claim(
-        self, terms: Claim, identity: Identity, wait_s: float, gone: "asyncio.Future[None]"
+        self, terms: Claim, identity: Identity, wait_s: float, disconnected: "asyncio.Future[None]"
     ) -> list[Task]:
-        """Lease tasks as soon as there are any, unless `wait_s` passes or whoever asked is `gone`."""
+        """Lease tasks as soon as there are any, unless `wait_s` passes or whoever asked is `disconnected`."""
         waiter = _Waiter(terms, identity, self._loop)
         line = self._lines.get(terms.queue)
         if line is None:
@@ -66,20 +68,22 @@ class LongPolls:
         self.count += 1
         try:
             await asyncio.wait(
-                (waiter.future, gone, self.ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                (waiter.future, disconnected, self.ending),
+                timeout=wait_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             return await line.leave(waiter)
         finally:
             self.count -= 1
 
-    def hear(self, agent: str, ring: Callable[[], None]) -> AbstractContextManager[None]:
+    def subscribed(self, agent: str, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Have `ring` called in the event loop at every ring of the agent's bell."""
 
         def pass_on() -> None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(ring)
+                self._loop.call_soon_threadsafe(wake)
 
-        return self._tasks.bell.heard_by(agent, pass_on)
+        return self._tasks.notifier.subscribed(agent, pass_on)
 
     def closed(self, agent: str) -> None:
         """A line has ended."""
@@ -97,8 +101,8 @@ class LongPolls:
 class _Line:
     """Those who wait for one agent's tasks."""
 
-    def __init__(self, waiting: LongPolls, agent: str) -> None:
-        self._waiting = waiting
+    def __init__(self, long_polls: LongPolls, agent: str) -> None:
+        self._long_polls = long_polls
         self._agent = agent
         self._waiters: deque[_Waiter] = deque()
         self._news = asyncio.Event()
@@ -119,7 +123,7 @@ class _Line:
 
     async def _run(self) -> None:
         try:
-            with self._waiting.hear(self._agent, self._news.set):
+            with self._long_polls.subscribed(self._agent, self._news.set):
                 while self._waiters:
                     await self._look()
         except Exception as error:  # noqa: BLE001 - each request gets it as its answer
@@ -127,11 +131,11 @@ class _Line:
                 waiter.future.set_exception(error)
             self._waiters.clear()
         finally:
-            self._waiting.closed(self._agent)
+            self._long_polls.closed(self._agent)
 
     async def _look(self) -> None:
         self._news.clear()
-        pause_s = await self._waiting.look(self._agent)
+        pause_s = await self._long_polls.look(self._agent)
         if pause_s <= 0 and await self._serve():
             return
         with suppress(TimeoutError):
@@ -152,7 +156,7 @@ class _Line:
         for waiter in served:
             waiter.served = True
         outcomes = await asyncio.gather(
-            *(self._waiting.claim_now(waiter.terms, waiter.identity) for waiter in served),
+            *(self._long_polls.claim_now(waiter.terms, waiter.identity) for waiter in served),
             return_exceptions=True,
         )
         got_none = []

@@ -89,7 +89,7 @@ class ResultBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True)
     task_id: Id
 
 
-class NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class EnqueueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`POST /queue/enqueue`: the keywords of `Tasks.enqueue`."""
 
     agent: Name
@@ -103,10 +103,10 @@ class NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     durability: Durability | None = None
 
 
-class NewTasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnqueueManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /queue/enqueue`: several at once, all or none."""
 
-    tasks: Annotated[list[NewTask], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+    tasks: Annotated[list[EnqueueBody], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
 
 
 class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -63,7 +63,7 @@ class ServerLog:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="postroom-journal", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="postroom-log", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
@@ -110,7 +110,7 @@ def _text(line: dict[str, Any]) -> str:
     return _encode(line).decode("utf-8", "replace") + "\n"
 
 
-def where(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Which error, and the line that raised it. What it says is left out: it may quote a payload."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -118,19 +118,19 @@ def where(error: BaseException) -> str:
 
 
 class ServerLogHandler(logging.Handler):
-    """What libraries log, as lines of a journal."""
+    """What libraries log, as lines of a server_log."""
 
-    def __init__(self, journal: ServerLog) -> None:
+    def __init__(self, server_log: ServerLog) -> None:
         super().__init__(logging.WARNING)
-        self._journal = journal
+        self._server_log = server_log
 
     def emit(self, record: logging.LogRecord) -> None:
         facts = {"logger": record.name, "level": record.levelname}
         if record.exc_info and record.exc_info[1] is not None:
-            facts["error"] = where(record.exc_info[1])
+            facts["error"] = error_location(record.exc_info[1])
         else:
             facts["message"] = record.getMessage()
         if record.name == "uvicorn.error" and record.levelno == logging.WARNING:  # of what is not HTTP
-            self._journal.write_rarely("log", **facts)
+            self._server_log.write_rarely("log", **facts)
         else:
-            self._journal.write("log", **facts)
+            self._server_log.write("log", **facts)

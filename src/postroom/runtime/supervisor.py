@@ -24,7 +24,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._mutex = threading.Lock()
-        self._thread = threading.Thread(target=self._keep_running, name="companion", daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, name="postroom-supervisor", daemon=True)
         self.restarts = 0
 
     @property

@@ -12,14 +12,13 @@ import asyncio
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.task_operations import Task, TaskOperations
+from postroom.contracts.task_operations import Task, TaskCall
 from postroom.contracts.tasks import Tasks
 from postroom.errors import HandleDead, Unavailable
 from postroom.runtime.agents import Identity
@@ -38,13 +37,11 @@ WAITING_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 WAITING_BYTES_RESERVE = 128 * 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
 
-Call = Callable[[TaskOperations], Any]
 
-
-class _Asked(msgspec.Struct, frozen=True):
+class _Submission(msgspec.Struct, frozen=True):
     """One request's wish, as it came."""
 
-    wish: Call | Claim
+    wish: TaskCall | Claim
     makes_room: bool
     future: "asyncio.Future[Any]"
     identity: Identity
@@ -54,28 +51,28 @@ class _Asked(msgspec.Struct, frozen=True):
     """What it counts in a commit, in bytes."""
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _Job(msgspec.Struct, frozen=True):
     """A call and who waits for what it gives. The claims of many who ask alike are one call."""
 
-    call: Call
-    asked: tuple[_Asked, ...]
+    call: TaskCall
+    asked: tuple[_Submission, ...]
     limits: tuple[int, ...] = ()
     """How many of the claimed tasks each of those who wait wants; empty when it is no claim."""
 
 
-class Writer:
+class StoreWriter:
     """Runs calls on `tasks` in a thread, many in one commit, and answers in the event loop."""
 
     def __init__(self, tasks: Tasks, loop: asyncio.AbstractEventLoop) -> None:
         self._tasks = tasks
         self._loop = loop
-        self._asked: list[_Asked] = []
+        self._asked: list[_Submission] = []
         self._calls = Shares("calls that wait", WAITING_MAX, WAITING_A_TOKEN_MAX, WAITING_RESERVE)
         self._bytes = Shares(
             "bytes of calls that wait", WAITING_BYTES_MAX, WAITING_BYTES_A_TOKEN_MAX, WAITING_BYTES_RESERVE
         )
-        self._handed: queue.SimpleQueue[list[_Asked] | None] = queue.SimpleQueue()
-        self._lines: OrderedDict[str, deque[_Asked]] = OrderedDict()
+        self._handed: queue.SimpleQueue[list[_Submission] | None] = queue.SimpleQueue()
+        self._lines: OrderedDict[str, deque[_Submission]] = OrderedDict()
         """What did not fit into the last commit, by token; the token whose turn is next comes first."""
         self._closing = False
         self._ended = False
@@ -91,7 +88,7 @@ class Writer:
     # ---- in the event loop ---------------------------------------------------------------------
 
     def submit(
-        self, wish: Call | Claim, identity: Identity, size: int = TASK_BYTES, *, makes_room: bool = False
+        self, wish: TaskCall | Claim, identity: Identity, size: int = TASK_BYTES, *, makes_room: bool = False
     ) -> "asyncio.Future[Any]":
         """What a call or claim gives, or the error it raised, once it is committed.
 
@@ -104,7 +101,7 @@ class Writer:
         if not self._asked:
             self._loop.call_soon(self._hand_over)
         work = wish.limit * TASK_BYTES if isinstance(wish, Claim) else size
-        self._asked.append(_Asked(wish, makes_room, future, identity, size, work))
+        self._asked.append(_Submission(wish, makes_room, future, identity, size, work))
         return future
 
     def _take(self, identity: Identity, size: int) -> None:
@@ -119,7 +116,7 @@ class Writer:
         asked, self._asked = self._asked, []
         self._handed.put(asked)
 
-    def _answer(self, answers: list[tuple[_Asked, Any]]) -> None:
+    def _answer(self, answers: list[tuple[_Submission, Any]]) -> None:
         for asked, answer in answers:
             self._calls.give_back(asked.identity)
             self._bytes.give_back(asked.identity, asked.size)
@@ -141,7 +138,7 @@ class Writer:
 
     def _run(self) -> None:
         while asked := self._gather():
-            answers: list[tuple[_Asked, Any]] = []
+            answers: list[tuple[_Submission, Any]] = []
             for makes_room in (True, False):  # what makes room goes first, and not with what needs room
                 jobs = _jobs([one for one in asked if one.makes_room is makes_room])
                 if jobs:
@@ -155,7 +152,7 @@ class Writer:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._answer, answers)
 
-    def _gather(self) -> list[_Asked]:
+    def _gather(self) -> list[_Submission]:
         """What the next commit is made of; empty when the writer is closed and nothing waits."""
         asked = self._drain()
         if not self._lines and len(asked) <= TURN_MAX and sum(one.work for one in asked) <= TURN_BYTES_MAX:
@@ -164,9 +161,9 @@ class Writer:
             self._lines.setdefault(one.identity.name, deque()).append(one)
         return self._group()
 
-    def _drain(self) -> list[_Asked]:
+    def _drain(self) -> list[_Submission]:
         """What was handed over meanwhile. Waits for it when there is nothing else to do."""
-        asked: list[_Asked] = []
+        asked: list[_Submission] = []
         with suppress(queue.Empty):
             while not self._ended:
                 handed = self._handed.get(block=not (asked or self._lines))
@@ -176,11 +173,11 @@ class Writer:
                     asked += handed
         return asked
 
-    def _group(self) -> list[_Asked]:
+    def _group(self) -> list[_Submission]:
         """As many calls as fit into one commit: one of each token in turn."""
-        group: list[_Asked] = []
+        group: list[_Submission] = []
         left = TURN_BYTES_MAX
-        unfit: list[tuple[str, deque[_Asked]]] = []
+        unfit: list[tuple[str, deque[_Submission]]] = []
         while self._lines and len(group) < TURN_MAX:
             name, line = self._lines.popitem(last=False)
             if group and line[0].work > left:
@@ -195,7 +192,7 @@ class Writer:
             self._lines.move_to_end(name, last=False)
         return group
 
-    def _commit(self, calls: list[Call], *, makes_room: bool) -> list[Any]:
+    def _commit(self, calls: list[TaskCall], *, makes_room: bool) -> list[Any]:
         try:
             outcomes = self._tasks.run_many(calls, makes_room=makes_room)
         except Exception as error:  # noqa: BLE001 - the clients get it
@@ -205,24 +202,24 @@ class Writer:
         return outcomes
 
 
-def _jobs(asked: list[_Asked]) -> list[_Request]:
+def _jobs(asked: list[_Submission]) -> list[_Job]:
     """Calls as they came, and claims on equal terms put together."""
-    jobs: list[_Request] = []
-    claims: dict[Claim, list[_Asked]] = {}
+    jobs: list[_Job] = []
+    claims: dict[Claim, list[_Submission]] = {}
     for one in asked:
         if isinstance(one.wish, Claim):
             claims.setdefault(replace(one.wish, limit=0), []).append(one)
         else:
-            jobs.append(_Request(one.wish, (one,)))
+            jobs.append(_Job(one.wish, (one,)))
     for terms, alike in claims.items():
         jobs += _claims(terms, alike)
     return jobs
 
 
-def _claims(terms: Claim, asked: list[_Asked]) -> list[_Request]:
+def _claims(terms: Claim, asked: list[_Submission]) -> list[_Job]:
     """As few claims as hold what all of those who ask alike want."""
-    jobs: list[_Request] = []
-    alike: list[_Asked] = []
+    jobs: list[_Job] = []
+    alike: list[_Submission] = []
     limits: list[int] = []
     for one in asked:
         assert isinstance(one.wish, Claim)  # noqa: S101 - for the type checker: they were sorted by it
@@ -235,12 +232,12 @@ def _claims(terms: Claim, asked: list[_Asked]) -> list[_Request]:
     return jobs
 
 
-def _claim(terms: Claim, asked: list[_Asked], limits: list[int]) -> _Request:
+def _claim(terms: Claim, asked: list[_Submission], limits: list[int]) -> _Job:
     together = replace(terms, limit=sum(limits))
-    return _Request(lambda operations: operations.claim(together), tuple(asked), tuple(limits))
+    return _Job(lambda operations: operations.claim(together), tuple(asked), tuple(limits))
 
 
-def _shares(job: _Request, outcome: Any) -> list[Any]:
+def _shares(job: _Job, outcome: Any) -> list[Any]:
     """What each of those who wait gets: who asked first is served first."""
     if isinstance(outcome, Exception):
         return [outcome] * len(job.asked)

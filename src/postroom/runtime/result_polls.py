@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import islice
 
-from postroom.contracts.tasks import ENDED_BELL, LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, Tasks
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, Tasks
 from postroom.nudges.notifier import QUIET_S
 from postroom.runtime.longpoll import LongPolls
 
@@ -20,33 +20,35 @@ Read = Callable[[Callable[[], set[str]]], Awaitable[set[str]]]
 """Runs a look at the store where it may block."""
 
 
-class Endings:
+class ResultPolls:
     """The requests of a server that wait for tasks to end."""
 
-    def __init__(self, tasks: Tasks, read: Read, waiting: LongPolls) -> None:
+    def __init__(self, tasks: Tasks, read: Read, long_polls: LongPolls) -> None:
         self._tasks = tasks
         self._read = read
-        self._waiting = waiting
+        self._long_polls = long_polls
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._news = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
-    async def wait(self, task_id: str, wait_s: float, gone: "asyncio.Future[None]") -> None:
-        """Return when the task has ended, `wait_s` has passed, or whoever asked is `gone`."""
+    async def wait(self, task_id: str, wait_s: float, disconnected: "asyncio.Future[None]") -> None:
+        """Return when the task has ended, `wait_s` has passed, or whoever asked is `disconnected`."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(task_id, set()).add(ended)
-        self._waiting.count += 1
+        self._long_polls.count += 1
         self._news.set()
         if self._loop is None:
             self._loop = asyncio.ensure_future(self._run())
         try:
             await asyncio.wait(
-                (ended, gone, self._waiting.ending), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                (ended, disconnected, self._long_polls.ending),
+                timeout=wait_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if ended.done():
                 ended.result()
         finally:
-            self._waiting.count -= 1
+            self._long_polls.count -= 1
             self._leave(task_id, ended)
 
     def _leave(self, task_id: str, ended: "asyncio.Future[None]") -> None:
@@ -59,11 +61,13 @@ class Endings:
 
     async def _run(self) -> None:
         try:
-            with self._waiting.hear(ENDED_BELL, self._news.set):
+            with self._long_polls.subscribed(TASK_ENDED, self._news.set):
                 pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
                 while self._waiters:
                     await self._look(pause_s)
-                    pause_s = LOOK_AGAIN_S if self._tasks.bell.reaches_others else LOOK_AGAIN_DEAF_S
+                    pause_s = (
+                        LOOK_AGAIN_S if self._tasks.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+                    )
         except Exception as error:  # noqa: BLE001 - each request gets it as its answer
             for waiters in self._waiters.values():
                 for ended in waiters:
@@ -77,13 +81,13 @@ class Endings:
         asked = iter([*self._waiters])
         while task_ids := list(islice(asked, TASKS_A_LOOK)):
             for task_id in await self._read(lambda ids=task_ids: self._tasks.ended(ids)):  # type: ignore[misc]
-                self._tell(task_id)
+                self._resolve(task_id)
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._news.wait()
                 await asyncio.sleep(GATHER_S)
 
-    def _tell(self, task_id: str) -> None:
+    def _resolve(self, task_id: str) -> None:
         for ended in self._waiters.pop(task_id, ()):
             if not ended.done():
                 ended.set_result(None)
