@@ -31,7 +31,6 @@ from postroom.contracts.tasks import (
     Task,
     TaskInfo,
     Tasks,
-    TasksStatus,
 )
 from postroom.errors import InvalidMessage, PostroomError, SinceIdNotFound, UnknownTask
 from postroom.message import Record, State
@@ -39,6 +38,7 @@ from postroom.runtime.agents import Agents, Identity
 from postroom.runtime.buses import Buses
 from postroom.runtime.harness import Harness
 from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
+from postroom.runtime.metrics import CONTENT_TYPE, ServerCounters, metrics_text
 from postroom.runtime.openapi import EVENT_STREAM, JSON
 from postroom.runtime.result_polls import ResultPolls
 from postroom.runtime.schemas import (
@@ -482,30 +482,10 @@ class TaskHandlers:
 
     async def metrics(self, request: HttpRequest) -> HttpReply:
         status = await self.read_for(request, self.tasks.status)
-        lines = [*_queue_metrics(status.agents), *_stream_metrics(status), *self._own_metrics()]
-        kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-        return HttpReply(200, "".join(f"{line}\n" for line in lines).encode(), (kind,))
-
-    def _own_metrics(self) -> Iterable[str]:
-        harness = self.harness.status()
-        yield "# TYPE postroom_loop_runs_total counter"
-        for name, loop in harness.loops.items():
-            yield f'postroom_loop_runs_total{{loop="{name}"}} {loop.runs}'
-        yield "# TYPE postroom_loop_errors_total counter"
-        for name, loop in harness.loops.items():
-            yield f'postroom_loop_errors_total{{loop="{name}"}} {loop.errors}'
-        yield "# TYPE postroom_decisions_executed_total counter"
-        yield f"postroom_decisions_executed_total {harness.executed}"
-        yield "# TYPE postroom_nudges_total counter"
-        yield f'postroom_nudges_total{{outcome="sent"}} {harness.nudges_sent}'
-        yield f'postroom_nudges_total{{outcome="failed"}} {harness.nudges_failed}'
-        yield "# TYPE postroom_waiting_requests gauge"
-        yield f"postroom_waiting_requests {self.long_polls.count}"
-        yield "# TYPE postroom_commits_total counter"
-        yield f"postroom_commits_total {self.writer.turns}"
-        yield "# TYPE postroom_requests_total counter"
-        for (route, status), count in sorted(self.requests.items()):
-            yield f'postroom_requests_total{{route="{route}",status="{status}"}} {count}'
+        server = ServerCounters(
+            self.harness.status(), self.long_polls.count, self.writer.turns, self.requests
+        )  # fmt: skip
+        return HttpReply(200, metrics_text(status, server), ((b"content-type", CONTENT_TYPE.encode()),))
 
     # ---- streams -------------------------------------------------------------------------------
 
@@ -715,28 +695,3 @@ def _totals(queues: Iterable[AgentStatus]) -> dict[Status, int]:
         for state, n in queue.states.items():
             totals[STATUS[state]] = totals.get(STATUS[state], 0) + n
     return totals
-
-
-def _queue_metrics(agents: dict[str, AgentStatus]) -> Iterable[str]:
-    yield "# TYPE postroom_queue_depth gauge"
-    yield from (f'postroom_queue_depth{{agent="{name}"}} {agent.depth}' for name, agent in agents.items())
-    yield "# TYPE postroom_in_flight gauge"
-    yield from (f'postroom_in_flight{{agent="{name}"}} {agent.in_flight}' for name, agent in agents.items())
-    yield "# TYPE postroom_oldest_age_seconds gauge"
-    for name, agent in agents.items():
-        yield f'postroom_oldest_age_seconds{{agent="{name}"}} {agent.oldest_age_s or 0:.3f}'
-    yield "# TYPE postroom_lapses_total counter"
-    yield from (f'postroom_lapses_total{{agent="{name}"}} {agent.lapses}' for name, agent in agents.items())
-    yield "# TYPE postroom_tasks gauge"
-    for name, agent in agents.items():
-        for state, n in sorted(agent.states.items()):
-            yield f'postroom_tasks{{agent="{name}",state="{state}"}} {n}'
-
-
-def _stream_metrics(status: TasksStatus) -> Iterable[str]:
-    """Nothing when nobody ships the events."""
-    if status.events_waiting is not None:
-        yield "# TYPE postroom_events_waiting gauge"
-        yield f"postroom_events_waiting {status.events_waiting}"
-        yield "# TYPE postroom_held_up_total counter"
-        yield f"postroom_held_up_total {status.held_up}"
