@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
+from postroom.contracts import task_retention
 from postroom.contracts import tasks as module
 from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
 from postroom.contracts.task_operations import NewTask, TaskOperations
@@ -865,10 +866,10 @@ def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
     assert tasks.claim(agent=DECISIONS)[0].payload == "content"
 
 
-def test_tidying_is_not_done_inside_a_commit(
+def test_a_purge_is_not_run_inside_a_commit(
     url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TIDY_EVERY_S", 0.0)
+    monkeypatch.setattr(task_retention, "PURGE_EVERY_S", 0.0)
     tasks = Tasks.open(url, clock=clock)
     tasks.enqueue(agent="a", payload=1)
     [[task]] = tasks.run_many([lambda operations: operations.claim(checked_terms("a", 1, 60.0, None))])
@@ -943,8 +944,8 @@ def test_how_long_may_be_said(url: str, clock: ManualClock) -> None:
     tasks.close()
 
 
-def test_claims_tidy_up_by_themselves(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIDY_EVERY_CALLS", 5)
+def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_retention, "PURGE_EVERY_CALLS", 5)
     tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=1))
     for number in range(20):
         tasks.enqueue(agent="a", payload=number)
