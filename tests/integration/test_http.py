@@ -19,7 +19,7 @@ from postroom.runtime.schemas import (
     COMPLETE_BYTES_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
-    WORD_BYTES_MAX,
+    SMALL_BODY_BYTES_MAX,
 )
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
@@ -420,13 +420,13 @@ def test_a_decision_that_fails_is_seen_in_the_status(server: Server) -> None:
 
 def test_a_body_has_a_limit(server: Server) -> None:
     for path, limit in (
-        ("/queue/next", WORD_BYTES_MAX),
+        ("/queue/next", SMALL_BODY_BYTES_MAX),
         ("/queue/complete", COMPLETE_BYTES_MAX),
         ("/queue/enqueue", ENQUEUE_BYTES_MAX),
     ):
         answer = server.send("boss", "POST", path, raw=b" " * (limit + 1))
         assert (answer.status, answer.json["error"]) == (413, "TooLong")
-    longest = b'{"agent": "triage"' + b" " * (WORD_BYTES_MAX - 19) + b"}"
+    longest = b'{"agent": "triage"' + b" " * (SMALL_BODY_BYTES_MAX - 19) + b"}"
     assert server.send("boss", "POST", "/queue/next", raw=longest).status == 204
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from postroom import Bus
 from postroom.runtime.buses import BUSES_AN_AGENT_MAX
-from postroom.runtime.handlers import BUS_THREADS
+from postroom.runtime.task_server import BUS_THREADS
 from tests.integration.servers import Answer, Server, serving
 from tests.smalldisk import filled, small_disk
 from tests.waiting import until

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from postroom.runtime.connections import FILES_RESERVED, Connections
-from postroom.runtime.handlers import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
 from postroom.runtime.listener import (
     DISCARDED_BYTES_MAX,
     FRAMING_BYTES_MAX,
@@ -17,7 +16,8 @@ from postroom.runtime.listener import (
     HEADERS_MAX,
     PIPELINED_MAX,
 )
-from postroom.runtime.schemas import WORD_BYTES_MAX
+from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX
+from postroom.runtime.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 
@@ -134,7 +134,7 @@ def test_a_request_with_a_trailer_changes_nothing(server: Server) -> None:
     ids=["trailers", "one trailer", "extension", "tiny chunks", "body"],
 )
 def test_no_part_of_a_request_is_endless(server: Server, who: str, begin: bytes, piece: bytes) -> None:
-    most = DISCARDED_BYTES_MAX + FRAMING_BYTES_MAX + WORD_BYTES_MAX
+    most = DISCARDED_BYTES_MAX + FRAMING_BYTES_MAX + SMALL_BODY_BYTES_MAX
     socket_buffers = 16 * 1024 * 1024
     with connected(server) as connection:
         connection.sendall(head("POST", "/queue/next", server.tokens.get(who, "")) + CHUNKED + begin)

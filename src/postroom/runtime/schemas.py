@@ -24,8 +24,8 @@ from postroom.runtime.harness import HarnessStatus
 from postroom.stores.base import CLAIM_MAX
 
 WAIT_S_MAX = 30.0
-WORD_BYTES_MAX = 64 * 1024  # a body without a payload
-COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + WORD_BYTES_MAX
+SMALL_BODY_BYTES_MAX = 64 * 1024  # a body without a payload
+COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + SMALL_BODY_BYTES_MAX
 ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
 ENQUEUE_MANY_MAX = 1_000
 BUS_POST_BYTES_MAX = 4 * 1024 * 1024
