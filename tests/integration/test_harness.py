@@ -17,7 +17,9 @@ from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
 from postroom.runtime.agents import Agents
-from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness, Loop
+from postroom.runtime.harness import DECISION_LEASE_S, Execute, Harness
+from postroom.runtime.loop import Loop
+from postroom.runtime.result_follower import POSITION_FILE
 from postroom.runtime.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
@@ -481,13 +483,13 @@ def test_short_leases_do_not_make_the_sweep_spin(room: Room) -> None:
     assert harness.status().loops["sweep"].runs == runs
 
 
-def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
+def test_a_sleeping_loop_can_be_rescheduled_earlier(tmp_path: Path) -> None:
     turns = threading.Semaphore(0)
     loop = Loop("test", 3_600.0, turns.release, SystemClock())
     loop.start()
     try:
         assert turns.acquire(timeout=HANG_GUARD_S)
-        loop.look_again_in(0.01)
+        loop.run_within(0.01)
         assert turns.acquire(timeout=HANG_GUARD_S)
         loop.wake()
         assert turns.acquire(timeout=HANG_GUARD_S)

@@ -6,7 +6,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from postroom.contracts.tasks import AgentStatus, TasksStatus
-from postroom.runtime.harness import HarnessStatus, LoopStatus
+from postroom.runtime.harness import HarnessStatus
+from postroom.runtime.loop import LoopStatus
 from postroom.runtime.metrics import ServerCounters, metrics_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "contracts" / "tasks.md"
