@@ -1016,5 +1016,5 @@ def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks
 
 
 def test_only_the_harness_fills_the_queue_of_decisions(tasks: Tasks) -> None:
-    with pytest.raises(InvalidMessage, match="filled by the harness alone"):
+    with pytest.raises(InvalidMessage, match="only the harness adds tasks"):
         tasks.enqueue(agent=DECISIONS, payload="forged")

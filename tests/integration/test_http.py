@@ -158,7 +158,7 @@ def test_the_first_decision_stands_and_a_second_one_is_refused(server: Server) -
     for other in ({"decision": "open"}, None, {"decision": "close", "labels": [1.0]}, "close"):
         refused = server.post("triage", "/queue/complete", **word, decision=other)
         assert (refused.status, refused.json["error"]) == (409, "WrongState")
-        assert "another decision, which stands" in refused.json["message"]
+        assert "completed before with another decision" in refused.json["message"]
     until(lambda: server.get("triage", f"/tasks/{task_id}").json["status"] == "done")
     assert server.post("triage", "/queue/complete", **word, decision="late").status == 409
     assert server.post("triage", "/queue/complete", **word, decision=first).status == 202

@@ -99,7 +99,7 @@ class Endpoint:
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
-            reply = _error_reply(503, "Unavailable", "the server ends now: try again soon")
+            reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
             reply = _error_to_reply(error)
             self._log_refusal(server, request, reply, error)
@@ -132,7 +132,7 @@ class Endpoint:
         if connection is not None:  # the first request with a token on this connection
             connection.identify(identity)
         if self._served.operators_only and not identity.is_operator:
-            raise Refusal(403, "Forbidden", "only an operator may do that, and this token is an agent's")
+            raise Refusal(403, "Forbidden", "only an operator may do that, and this is the token of an agent")
 
     def _decode(self, body: bytes) -> Any:
         """Decode the body as the first of the route's structs that it fits."""
@@ -203,7 +203,7 @@ async def _read_body(server: TaskServer, request: HttpRequest, bytes_max: int) -
         piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > bytes_max:
-            raise Refusal(413, "TooLong", f"a body of at most {bytes_max} bytes is taken here")
+            raise Refusal(413, "TooLong", f"the body of this route may have at most {bytes_max} bytes")
         if not message.get("more_body", False):
             return b"".join([*pieces, piece]) if pieces else piece  # most bodies come in one piece
         server.body_share.take(request.identity, len(piece))
@@ -216,7 +216,7 @@ def _error_to_reply(error: BaseException) -> HttpReply:
         return _error_reply(error.status, error.error, str(error))
     status = next((STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF), 500)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        return _error_reply(status, "InternalError", "the server made a mistake, and has written it down")
+        return _error_reply(status, "InternalError", "internal error: the server has logged it")
     retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
     return _error_reply(status, type(error).__name__, _public_message(error), retry_after_s)
 
@@ -227,7 +227,7 @@ def _public_message(error: BaseException) -> str:
         case SinceIdNotFound():
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
-            return "the attachment has to lie in the folder of the bus"
+            return "the attachment has to be in the folder of the bus"
         case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, BusFull):
             return "the store cannot be used now: try again soon"
         case _:

@@ -64,7 +64,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
     body: NextBody = request.body
     agent = _owner(request)
     if agent is None:
-        raise InvalidMessage("an operator has to name the agent whose tasks it wants")
+        raise InvalidMessage("an operator has to name the agent whose tasks it claims")
     lease_s = min(body.lease_s, server.lease_s_max)
     terms = server.claim_terms(agent, body.limit, lease_s, body.worker)
     if body.wait_s:
@@ -152,9 +152,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
 def _check_same_decision(tasks: Tasks, body: CompleteBody) -> None:
     """Accept a repeated `complete` with the same decision, and refuse one with another decision."""
     if _encode_sorted(tasks.get(body.task_id).result) != _encode_sorted(body.decision):
-        raise Refusal(
-            409, "WrongState", f"task {body.task_id!r} was completed with another decision, which stands"
-        )
+        raise Refusal(409, "WrongState", f"task {body.task_id!r} was completed before with another decision")
 
 
 async def heartbeat(server: TaskServer, request: HttpRequest) -> HttpReply:
@@ -251,7 +249,7 @@ def _check_may_send(identity: Identity, agents: set[str]) -> None:
         raise Refusal(
             403,
             "Forbidden",
-            f"agent {identity.name!r} may not send to {agent!r}. Whoever has the data folder allows it by: "
+            f"agent {identity.name!r} may not send to {agent!r}. Allow it on the server: "
             f"postroom tasks agent allow {identity.name} --may-send-to {agent} --data DIR",
         )
 
@@ -304,7 +302,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: FindQuery = request.query
     owner = visible_queue(request.identity)
     if owner is not None and query.agent not in (UNSET, owner):
-        raise Refusal(403, "Forbidden", f"this token is {owner}'s, and lists no other agent's tasks")
+        raise Refusal(403, "Forbidden", f"the token of {owner} lists the tasks of {owner} only")
     agent = owner or (query.agent or None)
     state = query.state or None
     lines = await server.read_for(
@@ -336,7 +334,7 @@ def _owner(request: HttpRequest) -> str | None:
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
     if body.agent not in (None, identity.name) or body.agent_url not in (None, identity.name, identity.url):
-        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s, and speaks for nobody else")
+        raise Refusal(403, "Forbidden", f"the token of {identity.name} acts for {identity.name} only")
     return identity.name
 
 

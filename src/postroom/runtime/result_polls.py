@@ -1,7 +1,7 @@
-"""Long polls for results: many requests that wait for tasks to end, without a thread each.
+"""Long polls for results: many requests wait for tasks to end, without a thread each.
 
-All of them share one loop. It looks at every task that somebody waits for: when the bell rings because a task
-has ended, and now and then because a ring may be lost.
+All of them share one loop. It checks every awaited task after a wake-up, and on an interval because a wake-up
+may be lost.
 """
 
 import asyncio
@@ -13,30 +13,30 @@ from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED
 from postroom.nudges.notifier import QUIET_S
 from postroom.runtime.longpoll import LongPolls
 
-GATHER_S = 0.005  # one look for all tasks that end within this
-TASKS_A_LOOK = 500
+GATHER_S = 0.005  # tasks that end within this are checked together
+TASKS_A_READ = 500
 
 Read = Callable[[Callable[[], set[str]]], Awaitable[set[str]]]
-"""Runs a look at the store where it may block."""
+"""Runs a read of the store in a thread."""
 
 
 class ResultPolls:
-    """The requests of a server that wait for tasks to end."""
+    """The requests that wait for tasks to end."""
 
     def __init__(self, tasks: Tasks, read: Read, long_polls: LongPolls) -> None:
         self._tasks = tasks
         self._read = read
         self._long_polls = long_polls
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-        self._news = asyncio.Event()
+        self._woken = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
     async def wait(self, task_id: str, wait_s: float, disconnected: "asyncio.Future[None]") -> None:
-        """Return when the task has ended, `wait_s` has passed, or whoever asked is `disconnected`."""
+        """Return when the task has ended, `wait_s` has passed, or the client is `disconnected`."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(task_id, set()).add(ended)
         self._long_polls.count += 1
-        self._news.set()
+        self._woken.set()
         if self._loop is None:
             self._loop = asyncio.ensure_future(self._run())
         try:
@@ -57,18 +57,18 @@ class ResultPolls:
         if not waiters:
             self._waiters.pop(task_id, None)
         if not self._waiters:
-            self._news.set()  # the loop has nothing left to look for
+            self._woken.set()  # nothing is left to wait for, so the loop ends
 
     async def _run(self) -> None:
         try:
-            with self._long_polls.subscribed(TASK_ENDED, self._news.set):
-                pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
+            with self._long_polls.subscribed(TASK_ENDED, self._woken.set):
+                pause_s = 2 * QUIET_S  # another process may not see this waiter before
                 while self._waiters:
-                    await self._look(pause_s)
+                    await self._check(pause_s)
                     pause_s = (
                         LOOK_AGAIN_S if self._tasks.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
                     )
-        except Exception as error:  # noqa: BLE001 - each request gets it as its answer
+        except Exception as error:  # noqa: BLE001 - every waiting request gets the error
             for waiters in self._waiters.values():
                 for ended in waiters:
                     ended.set_exception(error)
@@ -76,15 +76,15 @@ class ResultPolls:
         finally:
             self._loop = None
 
-    async def _look(self, pause_s: float) -> None:
-        self._news.clear()
-        asked = iter([*self._waiters])
-        while task_ids := list(islice(asked, TASKS_A_LOOK)):
+    async def _check(self, pause_s: float) -> None:
+        self._woken.clear()
+        awaited = iter([*self._waiters])
+        while task_ids := list(islice(awaited, TASKS_A_READ)):
             for task_id in await self._read(lambda ids=task_ids: self._tasks.ended(ids)):  # type: ignore[misc]
                 self._resolve(task_id)
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
-                await self._news.wait()
+                await self._woken.wait()
                 await asyncio.sleep(GATHER_S)
 
     def _resolve(self, task_id: str) -> None:
