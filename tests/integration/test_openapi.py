@@ -1,4 +1,4 @@
-"""What the OpenAPI document says holds for the real server, also for requests that nobody thought of."""
+"""The real server behaves as its OpenAPI document says, also for generated requests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +68,7 @@ def test_the_document_names_every_route(server: Server) -> None:
     assert named == served
 
 
-def test_every_route_but_health_is_said_to_want_a_token() -> None:
+def test_every_route_but_health_is_documented_with_a_token() -> None:
     document = openapi()
     free = [
         path
@@ -80,7 +80,7 @@ def test_every_route_but_health_is_said_to_want_a_token() -> None:
     assert free == ["/health"]
 
 
-def test_every_reference_in_the_document_leads_somewhere() -> None:
+def test_every_reference_in_the_document_resolves() -> None:
     document = openapi()
     names = set(document["components"]["schemas"])
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""Bells: rung for a queue, heard by who waits for it, in this process and in others."""
+"""Wake-ups of a queue, in this process and across processes."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def notifier(tmp_path: Path) -> Iterator[Notifier]:
     notifier.close()
 
 
-def test_a_ring_is_heard_in_the_same_process_with_or_without_a_folder(notifier: Notifier) -> None:
+def test_a_notification_arrives_in_the_same_process_with_or_without_a_folder(notifier: Notifier) -> None:
     for each in (notifier, Notifier(None)):
         heard = threading.Event()
         with each.subscribed("q", heard.set):
@@ -34,7 +34,7 @@ def test_a_ring_is_heard_in_the_same_process_with_or_without_a_folder(notifier: 
             assert heard.wait(LONG_S)
 
 
-def test_only_the_own_queue_and_only_inside_the_block() -> None:
+def test_callbacks_run_for_their_queue_and_only_inside_the_block() -> None:
     notifier = Notifier(None)
     heard: list[str] = []
     with (
@@ -48,7 +48,7 @@ def test_only_the_own_queue_and_only_inside_the_block() -> None:
     assert heard == ["r"]
 
 
-def test_everybody_who_waits_hears_it() -> None:
+def test_every_waiter_is_notified() -> None:
     notifier = Notifier(None)
     heard: list[int] = []
     with notifier.subscribed("q", lambda: heard.append(1)), notifier.subscribed("q", lambda: heard.append(2)):
@@ -56,7 +56,9 @@ def test_everybody_who_waits_hears_it() -> None:
     assert sorted(heard) == [1, 2]
 
 
-def test_a_ring_of_another_process_is_heard(tmp_path: Path, notifier: Notifier, no_child_left: None) -> None:
+def test_a_notification_of_another_process_arrives(
+    tmp_path: Path, notifier: Notifier, no_child_left: None
+) -> None:
     heard = threading.Event()
     with notifier.subscribed("q", heard.set):
         if not notifier.hears_other_processes:
@@ -69,7 +71,7 @@ def test_a_ring_of_another_process_is_heard(tmp_path: Path, notifier: Notifier, 
         assert heard.wait(LONG_S)
 
 
-def test_an_inherited_bell_rings_and_hears_in_the_child(notifier: Notifier, no_child_left: None) -> None:
+def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_child_left: None) -> None:
     heard = threading.Event()
 
     def child() -> None:
@@ -100,7 +102,7 @@ def test_an_inherited_bell_rings_and_hears_in_the_child(notifier: Notifier, no_c
         ringing.join()
 
 
-def test_without_inotify_it_says_that_nobody_else_is_heard(
+def test_without_inotify_other_processes_are_not_heard(
     notifier: Notifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "inotify_new", lambda: -1)
@@ -116,7 +118,7 @@ def test_a_folder_that_cannot_be_watched_is_no_error(
         assert not notifier.hears_other_processes
 
 
-def test_a_ring_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_notification_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     heard = threading.Event()
     notifier = Notifier(tmp_path / "file" / "bells")
@@ -127,7 +129,7 @@ def test_a_ring_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert heard.is_set()
 
 
-def test_only_so_many_files_stay_open(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_open_files_is_limited(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OPEN_FILES_MAX", 4)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(20):
@@ -135,7 +137,7 @@ def test_only_so_many_files_stay_open(notifier: Notifier, monkeypatch: pytest.Mo
     assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
-def test_a_closed_bell_closes_everything_and_works_again(notifier: Notifier) -> None:
+def test_a_closed_notifier_closes_its_files_and_works_again(notifier: Notifier) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         heard = threading.Event()
@@ -150,7 +152,7 @@ def test_a_closed_bell_closes_everything_and_works_again(notifier: Notifier) -> 
         assert not notifier.hears_other_processes
 
 
-def test_on_a_full_disk_it_is_only_not_heard(small_disk: Path, no_child_left: None) -> None:
+def test_on_a_full_disk_only_the_wake_up_is_lost(small_disk: Path, no_child_left: None) -> None:
     """A page that cannot be had ends a process, so it is asked for before it is written to."""
     with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while filler.write(b"x" * 4096):

@@ -36,7 +36,7 @@ def test_every_line_is_an_object_with_the_same_first_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["two\nlines", 'quote"s', "\x1b[31m", "ä\U0001f600", "\0"])
-def test_whatever_a_field_holds_it_is_one_line(text: str) -> None:
+def test_any_field_value_stays_on_one_line(text: str) -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
     server_log.write("refused", agent=text, odd=object)
@@ -45,7 +45,7 @@ def test_whatever_a_field_holds_it_is_one_line(text: str) -> None:
     assert line["agent"] == text
 
 
-def test_what_strangers_cause_is_written_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_anonymous_callers_are_logged_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RARELY_S", 3_600.0)
     stream = io.StringIO()
     server_log = ServerLog(stream)
@@ -57,7 +57,7 @@ def test_what_strangers_cause_is_written_rarely_and_counted(monkeypatch: pytest.
     assert [line["times"] for line in lines_of(stream)] == [1, 1_000]
 
 
-def test_warnings_about_what_is_not_http_are_written_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_about_malformed_http_are_logged_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RARELY_S", 3_600.0)
     stream = io.StringIO()
     server_log = ServerLog(stream)
@@ -69,7 +69,7 @@ def test_warnings_about_what_is_not_http_are_written_rarely(monkeypatch: pytest.
     assert sorted(levels) == ["ERROR"] * 3 + ["WARNING"]
 
 
-def test_a_field_has_a_limit() -> None:
+def test_a_long_field_is_truncated() -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
     server_log.write("refused", task_id="x" * 5 * FIELD_CHARS_MAX)
@@ -77,7 +77,7 @@ def test_a_field_has_a_limit() -> None:
     assert len(lines_of(stream)[0]["task_id"]) == FIELD_CHARS_MAX
 
 
-def test_a_reader_that_has_stopped_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_reader_does_not_block_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINES_WAITING_MAX", 100)
     monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
     reading, writing = os.pipe()
@@ -94,7 +94,7 @@ def test_a_reader_that_has_stopped_stops_nobody(monkeypatch: pytest.MonkeyPatch)
     stuck.close()
 
 
-def test_what_was_dropped_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINES_WAITING_MAX", 10)
     monkeypatch.setattr(module, "GATHER_S", 60.0)  # nothing is written before the end
     stream = io.StringIO()
@@ -116,16 +116,16 @@ def test_a_closed_stream_is_no_error() -> None:
     server_log.close()
 
 
-def test_what_an_error_says_is_left_out() -> None:
+def test_the_message_of_an_error_is_left_out() -> None:
     with pytest.raises(ValueError, match="secret") as raised:
         fail()
-    told = error_location(raised.value)
-    assert told.startswith("ValueError at ")
-    assert Path(__file__).name in told
-    assert "secret" not in told
+    location = error_location(raised.value)
+    assert location.startswith("ValueError at ")
+    assert Path(__file__).name in location
+    assert "secret" not in location
 
 
-def test_what_libraries_log_becomes_lines() -> None:
+def test_library_logs_become_lines() -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
     logger = logging.getLogger("library")
@@ -145,7 +145,7 @@ def test_what_libraries_log_becomes_lines() -> None:
     assert "secret" not in stream.getvalue()
 
 
-def test_who_closes_it_while_the_first_line_starts_its_thread_waits_for_that(
+def test_close_waits_for_a_thread_that_is_just_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_made, is_closing = threading.Event(), threading.Event()
@@ -154,7 +154,7 @@ def test_who_closes_it_while_the_first_line_starts_its_thread_waits_for_that(
         def start(self) -> None:
             is_made.set()
             is_closing.wait(HANG_GUARD_S)
-            time.sleep(0.05)  # so that whoever closes is there first
+            time.sleep(0.05)  # so that close is called first
             super().start()
 
     stream = io.StringIO()

@@ -50,7 +50,7 @@ def enqueue_2(operations: TaskOperations) -> str:
     return operations.enqueue([NewTask(agent="triage", payload=2)])[0]
 
 
-def test_each_gets_its_own_answer() -> None:
+def test_every_caller_gets_its_own_outcome() -> None:
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
         good = writer.submit(enqueue_1, ONE)
         bad = writer.submit(lambda operations: operations.cancel("nobody"), ONE)
@@ -61,7 +61,7 @@ def test_each_gets_its_own_answer() -> None:
     run(work)
 
 
-def test_what_comes_together_is_one_commit() -> None:
+def test_calls_of_one_round_share_a_commit() -> None:
     store = FaultyStore(MemoryStore())
 
     async def work(_: Tasks, writer: StoreWriter) -> None:
@@ -71,9 +71,7 @@ def test_what_comes_together_is_one_commit() -> None:
     assert len(store.happened) == 1
 
 
-def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_is_reopened_after_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(monkeypatch)
 
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
@@ -93,7 +91,7 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
     run(work, SqliteStore(tmp_path / "queue.db"))
 
 
-def test_a_defect_in_one_call_hurts_no_other() -> None:
+def test_an_exception_in_one_call_does_not_affect_the_others() -> None:
     def broken(_: TaskOperations) -> None:
         raise ZeroDivisionError
 
@@ -108,7 +106,7 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
     run(work)
 
 
-def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
+def test_every_caller_gets_the_error_of_a_failed_commit_and_the_next_commit_works() -> None:
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
         enqueue = enqueue_1
 
@@ -120,7 +118,7 @@ def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
     run(work, FaultyStore(MemoryStore(), ["crash"]))
 
 
-def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
+def test_equal_claims_are_merged_and_their_tasks_divided_in_order() -> None:
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
         expected = tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(7)])
         one, three = checked_terms("triage", 1, 300.0, None), checked_terms("triage", 3, 300.0, None)
@@ -134,7 +132,7 @@ def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
     run(work)
 
 
-def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_claims_are_split_at_the_claim_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLAIM_MAX", 5)
 
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
@@ -147,7 +145,7 @@ def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
-def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_MAX", 4)
     monkeypatch.setattr(module, "WAITING_A_TOKEN_MAX", 2)
     monkeypatch.setattr(module, "WAITING_RESERVE", 1)
@@ -170,7 +168,7 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
-def test_the_bytes_that_wait_have_a_limit() -> None:
+def test_bytes_of_waiting_calls_have_a_limit() -> None:
     each_max = module.WAITING_BYTES_A_TOKEN_MAX
 
     def find(_: TaskOperations) -> list[str]:
@@ -223,7 +221,9 @@ class Order:
         return self.commits[1:]
 
 
-def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_take_turns_when_more_calls_wait_than_fit_into_a_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 3)
 
     async def work(_: Tasks, writer: StoreWriter) -> None:
@@ -260,7 +260,7 @@ def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
     run(work)
 
 
-def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_are_committed_before_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 2)
 
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
@@ -273,7 +273,7 @@ def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.Monk
     run(work)
 
 
-def test_nobody_who_left_stops_the_others() -> None:
+def test_a_cancelled_caller_does_not_affect_the_others() -> None:
     async def work(_: Tasks, writer: StoreWriter) -> None:
         left = writer.submit(enqueue_1, ONE)
         stays = writer.submit(enqueue_2, ONE)

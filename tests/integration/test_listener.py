@@ -1,4 +1,4 @@
-"""How long a client of the task server may take: a real server in this process, with short limits."""
+"""Timeouts of the HTTP connections: a real server in this process, with short limits."""
 
 import json
 import socket
@@ -72,7 +72,7 @@ def test_a_connection_without_a_request_is_closed(place: Place, monkeypatch: pyt
         assert everything(connection) == b""
 
 
-def test_a_connection_without_a_token_is_not_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_anonymous_connection_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "FIRST_REQUEST_S", SHORT_S)
     with place.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -94,7 +94,7 @@ def test_a_request_that_does_not_end_is_refused(
     assert json.loads(body)["error"] == "TooSlow"
 
 
-def test_an_answer_that_nobody_reads_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", SHORT_S)
     bus = Bus(place.data / "buses" / "long.yaml")
     bus.append_many([{"type": "INFO", "project_id": "p", "body": "x" * 1_000_000}] * 8)
