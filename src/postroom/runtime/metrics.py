@@ -57,7 +57,7 @@ class _TaskServer(Collector):
 
 
 def _queues(agents: Mapping[str, AgentStatus]) -> Iterator[Metric]:
-    depth = GaugeMetricFamily("postroom_queue_depth", "Tasks that wait, with delayed ones.", labels=["agent"])
+    depth = GaugeMetricFamily("postroom_queue_depth", "Tasks that wait, delayed or not.", labels=["agent"])
     in_flight = GaugeMetricFamily("postroom_in_flight", "Tasks under a lease.", labels=["agent"])
     age = GaugeMetricFamily(
         "postroom_oldest_age_seconds", "How long the next task has been ready.", labels=["agent"]
