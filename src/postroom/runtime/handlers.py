@@ -302,7 +302,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: FindQuery = request.query
     owner = visible_queue(request.identity)
     if owner is not None and query.agent not in (UNSET, owner):
-        raise Refusal(403, "Forbidden", f"the token of {owner} lists the tasks of {owner} only")
+        raise Refusal(403, "Forbidden", f"this token is {owner}'s and lists only the tasks of {owner}")
     agent = owner or (query.agent or None)
     state = query.state or None
     lines = await server.read_for(
@@ -334,7 +334,7 @@ def _owner(request: HttpRequest) -> str | None:
     if identity.is_operator:
         return str(body.agent) if body.agent is not None else None
     if body.agent not in (None, identity.name) or body.agent_url not in (None, identity.name, identity.url):
-        raise Refusal(403, "Forbidden", f"the token of {identity.name} acts for {identity.name} only")
+        raise Refusal(403, "Forbidden", f"this token is {identity.name}'s and acts for no other agent")
     return identity.name
 
 
