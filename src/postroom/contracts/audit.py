@@ -125,7 +125,7 @@ class Audit:
         return tracing.spans(self._revealed(events))
 
     def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verify.Finding]:
-        """Return the faults of the chain of segments; none when all are as they were sealed.
+        """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
         `head` is a hash that was recorded elsewhere, `noted` are heads that stores recorded. The head in the
         file beside the folder is always compared. A folder without a stream raises `Unavailable`.
@@ -164,10 +164,10 @@ class Audit:
         try:
             return cipher.reveal(event)
         except Unreadable as error:
-            self._report_key(event, str(error))
+            self._tell_of_key(event, str(error))
             return event
 
-    def _report_key(self, event: AuditEvent, text: str) -> None:
+    def _tell_of_key(self, event: AuditEvent, text: str) -> None:
         key = event.payload.removeprefix(PREFIX).partition(":")[0]
         if len(key) > KEY_ID_CHARS_MAX:  # a payload that only looks encrypted
             key, text = "", f"the payload of {event.event_id} names no key"

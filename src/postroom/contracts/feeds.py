@@ -131,7 +131,7 @@ class StoreFeed:
             set_outbox(self._store, self._outbox)
 
     def noted_head(self) -> Head | None:
-        """The last sealed segment as the store recorded it; None for a store without a stream."""
+        """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
         return _head_of(self._outbox)
 
     def sealed(self, segment: int, head: str) -> None:
@@ -145,7 +145,7 @@ class StoreFeed:
 
 
 def head_in(store: Store) -> Head | None:
-    """The last sealed segment as a store recorded it; None before there is one."""
+    """The last sealed segment of the stream that a store's events go to; None before there is one."""
     return _head_of(outbox_of(store))
 
 
