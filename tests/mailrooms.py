@@ -55,17 +55,13 @@ class FakeLink:
     def is_closing(self) -> bool:
         return not self.open
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
         assert (reply == "") == self.headers  # the server has answered the sender itself
-        if self.open:
+        for headers, payload in messages if self.open else ():
             self.got.append(Got(sid, subject, headers if self.headers else b"", payload, reply))
 
     def want_room(self) -> None:
         self.wants_room = True
-
-    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
-        for headers, payload in messages:
-            self.deliver(sid, subject, "", headers, payload)
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         assert reply
@@ -131,14 +127,14 @@ class Rooms:
         self.room = self.opened()
 
     def publish(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> None:
-        self.room.published(link, subject, "", headers, payload)
+        self.room.published(link, subject, "", len(headers), [headers + payload])
         self.settle()
 
     def request(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> Any:
         """Ask, and turn the loop; None when there is no answer yet."""
         self.inboxes += 1
         inbox = f"_INBOX.{self.inboxes}"
-        self.room.published(link, subject, inbox, headers, payload)
+        self.room.published(link, subject, inbox, len(headers), [headers + payload])
         self.settle()
         return self.answer_of(link, inbox)
 

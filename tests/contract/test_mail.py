@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, agents, mailboxes, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, agents, mailboxes, recovery, subscriptions
 from postroom.contracts.mail.mailboxes import hashed
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
-from postroom.logs import mail_log, mail_records
+from postroom.logs import mail_log
 from tests.faultydisk import FaultyDisk
 from tests.mailrooms import CREATE, HANG_GUARD_S, MSG, FakeLink, Rooms
 
@@ -233,14 +233,14 @@ def test_a_critical_message_is_neither_pushed_nor_answered_before_it_is_on_the_d
     disk = FaultyDisk(monkeypatch)
     disk.hold()
     link.answers.clear()
-    rooms.room.published(link, f"{MSG}{mail_id}.critical", "_INBOX.a", b"", b"first")
+    rooms.room.published(link, f"{MSG}{mail_id}.critical", "_INBOX.a", 0, [b"first"])
     rooms.room.flush()
     disk.entered.wait()
     assert (link.got, link.answers) == ([], [])
     other = FakeLink()
-    rooms.room.published(other, CREATE, "", b"", b'{"name":"other","public":true}')
+    rooms.room.published(other, CREATE, "", 0, [b'{"name":"other","public":true}'])
     rooms.room.subscribed(other, "1", f"{MSG}other.*", "")
-    rooms.room.published(link, f"{MSG}other", "_INBOX.b", b"", b"normal needs no disk")
+    rooms.room.published(link, f"{MSG}other", "_INBOX.b", 0, [b"normal needs no disk"])
     assert other.payloads() == [b"normal needs no disk"]
     disk.gate.set()
     rooms.settle()
@@ -254,9 +254,9 @@ def test_who_waits_for_no_answer_still_sees_what_it_sent_in_order(rooms: Rooms) 
     rooms.subscribe(early, f"{mail_id}.*")
     link.answers.clear()
     for word in ["low", "normal", "urgent", "normal", "critical"]:  # all in one turn of the loop
-        rooms.room.published(link, f"{MSG}{mail_id}.{word}", "", b"", word.encode())
+        rooms.room.published(link, f"{MSG}{mail_id}.{word}", "", 0, [word.encode()])
     rooms.room.subscribed(late, "1", f"{MSG}{mail_id}.*", "")
-    rooms.room.published(link, LIST + mail_id, "_INBOX.l", b"", b"{}")
+    rooms.room.published(link, LIST + mail_id, "_INBOX.l", 0, [b"{}"])
     rooms.settle()
     assert early.payloads() == [b"low", b"normal", b"urgent", b"normal", b"critical"]
     assert late.payloads() == [b"critical", b"urgent", b"normal", b"normal", b"low"]
@@ -270,7 +270,7 @@ def eighty_wait_for_one_fsync(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> 
     mail_id = rooms.create(link, ttl=60)
     link.answers.clear()
     for number in range(80):
-        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"")
+        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", 0, [b""])
     rooms.room.flush()
     return link
 
@@ -449,7 +449,7 @@ def test_a_name_created_again_after_its_end_starts_empty_with_new_message_ids(ro
 def test_ten_thousand_mailboxes_end_in_bounded_pieces(rooms: Rooms) -> None:
     link = FakeLink()
     for _ in range(10_000):
-        rooms.room.published(link, CREATE, "", b"", b'{"ttl":5}')
+        rooms.room.published(link, CREATE, "", 0, [b'{"ttl":5}'])
     rooms.settle()
     rooms.clock.advance(5)
     rooms.room.tick()
@@ -672,7 +672,7 @@ def test_list_is_bounded(rooms: Rooms) -> None:
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
     for _ in range(1_001):
-        rooms.room.published(link, f"{MSG}{mail_id}", "", b"", b"x")
+        rooms.room.published(link, f"{MSG}{mail_id}", "", 0, [b"x"])
     assert len(rooms.request(link, LIST + mail_id)["messages"]) == 1_000
 
 
@@ -706,7 +706,7 @@ def test_a_client_without_headers_finds_the_id_in_the_reply_subject_which_delete
     mail_id = rooms.create(link, ttl=60)
     stored = rooms.send(link, mail_id, b"0", "urgent")
     rooms.subscribe(plain, f"{mail_id}.*")
-    rooms.room.published_many(link, MSG + mail_id, [b"1", b"2"])
+    rooms.room.published(link, MSG + mail_id, "", 0, [b"1", b"2"])
     rooms.settle()
     assert plain.payloads() == [b"0", b"1", b"2"]
     assert plain.got[0].reply == f"{DELETE}{mail_id}.{stored}"
@@ -1030,7 +1030,7 @@ def test_quotas_refuse_with_429_and_count_what_is_under_way(tmp_path: Path, opti
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
     for number in range(3):  # in one batch: the first two are not stored yet when the third comes
-        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.q{number}", b"", b"x")
+        rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.q{number}", 0, [b"x"])
     rooms.settle()
     answers = {reply: json.loads(payload) for reply, payload in link.answers}
     assert [answers[f"_INBOX.q{number}"].get("code") for number in range(3)] == [None, None, 429]
@@ -1236,7 +1236,7 @@ def test_a_full_disk_refuses_what_is_durable_and_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(mail_log, "write_all", full)
-        rooms.room.published(link, f"{MSG}{mail_id}.urgent", "", b"", b"waits")  # nobody can be told
+        rooms.room.published(link, f"{MSG}{mail_id}.urgent", "", 0, [b"waits"])  # nobody can be told
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert rooms.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
         rooms.tick()
@@ -1268,13 +1268,13 @@ def test_many_in_a_row_are_the_same_as_each_for_itself(
         subject = f"{MSG}{mail_id}.{word}"
         for batch in (payloads[:5], payloads[5:]):
             if many:
-                rooms.room.published_many(sender, subject, batch)
+                rooms.room.published(sender, subject, "", 0, batch)
             else:
                 for payload in batch:
-                    rooms.room.published(sender, subject, "", b"", payload)
+                    rooms.room.published(sender, subject, "", 0, [payload])
         rooms.settle()
         rooms.publish(sender, f"{MSG}{mail_id}.urgent", b"last")
-        rooms.room.published_many(sender, f"{MSG}nobody", [b"1", b"2"])
+        rooms.room.published(sender, f"{MSG}nobody", "", 0, [b"1", b"2"])
         listed = rooms.request(sender, f"$mq9.AI.MAILBOX.LIST.{mail_id}")["messages"]
         shown = [(each["msg_id"], each["payload"], each["priority"]) for each in listed]
         got = [[(each.subject, each.msg_id) for each in link.got] for link in (sdk, *others)]
@@ -1290,10 +1290,10 @@ def test_many_in_a_row_are_the_same_as_each_for_itself(
 def test_many_in_a_row_survive_a_restart_without_those_that_were_deleted(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
 ) -> None:
-    monkeypatch.setattr(mail_records, "ROW_BYTES_MAX", row_bytes_max)
+    monkeypatch.setattr(recovery, "ROW_BYTES_MAX", row_bytes_max)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
-    rooms.room.published_many(link, f"{MSG}{mail_id}.critical", [b"%d" % number for number in range(5)])
+    rooms.room.published(link, f"{MSG}{mail_id}.critical", "", 0, [b"%d" % number for number in range(5)])
     rooms.settle()
     numbers = [row["msg_id"] for row in rooms.request(link, LIST + mail_id)["messages"]]
     assert rooms.request(link, f"{DELETE}{mail_id}.{numbers[2]}") == {"deleted": True}
@@ -1329,7 +1329,7 @@ def test_compaction_does_not_forget_what_is_on_its_way_to_the_disk(
     link = FakeLink()
     mail_id = rooms.create(link, ttl=0)
     rooms.reopen()
-    rooms.room.published(link, f"{MSG}{mail_id}.critical", "", b"", b"on its way")
+    rooms.room.published(link, f"{MSG}{mail_id}.critical", "", 0, [b"on its way"])
     rooms.room.flush()
     rooms.room.tick()
     for _ in range(4):

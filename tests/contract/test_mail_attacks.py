@@ -49,8 +49,8 @@ def test_a_nested_body_costs_no_other_client_its_answer(rooms: Rooms, verb: str,
     good, bad = FakeLink(), FakeLink()
     mail_id = rooms.create(good, ttl=60)
     for number in range(20):
-        rooms.room.published(good, f"{MSG}{mail_id}.critical", f"_INBOX.good.{number}", b"", b"x")
-        rooms.room.published(bad, f"{verb}{mail_id}", f"_INBOX.bad.{number}", b"", nested % DEEP)
+        rooms.room.published(good, f"{MSG}{mail_id}.critical", f"_INBOX.good.{number}", 0, [b"x"])
+        rooms.room.published(bad, f"{verb}{mail_id}", f"_INBOX.bad.{number}", 0, [nested % DEEP])
     rooms.settle()
     answers = {reply: json.loads(payload) for reply, payload in good.answers + bad.answers}
     assert all("msg_id" in answers[f"_INBOX.good.{number}"] for number in range(20))
@@ -90,7 +90,7 @@ def test_a_callback_that_raises_does_not_end_the_turn_of_others(tmp_path: Path, 
     mail_id = rooms.create(good, ttl=60)
     for number in range(10):
         for link in (broken, good):
-            rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", b"", b"x")
+            rooms.room.published(link, f"{MSG}{mail_id}.critical", f"_INBOX.{number}", 0, [b"x"])
     rooms.settle()
     assert len([reply for reply, _ in good.answers if reply.count(".") == 1]) >= 10
     assert rooms.room.stats()["messages"] == 20
@@ -101,7 +101,7 @@ def test_a_waiting_fetch_that_raises_does_not_keep_others_waiting(rooms: Rooms) 
     mail_id = rooms.create(good, ttl=60)
     wait = json.dumps({"deliver": "earliest", "config": {"max_wait_ms": 60_000}}).encode()
     for link in (broken, good):
-        rooms.room.published(link, f"{NEWEST}FETCH.{mail_id}", "_INBOX.fetch", b"", wait)
+        rooms.room.published(link, f"{NEWEST}FETCH.{mail_id}", "_INBOX.fetch", 0, [wait])
     rooms.publish(good, f"{MSG}{mail_id}", b"x")
     found: Any = rooms.answer_of(good, "_INBOX.fetch")
     assert len(found["messages"]) == 1
@@ -201,8 +201,8 @@ def test_a_fetch_that_is_due_after_its_connection_has_ended_takes_nothing(rooms:
     gone, reader = FakeLink(), FakeLink()
     mail_id = rooms.create(gone, ttl=0)
     body = json.dumps({"group_name": "g", "deliver": "earliest"}).encode()
-    rooms.room.published(gone, f"{MSG}{mail_id}.critical", "", b"", b"x")
-    rooms.room.published(gone, f"{NEWEST}FETCH.{mail_id}", "_INBOX.late", b"", body)  # waits for the disk
+    rooms.room.published(gone, f"{MSG}{mail_id}.critical", "", 0, [b"x"])
+    rooms.room.published(gone, f"{NEWEST}FETCH.{mail_id}", "_INBOX.late", 0, [body])  # waits for the disk
     rooms.close_link(gone)
     assert len(rooms.request(reader, f"{NEWEST}FETCH.{mail_id}", body)["messages"]) == 1
 
@@ -405,8 +405,8 @@ def test_empty_messages_cost_memory_too(tmp_path: Path) -> None:
     rooms = Rooms(tmp_path, stored_bytes_max=MAILBOX_COST_BYTES + 10 * MESSAGE_COST_BYTES)
     link = FakeLink()
     mail_id = rooms.create(link, ttl=60)
-    rooms.room.published_many(link, f"{MSG}{mail_id}", [b""] * 8)
-    rooms.room.published_many(link, f"{MSG}{mail_id}", [b""] * 8)  # of these two fit
+    rooms.room.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)
+    rooms.room.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)  # of these two fit
     assert rooms.room.stats()["messages"] == 10
 
 
@@ -417,7 +417,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = rooms.create(greedy, ttl=60)
     subject = f"{MSG}{mail_id}.{word}"
-    rooms.room.published_many(greedy, subject, [b"x"] * 4)
+    rooms.room.published(greedy, subject, "", 0, [b"x"] * 4)
     rooms.settle()
     numbers = [rooms.send(greedy, mail_id, b"x", word)]
     for link in (greedy, FakeLink()):  # reconnecting helps nobody
@@ -551,7 +551,7 @@ def test_everything_that_leaves_a_mailbox_is_given_back_exactly(rooms: Rooms) ->
             rooms.request(who, send, b"replaced %d" % number, keyed)
             lived = f"NATS/1.0\r\nmq9-ttl: 5\r\nmq9-delay: 2\r\nmq9-priority: {word}\r\n\r\n".encode()
             rooms.request(who, send, b"short", lived)
-        rooms.room.published_many(who, f"{MSG}{mail_id}.critical", [b"1", b"22", b"333"])
+        rooms.room.published(who, f"{MSG}{mail_id}.critical", "", 0, [b"1", b"22", b"333"])
         rooms.settle()
     rooms.tick(3)
     assert rooms.room.stats()["messages"] == 2 + 4 + 6
@@ -721,8 +721,8 @@ def test_every_call_that_meets_a_full_disk_is_answered(
         patched.setattr(mail_log, "write_all", full)
         for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
             given = headers if ".SEND." in subject else b""
-            rooms.room.published(link, subject, f"_INBOX.full.{place}", given, payload)
-        rooms.room.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", b"", b"")
+            rooms.room.published(link, subject, f"_INBOX.full.{place}", len(given), [given + payload])
+        rooms.room.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", 0, [b""])
         rooms.settle()
         answers = [rooms.answer_of(link, f"_INBOX.full.{place}") for place in [*range(len(calls)), "list"]]
         assert [answer["code"] for answer in answers] == [503] * (len(calls) + 1)
@@ -776,13 +776,13 @@ def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path:
 
 def filled(rooms: Rooms, link: FakeLink, count: int) -> str:
     mail_id = rooms.create(link, ttl=60)
-    rooms.room.published_many(link, f"{MSG}{mail_id}", [b"%d" % number for number in range(count)])
+    rooms.room.published(link, f"{MSG}{mail_id}", "", 0, [b"%d" % number for number in range(count)])
     rooms.settle()
     return mail_id
 
 
 def query(rooms: Rooms, link: FakeLink, inbox: str, mail_id: str, **body: Any) -> None:
-    rooms.room.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, b"", json.dumps(body).encode())
+    rooms.room.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, 0, [json.dumps(body).encode()])
 
 
 def test_a_query_is_answered_when_all_was_looked_at(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:

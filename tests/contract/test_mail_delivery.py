@@ -39,7 +39,7 @@ def filled(rooms: Rooms, count: int, word: str = "normal") -> tuple[FakeLink, st
 
 
 def send_many(rooms: Rooms, sender: FakeLink, mail_id: str, count: int, word: str = "normal") -> None:
-    rooms.room.published_many(sender, f"{MSG}{mail_id}.{word}", [b"%d" % number for number in range(count)])
+    rooms.room.published(sender, f"{MSG}{mail_id}.{word}", "", 0, [b"%d" % number for number in range(count)])
     rooms.settle()
 
 
@@ -336,9 +336,9 @@ def test_a_slow_connection_has_little_before_a_critical_message(tmp_path: Path) 
 class Window(FakeLink):
     """A connection for which everything waits that it was given since it was last drained."""
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        super().deliver(sid, subject, reply, headers, payload)
-        self.pending_bytes += len(payload)
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
+        super().deliver(sid, subject, reply, messages)
+        self.pending_bytes += sum(len(payload) for _, payload in messages)
 
     def drain(self, rooms: Rooms) -> list[tuple[str, str]]:
         """What it was given; from here on it has room."""

@@ -39,17 +39,14 @@ class Shelf:
     def owns(self, subject: str) -> bool:
         return subject.startswith("$room.")
 
-    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        self.kept.append((subject, headers, payload))
-        self.noted.append(("published", payload))
-        if reply:
-            link.answer(
-                reply, b"%s %s" % (link.name.encode(), link.user.encode()), b"NATS/1.0\r\nA: b\r\n\r\n"
-            )
-
-    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
-        for payload in payloads:
-            self.published(link, subject, "", b"", payload)
+    def published(self, link: Link, subject: str, reply: str, header_bytes: int, bodies: list[bytes]) -> None:
+        for body in bodies:
+            headers, payload = body[:header_bytes], body[header_bytes:]
+            self.kept.append((subject, headers, payload))
+            self.noted.append(("published", payload))
+            if reply:
+                said = b"%s %s" % (link.name.encode(), link.user.encode())
+                link.answer(reply, said, b"NATS/1.0\r\nA: b\r\n\r\n")
 
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         self.noted.append(("subscribed", (sid, subject, group)))
@@ -60,7 +57,7 @@ class Shelf:
             self.drained(link)
             return None
         for kept, headers, payload in self.kept:
-            link.deliver(sid, kept, "", headers, payload)
+            link.deliver(sid, kept, "", [(headers, payload)])
         return None
 
     def unsubscribed(self, link: Link, sid: str) -> None:  # noqa: ARG002 - the seam's
@@ -72,7 +69,7 @@ class Shelf:
     def drained(self, link: Link) -> None:
         sid, left = self.owed.get(link, ("", 0))
         while left and link.pending_bytes < LINK_FULL_BYTES:
-            link.deliver(sid, "$room.long", "", b"", BODY)
+            link.deliver(sid, "$room.long", "", [(b"", BODY)])
             left -= 1
         self.owed[link] = (sid, left)
 

@@ -42,7 +42,7 @@ class TaskHandlers:
         self.turn(lambda: not self.room.trouble)
         first = len(self.link.answers)
         for number, (subject, payload) in enumerate(requests):
-            self.room.published(self.link, subject, f"_INBOX.{first + number}", b"", payload)
+            self.room.published(self.link, subject, f"_INBOX.{first + number}", 0, [payload])
         self.room.flush()
         self.turn(lambda: len(self.link.answers) == first + len(requests))
         answers = {reply: json.loads(payload) for reply, payload in self.link.answers[first:]}
@@ -117,7 +117,7 @@ def _compact(desk: TaskHandlers, attempt: int) -> list[str]:
     mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
     mail_log.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
     desk.room.published(
-        desk.link, f"{MSG}{BOX}.critical", "", b"", _payload(token_of(f"way{attempt}", 0, 50))
+        desk.link, f"{MSG}{BOX}.critical", "", 0, [_payload(token_of(f"way{attempt}", 0, 50))]
     )
     desk.room.flush()
     desk.room.tick()

@@ -730,17 +730,18 @@ class MailCallsTarget(Target):
             ("MSG.FETCH.box", b'{"group_name":"g","deliver":"earliest"}'),
             ("AGENT.REGISTER", b'{"name":"ben","mailbox":"ben.box"}'),
         ):
-            room.published(other, f"$mq9.AI.{call}", "_INBOX.other", b"", body)
+            room.published(other, f"$mq9.AI.{call}", "_INBOX.other", 0, [body])
         secret = json.loads(other.answers[1][1])["mail_id"].encode()
         for inbox in ("_INBOX.1", "_INBOX.2"):  # the second finds what the first has left
-            room.published(asking, f"$mq9.AI.{subject.decode('utf-8', 'replace')}", inbox, headers, payload)
+            text = f"$mq9.AI.{subject.decode('utf-8', 'replace')}"
+            room.published(asking, text, inbox, len(headers), [headers + payload])
             room.tick()
         inboxes = [reply for reply, _ in asking.answers]
         demand(len(set(inboxes)) == len(inboxes), "was answered more than once")
         for _, answer in asking.answers:
             demand(isinstance(json.loads(answer), dict), answer)
             demand(secret not in answer, "a private id was shown")
-        room.published(other, "$mq9.AI.MAILBOX.MSG.box", "_INBOX.after", b"", b"x")
+        room.published(other, "$mq9.AI.MAILBOX.MSG.box", "_INBOX.after", 0, [b"x"])
         demand(b"msg_id" in other.answers[-1][1], "nothing can be sent afterwards")
         room.close()
 

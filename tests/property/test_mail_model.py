@@ -114,7 +114,7 @@ class Mailboxes(RuleBasedStateMachine):
     @rule(name=names, word=st.sampled_from(WORDS), count=st.integers(2, 5))
     def send_many(self, name: str, word: str, count: int) -> None:
         """In a row and without answers; their ids are seen in a list."""
-        self.rooms.room.published_many(self.caller, f"{MSG}{name}.{word}", [b"x"] * count)
+        self.rooms.room.published(self.caller, f"{MSG}{name}.{word}", "", 0, [b"x"] * count)
         self.rooms.settle()
         if self.lives(name):
             rows = self.rooms.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")["messages"]

@@ -34,6 +34,10 @@ def box() -> Box:
     return Box(1, "box", public=False, named=True, label="box")
 
 
+def add(box: Box, *letters: Letter) -> Letter | None:
+    return box.add(list(letters), sum(each.cost for each in letters))
+
+
 def numbers(box: Box) -> list[int]:
     return [each.number for each in box.replay(EVERY_RANK, NOW_NS)]
 
@@ -59,8 +63,8 @@ def test_a_text_costs_the_memory_that_it_takes_up(char: str) -> None:
 
 
 def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:
-    box.add(letter(1, "critical", b"1"))
-    box.add_plain([letter(2), letter(3, payload=b"333")], letter(2).cost + letter(3, payload=b"333").cost)
+    add(box, letter(1, "critical", b"1"))
+    add(box, letter(2), letter(3, payload=b"333"))
     assert box.bytes == cost_of(1) + cost_of(1) + cost_of(3)
     assert box.remove(3) is not None
     assert box.bytes == 2 * cost_of(1)
@@ -73,21 +77,21 @@ def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:
 
 
 def test_a_letter_that_is_replaced_by_its_key_is_given_back(box: Box) -> None:
-    box.add(letter(1, payload=b"long" * 10, key="k"))
-    replaced = box.add(letter(2, "urgent", b"s", key="k"))
+    add(box, letter(1, payload=b"long" * 10, key="k"))
+    replaced = add(box, letter(2, "urgent", b"s", key="k"))
     assert replaced is not None
     assert replaced.number == 1
     assert box.bytes == cost_of(1, "k")
     assert box.keys == {"k": 2}
-    assert box.add(letter(3, payload=b"s", key="other")) is None
+    assert add(box, letter(3, payload=b"s", key="other")) is None
     box.remove(2)
     assert box.keys == {"other": 3}
-    assert box.add(letter(4, key="k")) is None
+    assert add(box, letter(4, key="k")) is None
     assert numbers(box) == [3, 4]
 
 
 def test_an_older_letter_that_leaves_does_not_forget_the_key_of_a_newer_one(box: Box) -> None:
-    box.add(letter(1, key="k"))
+    add(box, letter(1, key="k"))
     box.keys["k"] = 7  # a newer one has taken the key
     box.remove(1)
     assert box.keys == {"k": 7}
@@ -95,7 +99,7 @@ def test_an_older_letter_that_leaves_does_not_forget_the_key_of_a_newer_one(box:
 
 def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Box) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
+        add(box, letter(number))
     groups = [box.group(name, "earliest", 0, anew=False)[0] for name in ("g", "h")]
     for group in groups:
         group.hand(group.next(box.lanes, 7, 10, NOW_NS), 7)
@@ -110,7 +114,7 @@ def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Box) ->
 
 def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Box) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
+        add(box, letter(number))
     group, _ = box.group("g", "earliest", 0, anew=False)
     first = group.next(box.lanes, 7, 2, NOW_NS)
     group.hand(first, 7)
@@ -125,7 +129,7 @@ def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Box) ->
 
 def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box: Box) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
+        add(box, letter(number))
     group, _ = box.group("g", "earliest", 0, anew=False)
     group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
     assert sorted(group.acknowledge(2)) == [1, 2]
@@ -138,7 +142,7 @@ def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
     box = Box(1, "box", public=False, named=True, label="box")
     count = 4 * mailbox.DEAD_NUMBERS_MAX
     for number in range(1, count + 1):
-        box.add(letter(number))
+        add(box, letter(number))
     for number in range(1, count):
         box.remove(number)
     lane = box.lanes[RANKS["normal"]]
@@ -148,7 +152,7 @@ def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
 
 
 def test_a_new_turn_of_a_group_holds_nothing(box: Box) -> None:
-    box.add(letter(1))
+    add(box, letter(1))
     group, _ = box.group("g", "earliest", 0, anew=False)
     group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
     again, begins = box.group("g", "earliest", 0, anew=True)

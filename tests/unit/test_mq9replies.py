@@ -20,11 +20,11 @@ def letter(payload: bytes = b"x", headers: bytes = b"", word: Word = "normal", n
 
 @given(st.binary(max_size=100), st.sampled_from(sorted(RANKS)))
 def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
-    frame = replies.enveloped_frame("m", letter(payload, word=word))
-    envelope = json.loads(frame.payload)
+    subject, [(_, found)] = replies.enveloped("m", [letter(payload, word=word)])
+    envelope = json.loads(found)
     assert envelope["payload"]
     assert base64.b64decode(envelope["payload"]) == payload
-    assert frame.subject.rpartition(".")[2] == envelope["priority"]
+    assert subject.rpartition(".")[2] == envelope["priority"]
     assert envelope["priority"] in {"high", "normal", "low"}
     assert envelope["msg_id"] == "7"
 
@@ -32,16 +32,19 @@ def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
 @pytest.mark.parametrize(
     ("word", "subject"), [("normal", "m"), ("critical", "m.critical"), ("low", "m.low"), ("high", "m.high")]
 )
-def test_a_raw_frame_has_the_word_that_was_sent(word: Word, subject: str) -> None:
-    frame = replies.raw_frame("m", letter(word=word))
-    assert frame == (mq9.SEND + subject, b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x")
+def test_a_raw_delivery_has_the_word_that_was_sent(word: Word, subject: str) -> None:
+    batch = replies.raw("m", [letter(word=word), letter(b"y", word=word, number=8)])
+    assert batch.subject == mq9.SEND + subject
+    assert batch.messages == [
+        (b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x"),
+        (b"NATS/1.0\r\nMq9-Msg-Id: 8\r\n\r\n", b"y"),
+    ]
 
 
 def test_a_sender_cannot_forge_a_message_id() -> None:
     headers = b"NATS/1.0\r\nMQ9-MSG-ID: 1\r\nA: b\r\nmq9-msg-id: 2\r\n\r\n"
-    assert replies.raw_frame("m", letter(headers=headers)).headers == (
-        b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
-    )
+    [(sent, _)] = replies.raw("m", [letter(headers=headers)]).messages
+    assert sent == b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
     commands = [each for each in reader.feed(data) if isinstance(each, wire.Messages)]
     assert any(each.head.size == wire.ANY_SIZE for each in commands)
     found = b"".join(wire.passed_on(each.head, each.bodies, b"7", with_headers=True) for each in commands)
-    assert found == b"".join(wire.message(b"a", b"7", b"", b"", body) for body in MIXED_BODIES)
+    assert found == b"".join(wire.messages(b"a", b"7", b"", [(b"", body)]) for body in MIXED_BODIES)
 
 
 def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
@@ -258,7 +258,7 @@ def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
     assert isinstance(messages, wire.Messages)
     passed = wire.passed_on(messages.head, messages.bodies, b"7", with_headers=with_headers)
     given_headers = headers if with_headers else b""
-    assert passed == wire.message(b"a.b", b"7", reply, given_headers, b"hello") * count
+    assert passed == wire.messages(b"a.b", b"7", reply, [(given_headers, b"hello")] * count)
     head = wire.Head(b"a.b", reply, len(given_headers) or -1, len(given_headers) + 5, b"7")
     assert flat(wire.ServerReader().feed(passed)) == [(head, given_headers + b"hello")] * count
 

@@ -106,18 +106,13 @@ class Lane:
         self._numbers: list[int] = []
         self._dead = 0
 
-    def add(self, number: int) -> None:
-        if number > self.newest():
-            self._numbers.append(number)
-        else:  # it waited for the disk while later ones did not
-            insort(self._numbers, number)
-
-    def extend(self, numbers: list[int]) -> None:
+    def add(self, numbers: list[int]) -> None:
         """Add ascending numbers."""
         if numbers[0] > self.newest():
-            self._numbers.extend(numbers)
-        else:
-            self._numbers = sorted([*self._numbers, *numbers])
+            self._numbers += numbers
+        else:  # these waited for the disk while later ones did not
+            for number in numbers:
+                insort(self._numbers, number)
 
     def lost(self, alive: Container[int]) -> None:
         """One of the numbers is dead."""
@@ -311,27 +306,23 @@ class Box:
         self.delayed: dict[int, Letter] = {}
         self.failures: dict[int, int] = {}
 
-    def add(self, letter: Letter) -> Letter | None:
-        """Store a letter. Gives the one that its key replaces."""
-        if not self.lanes:
-            self.lanes = [Lane() for _ in range(RANK_COUNT)]
-        replaced = None
-        if letter.key:
-            replaced = self.remove(self.keys.get(letter.key, 0))
-            self.keys[letter.key] = letter.number
-        self.letters[letter.number] = letter
-        self.bytes += letter.cost
-        self.lanes[letter.rank].add(letter.number)
-        return replaced
+    def add(self, letters: list[Letter], nbytes: int) -> Letter | None:
+        """Store letters of one rank, which cost `nbytes` together.
 
-    def add_plain(self, letters: list[Letter], nbytes: int) -> None:
-        """Store letters of one rank that have no keys."""
+        Only a letter that comes alone may have a key. Returns the letter that it replaces.
+        """
         if not self.lanes:
             self.lanes = [Lane() for _ in range(RANK_COUNT)]
-        by_number = {letter.number: letter for letter in letters}
-        self.letters.update(by_number)
+        first = letters[0]
+        replaced = None
+        if first.key:
+            replaced = self.remove(self.keys.get(first.key, 0))
+            self.keys[first.key] = first.number
+        numbers = [letter.number for letter in letters]
+        self.letters.update(zip(numbers, letters, strict=True))
         self.bytes += nbytes
-        self.lanes[letters[0].rank].extend(list(by_number))
+        self.lanes[first.rank].add(numbers)
+        return replaced
 
     def remove(self, number: int) -> Letter | None:
         """Take a letter away; None when there is none."""

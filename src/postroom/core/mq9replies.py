@@ -50,17 +50,17 @@ def is_enveloped(mode: Envelope, client_name: str) -> bool:
     return mode == "always"
 
 
-class Frame(NamedTuple):
-    """One message as it goes out."""
+class Batch(NamedTuple):
+    """Messages as they go out on one subject: the headers and the payload of each."""
 
     subject: str
-    headers: bytes
-    payload: bytes
+    messages: list[tuple[bytes, bytes]]
 
 
-def raw_frame(mail_id: str, letter: Letter) -> Frame:
-    """The sender's own bytes; the message id stands in a header."""
-    return Frame(raw_subject(mail_id, letter.word), numbered(letter), letter.payload)
+def raw(mail_id: str, letters: list[Letter]) -> Batch:
+    """The sender's own bytes, with the message id in a header. The letters are of one word."""
+    subject = raw_subject(mail_id, letters[0].word)
+    return Batch(subject, [(numbered(letter), letter.payload) for letter in letters])
 
 
 def raw_subject(mail_id: str, word: Word) -> str:
@@ -81,19 +81,24 @@ def numbered(letter: Letter) -> bytes:
     return b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n%b" % (letter.number, rest[rest.find(b"\r\n") + 2 :])
 
 
-def enveloped_frame(mail_id: str, letter: Letter) -> Frame:
-    """What the published SDK reads: priority from the subject, the rest from the envelope."""
-    word = _SDK_WORDS[letter.word]
-    # An empty payload would be taken for none; a blank decodes to nothing.
-    text = base64.b64encode(letter.payload).decode("ascii") or " "
-    envelope = {
-        "msg_id": str(letter.number),
-        "mail_id": mail_id,
-        "priority": word,
-        "payload": text,
-        "ts": letter.created_us // 1_000_000,
-    }
-    return Frame(f"{SEND}{mail_id}.{word}", letter.headers, encode(envelope))
+def enveloped(mail_id: str, letters: list[Letter]) -> Batch:
+    """What the published SDK reads: the priority from the subject, the rest from the envelope."""
+    word = _SDK_WORDS[letters[0].word]
+    messages = [(letter.headers, _envelope(mail_id, letter, word)) for letter in letters]
+    return Batch(f"{SEND}{mail_id}.{word}", messages)
+
+
+def _envelope(mail_id: str, letter: Letter, word: Word) -> bytes:
+    return encode(
+        {
+            "msg_id": str(letter.number),
+            "mail_id": mail_id,
+            "priority": word,
+            # An empty payload would be taken for none; a blank decodes to nothing.
+            "payload": base64.b64encode(letter.payload).decode("ascii") or " ",
+            "ts": letter.created_us // 1_000_000,
+        }
+    )
 
 
 def announcement(event: Literal["created", "expired"], mail_id: str, desc: str, ttl_s: float) -> bytes:

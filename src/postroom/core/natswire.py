@@ -492,21 +492,15 @@ def passed_on(head: Head, bodies: list[bytes], sid: bytes, *, with_headers: bool
     return b"".join((line, (CRLF + line).join(bodies), CRLF))
 
 
-def message(subject: bytes, sid: bytes, reply: bytes, headers: bytes, payload: bytes) -> bytes:
-    """One MSG, or HMSG with headers."""
-    before, after = message_line(subject, reply, len(headers), len(headers) + len(payload))
-    return b"".join((before, sid, after, headers, payload, CRLF))
-
-
-def messages(subject: bytes, sid: bytes, bodies: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Several HMSG in a row, of the headers and the payload of each."""
+def messages(subject: bytes, sid: bytes, reply: bytes, bodies: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """MSG for each payload without headers, HMSG for the others."""
     pieces: list[bytes] = []
     line, made_for = b"", (-1, -1)
     for headers, payload in bodies:
         sizes = len(headers), len(payload)
-        if sizes != made_for:  # most are as long as the one before
-            line = b"HMSG %b %b %d %d\r\n" % (subject, sid, sizes[0], sum(sizes))
-            made_for = sizes
+        if sizes != made_for:  # most are as long as the previous one
+            before, after = message_line(subject, reply, sizes[0], sum(sizes))
+            line, made_for = b"".join((before, sid, after)), sizes
         pieces += (line, headers, payload, CRLF)
     return b"".join(pieces)
 

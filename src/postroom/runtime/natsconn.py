@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 from time import perf_counter
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from postroom.contracts.mail import LINK_FULL_BYTES
 from postroom.core import natswire as wire
@@ -22,12 +22,14 @@ from postroom.core.subjects import Match, is_pattern
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, WRONG_LOGIN_S
 
 _log = logging.getLogger("postroom.mail")
+T = TypeVar("T")
+
 LINGER_S = 1.0
 SLICE_S = 0.005  # of a turn, for what one connection sent
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
-STALE_CONNECTION = "Stale ServerConnection"
+STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"
@@ -65,7 +67,7 @@ class Subscription:
         self.last = 0
         """The number of the last message that it wants; 0 for no end."""
 
-    def take(self, bodies: list[bytes]) -> list[bytes]:
+    def take(self, bodies: list[T]) -> list[T]:
         """Count what is delivered; gives as much of it as is still wanted."""
         if self.last:
             bodies = bodies[: self.last - self.delivered]
@@ -402,23 +404,11 @@ class ServerConnection(asyncio.Protocol):
         if self._out_bytes > LINK_FULL_BYTES:  # much of it is not left to the end of the turn
             self.write_out()
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """One message of the room for a subscription of this connection."""
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
+        """Messages of the room for a subscription of this connection."""
         subscription = self.subscriptions.get(_raw(sid))
         if subscription is not None:
-            self._push(subscription, _raw(subject), _raw(reply), headers, payload)
-
-    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
-        """Several messages of the room in a row."""
-        subscription = self.subscriptions.get(_raw(sid))
-        if subscription is None:
-            return
-        if self.headers and not subscription.last:
-            subscription.delivered += len(messages)
-            self.send(wire.messages(_raw(subject), subscription.sid, messages))
-            return
-        for headers, payload in messages:
-            self.deliver(sid, subject, "", headers, payload)
+            self._push(subscription, _raw(subject), _raw(reply), messages)
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         """Answer a request. A stranger's wildcard must not see what may hold a private id."""
@@ -426,17 +416,17 @@ class ServerConnection(asyncio.Protocol):
         matched = self._hub.match(subject)
         everyone = [*matched.each, *(member for group in matched.groups for member in group)]
         for subscription in [each for each in everyone if each.link is self] or self._hub.literal(subject):
-            subscription.link._push(subscription, subject, b"", headers, payload)  # noqa: SLF001
+            subscription.link._push(subscription, subject, b"", [(headers, payload)])  # noqa: SLF001
 
     def _push(
-        self, subscription: Subscription, subject: bytes, reply: bytes, headers: bytes, payload: bytes
+        self, subscription: Subscription, subject: bytes, reply: bytes, messages: list[tuple[bytes, bytes]]
     ) -> None:
         if self._closing:
             return
+        messages = subscription.take(messages)
         if not self.headers:
-            headers = b""
-        self.send(wire.message(subject, subscription.sid, reply, headers, payload))
-        subscription.delivered += 1
+            messages = [(b"", payload) for _, payload in messages]
+        self.send(wire.messages(subject, subscription.sid, reply, messages))
         if subscription.delivered == subscription.last:
             self.drop(subscription)
 

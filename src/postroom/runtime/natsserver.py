@@ -471,17 +471,14 @@ class NatsServer:
         room = self._room
         assert room is not None  # noqa: S101 - for the types: it owns the subject
         reply = head.reply.decode("utf-8", "replace")
-        cut = max(head.header_bytes, 0)
+        header_bytes = max(head.header_bytes, 0)
+        # Plain messages are stored together. What can be answered may take long, and goes one by one.
+        step = 1 if reply or header_bytes else ROOM_BODIES_MAX
         taken = 0
         while taken < len(bodies):
-            if len(bodies) > 1 and not (reply or cut):
-                some = bodies[taken : taken + ROOM_BODIES_MAX]
-                room.published_many(link, subject, some)
-                taken += len(some)
-            else:
-                body = bodies[taken]
-                room.published(link, subject, reply, body[:cut], body[cut:])
-                taken += 1
+            some = bodies[taken : taken + step]
+            room.published(link, subject, reply, header_bytes, some)
+            taken += len(some)
             if perf_counter() >= link.slice_ends:
                 link.slice_ends = 0.0
                 break

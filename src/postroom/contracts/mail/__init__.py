@@ -52,11 +52,8 @@ class Link(Protocol):
     def want_room(self) -> None:
         """Ask for a call of `Room.drained` when little waits for it. It is called at most once for that."""
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """Queue one message for a subscription. Never blocks."""
-
-    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
-        """As `deliver`, for several in a row: the headers and the payload of each."""
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
+        """Queue messages for a subscription: the headers and the payload of each. Never blocks."""
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         """Answer a request of this connection. No stranger's wildcard sees it."""
@@ -68,11 +65,11 @@ class Room(Protocol):
     def owns(self, subject: str) -> bool:
         """Whether a published or subscribed subject is the room's."""
 
-    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """One message of a connection. Call `flush` after the last of a batch."""
+    def published(self, link: Link, subject: str, reply: str, header_bytes: int, bodies: list[bytes]) -> None:
+        """Messages of a connection in a row. Each body begins with `header_bytes` bytes of headers.
 
-    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
-        """Several in a row that have neither a reply nor headers."""
+        Call `flush` after the last one of a turn.
+        """
 
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         """None when taken; otherwise why it is refused, without the mailbox's id."""

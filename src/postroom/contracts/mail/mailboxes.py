@@ -18,7 +18,14 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from postroom.contracts.mail.options import MailOptions, Storage
-from postroom.contracts.mail.recovery import NANOS_PER_US, Found, letter_of, opened_record, put_record
+from postroom.contracts.mail.recovery import (
+    NANOS_PER_US,
+    Found,
+    letter_of,
+    opened_record,
+    put_record,
+    put_records,
+)
 from postroom.core.mailbox import (
     MESSAGE_COST_BYTES,
     NOBODY,
@@ -63,9 +70,7 @@ class Watcher(Protocol):
 
     def gone(self, box: Box) -> None: ...
 
-    def stored(self, box: Box, letter: Letter, sender: str) -> None: ...
-
-    def stored_many(self, box: Box, letters: list[Letter], sender: str) -> None: ...
+    def stored(self, box: Box, letters: list[Letter], sender: str) -> None: ...
 
     def removed(self, box: Box, number: int) -> None: ...
 
@@ -195,11 +200,8 @@ class Mailboxes:
         self._set_end(box, end.ttl_s, end.expires_us, expires_ns)
         for put in found.letters(opened.serial):
             letter = letter_of(put, self.accounts[put.client], now_ns, now_us)
-            self._count(letter, 1)
-            if letter.due_ns:
-                self._delay(box, letter)
-            else:
-                self._shelve(box, letter)
+            self._count(letter, 1, letter.cost)
+            self._place(box, [letter], letter.cost)
         for pulled in found.pulled.get(opened.serial, {}).values():
             group = PullGroup(box.letters, pulled.turn)
             group.through = list(pulled.through)
@@ -215,7 +217,7 @@ class Mailboxes:
         box = Box(serial, mail_id, public=public, named=named, label=label)
         self.boxes[mail_id] = self.by_serial[serial] = box
         if public:
-            self.public.add(serial)
+            self.public.add([serial])
         return box
 
     def _set_end(self, box: Box, ttl_s: float, expires_us: int, expires_ns: int) -> None:
@@ -349,12 +351,8 @@ class Mailboxes:
 
     # ---- letters -------------------------------------------------------------------------------
 
-    def next_number(self) -> int:
-        """A message id: above all before it, also those of earlier starts."""
-        return self.next_numbers(1)
-
     def next_numbers(self, count: int) -> int:
-        """So many message ids in a row; gives the first."""
+        """The first of `count` message ids in a row, above every id that was ever given."""
         before = self._number
         self._number = before + count
         block = (self._number + CLAIM_AHEAD) >> NUMBER_BITS
@@ -377,22 +375,28 @@ class Mailboxes:
         if account.bytes + cost > self._client_bytes_max or self.stored_bytes + cost > self._bytes_max:
             self._admit_cost(account, cost)
 
-    def write(self, box: Box, letter: Letter, *, droppable: bool = False) -> None:
-        """Reserve room for a letter, and write it down if its class says so.
+    def write(self, box: Box, letters: list[Letter], nbytes: int, *, droppable: bool = False) -> None:
+        """Reserve room for letters of one sender and rank, and append them to the log if they are durable.
 
-        A droppable one is given up when it cannot be written; `forgo` is to be called then.
+        Letters that come with others have no key, lifetime, delay or headers. The log gives droppable
+        letters up when it cannot be written; `forgo` is to be called then.
         """
-        box.reserved += 1
-        box.reserved_bytes += letter.cost
-        self._count(letter, 1)
-        if letter.durable and self.log is not None:
-            self.log.append(put_record(box, letter, self.clock), droppable=droppable)
+        box.reserved += len(letters)
+        box.reserved_bytes += nbytes
+        self._count(letters[0], len(letters), nbytes)
+        if letters[0].durable and self.log is not None:
+            for record in put_records(box, letters, nbytes, self.clock):
+                self.log.append(record, droppable=droppable)
 
-    def forgo(self, box: Box, letter: Letter) -> None:
-        """Give up a letter that could not be written."""
-        box.reserved -= 1
-        box.reserved_bytes -= letter.cost
-        self._count(letter, -1)
+    def forgo(self, box: Box, letters: list[Letter], nbytes: int) -> None:
+        """Give up letters that could not be written, or whose mailbox has gone meanwhile."""
+        self._unreserve(box, letters, nbytes)
+        self._count(letters[0], -len(letters), -nbytes)
+
+    @staticmethod
+    def _unreserve(box: Box, letters: list[Letter], nbytes: int) -> None:
+        box.reserved -= len(letters)
+        box.reserved_bytes -= nbytes
 
     def commit(
         self, storage: Storage, call: Callable[..., object], *facts: object, fail: Fail | None = None
@@ -405,7 +409,7 @@ class Mailboxes:
         else:
             self.log.after_sync(call, *facts, fail=fail)
 
-    def commit_letter(
+    def commit_letters(
         self,
         box: Box,
         storage: Storage,
@@ -448,93 +452,32 @@ class Mailboxes:
         if storage != "memory" and self.log is not None and self.log.trouble:
             raise Mq9Error(503, self.log.trouble)
 
-    def put_at_once(self, box: Box, letter: Letter, sender: str) -> None:
-        """Store a letter in memory, with nothing of its mailbox under way."""
-        self._count(letter, 1)
-        self._shelve(box, letter)
-        if self._watcher is not None:
-            try:
-                self._watcher.stored(box, letter, sender)
-            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
-                report(self._watcher.stored)
-
-    # Many plain letters at once are what a fast sender sends: no key, no lifetime, no delay of their own.
-
-    def write_all(self, box: Box, letters: list[Letter], nbytes: int) -> None:
-        """As `write`, for plain letters of one rank and one sender; `nbytes` is what they cost together."""
-        box.reserved += len(letters)
-        box.reserved_bytes += nbytes
-        self._count_all(letters, nbytes)
-        if not letters[0].durable or self.log is None:
-            return
-        first, payloads = letters[0], [letter.payload for letter in letters]
-        client = first.account.client
-        row = mail_records.PutRow(box.serial, first.number, first.word, first.created_us, payloads, client)
-        for record in [row] if nbytes <= mail_records.ROW_BYTES_MAX else row.puts():
-            self.log.append(record)
-
-    def put_all_at_once(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
-        """As `put_at_once`, for plain letters of one rank."""
-        self._count_all(letters, nbytes)
-        self._shelve_all(box, letters, nbytes, sender)
-
-    def all_arrived(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
-        """As `arrived`, for plain letters of one rank."""
-        box.reserved -= len(letters)
-        box.reserved_bytes -= nbytes
+    def arrived(self, box: Box, letters: list[Letter], nbytes: int, sender: str = "") -> bool:
+        """Letters that were reserved are stored. False when their mailbox has gone meanwhile."""
         if box.gone:
-            for letter in letters:
-                self._count(letter, -1)
-        else:
-            self._shelve_all(box, letters, nbytes, sender)
-
-    def _shelve_all(self, box: Box, letters: list[Letter], nbytes: int, sender: str) -> None:
-        box.add_plain(letters, nbytes)
-        if self._watcher is not None:
-            attempt(self._watcher.stored_many, box, letters, sender)
-
-    def _count_all(self, letters: list[Letter], nbytes: int) -> None:
-        self.letters += len(letters)
-        self.stored_bytes += nbytes
-        letters[0].account.bytes += nbytes
-        if letters[0].durable:
-            self._durable_bytes += nbytes - MEMORY_ONLY_BYTES * len(letters)
-
-    def arrived(self, box: Box, letter: Letter, sender: str = "") -> bool:
-        """A letter is stored. False when its mailbox has gone meanwhile."""
-        box.reserved -= 1
-        box.reserved_bytes -= letter.cost
-        if box.gone:
-            self._count(letter, -1)
+            self.forgo(box, letters, nbytes)
             return False
-        self._shelve(box, letter)
-        if self._watcher is not None:
+        self._unreserve(box, letters, nbytes)
+        if self._place(box, letters, nbytes) and self._watcher is not None:
             try:
-                self._watcher.stored(box, letter, sender)
-            except Exception:  # noqa: BLE001 - no failure of its sender: the letter is stored
+                self._watcher.stored(box, letters, sender)
+            except Exception:  # noqa: BLE001 - no failure of their sender: the letters are stored
                 report(self._watcher.stored)
         return True
 
-    def _shelve(self, box: Box, letter: Letter) -> None:
-        replaced = box.add(letter)
+    def _place(self, box: Box, letters: list[Letter], nbytes: int) -> bool:
+        """Put letters into their mailbox; False for a letter that is delayed, which nobody sees yet."""
+        first = letters[0]
+        if first.due_ns:
+            box.delayed[first.number] = first
+            heappush(self._deadlines, (first.due_ns, "delayed", box.serial, first.number))
+            return False
+        replaced = box.add(letters, nbytes)
         if replaced is not None:
             self._let_go(box, replaced)
-        if letter.expires_ns:
-            heappush(self._deadlines, (letter.expires_ns, "letter", box.serial, letter.number))
-
-    def postponed(self, box: Box, letter: Letter) -> bool:
-        """A letter that waits is stored. False when its mailbox has gone meanwhile."""
-        box.reserved -= 1
-        box.reserved_bytes -= letter.cost
-        if box.gone:
-            self._count(letter, -1)
-            return False
-        self._delay(box, letter)
+        if first.expires_ns:
+            heappush(self._deadlines, (first.expires_ns, "letter", box.serial, first.number))
         return True
-
-    def _delay(self, box: Box, letter: Letter) -> None:
-        box.delayed[letter.number] = letter
-        heappush(self._deadlines, (letter.due_ns, "delayed", box.serial, letter.number))
 
     def remove(self, box: Box, number: int) -> Letter | None:
         """Take a letter away; None when there is none."""
@@ -544,19 +487,19 @@ class Mailboxes:
         return letter
 
     def _let_go(self, box: Box, letter: Letter) -> None:
-        self._count(letter, -1)
+        self._count(letter, -1, -letter.cost)
         if letter.durable and self.log is not None:
             self.log.supersede(mail_records.Removed(box.serial, [letter.number]))
         if self._watcher is not None:
             self._watcher.removed(box, letter.number)
 
-    def _count(self, letter: Letter, change: int) -> None:
-        cost = change * letter.cost
-        self.letters += change
-        self.stored_bytes += cost
-        letter.account.bytes += cost
+    def _count(self, letter: Letter, count: int, nbytes: int) -> None:
+        """Add `count` letters like this one, which cost `nbytes` together, to all totals."""
+        self.letters += count
+        self.stored_bytes += nbytes
+        letter.account.bytes += nbytes
         if letter.durable:
-            self._durable_bytes += cost - change * MEMORY_ONLY_BYTES
+            self._durable_bytes += nbytes - MEMORY_ONLY_BYTES * count
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -612,7 +555,8 @@ class Mailboxes:
         while self._graves and left:
             grave = self._graves[0]
             while grave and left:
-                self._count(grave.popitem()[1], -1)
+                letter = grave.popitem()[1]
+                self._count(letter, -1, -letter.cost)
                 left -= 1
             if not grave:
                 self._graves.popleft()
@@ -638,12 +582,12 @@ class Mailboxes:
         waiting = box.delayed.pop(number, None)
         if waiting is None:
             return
-        letter = replace(waiting, number=self.next_number(), due_ns=0)
-        self._count(letter, -1)
-        self.write(box, letter)
+        letter = replace(waiting, number=self.next_numbers(1), due_ns=0)
+        self._count(letter, -1, -letter.cost)
+        self.write(box, [letter], letter.cost)
         if letter.durable and self.log is not None:
             self.log.supersede(mail_records.Removed(box.serial, [number]))
-        self.commit_letter(box, self.storage(letter.rank), self.arrived, box, letter)
+        self.commit_letters(box, self.storage(letter.rank), self.arrived, box, [letter], letter.cost)
 
     # ---- compaction ----------------------------------------------------------------------------
 

@@ -1,7 +1,10 @@
 """Mailboxes and letters to records, and a log full of records back to what was alive."""
 
+from collections.abc import Sequence
+
 from postroom.core.mailbox import RANKS, Account, Box, Letter, cost_of
 from postroom.logs.mail_records import (
+    ROW_BYTES_MAX,
     Agent,
     Extended,
     Gone,
@@ -53,6 +56,16 @@ def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
         letter.tags,
         letter.account.client,
     )
+
+
+def put_records(box: Box, letters: list[Letter], nbytes: int, clock: Clock) -> Sequence[Put | PutRow]:
+    """The records of letters that are stored together, in one row when they are short enough."""
+    first = letters[0]
+    if len(letters) == 1:
+        return (put_record(box, first, clock),)
+    payloads = [letter.payload for letter in letters]
+    row = PutRow(box.serial, first.number, first.word, first.created_us, payloads, first.account.client)
+    return (row,) if nbytes <= ROW_BYTES_MAX else row.puts()
 
 
 def letter_of(put: Put, account: Account, now_ns: int, now_us: int) -> Letter:

@@ -27,7 +27,6 @@ from postroom.core.mailbox import (
     EVERY_RANK,
     MESSAGE_COST_BYTES,
     RANKS,
-    Account,
     Box,
     Letter,
     Word,
@@ -39,18 +38,26 @@ from postroom.system.clock import Clock, SystemClock
 
 _log = logging.getLogger("postroom.mail")
 DEAD_SUFFIX = ".dead"
+SENDS: frozenset[Verb] = frozenset(["send", "send3"])
 READS: frozenset[Verb] = frozenset(["list", "delete", "fetch", "query", "delete3"])
 """Calls that see what was sent before them, also by somebody who waited for no answer."""
 
 
+_GONE = replies.refused(Mq9Error(410, "the mailbox has expired"))
+
+
 class _Request(NamedTuple):
-    """One published message."""
+    """One call. Only sends come in batches; every other call has one payload."""
 
     link: Link
     reply: str
     call: Call
     headers: bytes
-    payload: bytes
+    payloads: list[bytes]
+
+    @property
+    def payload(self) -> bytes:
+        return self.payloads[0]
 
     def answer(self, payload: bytes) -> None:
         if self.reply:
@@ -87,8 +94,8 @@ class MailService:
         self._refusals = Refusals(self._shelves)
         self._listening.failed = self._pulling.failed = self._delivery_failed
         self._shelves.watch(self)
-        self._on_arrived, self._on_postponed = self._arrived, self._postponed  # bound once, for every letter
-        self._on_unsent, self._on_created, self._on_uncreated = self._unsent, self._created, self._uncreated
+        self._on_arrived, self._on_unsent = self._arrived, self._unsent  # bound once, for every send
+        self._on_created, self._on_uncreated = self._created, self._uncreated
         self._relief: asyncio.Future[None] | None = None
         self._trouble = ""
         self._verbs: dict[Verb, Callable[[_Request], None]] = {
@@ -113,27 +120,20 @@ class MailService:
     def owns(self, subject: str) -> bool:
         return subject.startswith(mq9.PREFIX)
 
-    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        call: Call | None = None
+    def published(self, link: Link, subject: str, reply: str, header_bytes: int, bodies: list[bytes]) -> None:
         try:
             call = mq9.parse(subject)
-            request = _Request(link, reply, call, headers, payload)
-            if call.verb in READS and self._is_early(request):
-                return
-            self._verbs[call.verb](request)
-        except Exception as error:  # noqa: BLE001 - one client's call must not end another's turn
-            self._refuse(link, reply, call, _refusal(error))
-
-    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
-        try:
-            call = mq9.parse(subject)
-            if call.verb == "send":
-                self._send_all(link, call, payloads)
-                return
-        except Mq9Error:
-            pass  # as each of them is told
-        for payload in payloads:
-            self.published(link, subject, "", b"", payload)
+        except Mq9Error as error:
+            for _ in bodies:
+                self._refuse(link, reply, None, error)
+            return
+        if not header_bytes and call.verb in SENDS:
+            self._carry_out(_Request(link, reply, call, b"", bodies))
+            return
+        for body in bodies:
+            request = _Request(link, reply, call, body[:header_bytes], [body[header_bytes:]])
+            if call.verb not in READS or not self._is_early(request):
+                self._carry_out(request)
 
     def _is_early(self, request: _Request) -> bool:
         """Whether a call has to wait for what was sent before it. If so, it is carried out later."""
@@ -152,10 +152,15 @@ class MailService:
         self._refuse_unwritten(request, why)
 
     def _carry_out(self, request: _Request) -> None:
-        """Now that what came before it is stored."""
         try:
             self._verbs[request.call.verb](request)
-        except Exception as error:  # noqa: BLE001 - the same
+        except Mq9Error as error:
+            if len(request.payloads) == 1:
+                self._refuse(request.link, request.reply, request.call, error)
+                return
+            for payload in request.payloads:  # nothing of the batch is stored: as many as fit are taken
+                self._carry_out(request._replace(payloads=[payload]))
+        except Exception as error:  # noqa: BLE001 - one client's call must not end another's turn
             self._refuse(request.link, request.reply, request.call, _refusal(error))
 
     def _refuse(self, link: Link, reply: str, call: Call | None, error: Mq9Error) -> None:
@@ -253,11 +258,6 @@ class MailService:
         self._listening.gone(box)
         self._pulling.gone(box)
 
-    def stored(self, box: Box, letter: Letter, sender: str) -> None:
-        self._tell_stored(box, [letter], sender)
-        self._listening.push(box, [letter])
-        self._pulling.stored(box)
-
     def _tell_stored(self, box: Box, letters: list[Letter], sender: str) -> None:
         if self._emit_stored is not None:
             self._emit_stored(box.label, letters, sender)
@@ -272,7 +272,7 @@ class MailService:
                 body_bytes=len(letter.payload),
             )
 
-    def stored_many(self, box: Box, letters: list[Letter], sender: str) -> None:
+    def stored(self, box: Box, letters: list[Letter], sender: str) -> None:
         self._tell_stored(box, letters, sender)
         self._listening.push(box, letters)
         self._pulling.stored(box)
@@ -358,109 +358,57 @@ class MailService:
     # ---- messages ------------------------------------------------------------------------------
 
     def _send(self, request: _Request) -> None:
-        call, headers, payload = request.call, request.headers, request.payload
+        """Store a batch of messages. `Mq9Error` when they do not all fit: then none of them is stored."""
+        link, reply, call, headers, payloads = request
         shelves = self._shelves
         box = shelves.find(call.mail_id)
         wishes = mq9.wishes(headers) if headers else mq9.PLAIN
         word = cast("Word", call.detail) if call.verb == "send" else wishes.word
         storage = shelves.storage(RANKS[word])
-        durable = storage != "memory"
-        if durable:
+        if storage != "memory":
             shelves.check_log(storage)
-        account = shelves.accounts[request.link.client]
-        cost = len(payload) + len(headers) + MESSAGE_COST_BYTES
+        account, overhead = shelves.accounts[link.client], len(headers) + MESSAGE_COST_BYTES
         if wishes is not mq9.PLAIN:
-            cost = cost_of(len(payload) + len(headers), wishes.key, wishes.tags)
-        shelves.admit(box, account, 1, cost)
-        letter = self._letter(word, headers, payload, wishes, cost, account, durable=durable)
-        if not (durable or letter.due_ns or box.syncing):
-            shelves.put_at_once(box, letter, request.link.user)
-            if request.reply:
-                request.answer(replies.stored(call.verb, letter.number))
-            return
-        arrived = self._on_postponed if letter.due_ns else self._on_arrived
-        if not request.reply:  # nobody can be told: it waits until it can be written
-            shelves.write(box, letter)
-            shelves.commit_letter(box, storage, arrived, box, letter, request)
-            return
-        shelves.write(box, letter, droppable=True)
-        shelves.commit_letter(box, storage, arrived, box, letter, request, fail=self._on_unsent)
-
-    def _unsent(self, box: Box, letter: Letter, request: _Request, why: str) -> None:
-        self._shelves.forgo(box, letter)
-        self._refuse_unwritten(request, why)
-
-    def _send_all(self, link: Link, call: Call, payloads: list[bytes]) -> None:
-        """Send what asks for nothing but to be stored. Raises `Mq9Error` when not all of them fit."""
-        shelves = self._shelves
-        box = shelves.find(call.mail_id)
-        word = cast("Word", call.detail)
-        storage = shelves.storage(RANKS[word])
-        durable = storage != "memory"
-        account = shelves.accounts[link.client]
-        nbytes = sum(map(len, payloads)) + MESSAGE_COST_BYTES * len(payloads)
+            overhead = cost_of(len(headers), wishes.key, wishes.tags)
+        nbytes = sum(map(len, payloads)) + overhead * len(payloads)
         shelves.admit(box, account, len(payloads), nbytes)
-        if durable:
-            shelves.check_log(storage)
-        rank, now_us, overhead = RANKS[word], shelves.clock.wall_us(), MESSAGE_COST_BYTES
-        first = shelves.next_numbers(len(payloads))
+        first, rank, now_us = shelves.next_numbers(len(payloads)), RANKS[word], shelves.clock.wall_us()
+        durable = storage != "memory"
         letters = [
-            Letter(number, word, rank, len(payload) + overhead, payload, b"", now_us, durable, account)
+            Letter(number, word, rank, len(payload) + overhead, payload, headers, now_us, durable, account)
             for number, payload in enumerate(payloads, first)
         ]
-        if durable or box.syncing:
-            shelves.write_all(box, letters, nbytes)
-            shelves.commit_letter(box, storage, shelves.all_arrived, box, letters, nbytes, link.user)
-        else:
-            shelves.put_all_at_once(box, letters, nbytes, link.user)
+        if wishes is not mq9.PLAIN:
+            letters = [self._wished(letter, wishes) for letter in letters]
+        # Without a reply subject nobody can be told of a failure: the letters wait until they can be written.
+        shelves.write(box, letters, nbytes, droppable=bool(reply))
+        fail = self._on_unsent if reply else None
+        shelves.commit_letters(box, storage, self._on_arrived, box, letters, nbytes, request, fail=fail)
 
-    def _letter(
-        self,
-        word: Word,
-        headers: bytes,
-        payload: bytes,
-        wishes: Wishes,
-        cost: int,
-        account: Account,
-        *,
-        durable: bool,
-    ) -> Letter:
-        shelves = self._shelves
-        number, now_us = shelves.next_number(), shelves.clock.wall_us()
-        rank = RANKS[word]
-        if wishes is mq9.PLAIN:
-            return Letter(number, word, rank, cost, payload, headers, now_us, durable, account)
-        now_ns = shelves.now_ns()
+    def _wished(self, letter: Letter, wishes: Wishes) -> Letter:
+        now_ns = self._shelves.now_ns()
         delay_ns = round(wishes.delay_s * NANOS_PER_S)
         ttl_ns = round(wishes.ttl_s * NANOS_PER_S)
-        return Letter(
-            number,
-            word,
-            rank,
-            cost,
-            payload,
-            headers,
-            now_us,
-            durable,
-            account,
+        return replace(
+            letter,
             expires_ns=now_ns + ttl_ns if ttl_ns else 0,
             due_ns=now_ns + delay_ns if delay_ns else 0,
             key=wishes.key,
             tags=wishes.tags,
         )
 
-    def _arrived(self, box: Box, letter: Letter, request: _Request) -> None:
-        if not self._shelves.arrived(box, letter, request.link.user):
-            request.answer(replies.refused(Mq9Error(410, "the mailbox has expired")))
-        elif request.reply:
-            request.answer(replies.stored(request.call.verb, letter.number))
+    def _unsent(self, box: Box, letters: list[Letter], nbytes: int, request: _Request, why: str) -> None:
+        self._shelves.forgo(box, letters, nbytes)
+        self._refuse_unwritten(request, why)
 
-    def _postponed(self, box: Box, letter: Letter, request: _Request) -> None:
-        """A delayed message has no number yet that anybody could use."""
-        if self._shelves.postponed(box, letter):
-            request.answer(replies.stored(request.call.verb, -1))
-        else:
-            request.answer(replies.refused(Mq9Error(410, "the mailbox has expired")))
+    def _arrived(self, box: Box, letters: list[Letter], nbytes: int, request: _Request) -> None:
+        is_stored = self._shelves.arrived(box, letters, nbytes, request.link.user)
+        if not request.reply:
+            return
+        for letter in letters:
+            # A delayed message has no number yet that anybody could use.
+            number = -1 if letter.due_ns else letter.number
+            request.answer(replies.stored(request.call.verb, number) if is_stored else _GONE)
 
     def _list(self, request: _Request) -> None:
         box = self._shelves.find(request.call.mail_id)
@@ -534,18 +482,18 @@ class MailService:
         rest = letter.headers[letter.headers.find(b"\r\n") + 2 :] if letter.headers else b"\r\n"
         moved = replace(
             letter,
-            number=shelves.next_number(),
+            number=shelves.next_numbers(1),
             headers=said + rest,
             cost=cost_of(len(letter.payload) + len(said) + len(rest), "", letter.tags),
             expires_ns=0,
             key="",
         )
-        shelves.write(dead, moved)
+        shelves.write(dead, [moved], moved.cost)
         shelves.tell(
             "dead_letter", queue=box.label, message_id=f"{box.label}/{letter.number}", attempt=failures
         )
         storage = shelves.storage(letter.rank) if letter.durable else "memory"
-        shelves.commit_letter(dead, storage, self._moved, box, letter, dead, moved)
+        shelves.commit_letters(dead, storage, self._moved, box, letter, dead, moved)
 
     def _open_dead(self, box: Box) -> Box:
         """It ends with its mailbox."""
@@ -563,5 +511,5 @@ class MailService:
         return dead
 
     def _moved(self, box: Box, letter: Letter, dead: Box, moved: Letter) -> None:
-        if self._shelves.arrived(dead, moved) and not box.gone:
+        if self._shelves.arrived(dead, [moved], moved.cost) and not box.gone:
             self._shelves.remove(box, letter.number)

@@ -138,36 +138,33 @@ class Subscriptions:
         if (
             letters[-1].number != box.lanes[rank].newest()
         ):  # later ones came first, so a position cannot be before them
-            self._deliver_all(box, listener, letters)
+            self._deliver(box, listener, letters)
         elif listener.waits:
             self._backlogs[listener.number].promote(listener, rank)
         elif link.pending_bytes <= LINK_FULL_BYTES and _fits(letters):
-            self._deliver_all(box, listener, letters)
+            self._deliver(box, listener, letters)
         else:
             listener.through = [lane.newest() for lane in box.lanes]
             listener.through[rank] = letters[0].number - 1
             self._wait(listener, rank)
 
-    def _deliver_all(self, box: Box, listener: Listener, letters: list[Letter]) -> None:
-        """Letters of one word."""
+    def _deliver(self, box: Box, listener: Listener, letters: list[Letter]) -> None:
+        """Hand over letters of one word."""
         link = cast("Link", listener.link)
-        if len(letters) == 1 or listener.enveloped or not link.headers or self._shelves.options.receipts:
-            for letter in letters:
-                self._deliver(box, listener, letter)
-            return
-        numbered = replies.numbered
-        messages = [(numbered(letter), letter.payload) for letter in letters]
-        subject = replies.raw_subject(box.mail_id, letters[0].word)
-        link.deliver_many(listener.sid, subject, messages)
-
-    def _deliver(self, box: Box, listener: Listener, letter: Letter) -> None:
-        link = cast("Link", listener.link)
-        make = replies.enveloped_frame if listener.enveloped else replies.raw_frame
-        subject, headers, payload = make(box.mail_id, letter)
-        # Who gets no headers finds the message id where NATS has the subject of an answer.
-        reply = "" if link.headers else replies.delete_subject(box.mail_id, letter.number)
-        link.deliver(listener.sid, subject, reply, headers, payload)
+        form = replies.enveloped if listener.enveloped else replies.raw
+        subject, messages = form(box.mail_id, letters)
+        if link.headers:
+            link.deliver(listener.sid, subject, "", messages)
+        else:  # without headers the message id stands in the reply subject
+            for letter, message in zip(letters, messages, strict=True):
+                link.deliver(
+                    listener.sid, subject, replies.delete_subject(box.mail_id, letter.number), [message]
+                )
         if self._shelves.options.receipts:
+            self._tell_delivered(box, link, letters)
+
+    def _tell_delivered(self, box: Box, link: Link, letters: list[Letter]) -> None:
+        for letter in letters:
             self._shelves.tell(
                 "delivered",
                 queue=box.label,
@@ -226,7 +223,7 @@ class Subscriptions:
             return 0
         letters = self._next_run(box, listener, rank, limit)
         if letters:
-            self._deliver_all(box, listener, letters)
+            self._deliver(box, listener, letters)
         return len(letters)
 
     def _waiting_rank(self, box: Box, listener: Listener) -> int:
@@ -297,7 +294,7 @@ class Subscriptions:
                 continue
             letter = team.take(listener, rank, box, now_ns)
             if letter is not None:
-                self._deliver(box, listener, letter)
+                self._deliver(box, listener, [letter])
 
     def _deal_soon(self, mail_id: str, name: str) -> None:
         if not self._restless:
@@ -392,7 +389,7 @@ class Subscriptions:
         box = self._shelves.by_serial.get(serial)
         if box is not None and box.safe and not 0 < box.expires_ns <= self._shelves.now_ns():
             said = replies.announcement("created", box.mail_id, box.desc, box.ttl_s)
-            link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
+            link.deliver(sid, mq9.PUBLIC_LIST, "", [(b"", said)])
 
     def _end_list(self, link: Link, sid: str) -> None:
         sids = self._unlisted.get(link.number, {})
@@ -410,7 +407,7 @@ class Subscriptions:
             unlisted = self._unlisted.get(number, {})
             for sid, link in list(sids.items()):  # a delivery can end a subscription
                 if box.serial <= unlisted.get(sid, box.serial):
-                    link.deliver(sid, mq9.PUBLIC_LIST, "", b"", said)
+                    link.deliver(sid, mq9.PUBLIC_LIST, "", [(b"", said)])
 
 
 def _fits(letters: list[Letter]) -> bool:
