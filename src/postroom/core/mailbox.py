@@ -106,13 +106,16 @@ class Lane:
         self._numbers: list[int] = []
         self._dead = 0
 
-    def add(self, numbers: list[int]) -> None:
-        """Add ascending numbers."""
-        if numbers[0] > self.newest():
-            self._numbers += numbers
-        else:  # these waited for the disk while later ones did not
-            for number in numbers:
-                insort(self._numbers, number)
+    def add(self, first: int, count: int = 1) -> None:
+        """Add `count` numbers in a row."""
+        numbers = self._numbers
+        if numbers and first < numbers[-1]:  # these waited for the disk while later ones did not
+            for number in range(first, first + count):
+                insort(numbers, number)
+        elif count == 1:
+            numbers.append(first)
+        else:
+            numbers += range(first, first + count)
 
     def lost(self, alive: Container[int]) -> None:
         """One of the numbers is dead."""
@@ -307,7 +310,7 @@ class Box:
         self.failures: dict[int, int] = {}
 
     def add(self, letters: list[Letter], nbytes: int) -> Letter | None:
-        """Store letters of one rank, which cost `nbytes` together.
+        """Store letters of one rank with numbers in a row, which cost `nbytes` together.
 
         Only a letter that comes alone may have a key. Returns the letter that it replaces.
         """
@@ -318,10 +321,11 @@ class Box:
         if first.key:
             replaced = self.remove(self.keys.get(first.key, 0))
             self.keys[first.key] = first.number
-        numbers = [letter.number for letter in letters]
-        self.letters.update(zip(numbers, letters, strict=True))
+        stored = self.letters
+        for letter in letters:
+            stored[letter.number] = letter
         self.bytes += nbytes
-        self.lanes[first.rank].add(numbers)
+        self.lanes[first.rank].add(first.number, len(letters))
         return replaced
 
     def remove(self, number: int) -> Letter | None:

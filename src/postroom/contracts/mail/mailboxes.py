@@ -24,7 +24,7 @@ from postroom.contracts.mail.recovery import (
     letter_of,
     opened_record,
     put_record,
-    put_records,
+    row_records,
 )
 from postroom.core.mailbox import (
     MESSAGE_COST_BYTES,
@@ -217,7 +217,7 @@ class Mailboxes:
         box = Box(serial, mail_id, public=public, named=named, label=label)
         self.boxes[mail_id] = self.by_serial[serial] = box
         if public:
-            self.public.add([serial])
+            self.public.add(serial)
         return box
 
     def _set_end(self, box: Box, ttl_s: float, expires_us: int, expires_ns: int) -> None:
@@ -381,22 +381,23 @@ class Mailboxes:
         Letters that come with others have no key, lifetime, delay or headers. The log gives droppable
         letters up when it cannot be written; `forgo` is to be called then.
         """
-        box.reserved += len(letters)
+        count, first = len(letters), letters[0]
+        box.reserved += count
         box.reserved_bytes += nbytes
-        self._count(letters[0], len(letters), nbytes)
-        if letters[0].durable and self.log is not None:
-            for record in put_records(box, letters, nbytes, self.clock):
-                self.log.append(record, droppable=droppable)
+        self._count(first, count, nbytes)
+        if not first.durable or self.log is None:
+            return
+        if count == 1:
+            self.log.append(put_record(box, first, self.clock), droppable=droppable)
+            return
+        for record in row_records(box, letters, nbytes):
+            self.log.append(record, droppable=droppable)
 
     def forgo(self, box: Box, letters: list[Letter], nbytes: int) -> None:
         """Give up letters that could not be written, or whose mailbox has gone meanwhile."""
-        self._unreserve(box, letters, nbytes)
-        self._count(letters[0], -len(letters), -nbytes)
-
-    @staticmethod
-    def _unreserve(box: Box, letters: list[Letter], nbytes: int) -> None:
         box.reserved -= len(letters)
         box.reserved_bytes -= nbytes
+        self._count(letters[0], -len(letters), -nbytes)
 
     def commit(
         self, storage: Storage, call: Callable[..., object], *facts: object, fail: Fail | None = None
@@ -418,14 +419,15 @@ class Mailboxes:
         fail: Fail | None = None,
     ) -> None:
         """As `commit`, and not before what the same mailbox took earlier: its letters arrive in order."""
-        if self.log is None:
-            call(*facts)
-        elif storage == "group" or (box.syncing and not self.log.trouble):
+        log = self.log
+        if log is not None and (storage == "group" or (box.syncing and not log.trouble)):
             box.syncing += 1
             unsynced = self._on_unsynced if fail is not None else None
-            self.log.after_sync(self._on_synced, box, call, facts, fail, fail=unsynced)
+            log.after_sync(self._on_synced, box, call, facts, fail, fail=unsynced)
+        elif log is not None and storage == "os":
+            log.after_write(call, *facts, fail=fail)
         else:
-            self.commit(storage, call, *facts, fail=fail)
+            call(*facts)
 
     def _synced(
         self, box: Box, call: Callable[..., object], facts: tuple[object, ...], _: Fail | None
@@ -457,7 +459,8 @@ class Mailboxes:
         if box.gone:
             self.forgo(box, letters, nbytes)
             return False
-        self._unreserve(box, letters, nbytes)
+        box.reserved -= len(letters)
+        box.reserved_bytes -= nbytes
         if self._place(box, letters, nbytes) and self._watcher is not None:
             try:
                 self._watcher.stored(box, letters, sender)

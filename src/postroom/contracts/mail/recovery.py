@@ -58,12 +58,9 @@ def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
     )
 
 
-def put_records(box: Box, letters: list[Letter], nbytes: int, clock: Clock) -> Sequence[Put | PutRow]:
-    """The records of letters that are stored together, in one row when they are short enough."""
-    first = letters[0]
-    if len(letters) == 1:
-        return (put_record(box, first, clock),)
-    payloads = [letter.payload for letter in letters]
+def row_records(box: Box, letters: list[Letter], nbytes: int) -> Sequence[Put | PutRow]:
+    """The records of letters that were sent together: one for all when they are short enough."""
+    first, payloads = letters[0], [letter.payload for letter in letters]
     row = PutRow(box.serial, first.number, first.word, first.created_us, payloads, first.account.client)
     return (row,) if nbytes <= ROW_BYTES_MAX else row.puts()
 
