@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import pytest
 
-from postroom.runtime import natsconn, natsoptions, natsserver
+from postroom.runtime import natsclients, natsconn, natsoptions
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S, Server, Wanted, Wire, running
@@ -160,16 +160,16 @@ def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pyte
     served(work, users=USERS, auth_timeout_s=2 * HANG_GUARD_S)
 
 
-def test_the_unfinished_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "UNFINISHED_BYTES_MAX", 200_000)
+def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsclients, "INCOMPLETE_BYTES_MAX", 200_000)
 
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
         kept = [await opened(server.port, part) for _ in range(2)]
-        while sum(server._unfinished.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
+        while sum(server.usage._incomplete.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         reader, writer = await opened(server.port, part)
-        assert (await reader.readline()).startswith(b"-ERR 'too much of unfinished messages")
+        assert (await reader.readline()).startswith(b"-ERR 'too many bytes of incomplete messages")
         writer.close()
         kept[0][1].write(b"x" * 10_000 + b"\r\nPING\r\n")
         assert await kept[0][0].readuntil(b"PONG\r\n")
@@ -177,7 +177,7 @@ def test_the_unfinished_messages_of_an_address_are_bounded(monkeypatch: pytest.M
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server._unfinished == {}
+        assert server.usage._incomplete == {}
 
     served(work)
 
@@ -254,7 +254,7 @@ class Deaf:
 
 
 def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
+    monkeypatch.setattr(natsclients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
     frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
 
     async def work(server: NatsServer) -> None:
@@ -273,7 +273,7 @@ def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pyte
             assert len(of(server, "127.0.0.3")) == 1
         while len(server.connections) > 1:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server._waiting == {}
+        assert server.usage._pending == {}
         writer.close()
 
     served(work, pending_bytes_max=8 * MB)
@@ -284,7 +284,7 @@ def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
 
 
 def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
+    monkeypatch.setattr(natsclients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
 
     async def work(server: NatsServer) -> None:
         first, to_first = await opened(server.port, CONNECT)
@@ -305,6 +305,6 @@ def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: py
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert server._subscribed == {}
+        assert server.usage._subscriptions == {}
 
     served(work)
