@@ -98,7 +98,8 @@ class SegmentLog:
         self._sync_tasks: list[Task] = []
         self._due: deque[Task] = deque()  # callbacks whose bytes are synced
         self._is_scheduled = False  # whether these continue in the next turn
-        self._backlog_bytes = self._unsynced_bytes = 0
+        self._backlog_bytes = 0  # written but not synced,
+        self._unrequested_bytes = 0  # and those of them for which no fsync was requested
         self._head: bytes = b""
         self._copying: Iterator[Record] | None = None
         self._copy_requested = False
@@ -235,7 +236,7 @@ class SegmentLog:
         self._droppable.clear()
         self._size += len(chunk)
         self._backlog_bytes += len(chunk)
-        self._unsynced_bytes += len(chunk)
+        self._unrequested_bytes += len(chunk)
         self._unsynced.append(chunk)
         return True
 
@@ -259,10 +260,10 @@ class SegmentLog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_thread, name="mail-log", daemon=True)
             self._thread.start()
-        job = _SyncJob(self._dirty, self._new_name, self._unsynced_bytes, tasks, remove or [], suspect)
+        job = _SyncJob(self._dirty, self._new_name, self._unrequested_bytes, tasks, remove or [], suspect)
         self._dirty = [self._fd]
         self._new_name = False
-        self._unsynced_bytes = 0
+        self._unrequested_bytes = 0
         self._jobs_pending += 1
         self._jobs.put(job)
 
@@ -423,7 +424,7 @@ class SegmentLog:
         self._buffer.clear()
         self._droppable.clear()
         self._unsynced = deque([unsynced])
-        self._backlog_bytes = self._unsynced_bytes = len(unsynced)
+        self._backlog_bytes = self._unrequested_bytes = len(unsynced)
         self._dirty = [self._fd]
         self._sync_tasks = [*self._failed, *self._write_tasks, *self._sync_tasks, (self._recovered, (), None)]
         self._failed, self._write_tasks = [], []

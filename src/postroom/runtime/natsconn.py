@@ -96,20 +96,23 @@ class Hub(Protocol):
 
     def info_for(self, link: "ServerConnection") -> bytes: ...
 
-    def joined(self, link: "ServerConnection") -> str:
+    def accept(self, link: "ServerConnection") -> str:
         """Accept a connection. Returns why it is refused; empty when accepted."""
 
-    def gave_up(self, link: "ServerConnection") -> None:
-        """The connection takes and gets nothing more."""
+    def release(self, link: "ServerConnection") -> None:
+        """The connection ends: drop its subscriptions and counts."""
 
-    def left(self, link: "ServerConnection") -> None:
+    def closed(self, link: "ServerConnection") -> None:
         """The connection is closed."""
 
     def upgrade(self, link: "ServerConnection", transport: asyncio.Transport) -> bool:
         """Send INFO and start TLS if it is required. Returns whether it is."""
 
     def admit(self, link: "ServerConnection", options: wire.ConnectOptions | None) -> str:
-        """Log a connection in. Returns why it is refused; empty when accepted. Without CONNECT: None."""
+        """Log a connection in. Returns why it is refused; empty when accepted.
+
+        `options` is None for a client that has not sent CONNECT.
+        """
 
     def publish(self, link: "ServerConnection", head: wire.ControlLine, bodies: list[bytes]) -> int:
         """Returns how many bodies were published: all, unless the time slice of the connection is over."""
@@ -244,7 +247,7 @@ class ServerConnection(asyncio.Protocol):
     """One connection of the server; to the handler, a `Link`."""
 
     __slots__ = (
-        *("_backlog", "_gave_up", "_held_bytes", "_holds", "_hub", "_insecure", "_login_bytes", "_reader"),
+        *("_backlog", "_released", "_held_bytes", "_holds", "_hub", "_insecure", "_login_bytes", "_reader"),
         *("_transport", "admitted", "client", "echo", "headers", "heard", "name", "network", "no_responders"),
         *(
             "number",
@@ -277,7 +280,7 @@ class ServerConnection(asyncio.Protocol):
         """How many callers of `pause_reading` have not called `resume_reading`."""
         self.slice_ends = 0.0
         self._login_bytes = self._held_bytes = 0
-        self._gave_up = False
+        self._released = False
         self._insecure = False
         """Whether TLS is required and has not begun. A client that sends now sends in the clear."""
         self.heard = True
@@ -288,19 +291,19 @@ class ServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # that of uvloop is not a subclass
         self._transport = self.output.transport = transport
-        refusal = self._hub.joined(self)
+        refusal = self._hub.accept(self)
         if not refusal and self._hub.upgrade(self, transport):
             self._insecure = True
             return
         transport.write(self._hub.info_for(self))
         if refusal:
-            self._turn_away(refusal)
+            self._reject(refusal)
 
-    def _turn_away(self, refusal: str) -> None:
+    def _reject(self, refusal: str) -> None:
         """Close at once: lingering connections each need an open file."""
         if self._transport is not None:
             self._transport.write(wire.error(refusal))
-            self._give_up()
+            self._release()
             self._transport.close()
 
     def secured(self, transport: asyncio.Transport) -> None:
@@ -309,10 +312,10 @@ class ServerConnection(asyncio.Protocol):
         self._insecure = False
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the reason does not matter
-        self._give_up()
+        self._release()
         self._transport = self.output.transport = None
         self.output.count_waiting()
-        self._hub.left(self)
+        self._hub.closed(self)
 
     def pause_writing(self) -> None:
         self.output.pause()
@@ -373,7 +376,7 @@ class ServerConnection(asyncio.Protocol):
             if type(command) is wire.Messages:
                 remainder = self._messages(command.head, command.bodies)
             else:
-                remainder = self._other(command)
+                remainder = self._other_command(command)
             if self.output.closed:
                 return
             if remainder is not None:
@@ -410,7 +413,7 @@ class ServerConnection(asyncio.Protocol):
             return [_Remainder(head, bodies[taken:])]
         return [] if self.slice_ends == 0.0 else None
 
-    def _other(self, command: wire.Command) -> list[wire.Command] | None:
+    def _other_command(self, command: wire.Command) -> list[wire.Command] | None:
         match command:
             case _Remainder():
                 return self._publish(command.head, command.bodies)
@@ -450,7 +453,7 @@ class ServerConnection(asyncio.Protocol):
     def _refuse_login(self, refusal: str) -> None:
         """Answer a wrong password after a delay, and read nothing meanwhile, to slow guessing down."""
         if refusal != AUTHORIZATION_VIOLATION:
-            self._turn_away(refusal)
+            self._reject(refusal)
             return
         self._login_bytes = LOGIN_BYTES_MAX  # no second attempt on this connection
         self.pause_reading()
@@ -566,7 +569,7 @@ class ServerConnection(asyncio.Protocol):
         self.output.write_out()
         if self.output.closed or self._transport is None:
             return
-        self._give_up()
+        self._release()
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self._hub.loop.call_later(LINGER_S, self._transport.close)
@@ -575,16 +578,16 @@ class ServerConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """End at once, and discard the output."""
-        self._give_up()
+        self._release()
         if self._transport is not None:
             self._transport.abort()
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         """Take and deliver nothing from here on."""
-        if not self._gave_up:
-            self._gave_up = True
+        if not self._released:
+            self._released = True
             self.output.discard()
             self._hub.usage.add_incomplete(self.network, -self._held_bytes)
             self._held_bytes = 0
             self._reader = wire.ClientReader()  # frees the incomplete message
-            self._hub.gave_up(self)
+            self._hub.release(self)

@@ -92,7 +92,7 @@ class NatsServer:
         self.failure: BaseException | None = None
         """The error that stopped the server; None after a normal stop."""
 
-    # ---- life ------------------------------------------------------------------------------------------
+    # ---- start and stop --------------------------------------------------------------------------------
 
     async def bind(self) -> None:
         """Bind the port, and set `port`. Connections are not accepted yet."""
@@ -188,7 +188,7 @@ class NatsServer:
         self._last_number += 1
         return ServerConnection(self, self._last_number)
 
-    def joined(self, link: ServerConnection) -> str:
+    def accept(self, link: ServerConnection) -> str:
         link.network = network_of(link.peer_address)
         client = client_of("", link.network)
         is_full = len(self.connections) >= self.options.connections_max
@@ -206,14 +206,14 @@ class NatsServer:
         """Whether one more connection of its address may wait for a login. If so, it has a timeout."""
         if not self.usage.add_login(link.network):
             return False
-        self.loop.call_later(self.options.auth_timeout_s, self._expect_admitted, link)
+        self.loop.call_later(self.options.auth_timeout_s, self._check_login, link)
         return True
 
-    def _expect_admitted(self, link: ServerConnection) -> None:
+    def _check_login(self, link: ServerConnection) -> None:
         if not link.admitted and not link.is_closing:
             link.fail(AUTHENTICATION_TIMEOUT)
 
-    def gave_up(self, link: ServerConnection) -> None:
+    def release(self, link: ServerConnection) -> None:
         for subscription in link.subscriptions.values():
             if not subscription.owned:
                 self._router.remove(subscription)
@@ -224,7 +224,7 @@ class NatsServer:
         if self._handler is not None:
             attempt(self._handler.closed, link)
 
-    def left(self, link: ServerConnection) -> None:
+    def closed(self, link: ServerConnection) -> None:
         if link in self.connections:
             self.connections.remove(link)
             self.usage.remove_connection(link.client)
@@ -434,9 +434,9 @@ class NatsServer:
                 link.cut()
         if now_s >= self._next_ping_s:
             self._next_ping_s = now_s + self.options.ping_interval_s
-            self._ping_the_silent()
+            self._ping_silent_clients()
 
-    def _ping_the_silent(self) -> None:
+    def _ping_silent_clients(self) -> None:
         for link in list(self.connections):
             if link.is_closing:
                 link.cut()

@@ -195,10 +195,8 @@ class Agents:
         entry = self._entries.get(agent.name)
         if entry is None and len(self._entries) >= AGENTS_MAX:
             raise Mq9Error(429, f"there are {AGENTS_MAX} agents, which is the limit")
-        account, quota = (
-            self._mailboxes.quotas.accounts[agent.client],
-            self._mailboxes.options.client_quota_agents,
-        )
+        account = self._mailboxes.quotas.accounts[agent.client]
+        quota = self._mailboxes.options.client_quota_agents
         is_own = entry is not None and entry.account is account
         if quota and not is_own and account.agents >= quota:
             raise Mq9Error(429, f"this client has registered {quota} agents, which is its quota")

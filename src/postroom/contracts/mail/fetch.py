@@ -154,19 +154,19 @@ class Fetches:
             return
         if len(box.groups) >= GROUPS_MAX and name not in box.groups:
             raise Mq9Error(429, f"a mailbox has at most {GROUPS_MAX} groups")
-        self._mailboxes.journal.check("group")
+        journal = self._mailboxes.journal
+        journal.check("group")
         account = self._admit(box, name, link.client)
         is_new = name not in box.groups
         group, is_started = box.group(name, body.deliver, body.bound, restart=bool(body.force_deliver))
         if is_new:
             self._mailboxes.quotas.add_group(name, group, account)
         wait = _Wait(link, link.client, reply, box, name, body.limit, [])
-        if is_started and self._mailboxes.journal.log is not None:
+        if is_started and journal.log is not None:
             # A start position that is lost in a crash would be chosen again, and could skip letters.
             record = Pulled(box.serial, name, group.turn, list(group.through), [], group.account.client)
-            self._mailboxes.journal.log.append(record)
-            commit = self._mailboxes.journal.after
-            commit("group", self._answer_or_wait, wait, body.wait_ms, fail=self._refuse_wait)
+            journal.append(record)
+            journal.after("group", self._answer_or_wait, wait, body.wait_ms, fail=self._refuse_wait)
         else:
             self._answer_or_wait(wait, body.wait_ms)
 
@@ -302,7 +302,7 @@ class Fetches:
                     self._delivery_failed(box, letter)
             self.stored(box)
 
-    # ---- the other verbs -----------------------------------------------------------------------
+    # ---- acknowledge ---------------------------------------------------------------------------
 
     def acknowledge(self, request: Request) -> None:
         link, reply = request.link, request.reply
@@ -311,19 +311,18 @@ class Fetches:
         group = box.groups.get(body.group_name)
         if group is None:
             raise Mq9Error(404, "the group has fetched nothing from this mailbox")
-        self._mailboxes.journal.check("group")
+        journal = self._mailboxes.journal
+        journal.check("group")
         if body.msg_id not in group.handed:  # otherwise it is counted already
             self._check_remembered(group.account)
         fresh = group.acknowledge(body.msg_id)
         durable = [number for number in fresh if number in box.letters and box.letters[number].durable]
-        if durable and self._mailboxes.journal.log is not None:
+        if durable:
             record = Pulled(box.serial, body.group_name, group.turn, list(group.through), durable)
-            self._mailboxes.journal.log.append(record, droppable=bool(reply))
+            journal.append(record, droppable=bool(reply))
             # Without a reply subject the caller cannot be refused: the record waits for a working log.
             fail = self._unacknowledged if reply else None
-            self._mailboxes.journal.after(
-                "group", self._acknowledged, link, reply, box, group, fresh, fail=fail
-            )
+            journal.after("group", self._acknowledged, link, reply, box, group, fresh, fail=fail)
         else:
             self._acknowledged(link, reply, box, group, fresh)
 
