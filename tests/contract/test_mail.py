@@ -248,7 +248,7 @@ def test_a_critical_message_is_neither_pushed_nor_answered_before_it_is_on_the_d
     assert [reply for reply, _ in link.answers] == ["_INBOX.b", "_INBOX.a"]
 
 
-def test_who_waits_for_no_answer_still_sees_what_it_sent_in_order(harness: Harness) -> None:
+def test_a_client_that_waits_for_no_answer_sees_its_messages_in_order(harness: Harness) -> None:
     link, early, late = FakeLink(), FakeLink(), FakeLink()
     mail_id = harness.create(link, ttl=60)
     harness.subscribe(early, f"{mail_id}.*")
@@ -275,7 +275,7 @@ def eighty_wait_for_one_fsync(harness: Harness, monkeypatch: pytest.MonkeyPatch)
     return link
 
 
-def test_all_who_waited_for_one_fsync_are_told_in_bounded_pieces_and_in_order(
+def test_callbacks_after_one_fsync_run_in_bounded_pieces_and_in_order(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = eighty_wait_for_one_fsync(harness, monkeypatch)
@@ -297,7 +297,7 @@ def test_callers_that_wait_for_the_disk_are_answered_when_the_service_closes(
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
 
 
-def test_messages_wait_while_nobody_listens_and_all_come_at_once(harness: Harness) -> None:
+def test_messages_are_stored_without_subscribers_and_replayed_to_the_first(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     for number in range(5):
@@ -321,7 +321,7 @@ def test_every_subscription_gets_everything_and_so_does_the_same_one_again(harne
     assert other.payloads() == [b"x", b"y"]
 
 
-def test_a_long_replay_is_fed_in_pieces_and_what_is_more_urgent_comes_first(
+def test_a_long_replay_comes_in_pieces_and_more_urgent_letters_first(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
@@ -341,7 +341,7 @@ def test_a_long_replay_is_fed_in_pieces_and_what_is_more_urgent_comes_first(
     assert late.payloads() == [b"new and urgent", *expected]
 
 
-def test_a_paused_replay_goes_on_with_a_tick_when_nobody_says_so(harness: Harness) -> None:
+def test_a_paused_replay_continues_with_a_tick_without_a_drained_call(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     harness.send(link, mail_id, b"x")
@@ -423,7 +423,9 @@ def test_setting_the_wall_clock_ends_nothing_and_prolongs_nothing_over_a_restart
     assert harness.request(link, LIST + mail_id)["code"] == 410
 
 
-def test_what_has_expired_stays_so_when_the_clock_is_set_back_over_a_restart(harness: Harness) -> None:
+def test_an_expired_mailbox_stays_expired_when_the_clock_is_set_back_before_a_restart(
+    harness: Harness,
+) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=100)
     harness.tick(100)
@@ -464,7 +466,7 @@ def test_ten_thousand_mailboxes_end_in_bounded_pieces(harness: Harness) -> None:
 # ---- discovery ---------------------------------------------------------------------------------
 
 
-def test_the_public_list_tells_what_is_there_then_what_comes_and_goes(harness: Harness) -> None:
+def test_the_public_list_has_existing_mailboxes_then_created_and_expired_ones(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, ttl=50, public=True, name="vision.results", desc="images")
     harness.create(link, ttl=50)
@@ -584,7 +586,7 @@ def test_groups_and_plain_subscribers_do_not_take_from_each_other(harness: Harne
     assert one.payloads() == two.payloads() == plain.payloads() == [b"x"]
 
 
-def test_a_member_that_joins_gets_only_what_nobody_holds(harness: Harness) -> None:
+def test_a_new_member_gets_only_letters_that_no_member_holds(harness: Harness) -> None:
     sender, one, two = FakeLink(), FakeLink(), FakeLink()
     mail_id = harness.create(sender, ttl=60)
     harness.send(sender, mail_id, b"c", "critical")
@@ -596,7 +598,7 @@ def test_a_member_that_joins_gets_only_what_nobody_holds(harness: Harness) -> No
 
 
 @pytest.mark.parametrize("how", ["closed", "unsubscribed"])
-def test_what_a_lost_member_did_not_delete_goes_to_the_others_in_order(harness: Harness, how: str) -> None:
+def test_undeleted_letters_of_a_lost_member_are_redelivered_in_order(harness: Harness, how: str) -> None:
     sender, one, two = FakeLink(), FakeLink(), FakeLink()
     mail_id = harness.create(sender, ttl=60)
     for word in ["", "urgent", "critical", ""]:
@@ -656,7 +658,7 @@ def test_delete_says_whether_there_was_something(harness: Harness) -> None:
     assert harness.request(link, LIST + mail_id)["messages"] == []
 
 
-def test_list_holds_what_each_dialect_looks_for_in_its_own_words(harness: Harness) -> None:
+def test_list_has_the_keys_and_priorities_of_each_dialect(harness: Harness) -> None:
     link, sdk = FakeLink(), FakeLink(SDK)
     mail_id = harness.create(link, ttl=60)
     first = harness.send(link, mail_id, b"a\xff", "urgent")
@@ -680,7 +682,7 @@ def test_list_is_bounded(harness: Harness) -> None:
     assert len(harness.request(link, LIST + mail_id)["messages"]) == 1_000
 
 
-def test_a_list_with_payloads_ends_where_a_reply_is_full_and_one_without_goes_on(harness: Harness) -> None:
+def test_only_a_list_with_payloads_ends_at_the_size_limit_of_a_reply(harness: Harness) -> None:
     link, sdk = FakeLink(), FakeLink(SDK)
     mail_id = harness.create(link, ttl=60)
     numbers = [harness.send(link, mail_id, b"x" * (replies.REPLY_BYTES_MAX // 2)) for _ in range(5)]
@@ -782,7 +784,7 @@ def test_send_fetch_ack_in_priority_order(harness: Harness) -> None:
     ]
 
 
-def test_an_acknowledgement_neither_skips_what_was_not_fetched_nor_repeats_what_was(harness: Harness) -> None:
+def test_an_acknowledgement_covers_fetched_letters_and_no_others(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True)
     normal = [harness.send(link, "q", f"n{number}".encode()) for number in range(4)]
@@ -795,7 +797,7 @@ def test_an_acknowledgement_neither_skips_what_was_not_fetched_nor_repeats_what_
     assert fetch_ids(harness, link, "q", group_name="g") == normal[2:]
 
 
-def test_an_acknowledgement_does_not_cover_what_was_fetched_before_and_comes_behind(harness: Harness) -> None:
+def test_an_acknowledgement_does_not_cover_later_letters_that_were_fetched_earlier(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True)
     normal = [harness.send(link, "q", b"n") for _ in range(3)]
@@ -993,7 +995,7 @@ def test_the_cards_of_all_agents_are_bounded(harness: Harness, monkeypatch: pyte
     assert register("c")["error"] == ""
 
 
-def test_an_acknowledgement_of_what_is_not_there_is_not_remembered(harness: Harness) -> None:
+def test_an_acknowledgement_of_an_unknown_letter_is_not_remembered(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     first, second = harness.send(link, mail_id, b"1"), harness.send(link, mail_id, b"2")
@@ -1031,7 +1033,7 @@ TWO_MESSAGES = 2 * cost_of(1)
         {"stored_bytes_max": MAILBOX_COST_BYTES + TWO_MESSAGES},
     ],
 )
-def test_quotas_refuse_with_429_and_count_what_is_under_way(tmp_path: Path, options: dict[str, int]) -> None:
+def test_quotas_refuse_with_429_and_count_reserved_letters(tmp_path: Path, options: dict[str, int]) -> None:
     harness = Harness(tmp_path, **options)
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
@@ -1168,7 +1170,7 @@ def test_a_damaged_middle_costs_only_itself_and_is_kept_when_the_log_is_compacte
     assert link.take() == [b"message-0", b"message-1", b"message-3", b"message-4"]
 
 
-def test_compaction_keeps_what_lives_and_shrinks_the_log(
+def test_compaction_keeps_live_records_and_shrinks_the_log(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 20_000)
@@ -1229,7 +1231,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_a_new_segment_is_saf
     assert again.payloads() == [b"1", b"3"]
 
 
-def test_a_full_disk_refuses_what_is_durable_and_loses_nothing(
+def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -1329,7 +1331,7 @@ def test_a_payload_cannot_pass_for_a_record(harness: Harness) -> None:
     assert (stats["mailboxes"], stats["messages"], stats["bytes"]) == (1, 0, MAILBOX_COST_BYTES)
 
 
-def test_compaction_does_not_forget_what_is_on_its_way_to_the_disk(
+def test_compaction_keeps_records_that_are_not_synced_yet(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
@@ -1348,7 +1350,7 @@ def test_compaction_does_not_forget_what_is_on_its_way_to_the_disk(
     assert link.take() == [b"on its way"]
 
 
-def test_a_segment_that_cannot_be_removed_keeps_those_that_tell_what_was_deleted(
+def test_a_segment_that_cannot_be_removed_keeps_later_segments_with_its_deletes(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -1386,7 +1388,7 @@ def test_a_segment_that_cannot_be_removed_keeps_those_that_tell_what_was_deleted
     assert not first.exists()
 
 
-def test_a_mailbox_is_not_ended_by_what_a_crash_in_compaction_left_of_an_earlier_one(
+def test_a_mailbox_survives_records_of_an_earlier_one_left_by_a_crash_in_compaction(
     harness: Harness,
 ) -> None:
     link = FakeLink()

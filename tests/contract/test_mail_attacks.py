@@ -114,7 +114,7 @@ def refusals(harness: Harness) -> list[dict[str, Any]]:
     return [fields for kind, fields in harness.events if kind == "rejected"]
 
 
-def test_an_event_of_a_refusal_holds_little_of_what_the_client_said(harness: Harness) -> None:
+def test_a_refusal_event_holds_a_bounded_part_of_the_request(harness: Harness) -> None:
     link = FakeLink(name="n" * 60_000)
     body = json.dumps({"deliver": "x" * 60_000}).encode()
     harness.request(link, f"{NEWEST}FETCH.{harness.create(link, ttl=60)}", body)
@@ -144,7 +144,7 @@ def test_a_client_that_is_refused_in_a_loop_writes_few_events(harness: Harness) 
     assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was left out this time
 
 
-def test_what_is_accepted_between_refusals_is_told_each_time(harness: Harness) -> None:
+def test_every_accepted_call_between_refusals_is_emitted(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     for _ in range(2 * REFUSAL_EVENTS_MAX):
@@ -334,7 +334,7 @@ def test_the_same_login_needs_no_secret(harness: Harness) -> None:
     assert agent(harness, FakeLink(user="ada"), "UNREGISTER", name="a") == {"error": ""}
 
 
-def test_a_name_goes_on_at_its_address_when_the_connection_ends_and_is_free_later(harness: Harness) -> None:
+def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(harness: Harness) -> None:
     first = FakeLink()
     agent(harness, first, "REGISTER", name="ada")
     stranger = FakeLink(address="192.0.2.2")
@@ -388,7 +388,7 @@ def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
     assert agent(harness, greedy, "REGISTER", name="d")["error"] == ""
 
 
-def test_cards_are_part_of_what_lives_in_the_log(harness: Harness) -> None:
+def test_cards_count_as_live_bytes_of_the_log(harness: Harness) -> None:
     link = FakeLink()
     mailboxes = harness.service._mailboxes
     before = mailboxes.quotas.log_bytes
@@ -485,7 +485,7 @@ def acknowledged(harness: Harness, link: FakeLink, mail_id: str, msg_id: int) ->
     return harness.request(link, f"{NEWEST}ACK.{mail_id}", json.dumps(body).encode())
 
 
-def test_pull_groups_count_against_who_made_them(tmp_path: Path) -> None:
+def test_pull_groups_count_against_their_creator(tmp_path: Path) -> None:
     harness = Harness(tmp_path, client_quota_bytes=MAILBOX_COST_BYTES + 2 * GROUP_COST_BYTES)
     owner, stranger = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = harness.create(owner, ttl=60)
@@ -519,7 +519,7 @@ def test_pull_groups_of_a_client_are_few_in_all_mailboxes_together(
     assert fetched(harness, stranger, boxes[2], "b")["error"] == ""
 
 
-def test_what_the_pull_groups_of_a_client_remember_is_bounded(
+def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "CLIENT_REMEMBERED_MAX", 50)
@@ -583,7 +583,7 @@ def pass_time(harness: Harness, seconds: float, step_s: float = 5.0) -> None:
         harness.tick(step_s)
 
 
-def test_what_was_deleted_replaced_or_expired_leaves_the_disk_within_a_minute(harness: Harness) -> None:
+def test_deleted_replaced_and_expired_messages_leave_the_disk_within_a_minute(harness: Harness) -> None:
     link = FakeLink()
     kept, short = harness.create(link, ttl=0), harness.create(link, ttl=10)
     numbers = [harness.send(link, kept, b"kept-%d" % number * 100, "critical") for number in range(20)]
@@ -605,7 +605,7 @@ def test_what_was_deleted_replaced_or_expired_leaves_the_disk_within_a_minute(ha
     assert link.payloads()[20:] == [b"newest"]
 
 
-def test_what_was_deleted_before_a_restart_leaves_the_disk_too(harness: Harness) -> None:
+def test_messages_deleted_before_a_restart_leave_the_disk_as_well(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     number = harness.send(link, mail_id, b"secret", "critical")
@@ -749,7 +749,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     assert link.payloads() == [b"after", b"before"]
 
 
-def test_a_log_of_an_earlier_version_is_read_and_counts_against_nobody(tmp_path: Path) -> None:
+def test_records_of_an_earlier_version_count_against_no_client(tmp_path: Path) -> None:
     folder = tmp_path / "mail"
     folder.mkdir()
     secret = bytes(range(8))

@@ -87,7 +87,7 @@ def test_two_members_that_delete_share_everything(harness: Harness) -> None:
     assert len({got.msg_id for worker in workers for got in worker.got}) == 200
 
 
-def test_a_member_whose_window_is_full_gets_nothing_that_another_has_room_for(harness: Harness) -> None:
+def test_letters_go_to_a_member_with_room_and_not_to_a_full_window(harness: Harness) -> None:
     sender, mail_id = filled(harness, WINDOW)
     full = joined(harness, mail_id)
     free = joined(harness, mail_id)
@@ -104,7 +104,7 @@ def test_equal_members_take_turns_when_each_deletes_at_once(harness: Harness) ->
     assert [len(worker.got) for worker in workers] == [3, 3]
 
 
-def test_a_more_urgent_message_does_not_wait_for_a_window_of_others(harness: Harness) -> None:
+def test_an_urgent_message_does_not_wait_for_a_window_of_less_urgent_ones(harness: Harness) -> None:
     sender, mail_id = filled(harness, 2 * WINDOW)
     worker = joined(harness, mail_id)
     harness.send(sender, mail_id, b"stop", "critical")
@@ -113,7 +113,7 @@ def test_a_more_urgent_message_does_not_wait_for_a_window_of_others(harness: Har
     assert len(worker.got) == 2 * WINDOW  # a window of normal and one of critical messages
 
 
-def test_what_a_lost_member_held_fills_the_windows_of_the_others(harness: Harness) -> None:
+def test_letters_of_a_lost_member_fill_the_windows_of_the_others(harness: Harness) -> None:
     _, mail_id = filled(harness, 2 * WINDOW)
     lost, other = joined(harness, mail_id), joined(harness, mail_id)
     held = [got.msg_id for got in lost.got]
@@ -127,7 +127,7 @@ def test_what_a_lost_member_held_fills_the_windows_of_the_others(harness: Harnes
     assert [got.msg_id for got in other.got] == own + held
 
 
-def test_what_was_deleted_is_not_offered_again_when_its_member_leaves(harness: Harness) -> None:
+def test_deleted_letters_are_not_redelivered_when_their_member_leaves(harness: Harness) -> None:
     _, mail_id = filled(harness, 3)
     lost, other = joined(harness, mail_id), joined(harness, mail_id)
     delete(harness, other, mail_id, lost.got[1].msg_id)  # by whom does not matter
@@ -135,7 +135,7 @@ def test_what_was_deleted_is_not_offered_again_when_its_member_leaves(harness: H
     assert other.payloads() == [b"0", b"2"]
 
 
-def test_a_group_knows_what_each_living_member_holds_and_nothing_else(harness: Harness) -> None:
+def test_a_group_tracks_exactly_what_its_connected_members_hold(harness: Harness) -> None:
     _, mail_id = filled(harness, 40)
     lost, other = joined(harness, mail_id), joined(harness, mail_id)
     team = harness.service._subscriptions._subscribers[mail_id].queue_groups["workers"]
@@ -156,7 +156,7 @@ def test_a_group_knows_what_each_living_member_holds_and_nothing_else(harness: H
     assert team.held == {}
 
 
-def test_a_window_begins_empty_when_a_mailbox_is_made_again(harness: Harness) -> None:
+def test_a_window_is_empty_when_a_mailbox_is_created_again(harness: Harness) -> None:
     sender = FakeLink()
     harness.create(sender, name="jobs", public=True, ttl=60)
     worker = joined(harness, "jobs")
@@ -167,7 +167,7 @@ def test_a_window_begins_empty_when_a_mailbox_is_made_again(harness: Harness) ->
         harness.create(sender, name="jobs", public=True, ttl=60)
 
 
-def test_a_listener_that_leaves_leaves_nothing_behind(harness: Harness) -> None:
+def test_an_ended_subscription_leaves_no_state(harness: Harness) -> None:
     _, mail_id = filled(harness, 100)
     subscriptions = harness.service._subscriptions
     member, plain, full = joined(harness, mail_id), FakeLink(), FakeLink()
@@ -219,7 +219,7 @@ def test_the_first_delete_ends_the_growth_of_windows(harness: Harness) -> None:
     assert len(joined(harness, mail_id).got) == WINDOW
 
 
-def test_a_group_that_never_deletes_goes_on_after_a_full_connection(harness: Harness) -> None:
+def test_a_group_that_never_deletes_continues_after_a_full_connection(harness: Harness) -> None:
     _, mail_id = filled(harness, 2 * WINDOW)
     worker = FakeLink()
     worker.pending_bytes = LINK_FULL_BYTES + 1
@@ -238,7 +238,7 @@ def test_the_window_is_a_setting(tmp_path: Path, window: int, expected: int) -> 
     assert len(joined(harness, mail_id).got) == expected
 
 
-def test_members_of_other_priorities_get_what_they_asked_for(harness: Harness) -> None:
+def test_members_get_the_priorities_of_their_subscriptions(harness: Harness) -> None:
     sender, mail_id = filled(harness, 2 * WINDOW)
     urgent = joined(harness, mail_id, "urgent")
     assert urgent.got == []
@@ -250,7 +250,7 @@ def test_members_of_other_priorities_get_what_they_asked_for(harness: Harness) -
 # ---- what goes first to a connection that has much waiting -------------------------------------------
 
 
-def test_a_critical_message_overtakes_what_waits_for_a_live_subscriber(harness: Harness) -> None:
+def test_a_critical_message_overtakes_the_backlog_of_a_live_subscriber(harness: Harness) -> None:
     sender, mail_id = filled(harness, 0)
     slow = FakeLink()
     harness.subscribe(slow, f"{mail_id}.*")
@@ -269,7 +269,7 @@ def test_a_critical_message_overtakes_what_waits_for_a_live_subscriber(harness: 
     assert slow.payloads()[-1] == b"live"
 
 
-def test_a_critical_message_overtakes_what_waits_for_other_subscriptions_of_a_connection(
+def test_a_critical_message_overtakes_backlogs_of_other_subscriptions_of_a_connection(
     harness: Harness,
 ) -> None:
     sender, first = filled(harness, 50)
@@ -288,7 +288,7 @@ def test_a_critical_message_overtakes_what_waits_for_other_subscriptions_of_a_co
     assert len(slow.got) == 52
 
 
-def test_a_replay_that_was_interrupted_goes_on_when_there_is_room(
+def test_an_interrupted_replay_continues_when_the_connection_has_drained(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
@@ -304,7 +304,7 @@ def test_a_replay_that_was_interrupted_goes_on_when_there_is_room(
     assert link.payloads() == [b"%d" % number for number in range(35)]
 
 
-def test_what_is_deleted_while_it_waits_is_not_delivered(harness: Harness) -> None:
+def test_a_message_deleted_in_the_backlog_is_not_delivered(harness: Harness) -> None:
     sender, mail_id = filled(harness, 0)
     slow = FakeLink()
     harness.subscribe(slow, f"{mail_id}.*")
@@ -358,7 +358,7 @@ def listed(harness: Harness, count: int, **facts: Any) -> FakeLink:
     return owner
 
 
-def test_the_public_list_is_handed_over_as_the_connection_has_room(harness: Harness) -> None:
+def test_the_public_list_is_sent_as_the_connection_drains(harness: Harness) -> None:
     listed(harness, 100)
     link, found = Window(), []
     assert harness.service.subscribed(link, "1", PUBLIC_LIST, "") is None
@@ -368,7 +368,7 @@ def test_the_public_list_is_handed_over_as_the_connection_has_room(harness: Harn
     assert found == [("created", f"box.{number}") for number in range(100)]
 
 
-def test_mailboxes_that_come_and_go_during_the_public_list_are_told_once(harness: Harness) -> None:
+def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once(harness: Harness) -> None:
     owner = listed(harness, 50, ttl=60)
     harness.clock.advance(30)
     for number in range(50, 100):

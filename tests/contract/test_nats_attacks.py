@@ -24,7 +24,7 @@ MB = 1 << 20
 
 
 @pytest.mark.parametrize("piece", [b"PUB a 1000000\r\n" + b"x" * 100_000, b"CONNECT {" + b" " * 100_000])
-def test_who_has_not_logged_in_cannot_send_much(tmp_path: Path, piece: bytes) -> None:
+def test_input_before_the_login_is_bounded(tmp_path: Path, piece: bytes) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server:
         with Wire(server, b"") as wire:
             assert wire.rest(piece).startswith(b"-ERR '")
@@ -34,7 +34,7 @@ def test_who_has_not_logged_in_cannot_send_much(tmp_path: Path, piece: bytes) ->
             assert wire.rest().startswith(b"-ERR '")
 
 
-def test_what_follows_a_login_in_one_piece_is_taken(tmp_path: Path) -> None:
+def test_commands_in_the_same_packet_as_the_login_are_handled(tmp_path: Path) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, b"") as wire:
         body = b"x" * 100_000
         wire.send(LOGIN + b"SUB a 1\r\nPUB a %d\r\n%b\r\n" % (len(body), body))
@@ -143,7 +143,9 @@ async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
     monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
 
@@ -253,7 +255,7 @@ class Deaf:
         self.socket.close()
 
 
-def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(natsclients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
     frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
 
@@ -283,7 +285,7 @@ def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
     return [link for link in server.connections if link.network == address and not link.is_closing]
 
 
-def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(natsclients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
 
     async def work(server: NatsServer) -> None:

@@ -153,7 +153,7 @@ def test_owned_subjects_go_to_the_handler_and_to_no_wildcard() -> None:
     serve(work)
 
 
-def test_an_answer_reaches_who_asked_and_no_strangers_wildcard() -> None:
+def test_an_answer_reaches_the_caller_and_no_wildcard_of_others() -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         stranger = await connect()
         asking = await connect(CONNECT.replace(b"{", b'{"name":"sdk",'))
@@ -220,7 +220,7 @@ def test_the_handler_is_told_once_that_a_connection_closed() -> None:
     assert handler.notes("close") == [("close", None)]
 
 
-def test_a_batch_is_flushed_once_and_what_came_meanwhile_afterwards() -> None:
+def test_a_batch_is_flushed_once_and_later_messages_afterwards() -> None:
     async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         disk = asyncio.get_running_loop().create_future()
@@ -283,7 +283,7 @@ def test_the_handler_gets_ticks() -> None:
 
 
 @pytest.mark.parametrize("subject", [b"$own.\xff", b"\xff\xfe"])
-def test_subjects_that_are_no_text_harm_nobody(subject: bytes) -> None:
+def test_subjects_that_are_not_utf8_do_no_harm(subject: bytes) -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         await client.ask(b"SUB %b %b\r\nPUB %b %b 1\r\nx\r\nUNSUB %b\r\n" % ((subject,) * 5))
@@ -310,7 +310,7 @@ def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
     serve(work, tls=context)
 
 
-def test_a_burst_of_one_connection_holds_up_nobody_and_keeps_its_order(
+def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)  # time for one message a turn
@@ -333,7 +333,7 @@ def test_a_burst_of_one_connection_holds_up_nobody_and_keeps_its_order(
     serve(work)
 
 
-def test_what_a_connection_sent_and_had_no_time_for_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)
 
     async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:

@@ -62,7 +62,7 @@ def test_a_text_costs_the_memory_that_it_takes_up(char: str) -> None:
     assert group_cost(char * 128) >= GROUP_COST_BYTES + (0 if char == "a" else size_of(char * 128))
 
 
-def test_bytes_go_back_exactly_when_letters_leave(box: Mailbox) -> None:
+def test_the_bytes_of_removed_letters_are_subtracted_exactly(box: Mailbox) -> None:
     add(box, letter(1, "critical", b"1"))
     add(box, letter(2), letter(3, payload=b"333"))
     assert box.bytes == cost_of(1) + cost_of(1) + cost_of(3)
@@ -76,7 +76,7 @@ def test_bytes_go_back_exactly_when_letters_leave(box: Mailbox) -> None:
     assert (box.bytes, len(box.letters), numbers(box)) == (0, 0, [])
 
 
-def test_a_letter_that_is_replaced_by_its_key_is_given_back(box: Mailbox) -> None:
+def test_add_returns_the_letter_that_the_key_replaces(box: Mailbox) -> None:
     add(box, letter(1, payload=b"long" * 10, key="k"))
     replaced = add(box, letter(2, "urgent", b"s", key="k"))
     assert replaced is not None
@@ -90,14 +90,14 @@ def test_a_letter_that_is_replaced_by_its_key_is_given_back(box: Mailbox) -> Non
     assert numbers(box) == [3, 4]
 
 
-def test_an_older_letter_that_leaves_does_not_forget_the_key_of_a_newer_one(box: Mailbox) -> None:
+def test_removing_an_older_letter_keeps_the_key_of_a_newer_one(box: Mailbox) -> None:
     add(box, letter(1, key="k"))
     box.keys["k"] = 7  # a newer one has taken the key
     box.remove(1)
     assert box.keys == {"k": 7}
 
 
-def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Mailbox) -> None:
+def test_a_removed_letter_is_forgotten_by_all_groups(box: Mailbox) -> None:
     for number in (1, 2, 3):
         add(box, letter(number))
     groups = [box.group(name, "earliest", 0, restart=False)[0] for name in ("g", "h")]
@@ -127,7 +127,7 @@ def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Mailbox
     assert [each.number for each in group.next(box.lanes, 8, 10, NOW_NS)] == [1, 2, 3]
 
 
-def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box: Mailbox) -> None:
+def test_an_acknowledgement_ends_the_hold_and_moves_the_position(box: Mailbox) -> None:
     for number in (1, 2, 3):
         add(box, letter(number))
     group, _ = box.group("g", "earliest", 0, restart=False)
@@ -138,7 +138,7 @@ def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box
     assert (group.done, group.through[RANKS["normal"]]) == (set(), 2)
 
 
-def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
+def test_dead_numbers_are_dropped_when_they_are_more_than_half() -> None:
     box = Mailbox(1, "box", public=False, named=True, label="box")
     count = 4 * mailbox.DEAD_NUMBERS_MAX
     for number in range(1, count + 1):
@@ -151,7 +151,7 @@ def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
     assert numbers(box) == [count]
 
 
-def test_a_new_turn_of_a_group_holds_nothing(box: Mailbox) -> None:
+def test_a_restarted_group_holds_nothing(box: Mailbox) -> None:
     add(box, letter(1))
     group, _ = box.group("g", "earliest", 0, restart=False)
     group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
