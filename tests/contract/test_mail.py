@@ -1262,7 +1262,7 @@ def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
 @pytest.mark.parametrize("word", ["critical", "normal", "low"])
 @pytest.mark.parametrize("normal", ["memory", "os", "group"])
 @pytest.mark.parametrize("quota", [0, 7])
-def test_many_in_a_row_are_the_same_as_each_for_itself(
+def test_a_batch_has_the_same_effect_as_its_messages_one_by_one(
     tmp_path: Path, word: str, normal: str, quota: int
 ) -> None:
     payloads = [b"%d" % number for number in range(10)]
@@ -1294,8 +1294,35 @@ def test_many_in_a_row_are_the_same_as_each_for_itself(
     assert len(seen[0][0]) == (quota or len(payloads) + 1)
 
 
+@pytest.mark.parametrize("priority", ["critical", "normal"])
+def test_each_message_of_a_batch_with_a_reply_is_answered(harness: Harness, priority: str) -> None:
+    link = FakeLink()
+    mail_id = harness.create(link, ttl=0)
+    headers = b"NATS/1.0\r\nmq9-key: k\r\n\r\n"
+    harness.service.published(link, f"{MSG}{mail_id}.{priority}", "_INBOX.batch", 0, [b"1", b"2"])
+    harness.service.published(
+        link, f"{MSG}{mail_id}", "_INBOX.batch", len(headers), [headers + b"3", headers + b"4"]
+    )
+    harness.settle()
+    answers = [json.loads(payload)["msg_id"] for reply, payload in link.answers if reply == "_INBOX.batch"]
+    listed = harness.request(link, LIST + mail_id)["messages"]
+    assert len(answers) == 4
+    assert [row["payload"] for row in listed] == ["1", "2", "4"]  # the key has replaced one of them
+    assert [row["msg_id"] for row in listed] == [*answers[:2], answers[3]]
+
+
+def test_calls_of_a_batch_that_are_no_sends_are_carried_out_one_by_one(harness: Harness) -> None:
+    link = FakeLink()
+    mail_id = harness.create(link, ttl=0)
+    bodies = [b"{}", b"[", b'{"payload":false}']
+    harness.service.published(link, LIST + mail_id, "_INBOX.batch", 0, bodies)
+    harness.settle()
+    answers = [json.loads(payload) for reply, payload in link.answers if reply == "_INBOX.batch"]
+    assert [answer.get("code", 0) for answer in answers] == [0, 400, 0]
+
+
 @pytest.mark.parametrize("row_bytes_max", [0, 1 << 20], ids=["each", "row"])
-def test_many_in_a_row_survive_a_restart_without_those_that_were_deleted(
+def test_a_batch_survives_a_restart_without_its_deleted_messages(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
 ) -> None:
     monkeypatch.setattr(recovery, "ROW_BYTES_MAX", row_bytes_max)

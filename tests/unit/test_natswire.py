@@ -288,3 +288,15 @@ def test_errors_are_in_single_quotes() -> None:
         wire.permissions_violation("Subscription", b"a.>")
         == b"-ERR 'Permissions Violation for Subscription to \"a.>\"'\r\n"
     )
+
+
+def test_messages_of_one_batch_have_headers_or_none() -> None:
+    headers = b"NATS/1.0\r\nA: b\r\n\r\n"
+    found = wire.messages(b"a", b"7", b"", [(b"", b"one"), (headers, b"two"), (b"", b"six"), (headers, b"")])
+    sizes = len(headers), len(headers) + 3
+    assert found == (
+        b"MSG a 7 3\r\none\r\n"
+        b"HMSG a 7 %d %d\r\n%btwo\r\n"
+        b"MSG a 7 3\r\nsix\r\n"
+        b"HMSG a 7 %d %d\r\n%b\r\n" % (*sizes, headers, sizes[0], sizes[0], headers)
+    )

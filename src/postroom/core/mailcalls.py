@@ -201,7 +201,7 @@ def checked(answer: wire.Messages) -> Reply:
     cut = max(answer.head.header_bytes, 0)
     body = answer.bodies[0]
     if body[:cut].startswith(NO_RESPONDERS):
-        raise MailUnavailable("nobody there keeps mailboxes: it may be a plain NATS server")
+        raise MailUnavailable("the server has no mailboxes: it may be a plain NATS server")
     try:
         reply = msgspec.json.decode(body[cut:], type=Reply)
     except (msgspec.DecodeError, UnicodeDecodeError):

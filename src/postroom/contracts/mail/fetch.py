@@ -177,7 +177,7 @@ class Fetches:
         else:
             account = self._mailboxes.quotas.accounts[client]
             if account.groups >= CLIENT_GROUPS_MAX:
-                raise Mq9Error(429, f"a client makes at most {CLIENT_GROUPS_MAX} groups")
+                raise Mq9Error(429, f"a client creates at most {CLIENT_GROUPS_MAX} groups")
             self._mailboxes.quotas.admit_group(account, name)
         self._check_remembered(account)
         return account
@@ -185,10 +185,8 @@ class Fetches:
     @staticmethod
     def _check_remembered(account: Account) -> None:
         if account.remembered >= CLIENT_REMEMBERED_MAX:
-            most = f"{CLIENT_REMEMBERED_MAX} messages singly"
-            raise Mq9Error(
-                429, f"the groups of this client remember {most}: acknowledge what was fetched first"
-            )
+            limit = f"{CLIENT_REMEMBERED_MAX} messages, which is the limit"
+            raise Mq9Error(429, f"the groups of this client hold {limit}: acknowledge fetched messages first")
 
     def _refuse_wait(self, wait: _Wait, _: int, why: str) -> None:
         _refuse(wait.link, wait.reply, why)
