@@ -50,17 +50,17 @@ def is_enveloped(mode: Envelope, client_name: str) -> bool:
     return mode == "always"
 
 
-class Batch(NamedTuple):
+class DeliveryBatch(NamedTuple):
     """Messages of one subject: the headers and the payload of each."""
 
     subject: str
     messages: list[tuple[bytes, bytes]]
 
 
-def raw(mail_id: str, letters: list[Letter]) -> Batch:
+def raw(mail_id: str, letters: list[Letter]) -> DeliveryBatch:
     """The sender's own bytes, with the message id in a header. All letters have one priority."""
     subject = raw_subject(mail_id, letters[0].priority)
-    return Batch(subject, [(numbered(letter), letter.payload) for letter in letters])
+    return DeliveryBatch(subject, [(numbered(letter), letter.payload) for letter in letters])
 
 
 def raw_subject(mail_id: str, priority: Priority) -> str:
@@ -81,11 +81,11 @@ def numbered(letter: Letter) -> bytes:
     return b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n%b" % (letter.number, rest[rest.find(b"\r\n") + 2 :])
 
 
-def enveloped(mail_id: str, letters: list[Letter]) -> Batch:
+def enveloped(mail_id: str, letters: list[Letter]) -> DeliveryBatch:
     """The form that the published SDK reads: priority in the subject, the rest in a JSON envelope."""
     priority = _SDK_PRIORITIES[letters[0].priority]
     messages = [(letter.headers, _envelope(mail_id, letter, priority)) for letter in letters]
-    return Batch(f"{SEND}{mail_id}.{priority}", messages)
+    return DeliveryBatch(f"{SEND}{mail_id}.{priority}", messages)
 
 
 def _envelope(mail_id: str, letter: Letter, priority: Priority) -> bytes:

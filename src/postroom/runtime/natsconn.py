@@ -133,7 +133,7 @@ class Hub(Protocol):
         """A connection that was backed up can take more."""
 
 
-class Output:
+class ConnectionOutput:
     """What waits to be written to one connection."""
 
     __slots__ = (
@@ -270,7 +270,7 @@ class ServerConnection(asyncio.Protocol):
         self.headers = self.no_responders = self.admitted = False
         self.subscriptions: dict[bytes, ServerSubscription] = {}
         self.subscription_bytes = 0  # their cost, as counted against the client
-        self.output = Output(hub, self)
+        self.output = ConnectionOutput(hub, self)
         self.send = self.output.send
         self._reader = wire.ClientReader(payload_bytes_max=hub.payload_bytes_max)
         self._transport: asyncio.Transport | None = None

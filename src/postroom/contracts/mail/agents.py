@@ -60,7 +60,7 @@ class _Entry:
         self.link = link  # the connection that owns the name; 0 when it has ended
 
 
-class Agents:
+class AgentRegistry:
     """The registered agents of one server."""
 
     def __init__(self, mailboxes: Mailboxes) -> None:

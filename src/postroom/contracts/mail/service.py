@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from postroom.contracts.mail import Link
-from postroom.contracts.mail.agents import Agents
+from postroom.contracts.mail.agents import AgentRegistry
 from postroom.contracts.mail.dead_letters import DeadLetters
 from postroom.contracts.mail.fetch import Fetches
 from postroom.contracts.mail.mailbox_calls import MailboxCalls
@@ -56,7 +56,7 @@ class MailService:
         dead_letters = DeadLetters(mailboxes)
         self._subscriptions = Subscriptions(mailboxes, run_soon, dead_letters.delivery_failed)
         self._fetches = Fetches(mailboxes, run_soon, dead_letters.delivery_failed)
-        self._agents = Agents(mailboxes)
+        self._agents = AgentRegistry(mailboxes)
         mailboxes.observe(self)
         self._relief: asyncio.Future[None] | None = None
         self._trouble = ""
