@@ -16,7 +16,7 @@ from postroom.system.clock import SystemClock
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
 from tests.crash.mailprograms import ACK, CREATE, DELETE, FETCH, MSG, mail_of
 from tests.crash.updates import OLD, Attempt, Expected, Update, new_tokens
-from tests.mailrooms import FakeLink
+from tests.mailservice import FakeLink
 
 BOX = "box"
 OLD_COUNT = 4
@@ -27,7 +27,7 @@ SEGMENT_BYTES_FEW = 1_000  # less than one send of many, so that it changes to t
 
 
 class TaskHandlers:
-    """A mailroom whose loop is turned by hand, in one process, with real files and a real thread."""
+    """A mail service whose loop is run by hand, in one process, with real files and a real thread."""
 
     def __init__(self, folder: Path, durability: Durability = "group") -> None:
         self._soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -35,15 +35,15 @@ class TaskHandlers:
         options = MailOptions(critical=storage, urgent=storage)
         self.folder = folder
         self.link = FakeLink()
-        self.room = MailService(self.folder, self._soon.put, options=options)
+        self.service = MailService(self.folder, self._soon.put, options=options)
 
     def ask(self, *requests: tuple[str, bytes]) -> list[Any]:
         """Requests of one batch, and their answers, for which the loop is turned as long as it takes."""
-        self.turn(lambda: not self.room.trouble)
+        self.turn(lambda: not self.service.trouble)
         first = len(self.link.answers)
         for number, (subject, payload) in enumerate(requests):
-            self.room.published(self.link, subject, f"_INBOX.{first + number}", b"", payload)
-        self.room.flush()
+            self.service.published(self.link, subject, f"_INBOX.{first + number}", 0, [payload])
+        self.service.flush()
         self.turn(lambda: len(self.link.answers) == first + len(requests))
         answers = {reply: json.loads(payload) for reply, payload in self.link.answers[first:]}
         found = [answers[f"_INBOX.{first + number}"] for number in range(len(requests))]
@@ -59,17 +59,17 @@ class TaskHandlers:
             try:
                 self._soon.get(timeout=WAIT_S)()
             except queue.Empty:
-                self.room.tick()
-            self.room.flush()
+                self.service.tick()
+            self.service.flush()
         raise PostroomError("there is no answer")
 
     def replayed(self) -> list[Delivery]:
         """What a new subscriber gets, in its order."""
         link = FakeLink()
-        if self.room.subscribed(link, "1", f"{MSG}{BOX}.*", "") is not None:
+        if self.service.subscribed(link, "1", f"{MSG}{BOX}.*", "") is not None:
             return []
         mails = [mail_of(got.msg_id, "critical", got.payload) for got in link.got]
-        self.room.closed(link)
+        self.service.closed(link)
         return [Delivery(mail.token, str(mail.msg_id), mail.body) for mail in mails]
 
 
@@ -116,11 +116,11 @@ def _compact(desk: TaskHandlers, attempt: int) -> list[str]:
     words = _send_many(desk, attempt)
     mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
     mail_log.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
-    desk.room.published(
-        desk.link, f"{MSG}{BOX}.critical", "", b"", _payload(token_of(f"way{attempt}", 0, 50))
+    desk.service.published(
+        desk.link, f"{MSG}{BOX}.critical", "", 0, [_payload(token_of(f"way{attempt}", 0, 50))]
     )
-    desk.room.flush()
-    desk.room.tick()
+    desk.service.flush()
+    desk.service.tick()
     desk.turn(lambda: not os.path.exists(first))
     return words + _send(desk, new_tokens(attempt + 10))
 
@@ -158,7 +158,7 @@ def _prepare_box(folder: Path) -> Expected:
     desk = _open(folder)
     desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     _send(desk, _old_tokens())
-    desk.room.close()
+    desk.service.close()
     return {"": _old_tokens()}
 
 
@@ -181,7 +181,7 @@ def _judge_acknowledged(folder: Path, expected: Expected, attempts: list[Attempt
     again = {str(message["msg_id"]) for message in found["messages"]}
     tally.doubled += len(again & done)
     tally.lost += max(0, OLD_COUNT // 2 - len(again))  # one acknowledgement covers two
-    desk.room.close()
+    desk.service.close()
     _judge(folder, set(expected[""]), set(), {}, tally)
 
 
@@ -201,11 +201,11 @@ def _judge(folder: Path, old: set[str], gone: set[str], acknowledged: dict[str, 
     desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     after = token_of("after", 0, 50)
     _send(desk, [after])
-    desk.room.close()
+    desk.service.close()
     desk = _open(folder)
     if [delivery.token for delivery in desk.replayed()] != [*tokens, after]:
         tally.breaks("a send afterwards did not simply add its message")
-    desk.room.close()
+    desk.service.close()
 
 
 MAIL_UPDATES = [

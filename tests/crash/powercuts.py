@@ -456,7 +456,7 @@ class _Mail:
         [answer] = desk.ask((f"{mailprograms.MSG}{BOX}.urgent", b"after"))
         if [each.msg_id for each in desk.replayed()] != [*numbers, str(answer["msg_id"])]:
             tally.breaks("a send after the cut did not simply add its message")
-        desk.room.close()
+        desk.service.close()
 
 
 SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks, "mail": _Mail}
