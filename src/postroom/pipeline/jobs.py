@@ -11,24 +11,24 @@ Rule 4: nothing of a run is kept in memory between two tables, so every step can
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from math import ceil
 from pathlib import Path
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
-from postroom.pipeline import file_index, queries
+from postroom.pipeline import queries
+from postroom.pipeline.file_groups import FILE_GROUP, file_group
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import Derived, Deriving
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.ingest import bronze, redaction
+from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.bronze_writer import take
 from postroom.pipeline.ingest.segments import (
     Gap,
@@ -41,29 +41,16 @@ from postroom.pipeline.ingest.segments import (
     notes,
     turn_of,
 )
-from postroom.pipeline.retention import departures
 from postroom.pipeline.schedule import Needs, in_turn
 from postroom.pipeline.session import AWAITED, in_pool
-from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.silver.joins import sent
-from postroom.pipeline.silver.span_tree import Placing
-from postroom.pipeline.silver.tables import Lots
-from postroom.pipeline.tables import REMADE, RENAMED, UNNAMED, DataFile, Staged, Tables, Txn, rows_of
+from postroom.pipeline.silver.declaration import SilverTable
+from postroom.pipeline.silver.refresh import SilverRefresh
+from postroom.pipeline.silver.tables import SILVER
+from postroom.pipeline.tables import Staged, Tables, Txn, rows_of
 
-HOURLY_EVENTS_MIN: Final = 50_000  # of a stream whose settled rows lie by the hour; of others by the day
 REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
-SOURCES: Final = {
-    "silver_events": "bronze_events",
-    "silver_messages": "silver_events",
-    "silver_spans": "silver_messages",
-    "silver_attempts": "silver_events",
-}
-"""What each silver table is made of."""
-SILVER: Final[Needs] = {
-    **{name: (source,) for name, source in SOURCES.items()},
-    "silver_attempts": ("silver_events", "silver_messages"),  # which tell whose attempts they are
-}
+SILVER_INPUTS: Final[Needs] = {name: table.inputs for name, table in SILVER.items()}
 TRIES_MAX: Final = 5  # of a step whose table another writer keeps changing
 TABLES_AT_ONCE: Final = 4  # one is planned, one compiled, one committed while another one computes
 
@@ -125,7 +112,7 @@ class Pipeline:
             self.tables.need_some()
         with self.tables.lock():
             taken = 0 if events is None else sum(map(len, self._ingest(events, self._look(events))))
-            self._bring_up({**SILVER, **self._gold_inputs()}, anew=True)
+            self._bring_up(self._inputs(), anew=True)
         return self._summary(taken)
 
     def stream(self, events: Path, *, every_s: float | None = None, skip_missing: bool = False) -> None:
@@ -197,8 +184,8 @@ class Pipeline:
             new = self._look(events, skip_missing=skip_missing)
             for batch in self._ingest(events, new):
                 if batch[-1] is not new[-1]:
-                    self._bring_up(SILVER)
-            self._bring_up({**SILVER, **self._gold_inputs()})  # the last batch, and what a killed run left
+                    self._bring_up(SILVER_INPUTS)
+            self._bring_up(self._inputs())  # the last batch, and what a killed run left
         return len(new)
 
     def _summary(self, taken: int) -> Summary:
@@ -247,7 +234,7 @@ class Pipeline:
         elif not self.tables.exists(REJECTS):
             self.tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []))
 
-    # ---- silver --------------------------------------------------------------------------------------
+    # ---- silver and gold -----------------------------------------------------------------------------
 
     def _bring_up(self, tables: Needs, *, anew: bool = False) -> None:
         """Bring tables up to what they are made of. Those that others wait for go first."""
@@ -271,190 +258,22 @@ class Pipeline:
         self._bring_up_one(name, anew=anew)
 
     def _bring_up_one(self, name: str, *, anew: bool) -> None:
-        anew = anew or self._is_remade(name)
-        if name == "silver_events":
-            self._fold_events(anew=anew)
-        elif name == "silver_messages":
-            seen = Observation()
-            fold = Fold(partial(silver.messages, seen=seen), silver.message_keys, silver.message_lots(), seen)
-            self._fold_messages(name, fold, anew=anew)
-        elif name == "silver_attempts":
-            fold = Fold(silver.attempts, silver.attempt_keys, silver.attempt_lots())
-            self._fold_messages(name, fold, anew=anew or self._are_names_old(name))
-        elif name == "silver_spans":
-            self._fold_spans(anew=anew)
+        inputs = self._inputs()[name]
+        sources = inputs[:1] if name in SILVER else inputs
+        anew = anew or any(self.tables.is_withdrawn(source, name) for source in sources)
+        if name in SILVER:
+            self._refresh_silver(name, SILVER[name], anew=anew)
         else:
             self._derive(name, self._gold[name], anew=anew)
 
-    def _is_remade(self, name: str) -> bool:
-        """Whether rows were withdrawn from what a table is made of, since it has seen that."""
-        sources = self._gold[name].inputs if name in self._gold else (SOURCES[name],)
-        return any(
-            self.tables.last_txn(source, REMADE) > self.tables.last_txn(name, source) >= 0
-            for source in sources
-        )
-
-    def _fold_events(self, *, anew: bool, remade: bool = False) -> None:
-        base = self.tables.version("silver_events")
-        news = self._news("silver_events", anew=anew)
-        if news is None:
-            return
-        removed = self.tables.files("silver_events") if anew else []
-        read = self.tables.read(self.spark, "bronze_events", news.added).withColumn("row", row_number())
-        rows = self._without_departed(bronze.widened(read), news.added)
-        known = self._known_events(rows, news.added, anew=anew)
-        masks = redaction.redacted(self.level)
-        with ExitStack() as held:
-            repeated, few = self._repeats(rows, known, masks, held)
-            if repeated is not None and not repeated.where("is_beaten").isEmpty():
-                self._tell("silver_events: two events have one number, and the later one counts")
-                self._fold_events(anew=True, remade=True)
-                return
-            fresh = rows if repeated is None else silver.once(rows, repeated, few=few)
-            seen = Observation()
-            unnamed = F.count_if(silver.lacks_names()).alias("unnamed")
-            result = silver.events(fresh, masks).observe(seen, unnamed)
-            staged = self.tables.stage("silver_events", result, partition_by=silver.PARTITIONS)
-            txns = [news.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
-            txns += [Txn(REMADE, base + 1)] if remade else []
-            self.tables.commit("silver_events", staged, removed, txns=txns, base=base)
-
-    def _repeats(
-        self, rows: DataFrame, known: DataFrame, masks: Mapping[str, Column], held: ExitStack
-    ) -> tuple[DataFrame | None, bool]:
-        """Which events come more than once, and whether they are few; None when there are none."""
-        suspects = silver.suspects(rows, known).persist()
-        held.callback(suspects.unpersist)
-        n = suspects.count()
-        if not n:
-            return None, True
-        few = n <= file_index.BROADCAST_IDS_MAX
-        new = silver.ranked(rows, suspects, masks, few=few)
-        old = silver.ranked(known, suspects, {}, few=few)
-        repeated = silver.repeats(new, old).persist()
-        held.callback(repeated.unpersist)
-        return repeated, few
-
-    def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
-        """Events of new files but for those that left silver before: old segments may be delivered again."""
-        newest_us = departures.newest_us(self.tables)
-        oldest_us = (file_index.extent(added, "ts_us") or (-1, -1))[0]
-        if newest_us < oldest_us:
-            return rows
-        old = rows.where(F.col("ts_us") <= newest_us)
-        left = departures.among(old, self.tables.read(self.spark, departures.TABLE))
-        if self.tables.exists("silver_events"):  # a pass that was killed has noted what is still there
-            there = self.tables.read(self.spark, "silver_events").where(F.col("ts_us") <= newest_us)
-            left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
-        few = rows_of(added) <= file_index.BROADCAST_IDS_MAX
-        return rows.join(sent(left, few=few), ["source", "seq"], "left_anti")
-
-    def _known_events(self, rows: DataFrame, added: list[DataFile], *, anew: bool) -> DataFrame:
-        """The events that are known and may come again: those of the same time."""
-        old = [] if anew else self.tables.files("silver_events")
-        near = [file for file in old if any(file_index.overlap(file, other, "ts_us") for other in added)]
-        if not near:
-            return rows.limit(0)
-        known = bronze.widened(self.tables.read(self.spark, "silver_events", near))
-        whole = file_index.extent(added, "ts_us")
-        return known if whole is None else known.where(F.col("ts_us").between(*whole))
-
-    def _fold_messages(self, name: str, fold: "Fold", *, anew: bool) -> None:
-        base = self.tables.version(name)
-        news = self._news(name, anew=anew)
-        if news is None:
-            return
-        events = self.tables.read(self.spark, "silver_events", news.added)
-        touched, before = self.tables.files(name), None
-        if touched and not anew:
-            ids = file_index.wanted_of(fold.keys(events), news.added, repeat=True)
-            touched = file_index.holding(self.spark, self.tables, name, ids)
-            before = self.tables.read(self.spark, name, touched) if touched else None
-        result, txns = fold.fold(events, before), [news.txn]
-        if name == "silver_attempts":
-            txns.append(Txn("silver_messages", self.tables.version("silver_messages")))
-            result = self._with_names(result, anew=anew)
-        if self._is_remade(name):
-            txns.append(Txn(REMADE, base + 1))
-        self._settle(name, result, touched, fold.lots, txns, base, fold.seen)
-
-    def _are_names_old(self, name: str) -> bool:
-        """Whether a message got another type or organization after a table took these from it."""
-        known = self.tables.last_txn(name, "silver_messages")
-        return known < 0 or self.tables.last_txn("silver_messages", RENAMED) > known
-
-    def _with_names(self, attempts: DataFrame, *, anew: bool) -> DataFrame:
-        """Attempts with the type and the organization of their messages, where events do not tell these."""
-        if self.tables.last_txn("silver_events", UNNAMED) < 0:
-            return attempts
-        known = -1 if anew else self.tables.last_txn("silver_attempts", "silver_messages")
-        files, _ = self.tables.changed("silver_messages", known)  # of all messages with new events
-        return silver.named(attempts, self.tables.read(self.spark, "silver_messages", files))
-
-    def _fold_spans(self, *, anew: bool) -> None:
-        base = self.tables.version("silver_spans")
-        news = self._news("silver_spans", anew=anew)
-        if news is None:
-            return
-        touched = self.tables.files("silver_spans")
-        with ExitStack() as held:
-            placing = Placing(self.spark, self.tables, news.added, news.removed, held)
-            if anew or not touched:
-                result = placing.anew()
-            else:
-                touched, result = placing.among_others()
-            self._settle("silver_spans", result, touched, silver.span_lots(), [news.txn], base)
-
-    # ---- what a fold needs to know ---------------------------------------------------------------------
-
-    def _news(self, name: str, *, anew: bool) -> "News | None":
-        """What its source has that the table has not seen; None when there is nothing."""
-        source = SOURCES[name]
-        known = -1 if anew else self.tables.last_txn(name, source)
-        version = self.tables.version(source)
-        if known == version:
-            return None
-        added, removed = self.tables.changed(source, known, version)
-        if not added and self.tables.exists(name):
-            self.tables.mark(name, [Txn(source, version)])
-            return None
-        self._tell(f"{name}: {rows_of(added):,} rows of {source}")
-        return News(added, removed, Txn(source, version))
-
-    def _is_dense(self) -> bool:
-        """Whether an hour of the stream fills files of its own; otherwise they would be many, and tiny."""
-        files = self.tables.files("silver_events")
-        oldest_us = min((file.low.get("ts_us") or 0 for file in files), default=0)
-        hours = 1 + (self._newest_us() - oldest_us) // silver.HOUR_US
-        return rows_of(files) >= hours * HOURLY_EVENTS_MIN
-
-    def _newest_us(self) -> int:
-        return max((_high(file) for file in self.tables.files("silver_events")), default=0)
-
-    def _settle(
-        self,
-        name: str,
-        rows: DataFrame,
-        removed: list[DataFile],
-        lots: Lots,
-        txns: list[Txn],
-        base: int,
-        seen: Observation | None = None,
-    ) -> None:
-        """Rows that nothing more is expected of get files of their own, most of which then stay."""
-        rows = rows.withColumn(silver.SETTLED, self._settled(lots))
-        staged = self.tables.stage(name, rows, partition_by=silver.PARTITIONS, split_by=silver.SETTLED)
-        if seen is not None and seen.get["renamed"]:
-            txns = [*txns, Txn(RENAMED, base + 1)]
-        self.tables.commit(name, staged, removed, txns=txns, base=base)
-
-    def _settled(self, lots: Lots) -> Column:
-        return silver.settled(self._newest_us(), lots, hourly=self._is_dense())
+    def _refresh_silver(self, name: str, table: SilverTable, *, anew: bool) -> None:
+        refresh = SilverRefresh(self.spark, self.tables, name, table, level=self.level, progress=self._tell)
+        refresh.run(rebuild=anew)
 
     # ---- gold ----------------------------------------------------------------------------------------
 
-    def _gold_inputs(self) -> Needs:
-        return {name: table.inputs for name, table in self._gold.items()}
+    def _inputs(self) -> Needs:
+        return {**SILVER_INPUTS, **{name: table.inputs for name, table in self._gold.items()}}
 
     def _derive(self, name: str, table: GoldTable, *, anew: bool) -> None:
         self._drop_other_form(name)
@@ -485,40 +304,9 @@ class Pipeline:
     def _replace(self, name: str, table: GoldTable, derived: Derived, txns: list[Txn], base: int) -> None:
         rows, replaced = derived
         split = None
-        if table.lots is not None:
-            rows, split = rows.withColumn(silver.SETTLED, self._settled(table.lots())), silver.SETTLED
+        if table.file_groups is not None:
+            rows = rows.withColumn(FILE_GROUP, file_group(self.tables, table.file_groups()))
+            split = FILE_GROUP
         self.tables.swap(
             name, rows, replaced, partition_by=table.partition_by, split_by=split, txns=txns, base=base
         )
-
-
-class News(NamedTuple):
-    """What a table has not seen of its source."""
-
-    added: list[DataFile]
-    removed: list[DataFile]
-    txn: Txn
-
-
-class Fold(NamedTuple):
-    """How a table of one row a key is made, and which of its rows lie together."""
-
-    fold: Callable[..., DataFrame]
-    keys: Callable[[DataFrame], DataFrame]
-    """Which rows events are about."""
-    lots: Lots
-    seen: Observation | None = None
-    """Counts rows with other names than before."""
-
-
-# ---- rows and files ---------------------------------------------------------------------------------
-
-
-def row_number() -> Column:
-    """A number of a row of a Parquet file, the same whenever it is read."""
-    # The whole path: a task gives its files of several dates one name.
-    return F.xxhash64("_metadata.file_path", "_metadata.row_index")
-
-
-def _high(file: DataFile) -> int:
-    return file.high.get("ts_us") or 0

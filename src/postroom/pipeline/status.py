@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from postroom.pipeline.ingest.segments import Turn, last_taken, sealed_segments, turn_of
-from postroom.pipeline.jobs import SOURCES
 from postroom.pipeline.session import table_errors
+from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables, rows_of
 
 
@@ -55,8 +55,7 @@ def _segments(folder: Path, events: Path) -> dict[str, Any]:
 
 def _behind(tables: Tables, name: str) -> int | None:
     """Commits of its source that a table has not seen; None where nobody counts them, or it has no source."""
-    source = SOURCES.get(name)
-    if source is None or not tables.exists(source):
+    if name not in SILVER or not tables.exists(source := SILVER[name].source):
         return None
     return tables.version(source) - tables.last_txn(name, source)
 

@@ -164,6 +164,10 @@ class Tables:
         found = None if delta is None else delta.transaction_version(app_id)
         return -1 if found is None else found
 
+    def is_withdrawn(self, source: str, name: str) -> bool:
+        """Whether rows were withdrawn from `source` after table `name` read it: then `name` is rebuilt."""
+        return self.last_txn(source, REMADE) > self.last_txn(name, source) >= 0
+
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
         """The files of a version, the current one when none is named."""
         delta = self._delta(name)

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline import file_index, jobs
+from postroom.pipeline import file_groups, file_index, jobs
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import FORM, GOLD
 from postroom.pipeline.ingest.segments import HASH, sealed_segments
@@ -439,7 +439,7 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
 def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
+    monkeypatch.setattr(file_groups, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
     lives = [
         ("a", 9, ("created", "execution_completed")),
         ("b", 9, ("created", "execution_failed", "dead_letter")),
@@ -469,4 +469,4 @@ def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
 
 def lot_of(path: str) -> str:
     """With which rows those of a file lie."""
-    return path.partition("settled=")[2].partition("-")[0]
+    return path.partition("file_group=")[2].partition("-")[0]

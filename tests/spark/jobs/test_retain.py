@@ -18,16 +18,9 @@ from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention import departures
-from postroom.pipeline.retention.retain import (
-    DAY_US,
-    ORDER,
-    Policy,
-    Retained,
-    Retention,
-    read_holds,
-    read_org_days,
-)
+from postroom.pipeline.retention.retain import ORDER, Policy, Retained, Retention, read_holds, read_org_days
 from postroom.pipeline.tables import Staged, Tables
+from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, column, records, rows_of

@@ -13,8 +13,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.gold.refresh import Derived, Deriving
-from postroom.pipeline.silver.tables import HOUR_US
 from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.times import HOUR_US
 from tests.spark.plainrows import records
 
 

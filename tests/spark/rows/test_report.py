@@ -38,20 +38,9 @@ from postroom.pipeline.report.flames import Profile, speedscope, tree
 from postroom.pipeline.report.page import POLICY, page
 from postroom.pipeline.report.plots import Stretch, area
 from postroom.pipeline.report.queries import UNNAMED, Reading, goal_of, step_of, write_report
-from postroom.pipeline.report.words import (
-    DAY_US,
-    HOUR_US,
-    MICROS_PER_S,
-    clock,
-    count,
-    duration,
-    esc,
-    moment,
-    money,
-    share,
-    width,
-)
+from postroom.pipeline.report.words import clock, count, duration, esc, moment, money, share, width
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
@@ -274,7 +263,7 @@ def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
         (3, "b", "shared", 1, 0), (2, "b", "other", 1, 1),
     ]  # fmt: skip
     flows = spark.createDataFrame(
-        [("2025-01-01", START_US + n * gold.MINUTE_US, *rest) for n, *rest in minutes],
+        [("2025-01-01", START_US + n * MINUTE_US, *rest) for n, *rest in minutes],
         "day STRING, minute_us BIGINT, org_id STRING, queue STRING, arrived BIGINT, left BIGINT",
     )
     tables = Tables(tmp_path / "tables")

@@ -91,10 +91,10 @@ def held_in(chapter: Chapter, tables: Tables, message_id: str) -> str:
 
 def test_a_message_that_changes_leaves_the_files_of_others_alone(story: Story) -> None:
     first, second, *_ = story.chapters
-    settled = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
-    [path] = settled  # what is settled has files of its own
-    assert "settled=day-" in path  # by the day, as there are few events an hour
-    assert held_in(first, story.tables, "busy") not in settled
+    quiet = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
+    [path] = quiet  # the files of finished messages are not rewritten
+    assert "file_group=day-" in path  # by the day, as there are few events an hour
+    assert held_in(first, story.tables, "busy") not in quiet
     assert held_in(second, story.tables, "busy") not in {file.path for file in first.files["silver_messages"]}
     outcomes = {row["message_id"]: row["outcome"] for row in second.rows["silver_messages"]}
     assert (outcomes["quiet"], outcomes["late"], outcomes["busy"]) == ("cancelled", "open", "cancelled")

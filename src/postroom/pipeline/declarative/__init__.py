@@ -27,12 +27,17 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
 from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
-from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.declaration import Append, Tree
+from postroom.pipeline.silver.tables import SILVER, rank
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Column, SparkSession
 
     from postroom.pipeline.gold.declaration import GoldTable
+    from postroom.pipeline.silver.declaration import SilverTable
+
+    Transform = tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]
+    """A function of DataFrames, the tables that it gets, and the columns that partition the result."""
 
 EVENTS_SETTING: Final = "spark.postroom.events"  # Spark hands over no setting that is not called so
 LEVEL_SETTING: Final = "spark.postroom.redaction"
@@ -41,8 +46,8 @@ SPEC_NAME: Final = "spark-pipeline.yml"
 CONF_FOLDER: Final = "conf"
 CONF_NAME: Final = "spark-defaults.conf"  # the name that Spark looks for
 DEFINITIONS: Final = "definitions"
-ASKING: Final = frozenset(["silver_spans"])
-"""Tables whose transforms look at the data before there is any."""
+QUERYING: Final = frozenset(name for name, table in SILVER.items() if isinstance(table.update, Tree))
+"""Tables whose updates query the data, which a definition may not do."""
 
 SPEC: Final = """\
 name: postroom
@@ -117,21 +122,21 @@ def define(spark: "SparkSession") -> None:
     pipelines.table(name="bronze_events", partition_cols=list(bronze.PARTITIONS))(
         named("bronze_events", lambda: bronze.events(spark.readStream.table("lines")))
     )
-    derived: dict[str, tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]] = {
-        "silver_events": (
-            lambda rows: once(silver.events(rows, columns)),
-            ("bronze_events",),
-            silver.PARTITIONS,
-        ),
-        "silver_messages": (silver.messages, ("silver_events",), silver.PARTITIONS),
-        "silver_attempts": (silver.attempts, ("silver_events",), silver.PARTITIONS),
-        **{name: (gold.build, gold.inputs, gold.partition_by) for name, gold in lazy(GOLD).items()},
-    }
+    derived = {name: _transform(name, columns) for name in lazy({**SILVER, **GOLD})}
     for name in ("bronze_events", *derived):
         pipelines.temporary_view(name=view_of(name))(named(view_of(name), partial(spark.read.table, name)))
     for name, (build, inputs, partitions) in derived.items():
         view = pipelines.materialized_view(name=name, partition_cols=list(partitions))
         view(named(name, partial(_built, spark, build, inputs, partitions)))
+
+
+def _transform(name: str, redacted: "Mapping[str, Column]") -> "Transform":
+    if name in GOLD:
+        return GOLD[name].build, GOLD[name].inputs, GOLD[name].partition_by
+    table = SILVER[name]
+    if isinstance(table.update, Append):
+        return lambda rows: once(table.build(rows, redacted)), (table.source,), table.partition_by
+    return table.build, (table.source,), table.partition_by
 
 
 def _built(
@@ -156,13 +161,13 @@ def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
     return flow
 
 
-def lazy(tables: "Mapping[str, GoldTable]") -> "dict[str, GoldTable]":
-    """Those gold tables that ask nothing, and need no table that does."""
-    missing = set(ASKING)
-    found: dict[str, GoldTable] = {}
+def lazy(tables: "Mapping[str, SilverTable | GoldTable]") -> list[str]:
+    """The tables whose transforms run no query, and whose inputs do not either."""
+    missing = set(QUERYING)
+    found = []
     for name, table in tables.items():
         if name not in missing and missing.isdisjoint(table.inputs):
-            found[name] = table
+            found.append(name)
         else:
             missing.add(name)
     return found
@@ -180,6 +185,6 @@ def once(rows: DataFrame) -> DataFrame:
     """Grain: event_id. Of two events under one number the one counts that counts in the incremental fold."""
     names = [*EVENTS.names, "day"]
     others = [name for name in names if name not in {"event_id", "ts_us"}]
-    ranked = rows.withColumn("rank", silver.rank({}))
+    ranked = rows.withColumn("rank", rank({}))
     first = ranked.groupBy("event_id").agg(F.min(F.struct("ts_us", "rank", *others)).alias("told"))
     return first.select("event_id", "told.*").select(*names)

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-    from postroom.pipeline.silver.tables import Lots
+    from postroom.pipeline.file_groups import FileGroups
 
 
 class Sums(NamedTuple):
@@ -102,5 +102,5 @@ class GoldTable(NamedTuple):
 
     A second input can only be `silver_messages`, for the names of those that events are about.
     """
-    lots: "Callable[[], Lots] | None" = None
-    """None: the rows of a day lie together."""
+    file_groups: "Callable[[], FileGroups] | None" = None
+    """None: the rows of a day share files."""

@@ -14,9 +14,9 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.tables import HOUR_US, hour_us
+from postroom.pipeline.silver.tables import hour_us
+from postroom.pipeline.times import DAY_US
 
-DAY_US: Final = 24 * HOUR_US
 TEXT_MAX: Final = 400  # characters of an error that are looked at
 SIMILAR: Final = 60  # percent of the words
 TEMPLATES_MAX: Final = (

@@ -25,8 +25,9 @@ from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.ingest.bronze import widened
 from postroom.pipeline.retention import departures
 from postroom.pipeline.silver.joins import sent
-from postroom.pipeline.silver.tables import HOUR_US, MICROS_PER_S, day_of, hour_us, named
+from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
+from postroom.pipeline.times import HOUR_US, MICROS_PER_S
 
 HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
 NAMES_BROADCAST_MAX: Final = (
@@ -34,7 +35,6 @@ NAMES_BROADCAST_MAX: Final = (
 )
 EVENTS: Final = "silver_events"
 MESSAGES: Final = "silver_messages"
-SILVER_INPUTS: Final = (EVENTS, MESSAGES, "silver_spans")
 Derived = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Versions = Mapping[str, int]
@@ -84,7 +84,7 @@ class Deriving:
     @cached_property
     def _closed_day(self) -> str:
         """The last day of which silver may have lost something; empty when there is none."""
-        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER_INPUTS:
+        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER:
             return ""
         newest_us = departures.newest_us(self._tables)
         return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"

@@ -15,12 +15,13 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.file_groups import FileGroups
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.gold.flames import FLAMES, flames
 from postroom.pipeline.gold.patterns import dlq_patterns, dlq_templates
-from postroom.pipeline.silver.tables import HOUR_US, Lots, hour_us, named
+from postroom.pipeline.silver.tables import hour_us, named
+from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 
-MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
 """How long a message of each priority may wait for its first delivery."""
 BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
@@ -233,7 +234,7 @@ def flow(events: DataFrame) -> DataFrame:
 def _must_have_waited() -> Column:
     """Whether a message has waited since an earlier day, by its first event of this day."""
     kind = F.col("kind")
-    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
+    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(DAY_US))
     return (
         F.when(F.col("prior").isNotNull(), F.col("prior") == WAITING)
         .when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
@@ -414,12 +415,13 @@ _TRAFFIC: Final = Sums(
 )
 
 
-def _by_hour() -> Lots:
-    return Lots(F.col("hour_us") + HOUR_US, "hour_us")
+def _hour_file_groups() -> FileGroups:
+    return FileGroups(F.col("hour_us") + HOUR_US, "hour_us")
 
 
-def _flame_lots() -> Lots:
-    return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
+def _flame_file_groups() -> FileGroups:
+    ended_us = F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US)
+    return FileGroups(ended_us, "hour_us", F.col("dead_letters") > 0)
 
 
 FORM_ID: Final = "form"  # under which a gold table remembers which form it has
@@ -432,13 +434,13 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
-    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _hour_file_groups),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _hour_file_groups),
     "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_lots),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_file_groups),
 }
 """In the order in which they are built."""

@@ -4,7 +4,7 @@ from decimal import Decimal
 from typing import Final, NamedTuple
 
 from postroom.pipeline.report.flames import Profile
-from postroom.pipeline.report.words import HOUR_US
+from postroom.pipeline.times import HOUR_US
 
 
 class Percentiles(NamedTuple):

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 from postroom.pipeline.report.facts import Attained, Facts
-from postroom.pipeline.report.words import DAY_US, count, duration, label, moment, money, plural, share
+from postroom.pipeline.report.words import count, duration, label, moment, money, plural, share
+from postroom.pipeline.times import DAY_US
 
 NAMELESS: Final = "an error without a class"
 SLA_GOOD: Final = 0.95

@@ -10,18 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from postroom.pipeline.report.words import (
-    DAY_US,
-    HOUR_US,
-    MICROS_PER_S,
-    MINUTE_US,
-    TENTH_US,
-    clock,
-    day,
-    esc,
-    label,
-    moment,
-)
+from postroom.pipeline.report.words import TENTH_US, clock, day, esc, label, moment
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
 COLUMNS_MAX: Final = 200  # of a plot over time
 WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one

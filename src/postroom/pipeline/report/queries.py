@@ -36,10 +36,10 @@ from postroom.pipeline.report.facts import (
 from postroom.pipeline.report.flames import Profile, Stack, speedscope
 from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
-from postroom.pipeline.report.words import DAY_US, HOUR_US, MINUTE_US
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.spans import UNKNOWN
 from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
 
 RANKED_MAX: Final = 8  # of a list of the largest

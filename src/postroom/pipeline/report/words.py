@@ -8,11 +8,9 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Final
 
-MICROS_PER_S: Final = 1_000_000
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
+
 TENTH_US: Final = MICROS_PER_S // 10
-MINUTE_US: Final = 60 * MICROS_PER_S
-HOUR_US: Final = 60 * MINUTE_US
-DAY_US: Final = 24 * HOUR_US
 SMALL: Final = Decimal("0.0001")
 LABEL_MAX: Final = 34  # characters of a name in a drawing
 

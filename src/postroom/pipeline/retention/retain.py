@@ -28,31 +28,18 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.retention import departures
+from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import UPKEEP, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-MICROS_PER_S: Final = 1_000_000
-DAY_US: Final = 86_400 * MICROS_PER_S
 DAYS_MAX: Final = 36_500
 FAILURES: Final = ("dead_letter", "quarantined")
 DECIDES: Final = "silver_messages"
-FEEDS: Final = {
-    "silver_events": "bronze_events",
-    "silver_messages": "silver_events",
-    "silver_attempts": "silver_events",
-    "silver_spans": "silver_messages",
-}
-"""What each table is folded from."""
-ORDER: Final = (
-    "bronze_rejects",
-    "bronze_events",
-    "silver_events",
-    "silver_attempts",
-    "silver_spans",
-    "silver_messages",
-)
+ORDER: Final = ("bronze_rejects", "bronze_events", *(name for name in SILVER if name != DECIDES), DECIDES)
+"""The order in which rows leave the tables."""
 KEPT_GOLD: Final = ("gold_flow",)
 """Gold tables that keep all days: depths are counted on from the first."""
 _FILE: Final = "_file"
@@ -226,13 +213,13 @@ class Retention:
 
     def _check_folded(self) -> None:
         """What was not folded so far may be about a message that is over: it would be lost unread."""
-        for name, source in FEEDS.items():
-            if self._is_behind(name, source):
-                raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
         for name in self._gold():
             if self._tables.last_txn(name, FORM_ID) != FORM:
                 raise Unavailable(f"{name} is of another version: run the pipeline first")
-            for source in GOLD[name].inputs:
+        sources: dict[str, tuple[str, ...]] = {name: (table.source,) for name, table in SILVER.items()}
+        sources |= {name: GOLD[name].inputs for name in self._gold()}
+        for name, inputs in sources.items():
+            for source in inputs:
                 if self._is_behind(name, source):
                     raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
 
@@ -354,11 +341,11 @@ class Retention:
 
     def _catch_up(self, name: str) -> None:
         """Note that a table has seen its source: what left there has left here as well."""
-        behind = [(name, FEEDS[name])] if name in FEEDS else []
-        if name == DECIDES:
-            behind.append(("silver_spans", DECIDES))
-        for table, source in behind:
-            if self._tables.exists(table) and self._has_missed(table, source):
+        behind = [name] if name in SILVER else []
+        if name == DECIDES:  # the last table: those that are made of it have been through
+            behind += [table for table, declared in SILVER.items() if declared.source == DECIDES]
+        for table in behind:
+            if self._tables.exists(table) and self._has_missed(table, SILVER[table].source):
                 self._tables.mark(table, self._signs(table))
 
     def _has_missed(self, table: str, source: str) -> bool:
@@ -367,8 +354,9 @@ class Retention:
     def _signs(self, name: str) -> list[Txn]:
         """What marks a commit as one of this job: tables that are made of this one do not follow it."""
         signs = [Txn(UPKEEP, self._tables.version(name) + 1)]
-        if name in FEEDS:
-            signs.append(Txn(FEEDS[name], self._tables.version(FEEDS[name])))
+        if name in SILVER:
+            source = SILVER[name].source
+            signs.append(Txn(source, self._tables.version(source)))
         return signs
 
     def _archived(self, name: str, rows: DataFrame) -> int | None:

@@ -9,12 +9,16 @@ Rule 3: nothing here is a Python function but the redaction of `events`.
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.file_groups import FileGroups
 from postroom.pipeline.schema import EVENTS
+from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.spans import spans
+from postroom.pipeline.times import HOUR_US
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Observation
@@ -22,12 +26,6 @@ if TYPE_CHECKING:
 _NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
 """Fields by which rows are found, counted or grouped."""
 PARTITIONS: Final = ("day",)
-SETTLED: Final = "settled"
-MICROS_PER_S: Final = 1_000_000
-HOUR_US: Final = 3_600 * MICROS_PER_S
-HOURS_A_DAY: Final = 24
-GRACE_US: Final = HOUR_US // 4  # after its end; what is settled gets files that are not written again
-IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus, counts as settled after this
 
 # ---- silver_events ---------------------------------------------------------------------------------------
 
@@ -314,48 +312,17 @@ def _message_rows(flat: "DataFrame") -> "DataFrame":
     )
 
 
-class Lots(NamedTuple):
-    """Which rows of a table lie together."""
-
-    ended: "Column"
-    """When a row ended."""
-    heard: str
-    """When something else was heard of it."""
-    may_rise: "Column | None" = None
-    """Whether it may change after that all the same."""
+def message_file_groups() -> FileGroups:
+    return FileGroups(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
 
 
-def message_lots() -> Lots:
-    return Lots(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
-
-
-def span_lots() -> Lots:
-    return Lots(F.col("end_us"), "start_us", _is_revivable())
-
-
-def attempt_lots() -> Lots:
-    return Lots(F.col("ended_us"), "first_us")
+def span_file_groups() -> FileGroups:
+    return FileGroups(F.col("end_us"), "start_us", _is_revivable())
 
 
 def _is_revivable() -> "Column":
-    """Whether a person may send it again."""
+    """Whether a person may replay the message."""
     return F.col("outcome").isin(*REVIVED)
-
-
-def settled(now_us: int, lots: Lots, *, hourly: bool) -> "Column":
-    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
-
-    If something comes all the same, its file is written anew. Rows that may rise again are kept from those
-    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
-    """
-    last_us = F.greatest(lots.ended, lots.heard)
-    quiet_us = F.lit(now_us) - last_us
-    is_open = (quiet_us <= IDLE_US) & (lots.ended.isNull() | (quiet_us <= GRACE_US))
-    place = F.when(is_open, "open")
-    if lots.may_rise is not None:
-        place = place.when(lots.may_rise, "dead")
-    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
-    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
 
 
 # ---- silver_attempts -------------------------------------------------------------------------------------
@@ -464,3 +431,25 @@ def _attempt_rows(folded: "DataFrame") -> "DataFrame":
         "end_code",
         day_of(F.col("first_us")).alias("day"),
     )
+
+
+def attempt_file_groups() -> FileGroups:
+    return FileGroups(F.col("ended_us"), "first_us")
+
+
+# ---- the declarations ------------------------------------------------------------------------------------
+
+SILVER: Final[dict[str, SilverTable]] = {
+    "silver_events": SilverTable(events, ("bronze_events",), Append()),
+    "silver_messages": SilverTable(
+        messages,
+        ("silver_events",),
+        Fold(message_keys, observes_renames=True),
+        file_groups=message_file_groups,
+    ),
+    "silver_spans": SilverTable(spans, ("silver_messages",), Tree(), file_groups=span_file_groups),
+    "silver_attempts": SilverTable(
+        attempts, ("silver_events", "silver_messages"), Fold(attempt_keys), file_groups=attempt_file_groups
+    ),
+}
+"""In the order in which they are built. Gold waits for spans longest, so spans precede attempts."""
