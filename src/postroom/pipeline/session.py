@@ -7,6 +7,7 @@ Rule 2: a local master talks to itself alone. Where a cluster listens is the clu
 import logging
 import os
 import re
+import shutil
 import socket
 import sys
 import warnings
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
-from postroom.pipeline.archive import find_java, using_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,7 +180,7 @@ def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) ->
     if not master.startswith("local"):
         return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
+    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"
     own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
     if is_small:
         own |= {**SMALL_SETTINGS, DRIVER_OPTIONS: options + QUICK_COMPILER}
@@ -260,8 +260,15 @@ def _need_server(remote: str) -> None:
         ) from None
 
 
+def _find_java() -> Path | None:
+    """The Java that Spark starts."""
+    own = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=f"{own}/bin" if own else None)
+    return None if java is None else Path(java)
+
+
 def _need_java() -> None:
-    if find_java() is None:
+    if _find_java() is None:
         home = os.environ.get("JAVA_HOME")
         where = f"there is none in JAVA_HOME={home}" if home else "there is none on the PATH"
         raise InvalidSetting(f"the pipeline needs Java 17 or 21, and {where}: install it, or set JAVA_HOME")
