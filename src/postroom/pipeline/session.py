@@ -222,6 +222,7 @@ def need_packages() -> None:
     try:
         import deltalake  # noqa: F401, PLC0415 - the tables need it, and half a pipeline is none
         import duckdb  # noqa: F401, PLC0415 - the same
+        import jinja2  # noqa: F401, PLC0415 - the same
         import pyspark  # noqa: F401, PLC0415 - only who runs a job pays for it
     except ImportError as error:
         raise InvalidSetting(

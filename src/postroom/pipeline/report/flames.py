@@ -6,6 +6,8 @@ A folded stack is a path of frames with what was spent in the last of them. Fram
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from markupsafe import Markup
+
 from postroom.pipeline.report.plots import WIDTH, hint, svg
 from postroom.pipeline.report.words import duration, esc, share
 
@@ -54,7 +56,7 @@ def tree(profile: Profile) -> Box:
     return root
 
 
-def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> str:
+def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Markup:
     """The root on top, what it led to below it; width is time."""
     root = tree(profile)
     placed = list(_place(root, 0.0, 0, WIDTH / max(1, root.total_us)))

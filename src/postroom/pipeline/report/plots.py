@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from markupsafe import Markup
+
 from postroom.pipeline.report.words import TENTH_US, clock, day, esc, label, moment
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
@@ -79,14 +81,14 @@ class Series(NamedTuple):
     values: dict[int, float]
 
 
-def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
+def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> Markup:
     """A drawing with its words.
 
     It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
     In a narrow window the page makes a wide plot fit, and its text larger.
     """
     size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
-    return (
+    return Markup(  # noqa: S704 - its parts are escaped
         f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="{size}" role="img" '
         f'aria-label="{esc(title)}: {esc(said)}">{body}</svg>'
     )
@@ -195,7 +197,7 @@ def lines(
     target: float | None = None,
     width: int = HALF_WIDTH,
     height: int = 220,
-) -> str:
+) -> Markup:
     """Lines over time on a logarithmic scale, with a dashed one for what was promised."""
     values = [value for one in series for value in one.values.values() if value > 0]
     if target is not None:
@@ -260,7 +262,7 @@ def area(
     name: str,
     width: int = WIDTH,
     height: int = 240,
-) -> str:
+) -> Markup:
     """One quantity over time, held until the next column says otherwise."""
     frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
     body = [_axes(frame, words)]
@@ -288,7 +290,7 @@ def stacked(
     over: Stretch,
     width: int = WIDTH,
     height: int = 280,
-) -> str:
+) -> Markup:
     """Bars over time, one part on top of the other."""
     times = sorted({at for one in series for at in one.values})
     sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
@@ -312,7 +314,7 @@ def stacked(
     return svg(width, height, title, said, "".join(body), "plot wide")
 
 
-def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> str:
+def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> Markup:
     """A small row of bars without axes."""
     top = max(values, default=0) or 1
     step = width / max(1, len(values))
@@ -352,7 +354,7 @@ def strip(
     over: Stretch,
     width: int = WIDTH,
     row_height: int = 26,
-) -> str:
+) -> Markup:
     """Rows of cells over time."""
     height = TOP + row_height * len(rows) + BOTTOM
     frame = Frame(width, height, over.since_us, over.until_us, 1)
@@ -374,7 +376,7 @@ def matrix(
     title: str,
     said: str,
     size: int = 30,
-) -> str:
+) -> Markup:
     """Who with whom: a row for each on one side, a column for each on the other."""
     left, top = 190, 24 + 5 * max(len(label(name, 22)) for name in columns)
     width, height = left + size * len(columns) + 70, top + size * len(rows) + 8

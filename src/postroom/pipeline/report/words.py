@@ -1,12 +1,13 @@
-"""Values as a person reads them, and as HTML takes them.
+"""Values as text for a person, and text for HTML.
 
-Rule: whatever comes from data passes through `esc` on its way into the page, numbers included.
+Rule: every value in a drawing passes through `esc`, numbers included. The template escapes by itself.
 """
 
-import html
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Final
+
+from markupsafe import Markup, escape
 
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
@@ -25,12 +26,16 @@ _LONG_UNITS: Final = ((DAY_US, "day"), (HOUR_US, "hour"), (MINUTE_US, "minute"),
 _SIZES: Final = ((10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
-def esc(value: object) -> str:
-    """Text for an element or a quoted attribute; what a browser may not show becomes a visible sign."""
-    text = "".join(
+def printable(value: object) -> str:
+    """The text of a value, with a visible sign for each character that a browser may not show."""
+    return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(value)
     )
-    return html.escape(text, quote=True)
+
+
+def esc(value: object) -> Markup:
+    """Printable text for an element or a quoted attribute."""
+    return escape(printable(value))
 
 
 def duration(us: float) -> str:
