@@ -25,10 +25,10 @@ from pipelinebench.histories import add, history, pieces
 from pipelinebench.spending import Spent, median, spent, spent_by
 
 from postroom.pipeline.gold.tables import GOLD
-from postroom.pipeline.ingest.bronze_writer import take
+from postroom.pipeline.ingest.bronze_writer import write_segments
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.schedule import in_turn
+from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.tables import Tables
@@ -130,7 +130,7 @@ def to_bronze(bench: Bench) -> Iterator[Figure]:
 
     def ours(out: Path) -> None:
         tables = Tables(out)
-        tables.commit("bronze_events", take(bench.spark, tables, str(folder), segments).staged)
+        tables.commit("bronze_events", write_segments(bench.spark, tables, str(folder), segments).staged)
 
     takes = bench.turns(
         ours,
@@ -189,7 +189,7 @@ def fold_and_gold(bench: Bench) -> Iterator[Figure]:
                 inputs = table.inputs if table.change is None else table.inputs[:1]
                 tables.append(name, table.build(*map(read, inputs)), partition_by=table.partition_by)
 
-        in_turn(
+        run_in_order(
             {"silver_messages": (), **{name: GOLD[name].inputs for name in peers.SUMS}}, make, TABLES_AT_ONCE
         )
 

@@ -41,7 +41,7 @@ _STATES: Final = ("created", "dequeued", "replayed", *_END_KINDS)
 _UNSAID: Final = -1  # a lease that may be open, or not
 
 
-class Sample(NamedTuple):
+class ViolationSample(NamedTuple):
     """A broken promise, and the events that prove it."""
 
     rule: Rule
@@ -50,11 +50,11 @@ class Sample(NamedTuple):
     sentence: str
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """What a history proves."""
 
     counts: dict[Rule, int]
-    samples: list[Sample]
+    samples: list[ViolationSample]
     """At most `SAMPLES_MAX` of each rule, in the order of their names."""
     events: int
     messages: int
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
         return sum(self.counts.values())
 
 
-def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> Verdict:
+def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> CheckResult:
     """Judge the history in a folder of tables."""
     bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
     # Read last: what leaves meanwhile was noted before.
@@ -74,7 +74,7 @@ def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORI
 
 def check(
     bronze: DataFrame, silver: DataFrame, departed: DataFrame | None = None, *, horizon_s: float = HORIZON_S
-) -> Verdict:
+) -> CheckResult:
     """Judge the events of silver, and in bronze whether a number stands for two of them.
 
     `departed` has the numbers that `retain` let leave, where it did.
@@ -89,13 +89,13 @@ def check(
             violations.withColumn("rank", ranked).where(F.col("rank") <= SAMPLES_MAX).orderBy("rule", "rank")
         )
         samples = [
-            Sample(row["rule"], row["message_id"] or "", tuple(row["event_ids"]), row["sentence"])
+            ViolationSample(row["rule"], row["message_id"] or "", tuple(row["event_ids"]), row["sentence"])
             for row in shown.collect()
         ]
     finally:
         violations.unpersist()
     sizes = silver.agg(F.count("*"), F.count(F.when(F.col("kind") == "created", 1))).collect()[0]
-    return Verdict({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
+    return CheckResult({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
 
 
 def find_violations(

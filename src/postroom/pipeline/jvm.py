@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 END_S: Final = 10.0  # it puts away its files
 FUNCTIONS: Final = "org.apache.spark.sql.functions"
-ASKED_FOR: Final = {
+COLUMN_CLASSES: Final = {
     FUNCTIONS: FUNCTIONS,
     "functions": FUNCTIONS,
     "PythonUtils": "org.apache.spark.api.python.PythonUtils",
@@ -22,7 +22,7 @@ ASKED_FOR: Final = {
 """What PySpark calls the classes that columns are made with, and what they are called."""
 
 
-class Known(JavaClass):  # type: ignore[misc]
+class CachedJavaClass(JavaClass):  # type: ignore[misc]
     """A class of the JVM. It is asked once for each of its methods, and not at every call."""
 
     def __getattr__(self, name: str) -> Any:
@@ -31,23 +31,23 @@ class Known(JavaClass):  # type: ignore[misc]
         return method
 
 
-def know_classes(spark: "SparkSession") -> None:
+def cache_classes(spark: "SparkSession") -> None:
     """Tell PySpark where the classes are that it makes columns with.
 
     It asks for them by name at every column, and the JVM looks for each of several names that it might mean
     in all of Spark's 280 archives.
     """
     jvm = _jvm(spark)
-    for name, full_name in ASKED_FOR.items():
-        setattr(jvm, name, Known(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark makes its own
+    for name, full_name in COLUMN_CLASSES.items():
+        setattr(jvm, name, CachedJavaClass(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark makes its own
 
 
-def keep_to_sentences() -> None:
+def silence_query_logger() -> None:
     """What Spark refuses is told by the exception. PySpark would also print it, with the stack of the JVM."""
     PySparkLogger.getLogger("SQLQueryContextLogger").disabled = True
 
 
-def write_no_sums(spark: "SparkSession") -> None:
+def disable_checksum_files(spark: "SparkSession") -> None:
     """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
 
     It also starts a program for each, to set its mode.
@@ -67,7 +67,7 @@ def end_jvm() -> bool:
     jvm = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - nothing else names it
     if jvm is None:
         return False
-    _hush()
+    _silence()
     jvm.terminate()
     try:
         jvm.wait(END_S)
@@ -76,7 +76,7 @@ def end_jvm() -> bool:
     return True
 
 
-def _hush() -> None:
+def _silence() -> None:
     """Those who wait for its answers would complain, each with a traceback."""
     logging.disable()
     context = SparkContext._active_spark_context  # noqa: SLF001 - nothing else names it

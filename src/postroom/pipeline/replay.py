@@ -24,7 +24,7 @@ from postroom.core.events import SCHEMA, AuditEvent
 from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.pipeline import queries
 from postroom.pipeline.session import first_sentence
-from postroom.pipeline.submission import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
+from postroom.pipeline.submission import COMMIT_MESSAGES, ReplayMessage, Submitter, chunks, is_fit
 from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
 from postroom.stores.open import SQLITE, open_store
 
@@ -43,7 +43,7 @@ _COLUMNS: Final = ("message_id", "queue", "type", "parent_message_id")
 Progress = Callable[[str], None]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to submit again, and where."""
 
     where: str
@@ -69,7 +69,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return f"replay-{hashlib.sha256(asked.encode()).hexdigest()[:ID_CHARS]}"
 
 
-class Replayed(msgspec.Struct):
+class ReplayResult(msgspec.Struct):
     """What came of it."""
 
     replay_id: str
@@ -85,14 +85,14 @@ class Replayed(msgspec.Struct):
 
 
 def replay(
-    spark: SparkSession, tables: "Tables", wanted: Wanted, progress: Progress = lambda _: None
-) -> Replayed:
+    spark: SparkSession, tables: "Tables", wanted: ReplayRequest, progress: Progress = lambda _: None
+) -> ReplayResult:
     """Submit the messages in the order in which they were created."""
     if wanted.store is None and wanted.key_file is None:
         raise InvalidSetting(
             "say where the payloads come from: a store that has them, or the keys of the stream"
         )
-    found = Replayed(wanted.named(), refused_samples=[])
+    found = ReplayResult(wanted.named(), refused_samples=[])
     rows = selection(spark, tables, wanted)
     found.selected = rows.count()
     progress(f"{found.replay_id}: {found.selected:,} messages")
@@ -108,7 +108,7 @@ def replay(
     return found
 
 
-def selection(spark: SparkSession, tables: "Tables", wanted: Wanted) -> DataFrame:
+def selection(spark: SparkSession, tables: "Tables", wanted: ReplayRequest) -> DataFrame:
     """Grain: message_id, in the order of creation, with the event that told it where keys are given."""
     session = queries.read_only(spark)
     messages = tables.read(session, "silver_messages")
@@ -142,7 +142,7 @@ def _created(events: DataFrame) -> DataFrame:
 Payload = Callable[["Row"], str | None]
 
 
-def _payloads(wanted: Wanted, stack: ExitStack) -> Payload:
+def _payloads(wanted: ReplayRequest, stack: ExitStack) -> Payload:
     """Looks for the payload of a row where it may be; None when it is nowhere."""
     places: list[Payload] = []
     if wanted.store is not None:
@@ -180,13 +180,13 @@ def _revealed(cipher: Cipher, row: "Row") -> str | None:
         return None
 
 
-def _messages(rows: Iterator[Any], payload: Payload, found: Replayed) -> Iterator[Message]:
+def _messages(rows: Iterator[Any], payload: Payload, found: ReplayResult) -> Iterator[ReplayMessage]:
     for row in rows:
         message_id, queue = row["message_id"], row["queue"] or ""
         fit = is_fit(found.replay_id, message_id, queue)
         said = payload(row) if fit else None
         if said is not None:
-            yield Message(message_id, queue, said, row["type"] or "", row["parent_message_id"] or "")
+            yield ReplayMessage(message_id, queue, said, row["type"] or "", row["parent_message_id"] or "")
             continue
         found.refused += 1
         found.unfit += not fit
@@ -198,7 +198,10 @@ def _messages(rows: Iterator[Any], payload: Payload, found: Replayed) -> Iterato
 
 
 def _submit(
-    messages: Iterator[Message], submitter: Submitter, rate: float | None, tell: Callable[[Submitter], None]
+    messages: Iterator[ReplayMessage],
+    submitter: Submitter,
+    rate: float | None,
+    tell: Callable[[Submitter], None],
 ) -> None:
     """In order, a commit after the other. What was known already does not count against the rate."""
     size = COMMIT_MESSAGES if rate is None else max(1, min(COMMIT_MESSAGES, int(rate / COMMITS_A_S)))
@@ -213,6 +216,6 @@ def _submit(
     tell(submitter)
 
 
-def _tell(found: Replayed, progress: Progress, submitter: Submitter) -> None:
+def _tell(found: ReplayResult, progress: Progress, submitter: Submitter) -> None:
     done = submitter.new + submitter.known + found.refused
     progress(f"{done:,} of {found.selected:,} messages, {found.refused:,} refused")

@@ -153,12 +153,12 @@ def spark_session(
 
 def _instruct(spark: "SparkSession", *, is_local: bool) -> None:
     """Tell the new session what no setting can."""
-    from postroom.pipeline.jvm import keep_to_sentences, know_classes, write_no_sums  # noqa: PLC0415 - lazy
+    from postroom.pipeline.jvm import cache_classes, disable_checksum_files, silence_query_logger  # noqa: PLC0415 - lazy
 
-    keep_to_sentences()
-    know_classes(spark)
+    silence_query_logger()
+    cache_classes(spark)
     if is_local:
-        write_no_sums(spark)
+        disable_checksum_files(spark)
 
 
 def _need_master(master: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.core.history_checker import History, Violation
 from postroom.core.message_checker import LEASED, MICROS_PER_S
-from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, Sample, Verdict
+from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, CheckResult, ViolationSample
 from postroom.pipeline.database import Database
 from postroom.pipeline.retention.departures import TABLE as DEPARTED
 from postroom.pipeline.session import table_errors
@@ -32,7 +32,7 @@ def is_small(tables: "Tables") -> bool:
         return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
 
 
-def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> Verdict:
+def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:
     """Judge the history in a folder of tables."""
     database = Database(tables, ("bronze_events", "silver_events"))
     history = History()
@@ -44,7 +44,7 @@ def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> Verdict:
     contracts = {source: contract for source, (contract, _) in history.sources().items()}
     verdict = history.verdict(horizon_us=round(horizon_s * MICROS_PER_S))
     judged = [one for one in verdict.violations if _is_judged(one, contracts)]
-    found = [Sample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in judged]
+    found = [ViolationSample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in judged]
     return _verdict([*found, *_doubled(database, tables)], events, accepted)
 
 
@@ -77,7 +77,7 @@ def _detail(text: str | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _doubled(database: Database, tables: "Tables") -> Iterator[Sample]:
+def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
     """Numbers under which two different lines stand. The same line twice is no violation."""
     wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_SAID)
     rows = database.rows(
@@ -86,11 +86,11 @@ def _doubled(database: Database, tables: "Tables") -> Iterator[Sample]:
     )
     for row in rows:
         name = event_id(row["source"], row["seq"])
-        yield Sample("gap", row["message_id"], (name,), f"{name} stands for two different events")
+        yield ViolationSample("gap", row["message_id"], (name,), f"{name} stands for two different events")
 
 
-def _verdict(found: list[Sample], events: int, accepted: int) -> Verdict:
+def _verdict(found: list[ViolationSample], events: int, accepted: int) -> CheckResult:
     by_rule = {rule: sorted(one for one in found if one.rule == rule) for rule in RULES}
     counts = {rule: len(samples) for rule, samples in by_rule.items() if samples}
     samples = [one for rule in sorted(by_rule) for one in by_rule[rule][:SAMPLES_MAX]]
-    return Verdict(counts, samples, events, accepted)
+    return CheckResult(counts, samples, events, accepted)

@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from postroom.pipeline.ingest.segments import Turn, last_taken, sealed_segments, turn_of
+from postroom.pipeline.ingest.segments import (
+    PendingSegments,
+    last_ingested,
+    pending_segments,
+    sealed_segments,
+)
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables, rows_of
@@ -14,7 +19,7 @@ def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, An
     """A row for each table; for the segments in front of them too, where they are."""
     tables = Tables(folder)
     if events is None:
-        tables.need_some()
+        tables.require_tables()
     else:
         yield _segments(folder, events)
     for name in tables.names():
@@ -34,9 +39,9 @@ def _row(tables: Tables, name: str) -> dict[str, Any]:
     }
 
 
-def new_segments(folder: Path, events: Path) -> Turn:
+def new_segments(folder: Path, events: Path) -> PendingSegments:
     """What the next run finds."""
-    return turn_of(events, last_taken(Tables(folder), events))
+    return pending_segments(events, last_ingested(Tables(folder), events))
 
 
 def _segments(folder: Path, events: Path) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _behind(tables: Tables, name: str) -> int | None:
 def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each column of each table."""
     tables = Tables(folder)
-    tables.need_some()
+    tables.require_tables()
     for name in tables.names():
         with table_errors(name):
             fields = tables.schema(name).fields
@@ -74,7 +79,7 @@ def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
 def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[[str], None]) -> None:
     """Join small files, and delete those that nobody needs."""
     tables = Tables(folder)
-    tables.need_some()
+    tables.require_tables()
     with tables.lock():
         for name in tables.names():
             with table_errors(name):

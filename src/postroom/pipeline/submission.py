@@ -28,7 +28,7 @@ COMMIT_MESSAGES: Final = 200  # in one commit of the store
 _MAX_RETRIES: Final = RetryPolicy().max_retries
 
 
-class Message(NamedTuple):
+class ReplayMessage(NamedTuple):
     """A message that is to be submitted again."""
 
     message_id: str
@@ -49,7 +49,7 @@ class Submitter(Closing):
         self.known = 0
         """Messages that this replay had submitted before."""
 
-    def submit(self, messages: Iterable[Message]) -> None:
+    def submit(self, messages: Iterable[ReplayMessage]) -> None:
         """All of them, a few in each commit."""
         envelopes = map(self._envelope, messages)
         while chunk := list(islice(envelopes, COMMIT_MESSAGES)):
@@ -62,7 +62,7 @@ class Submitter(Closing):
         self.known += known
         self.new += len(accepted) - known
 
-    def _envelope(self, message: Message) -> Envelope:
+    def _envelope(self, message: ReplayMessage) -> Envelope:
         key = _key(self._replay_id, message.message_id)
         if key is None:
             raise InvalidMessage(
@@ -108,7 +108,7 @@ def _as_json(payload: str) -> bytes:
     return data
 
 
-def chunks(messages: Iterable[Message], size: int) -> Iterator[list[Message]]:
+def chunks(messages: Iterable[ReplayMessage], size: int) -> Iterator[list[ReplayMessage]]:
     """The messages in lists of at most that length."""
     rest = iter(messages)
     while chunk := list(islice(rest, size)):

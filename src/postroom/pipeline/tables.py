@@ -39,7 +39,7 @@ LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
 """Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
-INDEXED_TOO: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
+EXTRA_INDEXED: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
 """The same for single tables: elsewhere nobody asks, and every value of a wide stream would be compared."""
 DISTINCT: Final = (
     *(
@@ -74,9 +74,9 @@ LISTED_MAX: Final = 4  # versions of a table whose files are remembered
 KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
 COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
-UPKEEP: Final = "retain ended at"
+MAINTENANCE: Final = "retain ended at"
 """The application that signs commits by which rows leave a table. Tables that are made of it keep theirs."""
-REMADE: Final = "remade"
+ROWS_WITHDRAWN: Final = "remade"
 """Of a silver table: the last version in which rows were withdrawn. What is made of it is made anew."""
 UNNAMED: Final = "unnamed"
 """Of `silver_events`: the last version to which events came that do not tell type and organization."""
@@ -109,7 +109,7 @@ class Commit(NamedTuple):
 
     added: frozenset[str]
     removed: frozenset[str]
-    is_upkeep: bool
+    is_maintenance: bool
     """Whether it changed no row, or only let rows leave."""
 
 
@@ -145,7 +145,7 @@ class Tables:
         """Every table that was committed at least once."""
         return sorted(log.parent.name for log in self.folder.glob(f"*/{LOG}") if any(log.iterdir()))
 
-    def need_some(self) -> None:
+    def require_tables(self) -> None:
         """Whoever wants to know something about tables means a folder that has some."""
         if not self.names():
             raise InvalidMessage(f"there are no tables in {self.folder}")
@@ -166,7 +166,7 @@ class Tables:
 
     def is_withdrawn(self, source: str, name: str) -> bool:
         """Whether rows were withdrawn from `source` after table `name` read it: then `name` is rebuilt."""
-        return self.last_txn(source, REMADE) > self.last_txn(name, source) >= 0
+        return self.last_txn(source, ROWS_WITHDRAWN) > self.last_txn(name, source) >= 0
 
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
         """The files of a version, the current one when none is named."""
@@ -194,12 +194,12 @@ class Tables:
         """
         until = self.version(name) if until is None else until
         before = _by_path(self.files(name, since)) if since >= 0 else {}
-        before = self._after_upkeep(name, before, since, until)
+        before = self._after_maintenance(name, before, since, until)
         now = _by_path(self.files(name, until)) if until >= 0 else {}
         added = [file for path, file in now.items() if path not in before]
         return added, [file for path, file in before.items() if path not in now]
 
-    def _after_upkeep(
+    def _after_maintenance(
         self, name: str, before: dict[str, DataFile], since: int, until: int
     ) -> dict[str, DataFile]:
         """The files of a version as later upkeep has left them.
@@ -212,7 +212,7 @@ class Tables:
             commit = self._read_commit(name, version)
             if commit is None:
                 return before
-            if not commit.is_upkeep:
+            if not commit.is_maintenance:
                 continue
             if not commit.removed <= known.keys():
                 return before
@@ -227,7 +227,7 @@ class Tables:
             return None
         return _commit_of([json.loads(line) for line in lines])
 
-    def lies(self, name: str, file: DataFile) -> bool:
+    def file_exists(self, name: str, file: DataFile) -> bool:
         """Whether a file is there. One that no version names may be gone."""
         return (self.folder / name / file.path).exists()
 
@@ -333,7 +333,7 @@ class Tables:
         Rows that differ in `split_by` go to files of their own. It is no column of the table.
         """
         split = () if split_by is None else (split_by,)
-        with self.aside(name) as staging:
+        with self.staging_folder(name) as staging:
             df.write.options(**_writing(name)).partitionBy(*split, *partition_by).parquet(str(staging))
             adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
         return Staged(df.drop(*split).schema, tuple(partition_by), adds)
@@ -343,13 +343,13 @@ class Tables:
 
         Spark then need not look at each row for where it belongs. Several may be written at once.
         """
-        with self.aside(name) as staging:
+        with self.staging_folder(name) as staging:
             folders = [f"{column}={value}" for column, value in partition.items()]
             df.write.options(**_writing(name)).parquet(str(staging.joinpath(*folders)))
             return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
 
     @contextmanager
-    def aside(self, name: str) -> Iterator[Path]:
+    def staging_folder(self, name: str) -> Iterator[Path]:
         """A folder of a table that nobody reads. What a killed job leaves there goes with `vacuum`."""
         staging = self.folder / name / STAGING / uuid.uuid4().hex
         try:
@@ -451,7 +451,7 @@ class Tables:
         Its log goes in one step: half a log could be neither read nor made anew. What is left of the rest if
         that step was the last one goes with `vacuum`.
         """
-        with self.aside(name) as staging:
+        with self.staging_folder(name) as staging:
             staging.parent.mkdir(exist_ok=True)
             (self.folder / name / LOG).rename(staging)
             self._opened.pop(name, None)
@@ -513,11 +513,11 @@ def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | No
 
 
 def _indexed(name: str) -> tuple[str, ...]:
-    return INDEXED + INDEXED_TOO.get(name, ())
+    return INDEXED + EXTRA_INDEXED.get(name, ())
 
 
 def _writing(name: str) -> dict[str, str]:
-    return WRITING | {f"{STATISTICS}#{column}": "true" for column in INDEXED_TOO.get(name, ())}
+    return WRITING | {f"{STATISTICS}#{column}": "true" for column in EXTRA_INDEXED.get(name, ())}
 
 
 def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
@@ -543,7 +543,7 @@ def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
 def _commit_of(actions: Sequence[Mapping[str, Any]]) -> Commit:
     adds, removes = ([action[kind] for action in actions if kind in action] for kind in ("add", "remove"))
     moved = all(not file["dataChange"] for file in (*adds, *removes))
-    left = any(action.get("txn", {}).get("appId") == UPKEEP for action in actions)
+    left = any(action.get("txn", {}).get("appId") == MAINTENANCE for action in actions)
     added, removed = (frozenset(unquote(file["path"]) for file in files) for files in (adds, removes))
     return Commit(added, removed, moved or left)
 

@@ -118,7 +118,9 @@ def test_a_killed_run_is_finished_by_the_next_one(
 
 def took(job: Pipeline, events: Path) -> list[int]:
     """The numbers of the segments that are taken into bronze now."""
-    return [segment.number for batch in job._ingest(events, job._look(events)) for segment in batch]
+    return [
+        segment.number for batch in job._ingest(events, job._find_new_segments(events)) for segment in batch
+    ]
 
 
 def replace_stream(events: Path, prefix: str, numbers: range) -> None:
@@ -292,7 +294,7 @@ def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
     job = Pipeline(spark, Tables(tmp_path / "tables"), gold={})
     tries: list[str] = []
 
-    def changed(name: str, *, anew: bool) -> None:
+    def changed(name: str, *, rebuild: bool) -> None:
         tries.append(name)
         raise TableChanged(name)
 
@@ -430,10 +432,11 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
     tables.append("silver_messages", rows, partition_by=("day",))
     files = tables.files("silver_messages")
     assert (len(files), len({Path(file.path).name for file in files})) == (2, 1)
-    wanted = rows.where("message_id = '1'").select("message_id")
-    with ExitStack() as ids:
-        [held] = file_index.holding(spark, tables, "silver_messages", file_index.wanted(wanted, ids))
-    assert held.partition == {"day": "2025-01-02"}
+    ids = rows.where("message_id = '1'").select("message_id")
+    with ExitStack() as held:
+        lookup = file_index.lookup(ids, held)
+        [found] = file_index.files_with_ids(spark, tables, "silver_messages", lookup)
+    assert found.partition == {"day": "2025-01-02"}
 
 
 def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(

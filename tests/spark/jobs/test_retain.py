@@ -12,13 +12,20 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.check import Sample, check_tables
+from postroom.pipeline.check import ViolationSample, check_tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention import departures
-from postroom.pipeline.retention.retain import ORDER, Policy, Retained, Retention, read_holds, read_org_days
+from postroom.pipeline.retention.retain import (
+    ORDER,
+    Policy,
+    Retained,
+    RetentionJob,
+    read_holds,
+    read_org_days,
+)
 from postroom.pipeline.tables import Staged, Tables
 from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
@@ -99,7 +106,7 @@ def whole(spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.Tem
     messages = messages_of(tables)
     policy, now_us = policy_for(messages), middle_us(messages) + 7 * DAY_US
     before, archive = kept_rows(tables), f"file://{folder}/archive"
-    job = Retention(spark, tables, policy, now_us=now_us, archive=archive)
+    job = RetentionJob(spark, tables, policy, now_us=now_us, archive=archive)
     counted = job.run(dry_run=True)
     assert kept_rows(tables) == before
     gone = leaving(messages, policy, now_us)
@@ -177,7 +184,8 @@ def test_what_left_stays_away_when_its_segment_is_delivered_again_and_gold_keeps
     assert gold_rows(tables) == counted
     # Bronze has the lines once more. They leave with the next pass, and are counted there alone.
     found = {
-        told.table: told.deleted for told in Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+        told.table: told.deleted
+        for told in RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     }
     assert found["bronze_events"] > 0
     assert {name for name, deleted in found.items() if deleted} == {"bronze_events"}
@@ -203,7 +211,7 @@ def test_gold_leaves_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_
     days = sorted({json.loads(row)["day"] for row in before})
     newest_us = int(datetime.fromisoformat(f"{days[-1]}T00:00:00+00:00").timestamp()) * 1_000_000
     policy = Policy(keep_days=10, gold_days=10, held_orgs=whole.policy.held_orgs)
-    job = Retention(spark, tables, policy, now_us=newest_us + 10 * DAY_US)
+    job = RetentionJob(spark, tables, policy, now_us=newest_us + 10 * DAY_US)
     found = {told.table: told for told in job.run()}
     after = rows_of(tables, "gold_throughput")
     assert {json.loads(row)["day"] for row in after} == {days[-1]}
@@ -212,7 +220,7 @@ def test_gold_leaves_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_
     with pytest.raises(
         InvalidSetting, match="gold is kept at least as long as the rest: 9 days are less than 10"
     ):
-        Retention(spark, tables, Policy(keep_days=10, gold_days=9), now_us=0)
+        RetentionJob(spark, tables, Policy(keep_days=10, gold_days=9), now_us=0)
 
 
 class Losing(Tables):
@@ -232,7 +240,7 @@ def test_nothing_is_deleted_when_the_counts_do_not_match(
     losing = Losing(tables.folder)
     losing.loses = name
     with pytest.raises(Unavailable, match=rf"{name} .*nothing was deleted"):
-        Retention(spark, losing, whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, losing, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == whole.before
 
 
@@ -240,7 +248,7 @@ def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, w
     rows = tables.read(spark, "bronze_events").limit(1)
     tables.append("bronze_events", rows, partition_by=bronze.PARTITIONS)
     with pytest.raises(Unavailable, match="silver_events has not seen all of bronze_events"):
-        Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
 
 
 class Stopping(Tables):
@@ -256,10 +264,10 @@ def test_a_pass_that_ended_early_is_simply_run_again(
     spark: SparkSession, tables: Tables, whole: Pass, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        Retention(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
     assert rows_of(tables, "bronze_events") != whole.before["bronze_events"]
     early = copy_of(tables, tmp_path / "early")
-    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+    RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == kept_rows(whole.tables)
     assert rows_of(tables, departures.TABLE) == rows_of(whole.tables, departures.TABLE)
     # Or silver is made anew instead, of what bronze has left.
@@ -270,7 +278,7 @@ def test_a_pass_that_ended_early_is_simply_run_again(
 # ---- what leaves is not missed ---------------------------------------------------------------------------
 
 
-def checked(spark: SparkSession, tables: Tables) -> set[Sample]:
+def checked(spark: SparkSession, tables: Tables) -> set[ViolationSample]:
     return set(check_tables(spark, tables).samples)
 
 
@@ -284,7 +292,7 @@ def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
     gone: set[str] = set()
     for pass_us in (now_us - DAY_US, now_us):
         gone |= leaving(messages, policy, pass_us)
-        Retention(spark, tables, policy, now_us=pass_us).run()
+        RetentionJob(spark, tables, policy, now_us=pass_us).run()
         assert checked(spark, tables) == {one for one in before if one.message_id not in gone}
     assert gone & {one.message_id for one in before}
     assert {one.rule for one in before if one.message_id == ""} == {"gap"}
@@ -292,9 +300,9 @@ def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
 
 def test_a_later_pass_notes_only_what_is_new(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
-    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+    RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert tables.version(departures.TABLE) == 0
-    Retention(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
+    RetentionJob(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
     assert messages_of(tables) == []
     runs = [row for row in records(tables, departures.TABLE) if row["message"] is None]
     sources = {row["source"] for row in runs}

@@ -15,10 +15,10 @@ from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history_checker import History, Violation
 from postroom.pipeline import check as checking
 from postroom.pipeline import small_check
-from postroom.pipeline.check import RULES, Sample, Verdict, check, check_tables
+from postroom.pipeline.check import RULES, CheckResult, ViolationSample, check, check_tables
 from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.retention import departures
-from postroom.pipeline.retention.departures import departing, holes_between, merged
+from postroom.pipeline.retention.departures import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.small_check import check_small, is_small
 from postroom.pipeline.tables import Tables
@@ -49,7 +49,7 @@ def faults_in(folder: Path) -> list[dict[str, Any]]:
     return [fault for fault in planted if fault["rule"] in RULES]
 
 
-def is_all_that_was_planted(found: Verdict, planted: list[dict[str, Any]]) -> bool:
+def is_all_that_was_planted(found: CheckResult, planted: list[dict[str, Any]]) -> bool:
     return sorted((one.rule, one.message_id) for one in found.samples) == sorted(
         (fault["rule"], fault["message_id"]) for fault in planted
     ) and {one.event_ids for one in found.samples if one.rule == "gap"} == {
@@ -89,7 +89,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     done = commands("check", "--tables", tables.folder, "--master", "local[2]")
     assert done.code == 1, done.stderr
     samples = [
-        Sample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
+        ViolationSample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
         for row in map(json.loads, done.stdout.splitlines())
     ]
     events = [event for block, _ in Segments(folder).after(StreamPosition(0, 0)) for event in block]
@@ -125,7 +125,7 @@ def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
     assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
     monkeypatch.undo()
     tables = Tables(folder)
-    gone = departing(tables.read(spark, "silver_events").where("seq < 5"))
+    gone = deleted_runs(tables.read(spark, "silver_events").where("seq < 5"))
     tables.replace(departures.TABLE, merged(gone))
     assert not is_small(Tables(folder))
 
@@ -251,7 +251,7 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     gone = life("a", [1, 2, 5, 6], *DONE) + life("b", [8, 9, 10, 14], *DONE)
     there = life("c", [3, 4, 12, 13], *DONE) + life("d", [15, 17, 18, 19], *DONE)
     whole = rows_of_events(spark, gone + there, tmp_path / "whole")
-    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, there, tmp_path / "there")
     found = check(rows, rows, left)
     sentences = [f"of source s, {seq} is missing" for seq in (11, 16, 7)]
@@ -271,7 +271,7 @@ def test_a_message_that_left_and_comes_back_is_not_taken_for_one_that_nobody_acc
     back += life("dead", [13, 14, 15], "replayed", "dequeued", "execution_completed")
     back += [msgspec.structs.replace(event, lease=6) for event in life("held", [16], "lease_lapsed")]
     real = life("nobody", [17, 18], "dequeued", "execution_completed")
-    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, back + real, tmp_path / "back")
     assert [(one.rule, one.message_id) for one in check(rows, rows, left).samples] == [("unknown", "nobody")]
 
@@ -280,7 +280,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
     """A message that a hold keeps is no less lost when all that came later has left."""
     held = life("held", [1], "created")
     later = [msgspec.structs.replace(one, ts_us=2 * HORIZON_US) for one in life("a", [2, 3, 4, 5], *DONE)]
-    left = merged(departing(rows_of_events(spark, later, tmp_path / "later")))
+    left = merged(deleted_runs(rows_of_events(spark, later, tmp_path / "later")))
     rows = rows_of_events(spark, held, tmp_path / "held")
     assert check(rows, rows, left).counts == {"lost": 1}
 
@@ -291,8 +291,8 @@ def test_runs_of_numbers_become_one_and_end_with_their_block(
     monkeypatch.setattr(departures, "BLOCK", 8)
     events = [event for n in range(1, 21, 4) if n != 13 for event in life(f"m{n}", [*range(n, n + 4)], *DONE)]
     rows = rows_of_events(spark, events, tmp_path / "events")
-    runs = merged(departing(rows))
-    again = merged(runs.unionByName(departing(rows)).unionByName(runs))
+    runs = merged(deleted_runs(rows))
+    again = merged(runs.unionByName(deleted_runs(rows)).unionByName(runs))
     for found in (runs, again):
         told_runs = sorted((row["first_seq"], row["last_seq"], row["newest_us"]) for row in found.collect())
         assert told_runs == [(1, 7, 7), (8, 12, 12), (17, 20, 20)]

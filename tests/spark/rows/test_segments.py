@@ -8,7 +8,14 @@ import pytest
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
 from postroom.pipeline.ingest import segments
-from postroom.pipeline.ingest.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.pipeline.ingest.segments import (
+    Gap,
+    PendingSegments,
+    Segment,
+    batches,
+    ingest_id,
+    pending_segments,
+)
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain
@@ -30,7 +37,7 @@ def numbers(found: list[Segment]) -> list[int]:
     return [segment.number for segment in found]
 
 
-def told(turn: Turn) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+def told(turn: PendingSegments) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     return numbers(turn.ready), numbers(turn.waiting), [(gap.first, gap.last) for gap in turn.gaps]
 
 
@@ -76,55 +83,59 @@ def cut(folder: Path, number: int) -> bytes:
 )
 def test_one_that_is_still_being_copied_is_waited_for(chained: Path, short: int, sentence: str) -> None:
     whole = cut(chained, short)
-    turn = turn_of(chained, NONE)
+    turn = pending_segments(chained, NONE)
     before, behind = list(range(1, short)), list(range(short + 1, SEGMENTS + 1))
     assert (*told(turn), turn.sentence()) == (before, behind, [(short, short)], sentence)
-    assert told(turn_of(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
-    assert told(turn_of(chained, short)) == (behind, [], [])  # it was taken, and shall not come again
-    given_up = turn_of(chained, NONE, skip_missing=True)
+    assert told(pending_segments(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
+    assert told(pending_segments(chained, short)) == (
+        behind,
+        [],
+        [],
+    )  # it was taken, and shall not come again
+    given_up = pending_segments(chained, NONE, skip_missing=True)
     assert told(given_up) == ([1, 2, 3, 4, 5], [], [(short, short)])
     assert given_up.sentence() == f"segment {short} is cut short or missing and passed over"
     file_of(chained, short).write_bytes(whole)
-    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
 
 
 def test_all_that_follows_on_is_ready(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 3)
-    assert told(turn_of(folder, NONE)) == ([1, 2, 3], [], [])
-    assert told(turn_of(folder, 2)) == ([3], [], [])
-    assert told(turn_of(folder, 3)) == ([], [], [])
-    assert turn_of(folder, NONE).sentence() == ""
+    assert told(pending_segments(folder, NONE)) == ([1, 2, 3], [], [])
+    assert told(pending_segments(folder, 2)) == ([3], [], [])
+    assert told(pending_segments(folder, 3)) == ([], [], [])
+    assert pending_segments(folder, NONE).sentence() == ""
 
 
 def test_what_is_behind_a_missing_number_waits(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 4, 7, 8)
-    turn = turn_of(folder, NONE)
+    turn = pending_segments(folder, NONE)
     assert told(turn) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
     assert turn.sentence() == "segments 3, 5 to 6 are missing, and 3 behind 3 wait for it"
-    assert told(turn_of(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
-    assert told(turn_of(folder, 4)) == ([], [7, 8], [(5, 6)])
+    assert told(pending_segments(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
+    assert told(pending_segments(folder, 4)) == ([], [7, 8], [(5, 6)])
 
 
 def test_who_gives_them_up_gets_the_rest_and_their_numbers(tmp_path: Path) -> None:
-    turn = turn_of(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
+    turn = pending_segments(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
     assert told(turn) == ([4, 6], [], [(3, 3), (5, 5)])
     assert turn.sentence() == "segments 3, 5 are missing and passed over"
 
 
 def test_a_chain_tells_with_which_number_a_folder_begins(chained: Path) -> None:
-    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
     forget(chained, 1, 2)
-    assert told(turn_of(chained, NONE)) == ([], [3, 4, 5], [(1, 2)])
+    assert told(pending_segments(chained, NONE)) == ([], [3, 4, 5], [(1, 2)])
     (chained / CHAIN).unlink()
-    assert told(turn_of(chained, NONE)) == ([3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([3, 4, 5], [], [])
 
 
 def test_what_retention_removed_before_the_first_run_is_not_missing(chained: Path) -> None:
     assert retain(chained, FAR_FUTURE_US)
     with SegmentSink(chained, durability="os") as sink:
         seal_one(sink, 6)
-    assert told(turn_of(chained, NONE)) == ([6], [], [])
-    assert told(turn_of(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
+    assert told(pending_segments(chained, NONE)) == ([6], [], [])
+    assert told(pending_segments(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
 
 
 def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +146,7 @@ def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidMessage, match="is not a folder of segments"):
-        turn_of(tmp_path / "nowhere", NONE)
+        pending_segments(tmp_path / "nowhere", NONE)
 
 
 def test_a_gap_reads_as_a_person_says_it() -> None:
@@ -148,10 +159,10 @@ def test_one_that_the_chain_does_not_know_is_waited_for_until_it_is_what_its_nam
     """A folder is copied, and its chain comes last."""
     (chained / CHAIN).unlink()
     whole = cut(chained, 3)
-    assert told(turn_of(chained, 2)) == ([], [4, 5], [(3, 3)])
-    assert told(turn_of(chained, 2, skip_missing=True)) == ([3, 4, 5], [], [(3, 3)])
+    assert told(pending_segments(chained, 2)) == ([], [4, 5], [(3, 3)])
+    assert told(pending_segments(chained, 2, skip_missing=True)) == ([3, 4, 5], [], [(3, 3)])
     file_of(chained, 3).write_bytes(whole)
-    assert told(turn_of(chained, 2)) == ([3, 4, 5], [], [])
+    assert told(pending_segments(chained, 2)) == ([3, 4, 5], [], [])
 
 
 def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:

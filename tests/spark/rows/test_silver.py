@@ -16,7 +16,7 @@ from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver import span_tree, spans
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import expected, oracle, stored
@@ -191,7 +191,7 @@ def test_a_join_goes_by_what_is_known_and_not_by_the_size_of_files(
     _, tables = tables_of()
     rows = tables.read(spark, "silver_messages")
     ids = rows.select("message_id")
-    assert join in plan_of(rows.join(sent(ids, few=few), "message_id", "left_semi"))
+    assert join in plan_of(rows.join(with_join_hint(ids, few=few), "message_id", "left_semi"))
 
 
 def test_rows_that_say_nothing_to_redact_are_not_copied_for_python(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.silver.span_tree import SPANS, Placing
+from postroom.pipeline.silver.span_tree import SPANS, SpanPlacement
 from postroom.pipeline.tables import DataFile, Tables
 from tests.spark.plainrows import records
 
@@ -56,8 +56,10 @@ class Growing:
         for file in removed if not is_there else ():  # they were removed after a week
             (self.tables.folder / "silver_messages" / file.path).unlink()
         with ExitStack() as held:
-            placed = Placing(self.spark, self.tables, added, removed, held)
-            touched, found = placed.among_others() if self.tables.exists(SPANS) else ([], placed.anew())
+            placed = SpanPlacement(self.spark, self.tables, added, removed, held)
+            touched, found = (
+                placed.updated_rows() if self.tables.exists(SPANS) else ([], placed.rebuilt_rows())
+            )
             self.tables.swap(SPANS, found.coalesce(1), touched, partition_by=("day",))
         return touched
 

@@ -11,8 +11,8 @@ import msgspec
 
 from postroom.core.events import event_id
 from postroom.core.message_checker import Rule
-from postroom.pipeline.generator.feed import Batch, Feed
-from postroom.pipeline.generator.messages import Message
+from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
+from postroom.pipeline.generator.messages import GeneratedMessage
 from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, tell
 
 FAULTS_A_RULE: Final = 3  # at most, in a small history
@@ -101,20 +101,20 @@ class Faults:
                 self._end_twice(message, variant)
         self._listed.append(Fault(rule, message.names.message_id))
 
-    def _message(self) -> Message:
+    def _message(self) -> GeneratedMessage:
         traffic = self._traffic
         goal = traffic.new_goal()
         agent = goal.org.agents[int(self._random.random() * len(goal.org.agents))]
         return traffic.message(goal, "", agent, "memory_save", 2)
 
-    def _delivered(self, message: Message) -> tuple[int, str]:
+    def _delivered(self, message: GeneratedMessage) -> tuple[int, str]:
         """Accepted, delivered and begun; gives when, and to whom."""
         traffic = self._traffic
         ready_us = traffic.accept(message)
         t = traffic.depart(message, ready_us)
         return t, traffic.start(message, t, t - ready_us)
 
-    def _lose(self, message: Message, variant: int) -> None:
+    def _lose(self, message: GeneratedMessage, variant: int) -> None:
         """In its queue, in somebody's hands, or on its way back."""
         if variant == 0:
             self._traffic.accept(message)
@@ -125,7 +125,7 @@ class Faults:
                 message.say(t + S, "retry_scheduled", "RETRYING", "", ',"detail":{"delay_s":2}}')
         self._silent_us[message.feed.name] = self._traffic.now_us
 
-    def _overlap(self, message: Message, variant: int) -> None:
+    def _overlap(self, message: GeneratedMessage, variant: int) -> None:
         """Leased twice at once, or a word of the first holder counts under the second one's lease."""
         t, first = self._delivered(message)
         lease = message.lease
@@ -141,7 +141,7 @@ class Faults:
             message.lease = second
         message.held(t + 4 * S, "execution_completed", "COMPLETED", first)
 
-    def _overtake(self, message: Message) -> Message:
+    def _overtake(self, message: GeneratedMessage) -> GeneratedMessage:
         """Another one of its lane goes before it."""
         traffic = self._traffic
         other = traffic.message(message.goal, "", message.agent, message.type, message.priority)
@@ -153,7 +153,7 @@ class Faults:
             one.held(traffic.now_us + t + 2 * MS, "execution_completed", "COMPLETED", worker)
         return other
 
-    def _end_twice(self, message: Message, variant: int) -> None:
+    def _end_twice(self, message: GeneratedMessage, variant: int) -> None:
         """Completed and cancelled, completed and completed, or cancelled and delivered all the same."""
         traffic = self._traffic
         if variant == 0:
@@ -181,7 +181,7 @@ class Faults:
 
     # ---- numbers -------------------------------------------------------------------------------------
 
-    def wants_hole(self, feed: Feed) -> bool:
+    def wants_hole(self, feed: GeneratedSource) -> bool:
         """Whether the next lines of a source shall begin behind a number that is missing."""
         traffic = self._traffic
         if traffic.made < self._holes_from or not self._holes or feed.hole_wanted:
@@ -191,13 +191,13 @@ class Faults:
         self._holes -= 1
         return True
 
-    def altered(self, batch: Batch) -> Batch:
+    def altered(self, batch: LineBatch) -> LineBatch:
         """Some lines once more, with another time in them."""
         lines, marks = batch
         while self._alter and self._alter[-1] <= self._traffic.made:
             at = int(self._random.random() * len(marks)) if marks else 0
             if not marks or not marks[at].message_id or marks[at].seq in self._changed:
-                return Batch(lines, marks)
+                return LineBatch(lines, marks)
             self._alter.pop()
             mark = marks[at]
             self._changed.add(mark.seq)
@@ -205,4 +205,4 @@ class Faults:
             lines = [*lines, lines[at].replace(told, b'"ts_us":%d,' % (mark.ts_us + 1))]
             marks = [*marks, mark]
             self._listed.append(Fault("gap", mark.message_id, (event_id(mark.source, mark.seq),)))
-        return Batch(lines, marks)
+        return LineBatch(lines, marks)

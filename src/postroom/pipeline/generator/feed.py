@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 
-class Mark(msgspec.Struct, frozen=True, gc=False):
+class LineKeys(msgspec.Struct, frozen=True, gc=False):
     """What a sink wants to know of a line."""
 
     source: str
@@ -39,14 +39,14 @@ Waiting: TypeAlias = tuple[int, str, str, Names, Lease | None, bool]
 _when: Final = itemgetter(0)
 
 
-class Batch(NamedTuple):
+class LineBatch(NamedTuple):
     """Lines that are written together."""
 
     lines: list[bytes]
-    marks: list[Mark]
+    marks: list[LineKeys]
 
 
-class Feed:
+class GeneratedSource:
     """A source. `put` takes an event for its time, `until` gives the lines that are due."""
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,7 @@ class Feed:
         self._waiting: list[Waiting] = []
         self.put = self._waiting.append
 
-    def until(self, now_us: int) -> Batch:
+    def until(self, now_us: int) -> LineBatch:
         """The lines of everything before a time."""
         waiting = self._waiting
         waiting.sort(key=_when)  # what was put first stays first
@@ -72,9 +72,9 @@ class Feed:
             self.holes.append(self.seq)
         return self._written(due)
 
-    def _written(self, due: list[Waiting]) -> Batch:
+    def _written(self, due: list[Waiting]) -> LineBatch:
         lines: list[str] = []
-        marks: list[Mark] = []
+        marks: list[LineKeys] = []
         name, seq = self.name, self.seq
         head = f'{{"event_id":"{name}#'
         for ts_us, told, rest, (message_id, parent, trace), lease, opens in due:
@@ -86,8 +86,8 @@ class Feed:
                     lease[0] = seq
                 line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{told},"lease":{lease[0]}{rest}\n'
             lines.append(line)
-            marks.append(Mark(name, seq, ts_us, message_id, parent, trace))
+            marks.append(LineKeys(name, seq, ts_us, message_id, parent, trace))
         self.seq = seq
         if due:
             self.newest_us = due[-1][0]
-        return Batch([*map(str.encode, lines)], marks)
+        return LineBatch([*map(str.encode, lines)], marks)

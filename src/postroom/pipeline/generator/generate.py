@@ -16,7 +16,7 @@ import msgspec
 from postroom.core.message_checker import Rule
 from postroom.errors import InvalidMessage
 from postroom.pipeline.generator.faults import Fault, Faults
-from postroom.pipeline.generator.feed import Batch, Feed
+from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
 from postroom.pipeline.generator.traffic import HOUR, S, Traffic
 from postroom.pipeline.generator.world import World
 from postroom.sinks.segments import SegmentSink
@@ -38,7 +38,7 @@ REPEATED: Final = 1 / 8  # of the batches are followed by lines that were writte
 REPEATED_LINES_MAX: Final = 100
 
 
-class Summary(msgspec.Struct, frozen=True):
+class HistorySummary(msgspec.Struct, frozen=True):
     """What was made."""
 
     messages: int
@@ -74,18 +74,18 @@ class HistoryClock:
         return self.now_us
 
 
-class Writer:
+class HistoryWriter:
     """Writes batches as a shipper does: late at times, and some lines twice."""
 
     def __init__(self, sink: SegmentSink, clock: HistoryClock, random: Random) -> None:
         self._sink = sink
         self._clock = clock
         self._random = random
-        self._behind: dict[str, list[Batch]] = {}
+        self._behind: dict[str, list[LineBatch]] = {}
         self._behind_until_us: dict[str, int] = {}
         self.lines = self.bytes = self.repeats = self.late = 0
 
-    def write(self, feed: Feed, batch: Batch, now_us: int) -> None:
+    def write(self, feed: GeneratedSource, batch: LineBatch, now_us: int) -> None:
         self._clock.now_us = max(self._clock.now_us, now_us)
         if batch.lines and feed.name not in self._behind and self._random.random() < LATE:
             self._behind[feed.name] = []
@@ -97,22 +97,22 @@ class Writer:
         if now_us >= self._behind_until_us[feed.name]:
             self.catch_up(feed)
 
-    def catch_up(self, feed: Feed) -> None:
+    def catch_up(self, feed: GeneratedSource) -> None:
         """What waited is written now."""
         for batch in self._behind.pop(feed.name, []):
             self.late += len(batch.lines)
             self._put(batch)
 
-    def _put(self, batch: Batch) -> None:
+    def _put(self, batch: LineBatch) -> None:
         if not batch.lines:
             return
         self._keep(batch)
         if self._random.random() < REPEATED:
             n = 1 + int(self._random.random() * min(REPEATED_LINES_MAX, len(batch.lines)))
-            self._keep(Batch(batch.lines[-n:], batch.marks[-n:]))
+            self._keep(LineBatch(batch.lines[-n:], batch.marks[-n:]))
             self.repeats += n
 
-    def _keep(self, batch: Batch) -> None:
+    def _keep(self, batch: LineBatch) -> None:
         self._sink.write_lines(batch.lines, batch.marks)
         self.lines += len(batch.lines)
         self.bytes += sum(map(len, batch.lines))
@@ -120,7 +120,7 @@ class Writer:
 
 def generate(
     folder: Path, messages: int, seed: int, *, faults: bool = False, progress: Progress | None = None
-) -> Summary:
+) -> HistorySummary:
     """Write a history of so many messages into a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise InvalidMessage(f"{folder} is not empty: a history needs a folder of its own")
@@ -133,7 +133,7 @@ def generate(
     planted = Faults(traffic, Random(seed + 1), messages if faults else 0)  # noqa: S311 - the same
     clock = HistoryClock(start_us)
     with SegmentSink(folder, seal_after_s=SEAL_AFTER_S, durability="os", clock=clock) as sink:
-        writer = Writer(sink, clock, Random(seed + 2))  # noqa: S311 - the same
+        writer = HistoryWriter(sink, clock, Random(seed + 2))  # noqa: S311 - the same
         _run(traffic, planted, writer, progress)
         sink.seal()
     listed = planted.listed()
@@ -143,7 +143,7 @@ def generate(
     return _summary(traffic, writer, listed, start_us, folder)
 
 
-def _run(traffic: Traffic, planted: Faults, writer: Writer, progress: Progress | None) -> None:
+def _run(traffic: Traffic, planted: Faults, writer: HistoryWriter, progress: Progress | None) -> None:
     steps = max(1, min(STEPS_A_BATCH_MAX, traffic.limit // BATCHES_MIN))
     while traffic.made < traffic.limit:
         for _ in range(steps):
@@ -162,7 +162,7 @@ def _run(traffic: Traffic, planted: Faults, writer: Writer, progress: Progress |
         writer.catch_up(feed)
 
 
-def _flush(traffic: Traffic, planted: Faults, writer: Writer, until_us: int) -> None:
+def _flush(traffic: Traffic, planted: Faults, writer: HistoryWriter, until_us: int) -> None:
     for feed in traffic.feeds:
         batch = planted.altered(feed.until(until_us))
         if planted.wants_hole(feed):
@@ -170,11 +170,13 @@ def _flush(traffic: Traffic, planted: Faults, writer: Writer, until_us: int) -> 
         writer.write(feed, batch, min(until_us, max(feed.newest_us, traffic.now_us)))
 
 
-def _summary(traffic: Traffic, writer: Writer, listed: list[Fault], start_us: int, folder: Path) -> Summary:
+def _summary(
+    traffic: Traffic, writer: HistoryWriter, listed: list[Fault], start_us: int, folder: Path
+) -> HistorySummary:
     counts: dict[Rule, int] = {}
     for fault in listed:
         counts[fault.rule] = counts.get(fault.rule, 0) + 1
-    return Summary(
+    return HistorySummary(
         traffic.made,
         sum(feed.seq - len(feed.holes) for feed in traffic.feeds),
         writer.lines,

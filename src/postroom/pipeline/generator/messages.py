@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from postroom.core.lifecycle import LAPSED
-from postroom.pipeline.generator.feed import Feed, Lease, Names
+from postroom.pipeline.generator.feed import GeneratedSource, Lease, Names
 from postroom.pipeline.generator.world import Org
 
 
-class Goal(NamedTuple):
+class GeneratedGoal(NamedTuple):
     """What a user asked for; a tree of messages serves it."""
 
     goal_id: str
@@ -18,7 +18,7 @@ class Goal(NamedTuple):
     """How many requests it may still make."""
 
 
-class Message:
+class GeneratedMessage:
     """One message, and the pieces of its lines."""
 
     __slots__ = (
@@ -27,8 +27,8 @@ class Message:
     )  # fmt: skip
 
     def __init__(
-        self, feed: Feed, goal: Goal, agent: str, names: Names, kind: str, queue: str, key: str,
-        priority: int, digits: str,
+        self, feed: GeneratedSource, goal: GeneratedGoal, agent: str, names: Names, kind: str, queue: str,
+        key: str, priority: int, digits: str,
     ) -> None:  # fmt: skip
         self.feed = feed
         self.put = feed.put

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom.pipeline.generator.feed import NOBODY, Feed, Names
-from postroom.pipeline.generator.messages import Goal, Message
+from postroom.pipeline.generator.feed import NOBODY, GeneratedSource, Names
+from postroom.pipeline.generator.messages import GeneratedGoal, GeneratedMessage
 from postroom.pipeline.generator.world import (
     MAX_RETRIES,
     MAX_RETRIES_ELSE,
@@ -71,7 +71,7 @@ class Due(NamedTuple):
 
     ts_us: int
     order: int
-    goal: Goal
+    goal: GeneratedGoal
     parent: str
     agent: str
 
@@ -81,7 +81,7 @@ class Traffic:
 
     def __init__(self, world: World, start_us: int, goal_gap_us: int, limit: int) -> None:
         self.world = world
-        self.feeds = [Feed(name) for name in SOURCES]
+        self.feeds = [GeneratedSource(name) for name in SOURCES]
         self.now_us = start_us
         self.limit = limit
         self.made = 0
@@ -115,21 +115,23 @@ class Traffic:
         goal = self.new_goal()
         self._request(goal, "", goal.org.agents[world.below(len(goal.org.agents))])
 
-    def new_goal(self) -> Goal:
+    def new_goal(self) -> GeneratedGoal:
         world = self.world
         org = world.org()
         budget = min(REQUESTS_A_GOAL_MAX, world.wait_us(3 * S) // S)
         user = org.users[world.below(len(org.users))]
-        return Goal(f"g-{world.digits(12)}", world.digits(32), org, user, [budget])
+        return GeneratedGoal(f"g-{world.digits(12)}", world.digits(32), org, user, [budget])
 
-    def message(self, goal: Goal, parent: str, agent: str, kind: str, priority: int) -> Message:
+    def message(
+        self, goal: GeneratedGoal, parent: str, agent: str, kind: str, priority: int
+    ) -> GeneratedMessage:
         """A request in its organisation's queue."""
         world = self.world
         self.made += 1
         names = Names(self._message_id(self.now_us), parent, goal.trace_id)
         queue = f"org_{goal.org.org_id}"
         feed = self.feeds[goal.org.source]
-        return Message(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
+        return GeneratedMessage(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
 
     def _message_id(self, ts_us: int) -> str:
         """It begins with its time, so that ids are sorted by it; the rest is for those of one microsecond."""
@@ -160,7 +162,7 @@ class Traffic:
 
     # ---- a request ---------------------------------------------------------------------------------------
 
-    def _request(self, goal: Goal, parent: str, agent: str) -> None:
+    def _request(self, goal: GeneratedGoal, parent: str, agent: str) -> None:
         world = self.world
         kind = world.request()
         message = self.message(goal, parent, agent, kind, _PRIORITIES[world.bits(4)])
@@ -173,10 +175,10 @@ class Traffic:
         if done_us:
             self._go_on(message, done_us)
 
-    def _is_broken(self, message: Message, service: str) -> bool:
+    def _is_broken(self, message: GeneratedMessage, service: str) -> bool:
         return self._broken_until_us.get((message.feed.name, service), 0) > self.now_us
 
-    def _refuse(self, message: Message, service: str) -> None:
+    def _refuse(self, message: GeneratedMessage, service: str) -> None:
         if service:
             more = f',"error_type":"CircuitOpen","error":"{service} is out of order","service":"{service}"'
         else:
@@ -184,7 +186,7 @@ class Traffic:
         told = f'"kind":"rejected",{message.told},"priority":{message.priority},{message.trace}{more}'
         message.put((self.now_us, told, "}", message.names, None, False))
 
-    def _live(self, message: Message, service: str, fate: str) -> int:
+    def _live(self, message: GeneratedMessage, service: str, fate: str) -> int:
         """The way of a message; when it was completed, 0 for never."""
         ready_us = self.accept(message, service, delayed=fate == "delayed")
         t = self.depart(message, ready_us)
@@ -210,7 +212,7 @@ class Traffic:
                 pass
         return self._work(message, t, waited_us, service, self._errors(message, service, fate))
 
-    def accept(self, message: Message, service: str = "", *, delayed: bool = False) -> int:
+    def accept(self, message: GeneratedMessage, service: str = "", *, delayed: bool = False) -> int:
         """Created and enqueued; gives when it can be claimed."""
         world = self.world
         t = self.now_us
@@ -229,7 +231,7 @@ class Traffic:
             message.say(t + world.wait_us(MS), "duplicate", "QUEUED")
         return t
 
-    def depart(self, message: Message, ready_us: int) -> int:
+    def depart(self, message: GeneratedMessage, ready_us: int) -> int:
         """When it is delivered first, after those before it in its lane. By waiting it may rise."""
         mean_us = WAIT_US[message.priority] * (RUSH if self.now_us < self._rush_until_us else 1)
         t = ready_us + self.world.wait_us(mean_us)
@@ -248,16 +250,16 @@ class Traffic:
 
     # ---- what can happen to it ---------------------------------------------------------------------------
 
-    def start(self, message: Message, t: int, waited_us: int) -> str:
+    def start(self, message: GeneratedMessage, t: int, waited_us: int) -> str:
         worker = self.worker()
         message.leased(t, worker, waited_us)
         message.held(t + MS, "execution_started", "PROCESSING", worker)
         return worker
 
-    def work_us(self, message: Message) -> int:
+    def work_us(self, message: GeneratedMessage) -> int:
         return 2 * MS + self.world.wait_us(WORK_US.get(message.type, WORK_ELSE_US))
 
-    def _poison(self, message: Message, t: int, waited_us: int) -> int:
+    def _poison(self, message: GeneratedMessage, t: int, waited_us: int) -> int:
         """It brings down every worker that takes it, and is put aside."""
         for _ in range(POISON_LAPSES):
             worker = self.start(message, t, waited_us)
@@ -270,7 +272,7 @@ class Traffic:
         tell(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
         return 0
 
-    def _given_back(self, message: Message, t: int, waited_us: int, fate: str) -> tuple[int, int]:
+    def _given_back(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> tuple[int, int]:
         worker = self.start(message, t, waited_us)
         if fate == "lapse":
             t += LEASE_US
@@ -281,7 +283,7 @@ class Traffic:
         waited_us = self.world.wait_us(S)
         return t + waited_us, waited_us
 
-    def _conflict(self, message: Message, t: int, waited_us: int, fate: str) -> int:
+    def _conflict(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> int:
         """It collides with another message: settled, and tried anew, or not, and buried."""
         world = self.world
         worker = self.start(message, t, waited_us)
@@ -302,7 +304,7 @@ class Traffic:
 
     # ---- working on it -----------------------------------------------------------------------------------
 
-    def _errors(self, message: Message, service: str, fate: str) -> tuple[Family | None, int]:
+    def _errors(self, message: GeneratedMessage, service: str, fate: str) -> tuple[Family | None, int]:
         """What goes wrong with it, and how many times; more than its retries make it a dead letter."""
         world = self.world
         down = self._outages.get((message.feed.name, service), 0) > self.now_us
@@ -315,7 +317,7 @@ class Traffic:
         families = world.errors[message.type]
         return families[world.below(len(families))], n
 
-    def _note_failures(self, message: Message, service: str, n: int) -> None:
+    def _note_failures(self, message: GeneratedMessage, service: str, n: int) -> None:
         place = (message.feed.name, service)
         self._failures[place] += n
         if self._failures[place] >= BREAKER_FAILURES:
@@ -327,7 +329,12 @@ class Traffic:
             tell(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
 
     def _work(
-        self, message: Message, t: int, waited_us: int, service: str, errors: tuple[Family | None, int]
+        self,
+        message: GeneratedMessage,
+        t: int,
+        waited_us: int,
+        service: str,
+        errors: tuple[Family | None, int],
     ) -> int:
         """Attempts until one succeeds, or none is left; when it was completed, 0 for never."""
         family, n = errors
@@ -340,7 +347,9 @@ class Traffic:
                 t, waited_us = self._retry(message, t, family, number)
         return self.complete(message, t, waited_us, service)
 
-    def fail(self, message: Message, t: int, waited_us: int, service: str, family: Family) -> tuple[int, str]:
+    def fail(
+        self, message: GeneratedMessage, t: int, waited_us: int, service: str, family: Family
+    ) -> tuple[int, str]:
         worker = self.start(message, t, waited_us)
         work_us = self.work_us(message)
         text = msgspec.json.encode(self.world.error(family)).decode()
@@ -351,7 +360,7 @@ class Traffic:
         message.held(t + work_us, "execution_failed", "FAILED", worker, more)
         return t + work_us, error
 
-    def _retry(self, message: Message, t: int, family: Family, number: int) -> tuple[int, int]:
+    def _retry(self, message: GeneratedMessage, t: int, family: Family, number: int) -> tuple[int, int]:
         """Held back, and one lane lower."""
         delay_s = min(RETRY_DELAY_S_MAX, family.pause_s << number)
         before = message.priority
@@ -364,7 +373,7 @@ class Traffic:
         waited_us = self.world.wait_us(WAIT_US[message.priority])
         return t + waited_us, waited_us
 
-    def _bury(self, message: Message, t: int, service: str, error: str) -> int:
+    def _bury(self, message: GeneratedMessage, t: int, service: str, error: str) -> int:
         """A dead letter. Some are replayed by a person, and most of those succeed."""
         world = self.world
         message.say(t, "dead_letter", "DEAD_LETTER", error)
@@ -383,7 +392,7 @@ class Traffic:
         message.say(t + 2 * MS, "dead_letter", "DEAD_LETTER", error)
         return 0
 
-    def complete(self, message: Message, t: int, waited_us: int, service: str) -> int:
+    def complete(self, message: GeneratedMessage, t: int, waited_us: int, service: str) -> int:
         world = self.world
         worker = self.start(message, t, waited_us)
         work_us = self.work_us(message)
@@ -407,7 +416,7 @@ class Traffic:
             self._stream(message, done_us)
         return done_us
 
-    def _model_call(self, message: Message, worker: str, t: int, done_us: int) -> str:
+    def _model_call(self, message: GeneratedMessage, worker: str, t: int, done_us: int) -> str:
         """Tokens are set aside before, and what is left of them given back; an exact price."""
         world = self.world
         model = MODELS[world.below(len(MODELS))]
@@ -427,7 +436,7 @@ class Traffic:
 
     # ---- what follows from it ----------------------------------------------------------------------------
 
-    def respond(self, request: Message, kind: str, t: int, error: str = "") -> int:
+    def respond(self, request: GeneratedMessage, kind: str, t: int, error: str = "") -> int:
         """A response in its agent's own queue; gives when it arrived there."""
         if self.made >= self.limit:
             return t
@@ -436,7 +445,7 @@ class Traffic:
         names = Names(self._message_id(t), request.names.message_id, request.goal.trace_id)
         queue = f"agent_{request.agent}_responses"
         key = request.names.message_id
-        message = Message(
+        message = GeneratedMessage(
             request.feed,
             request.goal,
             request.agent,
@@ -454,12 +463,12 @@ class Traffic:
         message.say(arrived_us, "delivered", "DONE", f',"recipient":"{request.agent}"')
         return arrived_us
 
-    def _stream(self, request: Message, t: int) -> None:
+    def _stream(self, request: GeneratedMessage, t: int) -> None:
         for _ in range(1 + self.world.below(CHUNKS_MAX)):
             t = self.respond(request, "stream_chunk", t) + self.world.wait_us(30 * MS)
         self.respond(request, "stream_complete", t)
 
-    def _go_on(self, message: Message, done_us: int) -> None:
+    def _go_on(self, message: GeneratedMessage, done_us: int) -> None:
         """Its agent asks for what comes next, or others do."""
         world = self.world
         goal = message.goal
@@ -474,7 +483,7 @@ class Traffic:
             heapq.heappush(self._agenda, Due(due_us, self._order, goal, message.names.message_id, agent))
 
 
-def tell(feed: Feed, ts_us: int, kind: str, rest: str) -> None:
+def tell(feed: GeneratedSource, ts_us: int, kind: str, rest: str) -> None:
     """An event that is about no message."""
     told = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
     feed.put((ts_us, told, rest, NOBODY, None, False))

@@ -42,10 +42,10 @@ class Sums(NamedTuple):
         """Whether something can be taken off: of a minimum nobody knows what was next to it."""
         return not (self.smallest or self.largest or self.sets)
 
-    def taken_off(self, rows: "DataFrame") -> "DataFrame":
+    def negated(self, rows: "DataFrame") -> "DataFrame":
         return rows.withColumns({name: -F.col(name) for name in self.sums})
 
-    def added_up(self, rows: "DataFrame") -> "DataFrame":
+    def summed(self, rows: "DataFrame") -> "DataFrame":
         """One row a key, with the types that the rows have. Where nothing is left is no row.
 
         The rows are not asked for their columns: a declared pipeline may ask nothing.
@@ -57,13 +57,13 @@ class Sums(NamedTuple):
             *[_joined(name).alias(name) for name in self.sets],
         )
         shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
-        return summed.where(self.is_left()).select("*", *shares)
+        return summed.where(self.is_nonzero()).select("*", *shares)
 
     def _sum(self, name: str) -> "Column":
         kind = dict(self.decimals).get(name)
         return F.sum(name) if kind is None else F.sum(name).cast(kind)
 
-    def is_left(self) -> "Column":
+    def is_nonzero(self) -> "Column":
         """Whether something of a row is left after all that was taken off."""
         return reduce(or_, [F.col(name) != 0 for name in self.sums])
 

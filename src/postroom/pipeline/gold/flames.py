@@ -43,4 +43,4 @@ def flames(spans: DataFrame) -> DataFrame:
     has rows of its own below it, so the sum over a stack and all that begin with it is the whole of a branch.
     A message that has not ended is `open`, and has no time so far; `dead_letters` were given up or put aside.
     """
-    return FLAMES.added_up(_flame_of(spans))
+    return FLAMES.summed(_flame_of(spans))

@@ -22,9 +22,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
-from postroom.pipeline.ingest.bronze import widened
+from postroom.pipeline.ingest.bronze import with_all_columns
 from postroom.pipeline.retention import departures
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
 from postroom.pipeline.times import HOUR_US, MICROS_PER_S
@@ -35,7 +35,7 @@ NAMES_BROADCAST_MAX: Final = (
 )
 EVENTS: Final = "silver_events"
 MESSAGES: Final = "silver_messages"
-Derived = tuple[DataFrame, list[DataFile]]
+Replacement = tuple[DataFrame, list[DataFile]]
 """Rows, and the files that they replace."""
 Versions = Mapping[str, int]
 """A version of each input."""
@@ -43,7 +43,7 @@ Each = Callable[[DataFrame], DataFrame]
 """What rows of an input add."""
 
 
-class Change(NamedTuple):
+class InputChange(NamedTuple):
     """What came into the input of a table, and what went."""
 
     source: str
@@ -60,7 +60,7 @@ class Change(NamedTuple):
         return (None, None) if whole is None else (whole[0] - whole[0] % HOUR_US, whole[1])
 
 
-class Deriving:
+class GoldRefresh:
     """One gold table, and what it follows with."""
 
     def __init__(self, spark: SparkSession, tables: Tables, name: str, table: GoldTable) -> None:
@@ -71,7 +71,7 @@ class Deriving:
         self._messages: list[DataFile] = []
         """Of the messages of events that lack names."""
 
-    def anew(self) -> Derived:
+    def rebuild(self) -> Replacement:
         """All rows, but for those of closed days that the table has already."""
         are_named = self._takes_names and not self._unnamed_since(-1)
         sources = self._table.inputs[:1] if are_named else self._table.inputs
@@ -92,16 +92,16 @@ class Deriving:
     def _is_open(self, file: DataFile) -> bool:
         return _day(file) > self._closed_day
 
-    def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
+    def update(self, known: Versions, until: Versions, held: ExitStack) -> Replacement | None:
         """What to write to follow the inputs from some versions to others; None when no row has changed."""
         changes = [
-            Change(source, *self._tables.changed(source, known[source], until[source]))
+            InputChange(source, *self._tables.changed(source, known[source], until[source]))
             for source in self._table.inputs
         ]
         if not any(change.added or change.removed for change in changes):
             return None
         if self._table.change is None or self._are_names_old(known):
-            return self.anew()
+            return self.rebuild()
         if self._unnamed_since(known[self._table.inputs[0]]):
             self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
         return self._followed(changes[0], self._table.change, held) if changes[0].days else None
@@ -127,8 +127,10 @@ class Deriving:
         messages = self._read(MESSAGES, self._messages)
         return named(rows, messages, few=rows_of(self._messages) <= NAMES_BROADCAST_MAX)
 
-    def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
-        is_there = all(self._tables.lies(change.source, file) for file in change.removed)
+    def _followed(
+        self, change: InputChange, way: Sums | Hours | Running, held: ExitStack
+    ) -> Replacement | None:
+        is_there = all(self._tables.file_exists(change.source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
             each = way.each or self._table.build
             if way.scattered:
@@ -140,12 +142,12 @@ class Deriving:
             return self._counted_on(change, way)
         return self._days(change)
 
-    def _days(self, change: Change) -> Derived:
+    def _days(self, change: InputChange) -> Replacement:
         days = {day for day in change.days if (day or "") > self._closed_day}
         rows = self._named(self._read(change.source, self._of(change.source, days)))
         return self._table.build(rows), self._of(self._name, days)
 
-    def _counted_on(self, change: Change, way: Running) -> Derived:
+    def _counted_on(self, change: InputChange, way: Running) -> Replacement:
         """The first day that changed, and all after it."""
         first = min(day or "" for day in change.days)
         source = self._tables.files(change.source)
@@ -157,7 +159,7 @@ class Deriving:
 
     # ---- sums ----------------------------------------------------------------------------------------
 
-    def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
+    def _added_up(self, change: InputChange, way: Sums, each: Each, held: ExitStack) -> Replacement:
         came, went = self._named(self._read(change.source, change.added)), None
         if change.removed:
             went = self._named(self._read(change.source, change.removed))
@@ -173,39 +175,39 @@ class Deriving:
         replaced = [file for file in own if file_index.overlaps(file, "hour_us", first_us, last_us)]
         rows = self._read(self._name, replaced).unionByName(each(came))
         if went is not None:
-            rows = rows.unionByName(way.taken_off(each(went)))
-        return way.added_up(rows), replaced
+            rows = rows.unionByName(way.negated(each(went)))
+        return way.summed(rows), replaced
 
-    def _scattered(self, change: Change, way: Sums, each: Each) -> Derived:
+    def _scattered(self, change: InputChange, way: Sums, each: Each) -> Replacement:
         """As above, for a large table of which a change is about few rows, here and there."""
         came, went = (self._read(change.source, files) for files in (change.added, change.removed))
-        news = each(came).unionByName(way.taken_off(each(went)))
+        news = each(came).unionByName(way.negated(each(went)))
         key = F.xxhash64(*way.keys)
         sums = news.groupBy(key.alias("changed")).agg(*[F.sum(name).alias(name) for name in way.sums])
         few = rows_of([*change.added, *change.removed]) <= file_index.BROADCAST_IDS_MAX
         # By a number, so by chance, hardly ever, a file too many is written anew.
-        numbers = sent(sums.where(way.is_left()).select("changed"), few=few)
+        numbers = with_join_hint(sums.where(way.is_nonzero()).select("changed"), few=few)
 
         def among(rows: DataFrame) -> DataFrame:
             return rows.join(numbers, key == F.col("changed"), "left_semi")
 
         own = self._of(self._name, change.days)
-        replaced = file_index.with_chosen(self._spark, self._tables, self._name, own, among)
-        return way.added_up(self._read(self._name, replaced).unionByName(news)), replaced
+        replaced = file_index.files_with_matches(self._spark, self._tables, self._name, own, among)
+        return way.summed(self._read(self._name, replaced).unionByName(news)), replaced
 
-    def _others(self, change: Change, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+    def _others(self, change: InputChange, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
         """The rows that neither came nor went, of what did."""
         column = columns[0]
         ids = moved.where(F.col(column).isNotNull()).select(column)
-        wanted = file_index.wanted_of(ids, [*change.added, *change.removed], repeat=True)
+        lookup = file_index.lookup_of(ids, [*change.added, *change.removed], repeat=True)
         known = {file.path for file in change.added}
         files = [file for file in self._of(change.source, change.days) if file.path not in known]
-        rows = self._read(change.source, [file for file in files if wanted.may_be_in(file)])
-        return wanted.among(rows.select(*columns))
+        rows = self._read(change.source, [file for file in files if lookup.may_be_in(file)])
+        return lookup.among(rows.select(*columns))
 
     # ---- hours ---------------------------------------------------------------------------------------
 
-    def _hours(self, change: Change, way: Hours) -> Derived | None:
+    def _hours(self, change: InputChange, way: Hours) -> Replacement | None:
         came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
         differing = _differing(came, went, way)
         if self._closed_day:
@@ -226,7 +228,7 @@ class Deriving:
 
     def _read(self, name: str, files: list[DataFile]) -> DataFrame:
         rows = self._tables.read(self._spark, name, files)
-        return widened(rows) if name == EVENTS else rows
+        return with_all_columns(rows) if name == EVENTS else rows
 
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]
@@ -239,7 +241,7 @@ def _day(file: DataFile) -> str:
 def _may_be_of(file: DataFile, hours: list[int]) -> bool:
     """Whether a file can have a row of one of the hours."""
     first_us, last_us = file.low.get("first_us"), file.high.get("last_us")
-    return any(file_index.meet(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
+    return any(file_index.ranges_overlap(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
 
 
 def _differing(came: DataFrame, went: DataFrame, way: Hours) -> DataFrame:

@@ -113,7 +113,7 @@ def bucket_us(value: Column) -> Column:
 
 def sla(messages: DataFrame) -> DataFrame:
     """One row for each hour, organization, type and priority: how many were delivered within their target."""
-    return _SLA.added_up(_sla_of(messages))
+    return _SLA.summed(_sla_of(messages))
 
 
 def _sla_of(messages: DataFrame) -> DataFrame:
@@ -155,7 +155,7 @@ _KINDS: Final = {
 
 def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization and type: how many events of each kind that matters."""
-    return _THROUGHPUT.added_up(_throughput_of(_named(events, messages)))
+    return _THROUGHPUT.summed(_throughput_of(_named(events, messages)))
 
 
 def _throughput_of(events: DataFrame) -> DataFrame:
@@ -177,7 +177,7 @@ _ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
 
 def errors(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
-    return _ERRORS.added_up(_errors_of(_named(events, messages)))
+    return _ERRORS.summed(_errors_of(_named(events, messages)))
 
 
 def _errors_of(events: DataFrame) -> DataFrame:
@@ -269,7 +269,7 @@ def traffic(messages: DataFrame) -> DataFrame:
     Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
     for.
     """
-    return _TRAFFIC.added_up(_traffic_of(messages))
+    return _TRAFFIC.summed(_traffic_of(messages))
 
 
 def _traffic_of(messages: DataFrame) -> DataFrame:
@@ -293,7 +293,7 @@ _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 def tokens(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, goal, agent and model: what went in and came out."""
-    return _TOKENS.added_up(_tokens_of(events))
+    return _TOKENS.summed(_tokens_of(events))
 
 
 def _tokens_of(events: DataFrame) -> DataFrame:
@@ -311,7 +311,7 @@ def _tokens_of(events: DataFrame) -> DataFrame:
 
 def cost(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, goal, agent and model: the exact sum of dollars."""
-    return _COST.added_up(_cost_of(events))
+    return _COST.summed(_cost_of(events))
 
 
 def _cost_of(events: DataFrame) -> DataFrame:

@@ -27,7 +27,7 @@ class Attained(NamedTuple):
         return self.within / self.n if self.n else 1.0
 
 
-class Queue(NamedTuple):
+class QueueFacts(NamedTuple):
     """A queue, how many messages came to it, and how full it was."""
 
     name: str
@@ -86,7 +86,7 @@ class Suspect(NamedTuple):
     last_us: int
 
 
-class Goal(NamedTuple):
+class GoalFacts(NamedTuple):
     """A goal, and what its messages spent their time with."""
 
     goal_id: str
@@ -106,7 +106,7 @@ Times = dict[int, int]
 """A number for each column of time, by its beginning."""
 
 
-class Facts(NamedTuple):
+class ReportFacts(NamedTuple):
     """Everything in a report. Columns of time are `step_us` wide."""
 
     since_us: int
@@ -121,7 +121,7 @@ class Facts(NamedTuple):
     sla: dict[int, dict[int, Attained]]
     throughput: dict[str, Times]
     depth: Times
-    queues: list[Queue]
+    queues: list[QueueFacts]
     errors: dict[str, Times]
     tokens: dict[str, Times]
     spending: dict[str, list[Spender]]
@@ -129,10 +129,10 @@ class Facts(NamedTuple):
     traffic: list[Pair]
     patterns: list[Pattern]
     suspects: list[Suspect]
-    goals: list[Goal]
+    goals: list[GoalFacts]
     decisions: dict[str, int]
     """How the harness' own messages ended. Only their errors and dead letters are counted elsewhere, too."""
-    decision_queue: Queue | None
+    decision_queue: QueueFacts | None
     lapses: int
     """Leases that ran out."""
     timeouts: int

@@ -31,7 +31,7 @@ class Profile(NamedTuple):
         return sum(us for _, us in self.stacks)
 
 
-class Box:
+class FlameNode:
     """A frame of the tree, with everything that was called from it."""
 
     __slots__ = ("below", "name", "own_us", "total_us")
@@ -40,17 +40,17 @@ class Box:
         self.name = name
         self.own_us = 0
         self.total_us = 0
-        self.below: dict[str, Box] = {}
+        self.below: dict[str, FlameNode] = {}
 
 
-def tree(profile: Profile) -> Box:
+def tree(profile: Profile) -> FlameNode:
     """The stacks as a tree whose root is the whole profile."""
-    root = Box(profile.name)
+    root = FlameNode(profile.name)
     for path, us in profile.stacks:
         box = root
         box.total_us += us
         for name in path:
-            box = box.below.setdefault(name, Box(name))
+            box = box.below.setdefault(name, FlameNode(name))
             box.total_us += us
         box.own_us += us
     return root
@@ -65,7 +65,9 @@ def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Markup:
     return svg(WIDTH, height, f"Flame graph of {profile.name}", said, body, "plot flame")
 
 
-def _place(box: Box, x: float, depth: int, scale: float) -> Iterator[tuple[Box, float, int, float]]:
+def _place(
+    box: FlameNode, x: float, depth: int, scale: float
+) -> Iterator[tuple[FlameNode, float, int, float]]:
     wide = box.total_us * scale
     if wide < NARROWEST:
         return
@@ -75,7 +77,7 @@ def _place(box: Box, x: float, depth: int, scale: float) -> Iterator[tuple[Box, 
         x += child.total_us * scale
 
 
-def _drawn(box: Box, x: float, depth: int, wide: float, whole_us: int, colours: dict[str, int]) -> str:
+def _drawn(box: FlameNode, x: float, depth: int, wide: float, whole_us: int, colours: dict[str, int]) -> str:
     told = f"{box.name}\n{duration(box.total_us)}, {share(box.total_us / max(1, whole_us))} of the goal"
     if box.below and box.own_us:
         told += f"\nof it {duration(box.own_us)} itself"

@@ -20,18 +20,18 @@ from postroom.pipeline.report import plots, words
 from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
-    Facts,
-    Goal,
+    GoalFacts,
     Pair,
     Pattern,
-    Queue,
+    QueueFacts,
+    ReportFacts,
     Spender,
     Suspect,
     Times,
 )
 from postroom.pipeline.report.findings import SLA_GOOD, findings
 from postroom.pipeline.report.flames import flame_graph
-from postroom.pipeline.report.plots import Cell, Series, Stretch
+from postroom.pipeline.report.plots import Cell, Period, Series
 from postroom.pipeline.report.views import (
     CALM,
     LOUD,
@@ -64,7 +64,7 @@ _SECTIONS: Final = (
 )
 
 
-def page(facts: Facts) -> str:
+def page(facts: ReportFacts) -> str:
     """The whole file."""
     return _template().render(
         facts=facts,
@@ -102,14 +102,14 @@ def _template() -> Template:
     return environment.get_template(TEMPLATE)
 
 
-def column_width(facts: Facts) -> str:
+def column_width(facts: ReportFacts) -> str:
     """The length of a column of time, as part of a sentence."""
     text = width(facts.step_us)
     return text if text[0].isdigit() else f"{'an' if text == 'hour' else 'one'} {text}"
 
 
-def _period(facts: Facts) -> Stretch:
-    return Stretch(facts.since_us, facts.until_us, facts.step_us)
+def _period(facts: ReportFacts) -> Period:
+    return Period(facts.since_us, facts.until_us, facts.step_us)
 
 
 # ---- the summary -------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Key(NamedTuple):
     style: str = ""
 
 
-def _keys(facts: Facts) -> list[Key]:
+def _keys(facts: ReportFacts) -> list[Key]:
     dead = facts.outcomes.get("dead_letter", 0)
     ended = sum(n for name, n in facts.outcomes.items() if name not in ("open", KEPT, REMOVED))
     kept, decisions = facts.outcomes.get(KEPT, 0), sum(facts.decisions.values())
@@ -148,7 +148,7 @@ def _keys(facts: Facts) -> list[Key]:
 _PERCENTILES: Final = (("p50", "p50_us"), ("p95", "p95_us"), ("p99", "p99_us"))
 
 
-def _latency(facts: Facts, priority: int) -> Sheet:
+def _latency(facts: ReportFacts, priority: int) -> Sheet:
     times, whole = facts.latency[priority], facts.overall[priority]
     series = [
         Series(style, style, {at: float(getattr(one, field)) for at, one in times.items()})
@@ -178,7 +178,7 @@ def _latency(facts: Facts, priority: int) -> Sheet:
     return Sheet(f"P{priority}: {said}", plot, legend(series), table)
 
 
-class Target(NamedTuple):
+class TargetResult(NamedTuple):
     """How many messages of a priority were delivered within its target."""
 
     priority: int
@@ -194,11 +194,11 @@ class Target(NamedTuple):
 class Targets(NamedTuple):
     """The section of the targets."""
 
-    attained: list[Target]
+    attained: list[TargetResult]
     sheet: Sheet
 
 
-def _sla(facts: Facts) -> Targets | None:
+def _sla(facts: ReportFacts) -> Targets | None:
     if not facts.sla:
         return None
     priorities = sorted(facts.sla)
@@ -215,7 +215,10 @@ def _sla(facts: Facts) -> Targets | None:
         for at, one in sorted(facts.sla[priority].items())
     ]
     return Targets(
-        [Target(priority, one.share, facts.targets_us[priority], one.n) for priority, one in wholes.items()],
+        [
+            TargetResult(priority, one.share, facts.targets_us[priority], one.n)
+            for priority, one in wholes.items()
+        ],
         Sheet(
             f"A cell is {column_width(facts)}: the redder, the more were late",
             strip,
@@ -225,7 +228,7 @@ def _sla(facts: Facts) -> Targets | None:
     )
 
 
-def _sla_cells(facts: Facts, priority: int) -> dict[int, Cell]:
+def _sla_cells(facts: ReportFacts, priority: int) -> dict[int, Cell]:
     cells = {}
     for at, one in facts.sla[priority].items():
         late = 1 - one.share
@@ -252,7 +255,7 @@ _FATES: Final = {
 """The colours of what may happen to a message."""
 
 
-def _throughput(facts: Facts) -> Sheet | None:
+def _throughput(facts: ReportFacts) -> Sheet | None:
     if not facts.throughput:
         return None
     series = [
@@ -265,7 +268,7 @@ def _throughput(facts: Facts) -> Sheet | None:
     return Sheet(totals, plot, legend(series), time_table(series, facts.step_us))
 
 
-def _depth(facts: Facts) -> list[Sheet]:
+def _depth(facts: ReportFacts) -> list[Sheet]:
     if not facts.depth:
         return []
     peak_at = max(facts.depth, key=lambda at: facts.depth[at])
@@ -290,7 +293,7 @@ def _depth(facts: Facts) -> list[Sheet]:
     return sheets
 
 
-def _queues(queues: Iterable[Queue]) -> Ranking:
+def _queues(queues: Iterable[QueueFacts]) -> Ranking:
     rows = [
         (one.name, float(one.messages), f"{one.messages:,} / {one.peak:,} / {one.waiting:,}")
         for one in queues
@@ -301,7 +304,7 @@ def _queues(queues: Iterable[Queue]) -> Ranking:
 # ---- errors ------------------------------------------------------------------------------------------
 
 
-def _errors(facts: Facts) -> Sheet | None:
+def _errors(facts: ReportFacts) -> Sheet | None:
     if not facts.errors:
         return None
     series = over_time(facts.errors, LOUD)
@@ -349,7 +352,7 @@ class PatternView(NamedTuple):
     trend: Markup
 
 
-def _pattern(facts: Facts, pattern: Pattern) -> PatternView:
+def _pattern(facts: ReportFacts, pattern: Pattern) -> PatternView:
     parts = [(part, _MASK.fullmatch(part) is not None) for part in _MASK.split(pattern.pattern)]
     trend = (
         Markup()
@@ -365,7 +368,7 @@ def _pattern(facts: Facts, pattern: Pattern) -> PatternView:
     return PatternView(pattern, parts, ", ".join([f"{first} to {last}", *orgs, *pattern.types]), trend)
 
 
-def _sparks(facts: Facts, hours: Times) -> list[float]:
+def _sparks(facts: ReportFacts, hours: Times) -> list[float]:
     """Counts in a fixed number of columns, whatever the period."""
     span = max(1, facts.until_us - facts.since_us)
     values = [0.0] * SPARKS_MAX
@@ -385,7 +388,7 @@ class Cost(NamedTuple):
     rankings: list[Sheet]
 
 
-def _cost(facts: Facts) -> Cost | None:
+def _cost(facts: ReportFacts) -> Cost | None:
     if not facts.tokens and not facts.cost_usd:
         return None
     series = over_time(facts.tokens)
@@ -407,7 +410,7 @@ def _spent(one: Spender) -> tuple[str, float, str]:
 # ---- traffic -----------------------------------------------------------------------------------------
 
 
-def _traffic(facts: Facts) -> Sheet | None:
+def _traffic(facts: ReportFacts) -> Sheet | None:
     if not facts.traffic:
         return None
     senders = _largest((pair.sender, pair.messages) for pair in facts.traffic)
@@ -446,13 +449,13 @@ def _pair(pair: Pair, top: int) -> Cell:
 class GoalView(NamedTuple):
     """A goal, and how it is shown."""
 
-    goal: Goal
+    goal: GoalFacts
     text: str
     plot: Markup
     table: Table
 
 
-def _goals(facts: Facts) -> list[GoalView]:
+def _goals(facts: ReportFacts) -> list[GoalView]:
     frames = Counter(
         frame.split(" ", 1)[0] for goal in facts.goals for path, _ in goal.profile.stacks for frame in path
     )
@@ -462,7 +465,7 @@ def _goals(facts: Facts) -> list[GoalView]:
     return [_goal(goal, colours, facts.step_us) for goal in facts.goals]
 
 
-def _goal(goal: Goal, colours: dict[str, int], step_us: int) -> GoalView:
+def _goal(goal: GoalFacts, colours: dict[str, int], step_us: int) -> GoalView:
     text = f"{duration(goal.profile.total_us)} in {plural(goal.messages, 'message')}"
     if goal.from_us is not None and goal.until_us is not None:
         text += f", created from {moment(goal.from_us, step_us)} to {moment(goal.until_us, step_us)}"

@@ -37,7 +37,7 @@ LADDER: Final = (
 Words = Callable[[float], str]
 
 
-class Frame(NamedTuple):
+class PlotFrame(NamedTuple):
     """Where a plot's numbers go."""
 
     width: int
@@ -65,7 +65,7 @@ class Frame(NamedTuple):
         return self.height - BOTTOM
 
 
-class Stretch(NamedTuple):
+class Period(NamedTuple):
     """The time that a plot covers, and how long a column of it is."""
 
     since_us: int
@@ -119,7 +119,7 @@ def _round_up(value: float) -> float:
         power *= 10
 
 
-def _time_ticks(frame: Frame) -> Iterator[tuple[int, str]]:
+def _time_ticks(frame: PlotFrame) -> Iterator[tuple[int, str]]:
     """Round times, few enough that their names do not touch each other or the end of the plot."""
     since_us, until_us = frame.since_us, frame.until_us
     steps = [
@@ -142,14 +142,14 @@ def _tick_name(tick: int, step: int) -> str:
     return day(tick) if tick % DAY_US == 0 else clock(tick, step)
 
 
-def _have_room(frame: Frame, step: int) -> bool:
+def _have_room(frame: PlotFrame, step: int) -> bool:
     """Whether ticks so far apart are few, and each has room for its name."""
     span_us = frame.until_us - frame.since_us
     apart = frame.x(frame.since_us + step) - LEFT
     return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
 
 
-def _value_ticks(frame: Frame) -> Iterator[float]:
+def _value_ticks(frame: PlotFrame) -> Iterator[float]:
     if frame.low > 0:
         yield from (float(tick) for tick in LADDER if frame.low <= tick <= frame.top)
         return
@@ -157,7 +157,7 @@ def _value_ticks(frame: Frame) -> Iterator[float]:
         yield frame.top * n / GRID_LINES
 
 
-def _axes(frame: Frame, words: Words) -> str:
+def _axes(frame: PlotFrame, words: Words) -> str:
     parts = []
     for value in _value_ticks(frame):
         y = frame.y(value)
@@ -174,7 +174,7 @@ def _axes(frame: Frame, words: Words) -> str:
     return "".join(parts)
 
 
-def _columns(frame: Frame, step_us: int, hints: dict[int, str]) -> str:
+def _columns(frame: PlotFrame, step_us: int, hints: dict[int, str]) -> str:
     """Invisible columns that carry the words of a time."""
     wide = frame.x(frame.since_us + step_us) - LEFT
     return "".join(
@@ -193,7 +193,7 @@ def lines(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     target: float | None = None,
     width: int = HALF_WIDTH,
     height: int = 220,
@@ -205,7 +205,7 @@ def lines(
     smallest, largest = min(values, default=1), max(values, default=1)
     low = max((tick for tick in LADDER if tick <= smallest), default=LADDER[0])
     top = min((tick for tick in LADDER if tick >= largest and tick > low), default=LADDER[-1])
-    frame = Frame(width, height, over.since_us, over.until_us, top, low)
+    frame = PlotFrame(width, height, over.since_us, over.until_us, top, low)
     body = [_axes(frame, words)]
     body += [_line(frame, one, over.step_us) for one in series]
     if target is not None:
@@ -232,7 +232,7 @@ def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str
     }
 
 
-def _line(frame: Frame, series: Series, step_us: int) -> str:
+def _line(frame: PlotFrame, series: Series, step_us: int) -> str:
     """A line that is broken where nothing was measured; what stands alone is a dot."""
     points = [(at, frame.x(at + step_us / 2), frame.y(value)) for at, value in sorted(series.values.items())]
     path: list[str] = []
@@ -258,13 +258,13 @@ def area(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     name: str,
     width: int = WIDTH,
     height: int = 240,
 ) -> Markup:
     """One quantity over time, held until the next column says otherwise."""
-    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
+    frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
     body = [_axes(frame, words)]
     steps = []
     for at, value in sorted(values.items()):
@@ -287,14 +287,14 @@ def stacked(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     width: int = WIDTH,
     height: int = 280,
 ) -> Markup:
     """Bars over time, one part on top of the other."""
     times = sorted({at for one in series for at in one.values})
     sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
-    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
+    frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
     wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.8)
     body = [_axes(frame, words)]
     for at in times:
@@ -351,13 +351,13 @@ def strip(
     *,
     title: str,
     said: str,
-    over: Stretch,
+    over: Period,
     width: int = WIDTH,
     row_height: int = 26,
 ) -> Markup:
     """Rows of cells over time."""
     height = TOP + row_height * len(rows) + BOTTOM
-    frame = Frame(width, height, over.since_us, over.until_us, 1)
+    frame = PlotFrame(width, height, over.since_us, over.until_us, 1)
     wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.5)
     body = []
     for n, (name, cells) in enumerate(rows):

@@ -23,12 +23,12 @@ from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
-    Facts,
-    Goal,
+    GoalFacts,
     Pair,
     Pattern,
     Percentiles,
-    Queue,
+    QueueFacts,
+    ReportFacts,
     Spender,
     Suspect,
     Times,
@@ -86,17 +86,17 @@ def write_report(
     *,
     targets_us: Targets | None = None,
     progress: Progress | None = None,
-) -> Facts:
+) -> ReportFacts:
     """Write the page, and beside it a file for speedscope when one is wanted."""
     told = progress or (lambda _: None)
     _need_all(tables)
     told("reading the tables")
-    reading = Reading(tables, targets_us or {})
-    facts = reading.facts()
+    reader = ReportReader(tables, targets_us or {})
+    facts = reader.facts()
     told("drawing")
     replace_file(out, page(facts).encode(), "os")
     if speedscope_out is not None:
-        profiles = [goal.profile for goal in reading.goals(PROFILES_MAX)]
+        profiles = [goal.profile for goal in reader.goals(PROFILES_MAX)]
         replace_file(speedscope_out, msgspec.json.encode(speedscope(profiles, "postroom goals")), "os")
     return facts
 
@@ -120,7 +120,7 @@ def step_of(since_us: int, until_us: int) -> int:
     return HOUR_US * -(-hours // COLUMNS_MAX)
 
 
-class Reading:
+class ReportReader:
     """The questions of one report to one folder of tables."""
 
     def __init__(self, tables: Tables, targets_us: Targets) -> None:
@@ -133,10 +133,10 @@ class Reading:
         self._until_us = last_us - last_us % self._step_us + self._step_us
         self._is_fine = self._step_us < HOUR_US
 
-    def facts(self) -> Facts:
+    def facts(self) -> ReportFacts:
         latency, overall = self._latency()
         depth, queues = self._depth()
-        return Facts(
+        return ReportFacts(
             self._since_us,
             self._until_us,
             self._step_us,
@@ -278,7 +278,7 @@ class Reading:
             found.setdefault(row["name"], {})[row["at_us"]] = row["n"]
         return found
 
-    def _depth(self) -> tuple[Times, list[Queue]]:
+    def _depth(self) -> tuple[Times, list[QueueFacts]]:
         """How many messages wait in all queues, and the queues that most messages came to."""
         self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
         total = self._db.rows(
@@ -291,7 +291,7 @@ class Reading:
         )
         return self._held(total), self._queues(_OF_AGENTS)
 
-    def _queues(self, whose: str) -> list[Queue]:
+    def _queues(self, whose: str) -> list[QueueFacts]:
         """The queues that most messages came to. `_depth` has made `moves`."""
         rows = self._db.rows(
             f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
@@ -304,7 +304,7 @@ class Reading:
                 FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
                 ORDER BY messages DESC, queue LIMIT {RANKED_MAX}"""
         )
-        return [Queue(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
+        return [QueueFacts(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
 
     def _moves(self) -> str:
         """Grain: moment and queue: by how many the messages that wait became more.
@@ -419,7 +419,7 @@ class Reading:
             for row in rows
         ]
 
-    def goals(self, limit: int) -> list[Goal]:
+    def goals(self, limit: int) -> list[GoalFacts]:
         """The goals that most messages serve, the largest first."""
         rows = self._db.rows(
             f"""WITH largest AS (SELECT goal_id, sum(messages) AS size, sum(work_us + wait_us) AS whole_us
@@ -471,7 +471,7 @@ def _percentiles_of(row: Mapping[str, Any]) -> Percentiles:
     return Percentiles(row["n"], row["p50_us"], row["p95_us"], row["p99_us"])
 
 
-def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> Goal:
+def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> GoalFacts:
     """A goal from its rows in `gold_flames`. Its hours end with the history, whose extent is known better."""
     sums: dict[tuple[str, ...], int] = {}
     for row in rows:
@@ -481,7 +481,7 @@ def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -
                 sums[stack] = sums.get(stack, 0) + us
     stacks: list[Stack] = sorted(sums.items())
     hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
-    return Goal(
+    return GoalFacts(
         goal_id,
         next((row["org_id"] for row in rows if row["org_id"] is not None), UNNAMED),
         sum(row["messages"] for row in rows),

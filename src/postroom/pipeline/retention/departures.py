@@ -68,7 +68,7 @@ def among(events: DataFrame, runs: DataFrame) -> DataFrame:
     return found.select("source", "seq")
 
 
-def departing(events: DataFrame) -> DataFrame:
+def deleted_runs(events: DataFrame) -> DataFrame:
     """What is noted of events that leave."""
     return numbers_of(events).unionByName(_unfinished(events))
 

@@ -29,7 +29,7 @@ from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.retention import departures
 from postroom.pipeline.silver.tables import SILVER
-from postroom.pipeline.tables import UPKEEP, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.tables import MAINTENANCE, DataFile, Staged, Tables, Txn, path_below, rows_of
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def over_rejects(policy: Policy, now_us: int) -> "Column":
 # ---- the job ---------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
+class Deletion(NamedTuple):
     """What a table would lose."""
 
     files: list[DataFile]
@@ -166,7 +166,7 @@ class Change(NamedTuple):
     going: int
 
 
-class Retention:
+class RetentionJob:
     """One pass over the tables of a folder."""
 
     def __init__(
@@ -241,7 +241,7 @@ class Retention:
         base = self._tables.version(departures.TABLE)
         self._tell(f"{departures.TABLE}: the numbers of {change.going:,} events")
         events, _ = self._split("silver_events", over, change.files)
-        runs = departures.departing(events)
+        runs = departures.deleted_runs(events)
         if self._tables.exists(departures.TABLE):
             runs = runs.unionByName(self._tables.read(self._spark, departures.TABLE))
         all_runs = departures.merged(runs).persist()
@@ -309,16 +309,16 @@ class Retention:
             .join(left, ["source", "seq"], "left_semi")
         )
 
-    def _change(self, name: str, over: DataFrame) -> Change:
+    def _change(self, name: str, over: DataFrame) -> Deletion:
         files = self._tables.files(name)
         if not files:
-            return Change([], 0)
+            return Deletion([], 0)
         go, _ = self._split(name, over, files)
         counts = {path_below(name, row[_FILE]): row["count"] for row in go.groupBy(_FILE).count().collect()}
         touched = [file for file in files if file.path in counts]
-        return Change(touched, sum(counts.values()))
+        return Deletion(touched, sum(counts.values()))
 
-    def _delete(self, name: str, over: DataFrame, change: Change, base: int) -> int | None:
+    def _delete(self, name: str, over: DataFrame, change: Deletion, base: int) -> int | None:
         """Archive, write what stays aside, count both, and only then make it count."""
         go, stay = self._split(name, over, change.files)
         archived = self._archived(name, go.drop(_FILE))
@@ -353,7 +353,7 @@ class Retention:
 
     def _signs(self, name: str) -> list[Txn]:
         """What marks a commit as one of this job: tables that are made of this one do not follow it."""
-        signs = [Txn(UPKEEP, self._tables.version(name) + 1)]
+        signs = [Txn(MAINTENANCE, self._tables.version(name) + 1)]
         if name in SILVER:
             source = SILVER[name].source
             signs.append(Txn(source, self._tables.version(source)))

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def sent(rows: "DataFrame", *, few: bool) -> "DataFrame":
+def with_join_hint(rows: "DataFrame", *, few: bool) -> "DataFrame":
     """To every executor if they are few, else sorted and merged."""
     return F.broadcast(rows) if few else rows.hint("merge")

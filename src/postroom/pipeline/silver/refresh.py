@@ -21,9 +21,9 @@ from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.retention import departures
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
-from postroom.pipeline.silver.joins import sent
-from postroom.pipeline.silver.span_tree import Placing
-from postroom.pipeline.tables import REMADE, RENAMED, UNNAMED, DataFile, Tables, Txn, rows_of
+from postroom.pipeline.silver.joins import with_join_hint
+from postroom.pipeline.silver.span_tree import SpanPlacement
+from postroom.pipeline.tables import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Tables, Txn, rows_of
 
 EVENTS = "silver_events"
 MESSAGES = "silver_messages"
@@ -91,7 +91,9 @@ class SilverRefresh:
     def _append(self, new: NewInput, base: int, *, rebuild: bool, withdrawn: bool = False) -> None:
         removed = self._tables.files(self._name) if rebuild else []
         read = self._tables.read(self._spark, self._table.source, new.added)
-        rows = self._without_departed(bronze.widened(read.withColumn("row", row_number())), new.added)
+        rows = self._without_departed(
+            bronze.with_all_columns(read.withColumn("row", row_number())), new.added
+        )
         known = self._known_events(rows, new.added, rebuild=rebuild)
         masks = redaction.redacted(self._level)
         with ExitStack() as held:
@@ -108,7 +110,7 @@ class SilverRefresh:
             result = self._table.build(fresh, masks).observe(seen, unnamed)
             staged = self._tables.stage(self._name, result, partition_by=self._table.partition_by)
             txns = [new.txn, *([Txn(UNNAMED, base + 1)] if seen.get["unnamed"] else [])]
-            txns += [Txn(REMADE, base + 1)] if withdrawn else []
+            txns += [Txn(ROWS_WITHDRAWN, base + 1)] if withdrawn else []
             self._tables.commit(self._name, staged, removed, txns=txns, base=base)
 
     def _repeats(
@@ -139,7 +141,7 @@ class SilverRefresh:
             there = self._tables.read(self._spark, self._name).where(F.col("ts_us") <= newest_us)
             left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
         few = rows_of(added) <= file_index.BROADCAST_IDS_MAX
-        return rows.join(sent(left, few=few), ["source", "seq"], "left_anti")
+        return rows.join(with_join_hint(left, few=few), ["source", "seq"], "left_anti")
 
     def _known_events(self, rows: DataFrame, added: list[DataFile], *, rebuild: bool) -> DataFrame:
         """The events of the table that new ones may repeat: those of the same period."""
@@ -147,7 +149,7 @@ class SilverRefresh:
         near = [file for file in old if any(file_index.overlap(file, other, "ts_us") for other in added)]
         if not near:
             return rows.limit(0)
-        known = bronze.widened(self._tables.read(self._spark, self._name, near))
+        known = bronze.with_all_columns(self._tables.read(self._spark, self._name, near))
         period = file_index.extent(added, "ts_us")
         return known if period is None else known.where(F.col("ts_us").between(*period))
 
@@ -157,8 +159,8 @@ class SilverRefresh:
         events = self._tables.read(self._spark, self._table.source, new.added)
         touched, before = self._tables.files(self._name), None
         if touched and not rebuild:
-            ids = file_index.wanted_of(fold.keys(events), new.added, repeat=True)
-            touched = file_index.holding(self._spark, self._tables, self._name, ids)
+            ids = file_index.lookup_of(fold.keys(events), new.added, repeat=True)
+            touched = file_index.files_with_ids(self._spark, self._tables, self._name, ids)
             before = self._tables.read(self._spark, self._name, touched) if touched else None
         seen = Observation() if fold.observes_renames else None
         build = self._table.build if seen is None else partial(self._table.build, seen=seen)
@@ -167,7 +169,7 @@ class SilverRefresh:
             txns.append(Txn(MESSAGES, self._tables.version(MESSAGES)))
             rows = self._with_names(rows, rebuild=rebuild)
         if self._tables.is_withdrawn(self._table.source, self._name):
-            txns.append(Txn(REMADE, base + 1))
+            txns.append(Txn(ROWS_WITHDRAWN, base + 1))
         self._commit(rows, touched, txns, base, seen)
 
     def _are_names_stale(self) -> bool:
@@ -190,11 +192,11 @@ class SilverRefresh:
     def _place(self, new: NewInput, base: int, *, rebuild: bool) -> None:
         touched = self._tables.files(self._name)
         with ExitStack() as held:
-            placing = Placing(self._spark, self._tables, new.added, new.removed, held)
+            placement = SpanPlacement(self._spark, self._tables, new.added, new.removed, held)
             if rebuild or not touched:
-                rows = placing.anew()
+                rows = placement.rebuilt_rows()
             else:
-                touched, rows = placing.among_others()
+                touched, rows = placement.updated_rows()
             self._commit(rows, touched, [new.txn], base)
 
     def _commit(

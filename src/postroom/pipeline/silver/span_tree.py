@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
-from postroom.pipeline.file_index import Wanted
+from postroom.pipeline.file_index import IdLookup
 from postroom.pipeline.silver import spans
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.tables import DataFile, Tables, rows_of
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
@@ -23,7 +23,7 @@ SPANS: Final = "silver_spans"
 MESSAGES: Final = "silver_messages"
 
 
-class Placing:
+class SpanPlacement:
     """Messages that came or changed, the files that have and had them, and what is held meanwhile."""
 
     def __init__(
@@ -42,13 +42,13 @@ class Placing:
         self._n_nodes = rows_of(added)
         self._nodes = spans.spans(tables.read(spark, MESSAGES, added))
 
-    def anew(self) -> DataFrame:
+    def rebuilt_rows(self) -> DataFrame:
         """The rows of these messages, where there are no others."""
         return _placed(self._nodes, _no_anchors(self._nodes), few=_are_few(self._n_nodes))
 
-    def among_others(self) -> tuple[list[DataFile], DataFrame]:
+    def updated_rows(self) -> tuple[list[DataFile], DataFrame]:
         """The files that have to be written anew, and their rows: changed, moved, or as they were."""
-        is_there = all(self._tables.lies(MESSAGES, file) for file in self._removed)
+        is_there = all(self._tables.file_exists(MESSAGES, file) for file in self._removed)
         if not is_there or (self._told["moved"] and self._are_any_lost()):
             return self._tables.files(SPANS), self._all()
         mine = {row["file"] for row in self._met.where("mine").select("file").distinct().collect()}
@@ -58,13 +58,13 @@ class Placing:
         nodes, anchors = self._nodes, self._met.where("NOT mine").select(*spans.ANCHOR)
         gone = self._known.select("message_id")
         if n_moving:
-            ids = sent(below, few=few)
+            ids = with_join_hint(below, few=few)
             rows = self._read(self._files({*moving})).join(ids, "message_id", "left_semi")
             nodes = nodes.unionByName(rows.select(nodes.columns))
             anchors = anchors.join(ids, "message_id", "left_anti")
             gone = gone.unionByName(below)
         touched = self._files({*mine, *moving})
-        gone = sent(gone, few=_are_few(self._told["known"] + n_moving))
+        gone = with_join_hint(gone, few=_are_few(self._told["known"] + n_moving))
         stay = self._read(touched).join(gone, "message_id", "left_anti")
         return touched, _placed(nodes, anchors, few=few).unionByName(stay)
 
@@ -110,11 +110,11 @@ class Placing:
     @cached_property
     def _met(self) -> DataFrame:
         """The rows of messages that were known, called `mine`, and those of parents that did not change."""
-        near = [
+        candidate_files = [
             file for file in self._tables.files(SPANS) if self._may_be_mine(file) or self._may_be_parent(file)
         ]
         return self._kept(
-            spans.met(self._with_file(near), self._nodes, self._known, few=_are_few(self._n_nodes))
+            spans.met(self._with_file(candidate_files), self._nodes, self._known, few=_are_few(self._n_nodes))
         )
 
     def _may_be_mine(self, file: DataFile) -> bool:
@@ -136,16 +136,18 @@ class Placing:
         """
         told = self._told
         ids = self._found.where("NOT is_known").select(F.col("message_id").alias("root_message_id"))
-        roots = Wanted(ids, told["late"], told["low"], told["high"])
+        roots = IdLookup(ids, told["late"], told["low"], told["high"])
         if told["moved"]:
             own = F.explode(F.array("message_id", "root_message_id")).alias("root_message_id")
             moved = self._met.where("is_moved").select(own).where("root_message_id IS NOT NULL")
-            roots = file_index.wanted(ids.unionByName(moved), self._held)
+            roots = file_index.lookup(ids.unionByName(moved), self._held)
         if not roots.n:
             return ids, {}
-        rows = self._with_file(file_index.near(self._tables, SPANS, roots))
-        found = rows.join(sent(roots.rows, few=_are_few(roots.n)), "root_message_id", "left_semi")
-        others = found.join(sent(self._known, few=_are_few(told["known"])), "message_id", "left_anti")
+        rows = self._with_file(file_index.candidate_files(self._tables, SPANS, roots))
+        found = rows.join(with_join_hint(roots.rows, few=_are_few(roots.n)), "root_message_id", "left_semi")
+        others = found.join(
+            with_join_hint(self._known, few=_are_few(told["known"])), "message_id", "left_anti"
+        )
         below = self._kept(others.select("file", "message_id"))
         moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
         return below.select("message_id"), moving
@@ -153,13 +155,13 @@ class Placing:
     # ---- files -----------------------------------------------------------------------------------------
 
     def _files(self, urls: set[str]) -> list[DataFile]:
-        return file_index.called(SPANS, self._tables.files(SPANS), urls)
+        return file_index.files_by_url(SPANS, self._tables.files(SPANS), urls)
 
     def _read(self, files: list[DataFile]) -> DataFrame:
         return self._tables.read(self._spark, SPANS, files)
 
     def _with_file(self, files: list[DataFile]) -> DataFrame:
-        return file_index.with_file(self._spark, self._tables, SPANS, files)
+        return file_index.with_file_column(self._spark, self._tables, SPANS, files)
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()
@@ -173,7 +175,7 @@ def _are_few(n: int) -> bool:
 
 
 def _placed(nodes: DataFrame, anchors: DataFrame, *, few: bool) -> DataFrame:
-    return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
+    return spans.placed(nodes, with_join_hint(spans.places(nodes, anchors, few=few), few=few))
 
 
 def _no_anchors(nodes: DataFrame) -> DataFrame:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -53,7 +53,7 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     thirty. The plan is cut off after each, or it would grow as the distance does. What is `few` is sent to
     every executor, once a round, and to go up is to look it up; otherwise it is a shuffle, so fewer do.
     """
-    sending = partial(sent, few=few)
+    sending = partial(with_join_hint, few=few)
     steps = STEPS_FEW if few else STEPS
     known = anchors.select(*ANCHOR)
     here = _pointers(nodes, known, sending).localCheckpoint()
@@ -167,7 +167,9 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
 def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
     """Grain: message_id of a node. Whether it was known before, and has another parent or type since then."""
     was = before.select("message_id", _link().alias("was"))
-    joined = nodes.select("message_id", _link().alias("link")).join(sent(was, few=few), "message_id", "left")
+    joined = nodes.select("message_id", _link().alias("link")).join(
+        with_join_hint(was, few=few), "message_id", "left"
+    )
     is_known = F.col("was").isNotNull()
     return joined.select(
         "message_id",
@@ -184,8 +186,8 @@ def met(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, few: bool)
     """
     named = nodes.where("parent_message_id IS NOT NULL").select(_number("parent_message_id").alias("number"))
     numbers = known.select(_number("message_id").alias("number")).unionByName(named)
-    mine = sent(known.withColumn("mine", F.lit(1)), few=few)
-    found = rows.join(sent(numbers, few=few), _number("message_id") == F.col("number"), "left_semi")
+    mine = with_join_hint(known.withColumn("mine", F.lit(1)), few=few)
+    found = rows.join(with_join_hint(numbers, few=few), _number("message_id") == F.col("number"), "left_semi")
     return found.join(mine, "message_id", "left").select(
         "file", *ANCHOR, F.col("mine").isNotNull().alias("mine"), "is_moved"
     )

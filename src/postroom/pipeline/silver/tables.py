@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.file_groups import FileGroups
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.spans import spans
 from postroom.pipeline.times import HOUR_US
 
@@ -67,7 +67,7 @@ def ranked(
     rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
 ) -> "DataFrame":
     """Rows that may be repeats, with a `rank` that follows from what they say once they are redacted."""
-    some = rows.join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
+    some = rows.join(with_join_hint(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
     return some.withColumn("rank", rank(redaction))
 
 
@@ -94,7 +94,7 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
 
     The wide rows stay where they are, unless so many were repeated that they are not `few`.
     """
-    said = sent(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
+    said = with_join_hint(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
     again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
     return events.join(said, again, "left_anti")
 
@@ -109,7 +109,7 @@ def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "Da
     names = messages.select(
         "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
     )
-    silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
+    silent = rows.where(lacks_names()).join(with_join_hint(names, few=few), "message_id", "left")
     filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
     told = rows.where(~lacks_names())
     # Not `drop`, which asks a Connect server for the columns: a declared table cannot answer yet.
