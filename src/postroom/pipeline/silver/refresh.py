@@ -9,7 +9,7 @@ Rule 2: the version of the input that a table has read stands in the table's own
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
@@ -25,8 +25,8 @@ from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.span_tree import SpanPlacement
 from postroom.pipeline.tables import RENAMED, ROWS_WITHDRAWN, UNNAMED, DataFile, Tables, Txn, rows_of
 
-EVENTS = "silver_events"
-MESSAGES = "silver_messages"
+EVENTS: Final = "silver_events"
+MESSAGES: Final = "silver_messages"
 
 
 class NewInput(NamedTuple):
@@ -91,9 +91,7 @@ class SilverRefresh:
     def _append(self, new: NewInput, base: int, *, rebuild: bool, withdrawn: bool = False) -> None:
         removed = self._tables.files(self._name) if rebuild else []
         read = self._tables.read(self._spark, self._table.source, new.added)
-        rows = self._without_departed(
-            bronze.with_all_columns(read.withColumn("row", row_number())), new.added
-        )
+        rows = self._without_deleted(bronze.with_all_columns(read.withColumn("row", row_number())), new.added)
         known = self._known_events(rows, new.added, rebuild=rebuild)
         masks = redaction.redacted(self._level)
         with ExitStack() as held:
@@ -129,7 +127,7 @@ class SilverRefresh:
         held.callback(repeated.unpersist)
         return repeated, few
 
-    def _without_departed(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
+    def _without_deleted(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
         """New events without those that `retain` deleted before: old segments may be delivered again."""
         newest_us = departures.newest_us(self._tables)
         oldest_us = (file_index.extent(added, "ts_us") or (-1, -1))[0]
