@@ -1,7 +1,7 @@
-"""The history checker for small tables: `core.history` over their events, without Spark.
+"""The history checker for small tables: `core.history_checker` over their events, without Spark.
 
-Rule: it says word for word what `check` says of the same tables. Tables from which `retain` has let messages
-leave, and large ones, are left to Spark.
+Rule: it reports exactly what `check` reports for the same tables. Large tables, and tables from which
+`retain` has deleted messages, are left to Spark.
 """
 
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from postroom.pipeline.tables import rows_of
 if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
 
-SMALL_EVENTS: Final = 200_000  # a few seconds of work; more of them are judged by Spark
+SMALL_EVENTS: Final = 200_000  # a few seconds of work; Spark checks larger tables
 _COLUMNS: Final = ("source", "seq", "ts_us", "kind", "contract", "message_id", "state", "lease", "detail")
-_NOT_SAID: Final = ("segment", "date", "_corrupt")  # columns of bronze that are not part of a line
+_NOT_IN_LINE: Final = ("segment", "date", "_corrupt")  # columns of bronze that are not part of a line
 
 
 def is_small(tables: "Tables") -> bool:
-    """Whether these tables are judged here."""
+    """Whether these tables are checked here."""
     with table_errors("bronze_events"):
         return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
 
 
 def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:
-    """Judge the history in a folder of tables."""
+    """Check the history in a folder of tables."""
     database = Database(tables, ("bronze_events", "silver_events"))
     history = History()
     events = accepted = 0
@@ -43,13 +43,13 @@ def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResul
         history.add(event)
     contracts = {source: contract for source, (contract, _) in history.sources().items()}
     verdict = history.verdict(horizon_us=round(horizon_s * MICROS_PER_S))
-    judged = [one for one in verdict.violations if _is_judged(one, contracts)]
-    found = [ViolationSample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in judged]
-    return _verdict([*found, *_doubled(database, tables)], events, accepted)
+    checked = [one for one in verdict.violations if _is_checked(one, contracts)]
+    found = [ViolationSample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in checked]
+    return _result([*found, *_doubled(database, tables)], events, accepted)
 
 
-def _is_judged(violation: Violation, contracts: dict[str, Any]) -> bool:
-    """Numbers are judged of every source, lives where a store tells of them."""
+def _is_checked(violation: Violation, contracts: dict[str, Any]) -> bool:
+    """Numbers are checked for every source, lives for stores."""
     source = violation.event_ids[0].rpartition("#")[0]
     return violation.rule == "gap" or (violation.rule in RULES and contracts.get(source) in LEASED)
 
@@ -64,9 +64,9 @@ def _events(database: Database) -> Iterator[AuditEvent]:
 
 
 def _event(row: dict[str, Any]) -> AuditEvent:
-    said = {name: value for name, value in row.items() if value is not None and name != "detail"}
+    fields = {name: value for name, value in row.items() if value is not None and name != "detail"}
     detail = _detail(row["detail"])
-    return AuditEvent(event_id=event_id(row["source"], row["seq"]), schema=SCHEMA, detail=detail, **said)
+    return AuditEvent(event_id=event_id(row["source"], row["seq"]), schema=SCHEMA, detail=detail, **fields)
 
 
 def _detail(text: str | None) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def _detail(text: str | None) -> dict[str, Any]:
 
 
 def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
-    """Numbers under which two different lines stand. The same line twice is no violation."""
-    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_SAID)
+    """Numbers with two different lines. The same line twice is no violation."""
+    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_IN_LINE)
     rows = database.rows(
         f"""SELECT source, seq, coalesce(min(message_id), '') AS message_id FROM bronze_events
             GROUP BY source, seq HAVING min(hash({wire})) <> max(hash({wire}))"""  # noqa: S608 - our own names
@@ -89,7 +89,7 @@ def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
         yield ViolationSample("gap", row["message_id"], (name,), f"{name} stands for two different events")
 
 
-def _verdict(found: list[ViolationSample], events: int, accepted: int) -> CheckResult:
+def _result(found: list[ViolationSample], events: int, accepted: int) -> CheckResult:
     by_rule = {rule: sorted(one for one in found if one.rule == rule) for rule in RULES}
     counts = {rule: len(samples) for rule, samples in by_rule.items() if samples}
     samples = [one for rule in sorted(by_rule) for one in by_rule[rule][:SAMPLES_MAX]]

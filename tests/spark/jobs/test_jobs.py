@@ -185,7 +185,7 @@ def test_a_stream_takes_what_it_noticed_before_it_was_whole(
     assert sum(file.rows for file in tables.files("bronze_events")) == lines - len(whole.splitlines())
     last.path.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "_bring_up", killed)
+        patch.setattr(job, "_refresh_tables", killed)
         with pytest.raises(Killed):
             job.stream(events)
     job.stream(events)  # nothing arrives, and still it ends what was begun
@@ -298,7 +298,7 @@ def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
         tries.append(name)
         raise TableChanged(name)
 
-    monkeypatch.setattr(job, "_bring_up_one", changed)
+    monkeypatch.setattr(job, "_refresh_table", changed)
     with pytest.raises(Unavailable, match="another writer changed table silver_events after it was read"):
         job.run(tmp_path / "events")
     assert tries == ["silver_events"] * jobs.TRIES_MAX

@@ -146,7 +146,7 @@ def test_events_alone_are_read_once_and_an_empty_segment_is_none(
     write_segment(tmp_path / "events", 1, GOOD)
     write_segment(tmp_path / "events", 2, [])
     want = taken(spark, tmp_path, "careful")
-    monkeypatch.setattr(bronze_writer, "take_lines", None)
+    monkeypatch.setattr(bronze_writer, "write_validated_lines", None)
     assert taken(spark, tmp_path, "quick") == want
 
 

@@ -1,13 +1,13 @@
-"""Gold: what operators and agents ask for, summed up from silver.
+"""The gold tables: aggregates of silver for operators and agents.
 
-Rule 1: a table follows a change without a look at the rest of history: it adds up, or makes anew the hours or
-        goals that changed. What spans days is made of a small table by day: `gold_depth` of `gold_flow`,
-        `gold_poison_suspects` of `gold_crashes`, `gold_dlq_patterns` of `gold_dlq_templates`.
-Rule 2: percentiles are exact, and never depend on how rows are spread: the value at the nearest rank of the
-        sorted list. Beside them stands a histogram of fixed buckets, which can be added up over any groups.
+Rule 1: a table follows a change without reading the rest of history: it adds sums, or rebuilds the hours that
+        changed. A table that spans days is computed from a small table by day: `gold_depth` from `gold_flow`,
+        `gold_poison_suspects` from `gold_crashes`, `gold_dlq_patterns` from `gold_dlq_templates`.
+Rule 2: percentiles are exact, and do not depend on partitioning: the value at the nearest rank of the sorted
+        list. A histogram of fixed buckets beside them can be summed over any groups.
 Rule 3: money is decimal from end to end.
-Rule 4: `hour_us` is the beginning of an hour of UTC. A message counts for the hour that it was created in, an
-        event for the hour that it happened in.
+Rule 4: `hour_us` is the start of a UTC hour. A message counts in the hour of its creation, an event in the
+        hour in which it happened.
 """
 
 from typing import Final
@@ -25,7 +25,7 @@ from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
 """How long a message of each priority may wait for its first delivery."""
 BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
-LAPSES_SUSPECT: Final = 2  # workers that a message has outlived, until it is suspected
+LAPSES_SUSPECT: Final = 2  # lapsed leases from which on a message is suspected
 ERROR_KINDS: Final = (
     "execution_failed",
     "lease_lapsed",
@@ -48,16 +48,16 @@ def _born_hour() -> Column:
 
 
 def _named(events: DataFrame, messages: DataFrame | None) -> DataFrame:
-    """Events with the type and organization of their message. Without messages they have these already."""
+    """Events with the type and organization of their message. Without `messages` they already have them."""
     return events if messages is None else named(events, messages)
 
 
-def _how_many(condition: Column) -> Column:
+def _count_where(condition: Column) -> Column:
     return F.count(F.when(condition, 1))
 
 
 def _one(condition: Column | None = None) -> Column:
-    """What a row adds to a number of rows: one, if it is to be counted."""
+    """The addend of a row to a count: 1, or 0 if the condition does not hold."""
     one = F.lit(1) if condition is None else F.when(condition, 1).otherwise(0)
     return one.cast("bigint")
 
@@ -68,8 +68,8 @@ def _one(condition: Column | None = None) -> Column:
 def latency(messages: DataFrame) -> DataFrame:
     """One row for each hour, organization, type and priority: how long its messages waited (`queue_us`).
 
-    Two aggregations and one shuffle: rows that are spread by the outer keys need not move again for the
-    buckets within them. A group is what one organization sends of one kind in an hour, so its list is small.
+    Two aggregations take one shuffle: rows are partitioned by the outer keys, so the buckets need no other.
+    A group is one type of message of one organization in an hour, so its list is small.
     """
     keys = ["day", "hour_us", "org_id", "type", "priority"]
     waits = messages.where("queue_us IS NOT NULL").select(
@@ -98,13 +98,13 @@ def latency(messages: DataFrame) -> DataFrame:
 
 
 def nearest_rank(values: Column, percent: int) -> Column:
-    """The smallest of sorted values that so many percent are not above. Whole numbers only: no rounding."""
+    """The smallest of the sorted values that `percent` of them do not exceed. In whole numbers, unrounded."""
     rank = F.floor((F.size(values) * percent + 99) / F.lit(100)).cast("int")
     return F.element_at(values, rank)
 
 
 def bucket_us(value: Column) -> Column:
-    """The largest whole number in the bucket of a value: exact below 32, then sixteen buckets an octave."""
+    """The upper limit of the bucket of a value: exact below 32, then sixteen buckets an octave."""
     bits = F.length(F.bin(value)) - (BUCKET_BITS + 1)
     shift = F.greatest(bits, F.lit(0))
     cut = F.call_function("shiftright", value, shift)
@@ -112,7 +112,7 @@ def bucket_us(value: Column) -> Column:
 
 
 def sla(messages: DataFrame) -> DataFrame:
-    """One row for each hour, organization, type and priority: how many were delivered within their target."""
+    """One row for each hour, organization, type and priority: the number delivered within the target."""
     return _SLA.summed(_sla_of(messages))
 
 
@@ -154,7 +154,7 @@ _KINDS: Final = {
 
 
 def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
-    """One row for each hour, organization and type: how many events of each kind that matters."""
+    """One row for each hour, organization and type: the number of events of each counted kind."""
     return _THROUGHPUT.summed(_throughput_of(_named(events, messages)))
 
 
@@ -200,19 +200,19 @@ _FLOW_INPUT: Final = (
 
 
 def flow(events: DataFrame) -> DataFrame:
-    """One row for each minute and queue in which something began or ceased to wait.
+    """One row for each minute and queue in which a message began or stopped waiting.
 
-    What an event changed shows against the state before it. The first event of a message in a day says it as
-    `prior`, or its kind implies it.
+    An event is compared with the previous state of its message. For the first event of a message in a day,
+    that state is its `prior`, or its kind implies it.
 
-    An end that an earlier version wrote has no `prior`. On a later day than the event before it, it counts as
-    the end of a message that waited, unless it has a lease or is the `delivered` of a task.
+    An end that an earlier version wrote has no `prior`. If its previous event was on an earlier day, it
+    counts as the end of a waiting message, unless it has a lease or is the `delivered` of a task.
     """
-    # The id first: rows are sorted by the first bytes of the first column, and sources have few.
+    # The id first: Spark sorts by the first bytes of the first column, and there are few sources.
     before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
     waited = F.coalesce(F.lag("waits").over(before), F.col("must_have_waited"))
     minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
-    told = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
+    states = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
         "message_id",
         "source",
         "seq",
@@ -224,15 +224,18 @@ def flow(events: DataFrame) -> DataFrame:
         _must_have_waited().cast("int").alias("must_have_waited"),
     )
     return (
-        told.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
+        states.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
         .where("change <> 0")
         .groupBy("day", "minute_us", "org_id", "queue")
-        .agg(_how_many(F.col("change") > 0).alias("arrived"), _how_many(F.col("change") < 0).alias("left"))
+        .agg(
+            _count_where(F.col("change") > 0).alias("arrived"),
+            _count_where(F.col("change") < 0).alias("left"),
+        )
     )
 
 
 def _must_have_waited() -> Column:
-    """Whether a message has waited since an earlier day, by its first event of this day."""
+    """Whether a message has been waiting since an earlier day, by its first event of this day."""
     kind = F.col("kind")
     day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(DAY_US))
     return (
@@ -249,9 +252,9 @@ def _must_have_waited() -> Column:
 
 
 def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
-    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute.
+    """One row for each minute and queue whose depth changed: the number waiting at the end of that minute.
 
-    `before` has what came to a queue and left it before the first of these minutes.
+    `before` has the numbers that arrived and left before the first of these minutes.
     """
     so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
     if before is not None:
@@ -264,10 +267,10 @@ def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
 
 
 def traffic(messages: DataFrame) -> DataFrame:
-    """One row for each day, organization, pair and type: who talks to whom.
+    """One row for each day, organization, sender, recipient and type.
 
-    Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
-    for.
+    Without a sender, the contract counts as one. Without a recipient, it is the service, the agent or the
+    queue.
     """
     return _TRAFFIC.summed(_traffic_of(messages))
 
@@ -292,7 +295,7 @@ _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 
 def tokens(events: DataFrame) -> DataFrame:
-    """One row for each hour, organization, goal, agent and model: what went in and came out."""
+    """One row for each hour, organization, goal, agent and model: tokens in and out."""
     return _TOKENS.summed(_tokens_of(events))
 
 
@@ -326,14 +329,14 @@ def _cost_of(events: DataFrame) -> DataFrame:
 
 
 def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
-    """One row for each message and day on which a worker that held it was lost, or it was put aside."""
+    """One row for each message and day on which its lease lapsed, or on which it was quarantined."""
     return (
         _named(events, messages)
         .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
-            _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
-            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
+            _count_where(F.col("kind") == "lease_lapsed").alias("lapses"),
+            _count_where(F.col("kind") == "quarantined").alias("quarantines"),
             F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
             F.max("ts_us").alias("last_us"),
             F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(
@@ -344,7 +347,7 @@ def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
 
 
 def poison_suspects(crashed: DataFrame) -> DataFrame:
-    """One row for each message that brings down whoever takes it: lost with two workers, or put aside."""
+    """One row for each message that crashes its workers: two lapsed leases, or quarantined."""
     return (
         crashed.groupBy("message_id")
         .agg(
@@ -371,7 +374,7 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
 
 
 _NAMED_EVENTS: Final = ("silver_events", "silver_messages")
-"""Events, and the messages whose type and organization they are counted by."""
+"""Events, and the messages that supply their type and organization."""
 _DAY: Final = ("day",)
 _LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
 _SLA: Final = Sums(
@@ -424,9 +427,9 @@ def _flame_file_groups() -> FileGroups:
     return FileGroups(ended_us, "hour_us", F.col("dead_letters") > 0)
 
 
-FORM_ID: Final = "form"  # under which a gold table remembers which form it has
+FORM_ID: Final = "form"  # the application id under which a gold table remembers its form
 FORM: Final = 4
-"""Which columns, partitions and meaning the tables have. A table of another form is made anew."""
+"""The version of the columns, partitions and meaning of the tables. A table of another form is rebuilt."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),

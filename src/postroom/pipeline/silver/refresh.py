@@ -134,7 +134,7 @@ class SilverRefresh:
         if newest_us < oldest_us:
             return rows
         old = rows.where(F.col("ts_us") <= newest_us)
-        left = departures.among(old, self._tables.read(self._spark, departures.TABLE))
+        left = departures.deleted_among(old, self._tables.read(self._spark, departures.TABLE))
         if self._tables.exists(self._name):  # a killed `retain` has recorded events that are still there
             there = self._tables.read(self._spark, self._name).where(F.col("ts_us") <= newest_us)
             left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")
