@@ -1,4 +1,4 @@
-"""What the tables' own logs tell: how far they are, their columns, their files. No Spark is started."""
+"""The progress, columns and files of the tables, read from their logs. No Spark is started."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from postroom.pipeline.tables import Tables, rows_of
 
 
 def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each table; for the segments in front of them too, where they are."""
+    """A row for each table, and one for the segments if their folder is given."""
     tables = Tables(folder)
     if events is None:
         tables.require_tables()
@@ -40,26 +40,26 @@ def _row(tables: Tables, name: str) -> dict[str, Any]:
 
 
 def new_segments(folder: Path, events: Path) -> PendingSegments:
-    """What the next run finds."""
+    """The segments that the next run finds."""
     return pending_segments(events, last_ingested(Tables(folder), events))
 
 
 def _segments(folder: Path, events: Path) -> dict[str, Any]:
     segments = sealed_segments(events)
-    turn = new_segments(folder, events)
+    pending = new_segments(folder, events)
     return {
         "table": "segments",
         "version": max((segment.number for segment in segments), default=0),
         "rows": None,
         "files": len(segments),
         "bytes": sum(segment.size for segment in segments),
-        "behind": len(turn.ready) + len(turn.waiting),
-        "missing": turn.gaps,
+        "behind": len(pending.ready) + len(pending.waiting),
+        "missing": pending.gaps,
     }
 
 
 def _behind(tables: Tables, name: str) -> int | None:
-    """Commits of its source that a table has not seen; None where nobody counts them, or it has no source."""
+    """The number of commits of its source that a table has not read; None for bronze and gold."""
     if name not in SILVER or not tables.exists(source := SILVER[name].source):
         return None
     return tables.version(source) - tables.last_txn(name, source)
@@ -77,7 +77,7 @@ def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[[str], None]) -> None:
-    """Join small files, and delete those that nobody needs."""
+    """Merge small files, and delete those that no version needs."""
     tables = Tables(folder)
     tables.require_tables()
     with tables.lock():
