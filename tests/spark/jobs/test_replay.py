@@ -198,10 +198,10 @@ def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: 
 
 SUBMIT = """
 import sys
-from postroom.pipeline.submission import Message, Submitter
+from postroom.pipeline.submission import ReplayMessage, Submitter
 with Submitter(sys.argv[1], "r1") as submitter:
     for number in range(400):
-        submitter.submit([Message(f"m{number}", "ada", str(number))])
+        submitter.submit([ReplayMessage(f"m{number}", "ada", str(number))])
         print(number, flush=True)
 """
 

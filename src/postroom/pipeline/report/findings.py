@@ -1,4 +1,4 @@
-"""What stands out in a report, in sentences."""
+"""The findings of a report, as sentences."""
 
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
@@ -9,12 +9,12 @@ from postroom.pipeline.times import DAY_US
 
 NAMELESS: Final = "an error without a class"
 SLA_GOOD: Final = 0.95
-FEW: Final = 20  # messages of a column; a share of fewer says little
+FEW: Final = 20  # messages; a share of fewer is not meaningful
 PEAK: Final = 5  # times the mean
 
 
 class ReportFinding(NamedTuple):
-    """One sentence, and whether somebody should act on it."""
+    """One sentence, and its severity."""
 
     level: Literal["good", "warn", "bad"]
     text: str
@@ -35,7 +35,7 @@ def findings(facts: ReportFacts) -> list[ReportFinding]:
 
 
 def _targets(facts: ReportFacts) -> Iterator[ReportFinding]:
-    """Only of priorities that somebody gave a target."""
+    """For priorities with a target."""
     late = [priority for priority in sorted(facts.sla) if facts.attained(priority).share < SLA_GOOD]
     if not late:
         if facts.sla:
@@ -43,11 +43,11 @@ def _targets(facts: ReportFacts) -> Iterator[ReportFinding]:
                 "good", f"Every priority keeps its target in at least {share(SLA_GOOD)} of deliveries."
             )
         return
-    told = ", ".join(
+    parts = ", ".join(
         f"P{one} keeps its {duration(facts.targets_us[one])} in {share(facts.attained(one).share)}"
         for one in late
     )
-    yield ReportFinding("bad", f"Deliveries come late: {told} of cases.")
+    yield ReportFinding("bad", f"Deliveries come late: {parts} of cases.")
     hours: dict[int, Attained] = {}
     for priority in facts.sla:
         for at, one in facts.sla[priority].items():

@@ -1,8 +1,8 @@
-"""Plots as inline SVG, drawn by hand.
+"""Plots as inline SVG.
 
-Rule 1: a plot has a title and a sentence that says what it shows. So has each mark that can be pointed at.
-Rule 2: colours are classes. The page says what they are, by light and by dark.
-Rule 3: a plot is as large as its data allows, and no larger: callers hand in at most `COLUMNS_MAX` columns.
+Rule 1: a plot has a title and a sentence about its content. Each mark has a tooltip.
+Rule 2: colours are CSS classes. The style sheet defines them for light and dark mode.
+Rule 3: the size of a plot is bounded: callers pass at most `COLUMNS_MAX` columns.
 """
 
 import math
@@ -16,29 +16,29 @@ from postroom.pipeline.report.words import TENTH_US, clock, day, esc, label, mom
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
 COLUMNS_MAX: Final = 200  # of a plot over time
-WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one
+WIDTH: Final = 1062  # pixels of a sheet; two narrow sheets fit side by side
 HALF_WIDTH: Final = 501
-SMALLEST: Final = 0.8  # of its size, in a narrow window
+SMALLEST: Final = 0.8  # the minimum scale, in a narrow window
 LEFT: Final = 58
 RIGHT: Final = 12
 TOP: Final = 14
 BOTTOM: Final = 24
 TICKS_MAX: Final = 7
-TICK_CHAR: Final = 6.2  # pixels of a character of a tick's name
-TICK_GAP: Final = 10  # between two of them
+TICK_CHAR: Final = 6.2  # pixels of a character of a label
+TICK_GAP: Final = 10  # pixels between two labels
 GRID_LINES: Final = 4
 COLOURS: Final = 8  # classes c0 to c7
 LADDER: Final = (
     1, 10, 100, 1_000, 10_000, 100_000, MICROS_PER_S, 10 * MICROS_PER_S, MINUTE_US, 10 * MINUTE_US, HOUR_US,
     10 * HOUR_US, 100 * HOUR_US, 1_000 * HOUR_US,
 )  # fmt: skip
-"""Durations in microseconds that a logarithmic scale is marked at: what people call round."""
+"""Round durations in microseconds for the ticks of a logarithmic scale."""
 
 Words = Callable[[float], str]
 
 
 class PlotFrame(NamedTuple):
-    """Where a plot's numbers go."""
+    """Maps times and values to the coordinates of a plot."""
 
     width: int
     height: int
@@ -47,7 +47,7 @@ class PlotFrame(NamedTuple):
     top: float
     """The largest value."""
     low: float = 0.0
-    """The smallest one; above 0 the scale is logarithmic."""
+    """The smallest value. Above 0 the scale is logarithmic."""
 
     def x(self, us: float) -> float:
         span = max(1, self.until_us - self.since_us)
@@ -66,7 +66,7 @@ class PlotFrame(NamedTuple):
 
 
 class Period(NamedTuple):
-    """The time that a plot covers, and how long a column of it is."""
+    """The time range of a plot, and the width of a column."""
 
     since_us: int
     until_us: int
@@ -74,7 +74,7 @@ class Period(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One line: its class, its name, and a value for each column that has one."""
+    """One line: its CSS class, its name, and its values by column."""
 
     style: str
     name: str
@@ -82,10 +82,10 @@ class Series(NamedTuple):
 
 
 def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> Markup:
-    """A drawing with its words.
+    """A drawing with its accessible label.
 
-    It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
-    In a narrow window the page makes a wide plot fit, and its text larger.
+    It is never enlarged and hardly reduced, so that text has the same size everywhere; its sheet scrolls. In
+    a narrow window the page scales a wide plot to fit, and enlarges its text.
     """
     size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
     return Markup(  # noqa: S704 - its parts are escaped
@@ -95,7 +95,7 @@ def svg(width: int, height: float, title: str, said: str, body: str, style: str 
 
 
 def hint(text: str) -> str:
-    """What is shown when somebody points at a mark."""
+    """The tooltip of a mark."""
     return f"<title>{esc(text)}</title>"
 
 
@@ -107,7 +107,7 @@ def _text(style: str, x: float, y: float, text: str, anchor: str = "end") -> str
 
 
 def _round_up(value: float) -> float:
-    """The next number that a scale may end with: a quarter of it is one that can be read."""
+    """The next round number for the end of a scale. A quarter of it is round too."""
     for top in (4, 8):
         if value <= top:
             return top
@@ -120,7 +120,7 @@ def _round_up(value: float) -> float:
 
 
 def _time_ticks(frame: PlotFrame) -> Iterator[tuple[int, str]]:
-    """Round times, few enough that their names do not touch each other or the end of the plot."""
+    """Round times and their labels, which do not overlap or exceed the plot."""
     since_us, until_us = frame.since_us, frame.until_us
     steps = [
         *(tenths * TENTH_US for tenths in (1, 2, 5)),
@@ -143,7 +143,7 @@ def _tick_name(tick: int, step: int) -> str:
 
 
 def _have_room(frame: PlotFrame, step: int) -> bool:
-    """Whether ticks so far apart are few, and each has room for its name."""
+    """Whether ticks with this step are few enough, and have room for their labels."""
     span_us = frame.until_us - frame.since_us
     apart = frame.x(frame.since_us + step) - LEFT
     return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
@@ -175,7 +175,7 @@ def _axes(frame: PlotFrame, words: Words) -> str:
 
 
 def _columns(frame: PlotFrame, step_us: int, hints: dict[int, str]) -> str:
-    """Invisible columns that carry the words of a time."""
+    """Invisible columns with the tooltips of each time."""
     wide = frame.x(frame.since_us + step_us) - LEFT
     return "".join(
         f'<rect class="hit" x="{frame.x(at):.1f}" y="{TOP}" width="{wide:.2f}" '
@@ -198,7 +198,7 @@ def lines(
     width: int = HALF_WIDTH,
     height: int = 220,
 ) -> Markup:
-    """Lines over time on a logarithmic scale, with a dashed one for what was promised."""
+    """Lines over time on a logarithmic scale, with a dashed line for the target."""
     values = [value for one in series for value in one.values.values() if value > 0]
     if target is not None:
         values.append(target)
@@ -215,11 +215,11 @@ def lines(
             f'<text class="target-name" x="{LEFT + 6}" y="{y - 5:.1f}">'
             f"target {esc(words(target))}</text>"
         )
-    body.append(_columns(frame, over.step_us, _told(series, words, over.step_us)))
+    body.append(_columns(frame, over.step_us, _tooltips(series, words, over.step_us)))
     return svg(width, height, title, said, "".join(body))
 
 
-def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
+def _tooltips(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
     times = sorted({at for one in series for at in one.values})
     return {
         at: "\n".join(
@@ -233,7 +233,7 @@ def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str
 
 
 def _line(frame: PlotFrame, series: Series, step_us: int) -> str:
-    """A line that is broken where nothing was measured; what stands alone is a dot."""
+    """A line with breaks where there is no value. A single value is a dot."""
     points = [(at, frame.x(at + step_us / 2), frame.y(value)) for at, value in sorted(series.values.items())]
     path: list[str] = []
     dots: list[str] = []
@@ -263,7 +263,7 @@ def area(
     width: int = WIDTH,
     height: int = 240,
 ) -> Markup:
-    """One quantity over time, held until the next column says otherwise."""
+    """One quantity over time, as steps."""
     frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
     body = [_axes(frame, words)]
     steps = []
@@ -277,7 +277,7 @@ def area(
             f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
             f'<path class="line c0" d="M{outline[1:]}"/>'
         )
-    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words, over.step_us)))
+    body.append(_columns(frame, over.step_us, _tooltips([Series("c0", name, values)], words, over.step_us)))
     return svg(width, height, title, said, "".join(body), "plot wide")
 
 
@@ -291,7 +291,7 @@ def stacked(
     width: int = WIDTH,
     height: int = 280,
 ) -> Markup:
-    """Bars over time, one part on top of the other."""
+    """Stacked bars over time."""
     times = sorted({at for one in series for at in one.values})
     sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
     frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
@@ -309,7 +309,7 @@ def stacked(
                     f'width="{wide:.2f}" height="{tall:.2f}"/>'
                 )
     body.append(
-        _columns(frame, over.step_us, _told([one for one in series if one.values], words, over.step_us))
+        _columns(frame, over.step_us, _tooltips([one for one in series if one.values], words, over.step_us))
     )
     return svg(width, height, title, said, "".join(body), "plot wide")
 
@@ -332,17 +332,17 @@ def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, h
 
 
 class Cell(NamedTuple):
-    """One cell: how strong, from 0 to 1, and what it says."""
+    """One cell: its CSS class, its opacity from 0 to 1, and its tooltip."""
 
     style: str
     strength: float
-    told: str
+    text: str
 
 
 def _cell(cell: Cell, x: float, y: float, width: float, height: float) -> str:
     return (
         f'<rect class="cell {cell.style}" fill-opacity="{cell.strength:.2f}" x="{x:.1f}" y="{y}" '
-        f'width="{width:.2f}" height="{height}" rx="2">{hint(cell.told)}</rect>'
+        f'width="{width:.2f}" height="{height}" rx="2">{hint(cell.text)}</rect>'
     )
 
 
@@ -377,7 +377,7 @@ def matrix(
     said: str,
     size: int = 30,
 ) -> Markup:
-    """Who with whom: a row for each on one side, a column for each on the other."""
+    """A matrix of cells with labelled rows and columns."""
     left, top = 190, 24 + 5 * max(len(label(name, 22)) for name in columns)
     width, height = left + size * len(columns) + 70, top + size * len(rows) + 8
     body = []

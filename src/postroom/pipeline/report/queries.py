@@ -1,9 +1,10 @@
-"""The report: tables read once each, summed up by DuckDB without a JVM, and drawn as one HTML file.
+"""The queries of the report, which DuckDB runs over the tables without a JVM.
 
-Rule 1: what leaves the database is bounded: columns of time, and the first of each ranking.
+Rule 1: the size of every result is bounded: columns of time, and the first rows of each ranking.
 Rule 2: a history of at least a day is drawn from gold, in columns of whole hours. A shorter one is drawn from
-        silver in finer columns, and silver then holds no more than that day.
-Rule 3: percentiles over several groups come from the histograms in `gold_latency`, which can be added up.
+        silver in finer columns, where silver has at most a day.
+Rule 3: percentiles over several groups are computed from the histograms in `gold_latency`, which can be
+        summed.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,18 +43,18 @@ from postroom.pipeline.tables import DataFile, Tables, rows_of
 from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
 
-RANKED_MAX: Final = 8  # of a list of the largest
+RANKED_MAX: Final = 8  # rows of a ranking
 PATTERNS_MAX: Final = 12
 SUSPECTS_MAX: Final = 50
 GOALS_MAX: Final = 6  # flame graphs on the page
 PROFILES_MAX: Final = 100  # goals in a file for speedscope
-STACKS_MAX: Final = 20_000  # of all of them
+STACKS_MAX: Final = 20_000  # of all goals
 SERIES_MAX: Final = 40  # classes of errors, and models
-FINE_COLUMNS: Final = 120  # a step is taken if it makes no more columns
+FINE_COLUMNS: Final = 120  # at most, of a step below an hour
 FINE_STEPS_US: Final = tuple(
     int(seconds * 1_000_000) for seconds in (0.1, 0.5, 1, 5, 15, 60, 5 * 60, 15 * 60)
 )
-"""Widths of columns that are finer than an hour."""
+"""Widths of columns below an hour."""
 STACK_OF_WAITING: Final = "waiting"
 NAMELESS_ERROR: Final = "without a class"
 UNNAMED: Final = "unnamed"
@@ -71,12 +72,12 @@ _HAPPENED: Final = {
     "expired": ("expired", "expired"),
     "cancelled": ("cancelled", "cancelled"),
 }
-"""For columns of `gold_throughput`, the kind of event that they count, and what the page calls it."""
+"""For each column of `gold_throughput`, the kind of event that it counts, and its name on the page."""
 _ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
 """Kinds of events before which a message did not wait."""
 Progress = Callable[[str], None]
 Targets = Mapping[int, int]
-"""For a priority, how many microseconds a message of it may wait."""
+"""The maximum wait of a message in microseconds, by priority."""
 
 
 def write_report(
@@ -87,13 +88,13 @@ def write_report(
     targets_us: Targets | None = None,
     progress: Progress | None = None,
 ) -> ReportFacts:
-    """Write the page, and beside it a file for speedscope when one is wanted."""
-    told = progress or (lambda _: None)
+    """Write the page, and a file for speedscope if its path is given."""
+    report = progress or (lambda _: None)
     _need_all(tables)
-    told("reading the tables")
+    report("reading the tables")
     reader = ReportReader(tables, targets_us or {})
     facts = reader.facts()
-    told("drawing")
+    report("drawing")
     replace_file(out, page(facts).encode(), "os")
     if speedscope_out is not None:
         profiles = [goal.profile for goal in reader.goals(PROFILES_MAX)]
@@ -107,12 +108,12 @@ def _need_all(tables: Tables) -> None:
             is_there = tables.exists(name)
         if not is_there:
             raise InvalidMessage(
-                f"there is no table {name} in {tables.folder}: `postroom pipeline run` makes what is missing"
+                f"there is no table {name} in {tables.folder}: `postroom pipeline run` builds it"
             )
 
 
 def step_of(since_us: int, until_us: int) -> int:
-    """The width of columns for a history: the finest that makes few enough of them."""
+    """The width of the columns for a period: the finest that stays within the maximum number."""
     span_us = until_us - since_us
     if span_us < DAY_US:
         return next((step for step in FINE_STEPS_US if span_us <= FINE_COLUMNS * step), HOUR_US)
@@ -121,7 +122,7 @@ def step_of(since_us: int, until_us: int) -> int:
 
 
 class ReportReader:
-    """The questions of one report to one folder of tables."""
+    """Reads the facts of one report from one folder of tables."""
 
     def __init__(self, tables: Tables, targets_us: Targets) -> None:
         self._tables = tables
@@ -163,9 +164,9 @@ class ReportReader:
         )
 
     def _extent(self) -> tuple[int, int, bool]:
-        """The first and the last moment of the history, and whether silver has all of it.
+        """The first and the last time of the history, and whether silver has all of it.
 
-        Gold may know hours whose events were let leave.
+        Gold may have hours whose events `retain` has deleted.
         """
         events = _range(self._tables.files("silver_events"), "ts_us")
         hours = _range(self._tables.files("gold_throughput"), "hour_us")
@@ -175,13 +176,13 @@ class ReportReader:
         return (*events, True) if is_whole else (min(events[0], hours[0]), max(events[1], hours[1]), False)
 
     def _at(self, column: str) -> str:
-        """The column of time that a moment belongs to."""
+        """SQL for the column of time that a time belongs to."""
         return f"(({column}) - ({column}) % {self._step_us})"
 
     def _ends(self, whose: str) -> dict[str, int]:
-        """How messages of agents, or those of the harness, ended.
+        """The outcomes of messages of agents, or of the harness.
 
-        One of a contract without an end is kept or removed, and not open.
+        A message of a contract without ends is kept or removed, and not open.
         """
         rows = self._db.rows(
             f"""SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
@@ -205,7 +206,7 @@ class ReportReader:
         return by_time, overall
 
     def _waits(self) -> str:
-        """Grain: priority, column of time and wait, or bucket of waits: how many messages waited so long."""
+        """Grain: priority, column of time, and wait or bucket of waits: the number of messages."""
         if self._is_fine:
             return f"""SELECT priority, {self._at(_BORN_US)} AS at_us, greatest(queue_us, 0) AS le_us,
                               count(*) AS n
@@ -217,7 +218,7 @@ class ReportReader:
                          FROM gold_latency WHERE priority IS NOT NULL) GROUP BY ALL"""
 
     def _sla(self) -> dict[int, dict[int, Attained]]:
-        """Of the priorities that have a target: how many messages were delivered within it."""
+        """The number of messages within the target, for each priority with a target."""
         found: dict[int, dict[int, Attained]] = {}
         for priority, target_us in self._targets_us.items():
             rows = self._db.rows(
@@ -265,7 +266,7 @@ class ReportReader:
         return self._series("gold_tokens", "hour_us", _named("model"), "tokens_in + tokens_out")
 
     def _series(self, source: str, time: str, name: str, measure: str) -> dict[str, Times]:
-        """A sum for each name and column of time; the names of the largest sums."""
+        """A sum for each name and column of time, for the names with the largest sums."""
         rows = self._db.rows(
             f"""WITH parts AS (SELECT {name} AS name, {self._at(time)} AS at_us, sum({measure}) AS n
                                FROM {source} GROUP BY ALL),
@@ -279,7 +280,7 @@ class ReportReader:
         return found
 
     def _depth(self) -> tuple[Times, list[QueueFacts]]:
-        """How many messages wait in all queues, and the queues that most messages came to."""
+        """The number of waiting messages in all queues, and the busiest queues."""
         self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
         total = self._db.rows(
             f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves
@@ -292,7 +293,7 @@ class ReportReader:
         return self._held(total), self._queues(_OF_AGENTS)
 
     def _queues(self, whose: str) -> list[QueueFacts]:
-        """The queues that most messages came to. `_depth` has made `moves`."""
+        """The busiest queues. `_depth` creates the table `moves`."""
         rows = self._db.rows(
             f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
                                  WHERE {whose} GROUP BY ALL),
@@ -307,10 +308,10 @@ class ReportReader:
         return [QueueFacts(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
 
     def _moves(self) -> str:
-        """Grain: moment and queue: by how many the messages that wait became more.
+        """Grain: time and queue: the change of the number of waiting messages.
 
-        `gold_depth` knows minutes. Within a minute, an event shows against the state that its message had
-        before; what the history does not show the arrival of is not counted as waiting.
+        `gold_depth` has whole minutes. Within a minute, an event is compared with the previous state of its
+        message. A message whose arrival is not in the history does not count as waiting.
         """
         if self._step_us >= MINUTE_US:
             return """SELECT minute_us AS moment_us, queue, sum(arrived - "left") AS change
@@ -327,7 +328,7 @@ class ReportReader:
                    FROM told GROUP BY ALL"""
 
     def _held(self, rows: list[dict[str, Any]]) -> Times:
-        """The peak of every column from the first on. A depth stays until something moves it."""
+        """The peak of every column from the first change on. A depth lasts until the next change."""
         found: Times = {}
         moved = {row["at_us"]: row for row in rows}
         depth = 0
@@ -361,7 +362,7 @@ class ReportReader:
         return [Spender(row["name"], row["calls"], row["tokens"] or 0, row["cost_usd"]) for row in rows]
 
     def _traffic(self) -> list[Pair]:
-        """The pairs among those who send and those who get the most. A contract is nobody who sends."""
+        """The pairs of the busiest senders and recipients. A contract does not count as a sender."""
         rows = self._db.rows(
             f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR list_contains($contracts, sender)
                                            THEN '{UNNAMED}' ELSE sender END AS sender,
@@ -420,7 +421,7 @@ class ReportReader:
         ]
 
     def goals(self, limit: int) -> list[GoalFacts]:
-        """The goals that most messages serve, the largest first."""
+        """The goals with most messages, the largest first."""
         rows = self._db.rows(
             f"""WITH largest AS (SELECT goal_id, sum(messages) AS size, sum(work_us + wait_us) AS whole_us
                                  FROM gold_flames WHERE goal_id IS NOT NULL GROUP BY goal_id
@@ -439,7 +440,7 @@ class ReportReader:
 
 
 def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
-    """The lowest and the highest value of a column, by the log of its table."""
+    """The lowest and the highest value of a column, from the log of its table."""
     lows = [file.low[column] for file in files if file.low.get(column) is not None]
     highs = [file.high[column] for file in files if file.high.get(column) is not None]
     return (min(lows), max(highs)) if lows and highs else None
@@ -456,7 +457,7 @@ def _named(column: str) -> str:
 
 
 def _percentiles(keys: str) -> str:
-    """Nearest ranks from counts of buckets: each is the upper end of the bucket that it lies in."""
+    """SQL for nearest ranks from the counts of buckets: each is the upper limit of its bucket."""
     picks = ", ".join(
         f"min(le_us) FILTER (WHERE so_far * 100 >= whole * {percent}) AS p{percent}_us"
         for percent in (50, 95, 99)
@@ -472,7 +473,7 @@ def _percentiles_of(row: Mapping[str, Any]) -> Percentiles:
 
 
 def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> GoalFacts:
-    """A goal from its rows in `gold_flames`. Its hours end with the history, whose extent is known better."""
+    """A goal from its rows in `gold_flames`. Its hours are clipped to the period of the history."""
     sums: dict[tuple[str, ...], int] = {}
     for row in rows:
         path = tuple((row["stack"] or UNKNOWN).split(";"))
