@@ -1,9 +1,10 @@
-"""A history of the Global Message Queue, made from a seed and written as segments.
+"""Generates a history of the Global Message Queue from a seed, and writes it as segments.
 
-Rule 1: the same seed gives the same bytes, in every run and version of Python: nothing here asks a clock.
+Rule 1: the same seed gives the same bytes, in every run and version of Python. Nothing here reads a clock.
 Rule 2: a source is written in the order of its numbers. It may fall behind for a while, and lines may be
-        written once more, as a shipper does it that was interrupted.
-Rule 3: a clean history breaks none of the rules of `core.history`. Faults are listed beside it, each once.
+        repeated, as after an interruption of the shipper.
+Rule 3: a clean history violates no rule of `core.history_checker`. Injected faults are listed in a file
+        beside it.
 """
 
 from collections.abc import Callable
@@ -27,19 +28,19 @@ FIRST_START_US: Final = 1_735_776_000 * S  # 2025-01-02T00:00:00Z
 DAY_US: Final = 24 * HOUR
 START_DAYS: Final = 365
 SPAN_US: Final = 4 * DAY_US
-MESSAGES_A_S_MAX: Final = 100  # with more of them a history takes longer than its four days
-MESSAGES_A_GOAL: Final = 7.5  # as it comes out
+MESSAGES_A_S_MAX: Final = 100  # with more messages the history gets longer than four days
+MESSAGES_A_GOAL: Final = 7.5  # on average
 STEPS_A_BATCH_MAX: Final = 400
 BATCHES_MIN: Final = 40
 SEAL_AFTER_S: Final = 6 * 3600.0
-LATE: Final = 1 / 60  # of the batches begin a time in which a source falls behind
+LATE: Final = 1 / 60  # of the batches start a period in which a source is behind
 LATE_US: Final = 2 * HOUR
-REPEATED: Final = 1 / 8  # of the batches are followed by lines that were written already
+REPEATED: Final = 1 / 8  # of the batches are followed by repeated lines
 REPEATED_LINES_MAX: Final = 100
 
 
 class HistorySummary(msgspec.Struct, frozen=True):
-    """What was made."""
+    """The size and content of a generated history."""
 
     messages: int
     events: int
@@ -55,11 +56,11 @@ class HistorySummary(msgspec.Struct, frozen=True):
 
 
 Progress = Callable[[int, int], None]
-"""Told now and then how many messages there are, and how many lines."""
+"""Called from time to time with the number of messages and of lines."""
 
 
 class HistoryClock:
-    """The time of the history, for the sink: it seals by that."""
+    """The time of the history, by which the sink seals segments."""
 
     def __init__(self, now_us: int) -> None:
         self.now_us = now_us
@@ -75,7 +76,7 @@ class HistoryClock:
 
 
 class HistoryWriter:
-    """Writes batches as a shipper does: late at times, and some lines twice."""
+    """Writes batches as a shipper does: sometimes late, and some lines twice."""
 
     def __init__(self, sink: SegmentSink, clock: HistoryClock, random: Random) -> None:
         self._sink = sink
@@ -98,7 +99,7 @@ class HistoryWriter:
             self.catch_up(feed)
 
     def catch_up(self, feed: GeneratedSource) -> None:
-        """What waited is written now."""
+        """Write the delayed batches."""
         for batch in self._behind.pop(feed.name, []):
             self.late += len(batch.lines)
             self._put(batch)
@@ -121,12 +122,12 @@ class HistoryWriter:
 def generate(
     folder: Path, messages: int, seed: int, *, faults: bool = False, progress: Progress | None = None
 ) -> HistorySummary:
-    """Write a history of so many messages into a new or empty folder."""
+    """Write a history with this number of messages into a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise InvalidMessage(f"{folder} is not empty: a history needs a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     start_us = FIRST_START_US + seed % START_DAYS * DAY_US
-    random = Random(seed)  # noqa: S311 - a seed is meant to give the same again
+    random = Random(seed)  # noqa: S311 - a seed has to give the same history
     span_us = max(SPAN_US, messages * S // MESSAGES_A_S_MAX)
     gap_us = max(1, int(span_us * MESSAGES_A_GOAL / messages))
     traffic = Traffic(World(random), start_us, gap_us, messages)
@@ -156,7 +157,7 @@ def _run(traffic: Traffic, planted: Faults, writer: HistoryWriter, progress: Pro
         _flush(traffic, planted, writer, traffic.now_us)
         if progress is not None:
             progress(traffic.made, writer.lines)
-    planted.wait_for_silence()
+    planted.advance_past_horizon()
     _flush(traffic, planted, writer, 1 << 62)
     for feed in traffic.feeds:
         writer.catch_up(feed)
