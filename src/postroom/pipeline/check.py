@@ -21,8 +21,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import WindowSpec
 
 from postroom.core.message_checker import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
-from postroom.pipeline.retention.departures import TABLE as DEPARTED
-from postroom.pipeline.retention.departures import holes_between, numbers_of, returned
+from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
+from postroom.pipeline.retention.deleted_numbers import holes_between, numbers_of, returned
 from postroom.pipeline.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
@@ -69,18 +69,18 @@ def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORI
     """Check the history in a folder of tables."""
     bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
     # Read last: `retain` records numbers before it deletes events.
-    departed = tables.read(spark, DEPARTED) if tables.exists(DEPARTED) else None
-    return check(bronze, silver, departed, horizon_s=horizon_s)
+    deleted = tables.read(spark, DELETED_NUMBERS) if tables.exists(DELETED_NUMBERS) else None
+    return check(bronze, silver, deleted, horizon_s=horizon_s)
 
 
 def check(
-    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None = None, *, horizon_s: float = HORIZON_S
+    bronze: DataFrame, silver: DataFrame, deleted: DataFrame | None = None, *, horizon_s: float = HORIZON_S
 ) -> CheckResult:
     """Check the events of silver, and in bronze whether a number stands for two different events.
 
-    `departed` has the numbers of the events that `retain` deleted, if any.
+    `deleted` has the numbers of the events that `retain` deleted, if any.
     """
-    violations = find_violations(bronze, silver, departed, round(horizon_s * MICROS_PER_S)).persist()
+    violations = find_violations(bronze, silver, deleted, round(horizon_s * MICROS_PER_S)).persist()
     try:
         counts = {
             row["rule"]: row["n"] for row in violations.groupBy("rule").agg(F.count("*").alias("n")).collect()
@@ -100,13 +100,13 @@ def check(
 
 
 def find_violations(
-    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None, horizon_us: int
+    bronze: DataFrame, silver: DataFrame, deleted: DataFrame | None, horizon_us: int
 ) -> DataFrame:
     """One row for each violation: rule, message_id, event_ids, sentence."""
-    numbers = numbers_of(silver) if departed is None else numbers_of(silver).unionByName(departed)
+    numbers = numbers_of(silver) if deleted is None else numbers_of(silver).unionByName(deleted)
     holes = holes_between(numbers)
     events = _of_stores(silver, _sources(numbers, holes))
-    whole = events if departed is None else _without_returned(events, departed)
+    whole = events if deleted is None else _without_returned(events, deleted)
     lives = _violations(_with_state(whole), horizon_us)
     return lives.unionByName(_missing(holes)).unionByName(_doubled(bronze))
 
@@ -166,7 +166,7 @@ def _with_state(events: DataFrame) -> DataFrame:
     seen = events.withColumns(
         {
             "state_before": F.last(F.when(begins_or_ends, mark), ignorenulls=True).over(earlier),
-            "forgotten": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
+            "deletion": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
             "created_seq": F.last(F.when(kind == "created", seq), ignorenulls=True).over(earlier),
             "leased_seq": F.last(F.when(kind == "dequeued", seq), ignorenulls=True).over(earlier),
             "first_created": F.min(F.when(kind == "created", seq)).over(earlier),
@@ -235,9 +235,9 @@ def _of_stores(events: DataFrame, sources: DataFrame) -> DataFrame:
     )
 
 
-def _without_returned(events: DataFrame, departed: DataFrame) -> DataFrame:
+def _without_returned(events: DataFrame, deleted: DataFrame) -> DataFrame:
     """The events, of which none is `whole` if its message was deleted and has later events."""
-    gone = returned(departed).withColumn("has_left", F.lit(True))  # noqa: FBT003 - SQL's
+    gone = returned(deleted).withColumn("has_left", F.lit(True))  # noqa: FBT003 - SQL's
     found = events.withColumn("message", F.xxhash64("message_id")).join(gone, ["source", "message"], "left")
     return found.withColumn("whole", F.col("whole") & F.col("has_left").isNull())
 
@@ -252,39 +252,40 @@ def _delay_us() -> Column:
 
 
 def _end() -> Column:
-    """The event that had ended the life when this one came; NULL where it was open.
+    """The earlier event that ended the life; NULL where the life is open.
 
-    A record that is forgotten (`deleted`) ends a life only if nothing else had.
+    `deleted` ends a life only if no other event has ended it.
     """
-    state, forgotten = F.col("state_before"), F.col("forgotten")
+    state, deletion = F.col("state_before"), F.col("deletion")
     return F.when(state["kind"].isin(*_END_KINDS), state).when(
-        state.isNull() | (forgotten["seq"] > state["seq"]), forgotten
+        state.isNull() | (deletion["seq"] > state["seq"]), deletion
     )
 
 
 def _token() -> Column:
-    """The lease that was open before an event: 0 for none, `_UNKNOWN_LEASE` where nothing has said so.
+    """The lease that was open before an event: 0 for none, `_UNKNOWN_LEASE` where it is not known.
 
-    A delivery opens one, and a word or an end closes it. Behind a hole, the first word says which is open.
+    A delivery opens a lease; a release, a failure, a lapse or an end closes it. After a gap, the first event
+    under a lease shows which one is open.
     """
     kind, lease = F.col("kind"), F.coalesce("lease", F.lit(0))
     is_over = F.col("end").isNotNull()
     begins = ((kind == "created") & (F.col("is_first") | is_over)) | ((kind == "replayed") & is_over)
-    said = (
+    opened = (
         F.when(kind == "dequeued", F.when(lease != 0, lease).otherwise(F.col("seq")))
         .when(kind.isin(*_GIVE_BACK, *_END_KINDS) & ~((kind == "deleted") & is_over), F.lit(0))
         .when(begins, F.lit(0))
     )
     word = F.when(kind.isin("heartbeat", "execution_started") & (lease != 0), lease)
-    since_hole = (
+    since_gap = (
         Window.partitionBy("source", "message_id", "epoch")
         .orderBy("seq")
         .rowsBetween(Window.unboundedPreceding, -1)
     )
     return F.coalesce(
-        F.last(said, ignorenulls=True).over(since_hole),
+        F.last(opened, ignorenulls=True).over(since_gap),
         F.when(F.col("whole"), F.lit(0)),
-        F.first(word, ignorenulls=True).over(since_hole),
+        F.first(word, ignorenulls=True).over(since_gap),
         F.lit(_UNKNOWN_LEASE),
     )
 

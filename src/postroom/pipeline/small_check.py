@@ -14,7 +14,7 @@ from postroom.core.history_checker import History, Violation
 from postroom.core.message_checker import LEASED, MICROS_PER_S
 from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, CheckResult, ViolationSample
 from postroom.pipeline.database import Database
-from postroom.pipeline.retention.departures import TABLE as DEPARTED
+from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import rows_of
 
@@ -29,7 +29,7 @@ _NOT_IN_LINE: Final = ("segment", "date", "_corrupt")  # columns of bronze that 
 def is_small(tables: "Tables") -> bool:
     """Whether these tables are checked here."""
     with table_errors("bronze_events"):
-        return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
+        return not tables.exists(DELETED_NUMBERS) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
 
 
 def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:

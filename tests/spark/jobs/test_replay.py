@@ -186,7 +186,7 @@ def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: 
             InvalidMessage, match=r"reflect, or it may not be called|not a table of this folder"
         ):
             replay(spark, past.redacted, ReplayRequest(where=attack, to=url, store=past.store))
-    with pytest.raises(InvalidSetting, match="where the payloads come from"):
+    with pytest.raises(InvalidSetting, match="the source of the payloads is missing"):
         replay(spark, past.redacted, ReplayRequest(where="true", to=url))
     with pytest.raises(InvalidSetting, match="there is no store"):
         replay(

@@ -17,7 +17,7 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention import departures
+from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.retain import (
     ORDER,
     Policy,
@@ -194,7 +194,7 @@ def test_what_left_stays_away_when_its_segment_is_delivered_again_and_gold_keeps
     job.backfill()
     del kept["silver_spans"]  # below a parent that left they have another root by now
     assert {name: rows_of(tables, name) for name in kept} == kept
-    last_us = max(row["newest_us"] for row in records(tables, departures.TABLE))
+    last_us = max(row["newest_us"] for row in records(tables, deleted_numbers.TABLE))
     last_day = f"{datetime.fromtimestamp(last_us // 1_000_000, UTC):%Y-%m-%d}"
     for name, rows in gold_rows(tables).items():
         assert of_days(rows, last_day) == of_days(counted[name], last_day), name
@@ -233,7 +233,7 @@ class Losing(Tables):
         return staged._replace(adds=staged.adds[name == self.loses :])
 
 
-@pytest.mark.parametrize("name", [departures.TABLE, "bronze_events"])
+@pytest.mark.parametrize("name", [deleted_numbers.TABLE, "bronze_events"])
 def test_nothing_is_deleted_when_the_counts_do_not_match(
     spark: SparkSession, tables: Tables, whole: Pass, name: str
 ) -> None:
@@ -269,7 +269,7 @@ def test_a_pass_that_ended_early_is_simply_run_again(
     early = copy_of(tables, tmp_path / "early")
     RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == kept_rows(whole.tables)
-    assert rows_of(tables, departures.TABLE) == rows_of(whole.tables, departures.TABLE)
+    assert rows_of(tables, deleted_numbers.TABLE) == rows_of(whole.tables, deleted_numbers.TABLE)
     # Or silver is made anew instead, of what bronze has left.
     Pipeline(spark, early, gold={}).backfill()
     assert checked(spark, early) == set()
@@ -301,10 +301,10 @@ def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
 def test_a_later_pass_notes_only_what_is_new(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
     RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
-    assert tables.version(departures.TABLE) == 0
+    assert tables.version(deleted_numbers.TABLE) == 0
     RetentionJob(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
     assert messages_of(tables) == []
-    runs = [row for row in records(tables, departures.TABLE) if row["message"] is None]
+    runs = [row for row in records(tables, deleted_numbers.TABLE) if row["message"] is None]
     sources = {row["source"] for row in runs}
     assert len(runs) == len(sources)  # each is one run by now
     assert checked(spark, tables) == set()

@@ -17,8 +17,8 @@ from postroom.pipeline import check as checking
 from postroom.pipeline import small_check
 from postroom.pipeline.check import RULES, CheckResult, ViolationSample, check, check_tables
 from postroom.pipeline.generator.generate import FAULTS, generate
-from postroom.pipeline.retention import departures
-from postroom.pipeline.retention.departures import deleted_runs, holes_between, merged
+from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.small_check import check_small, is_small
 from postroom.pipeline.tables import Tables
@@ -126,7 +126,7 @@ def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
     monkeypatch.undo()
     tables = Tables(folder)
     gone = deleted_runs(tables.read(spark, "silver_events").where("seq < 5"))
-    tables.replace(departures.TABLE, merged(gone))
+    tables.replace(deleted_numbers.TABLE, merged(gone))
     assert not is_small(Tables(folder))
 
 
@@ -288,7 +288,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
 def test_runs_of_numbers_become_one_and_end_with_their_block(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departures, "BLOCK", 8)
+    monkeypatch.setattr(deleted_numbers, "BLOCK", 8)
     events = [event for n in range(1, 21, 4) if n != 13 for event in life(f"m{n}", [*range(n, n + 4)], *DONE)]
     rows = rows_of_events(spark, events, tmp_path / "events")
     runs = merged(deleted_runs(rows))

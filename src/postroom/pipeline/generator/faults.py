@@ -13,7 +13,7 @@ from postroom.core.events import event_id
 from postroom.core.message_checker import Rule
 from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
 from postroom.pipeline.generator.messages import GeneratedMessage
-from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, tell
+from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, add_event
 
 FAULTS_A_RULE: Final = 3  # at most, in a small history
 MESSAGES_A_FAULT: Final = 2_000  # of each rule, in a large one
@@ -177,7 +177,7 @@ class Faults:
             lost_us = self._silent_us.get(feed.name)
             if lost_us is not None:
                 depth = ',"detail":{"name":"queue_depth","depth":0}}'
-                tell(feed, max(now_us, lost_us + SILENCE_US), "alert", depth)
+                add_event(feed, max(now_us, lost_us + SILENCE_US), "alert", depth)
 
     # ---- numbers -------------------------------------------------------------------------------------
 

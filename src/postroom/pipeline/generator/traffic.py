@@ -152,14 +152,14 @@ class Traffic:
             self._rush_until_us = now_us + world.wait_us(20 * self._goal_gap_us + MINUTE)
             for feed in self.feeds:
                 depth = 500 + world.bits(12)
-                tell(feed, now_us, "alert", f',"detail":{{"name":"queue_depth","depth":{depth}}}}}')
+                add_event(feed, now_us, "alert", f',"detail":{{"name":"queue_depth","depth":{depth}}}}}')
         if world.chance() < OUTAGES:
             place = SOURCES[world.below(len(SOURCES))], SERVICES[world.bits(3)]
             self._outages[place] = now_us + world.wait_us(200 * self._goal_gap_us + 5 * MINUTE)
             self._failures[place] = 0
         if world.chance() < PURGES:
             feed = self.feeds[world.below(len(self.feeds))]
-            tell(feed, now_us, "deleted", f',"detail":{{"records":{1 + world.bits(9)}}}}}')
+            add_event(feed, now_us, "deleted", f',"detail":{{"records":{1 + world.bits(9)}}}}}')
 
     # ---- a request ---------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Traffic:
             t += waited_us
         message.say(t, "quarantined", "QUARANTINED", f',"error":"{POISON_LAPSES} workers did not survive it"')
         names = f'"message_id":"{message.names.message_id}"'
-        tell(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
+        add_event(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
         return 0
 
     def _given_back(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> tuple[int, int]:
@@ -300,7 +300,7 @@ class Traffic:
         message.held(t + MS, "execution_failed", "FAILED", worker, error)
         message.say(t + MS, "dead_letter", "DEAD_LETTER", error)
         names = f'"message_id":"{message.names.message_id}"'
-        tell(message.feed, t + MS, "alert", f',"detail":{{"name":"conflict",{names}}}}}')
+        add_event(message.feed, t + MS, "alert", f',"detail":{{"name":"conflict",{names}}}}}')
         return 0
 
     # ---- attempts ----------------------------------------------------------------------------------------
@@ -326,8 +326,8 @@ class Traffic:
             ends_us = self.now_us + BREAKER_OPEN_US
             self._broken_until_us[place] = ends_us
             failures = f',"service":"{service}","detail":{{"failures":{BREAKER_FAILURES}}}}}'
-            tell(message.feed, self.now_us, "breaker_opened", failures)
-            tell(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
+            add_event(message.feed, self.now_us, "breaker_opened", failures)
+            add_event(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
 
     def _work(
         self,
@@ -484,7 +484,7 @@ class Traffic:
             heapq.heappush(self._agenda, Due(due_us, self._order, goal, message.names.message_id, agent))
 
 
-def tell(feed: GeneratedSource, ts_us: int, kind: str, rest: str) -> None:
+def add_event(feed: GeneratedSource, ts_us: int, kind: str, rest: str) -> None:
     """An event that is about no message."""
-    told = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
-    feed.put((ts_us, told, rest, NOBODY, None, False))
+    fields = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
+    feed.put((ts_us, fields, rest, NOBODY, None, False))

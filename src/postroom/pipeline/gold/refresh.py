@@ -23,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline import file_index
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.ingest.bronze import with_all_columns
-from postroom.pipeline.retention import departures
+from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
@@ -86,7 +86,7 @@ class GoldRefresh:
         """The last day of which `retain` may have deleted events; empty when there is none."""
         if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER:
             return ""
-        newest_us = departures.newest_us(self._tables)
+        newest_us = deleted_numbers.newest_us(self._tables)
         return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"
 
     def _is_open(self, file: DataFile) -> bool:

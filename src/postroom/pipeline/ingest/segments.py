@@ -93,7 +93,7 @@ def ingest_id(events: Path) -> str:
     except UnicodeDecodeError:
         name = ""
     if not name:
-        raise InvalidMessage(f"{path} names no stream: put back what it said")
+        raise InvalidMessage(f"{path} names no stream: restore its content")
     return f"stream {name}"
 
 

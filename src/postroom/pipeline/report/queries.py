@@ -317,7 +317,7 @@ class ReportReader:
             return """SELECT minute_us AS moment_us, queue, sum(arrived - "left") AS change
                       FROM gold_depth GROUP BY ALL"""
         kinds = ", ".join(f"'{kind}'" for kind in _ARRIVALS)
-        return f"""WITH told AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
+        return f"""WITH states AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
                                         kind IN ({kinds}) AS arrives,
                                         lag((state = '{WAITING}')::INT) OVER (
                                             PARTITION BY message_id, source ORDER BY seq) AS waited
@@ -325,7 +325,7 @@ class ReportReader:
                                  WHERE message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL)
                    SELECT ts_us AS moment_us, queue,
                           sum(waits - coalesce(waited, CASE WHEN arrives THEN 0 ELSE waits END)) AS change
-                   FROM told GROUP BY ALL"""
+                   FROM states GROUP BY ALL"""
 
     def _held(self, rows: list[dict[str, Any]]) -> Times:
         """The peak of every column from the first change on. A depth lasts until the next change."""

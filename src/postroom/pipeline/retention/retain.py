@@ -27,7 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.retention import departures
+from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import MAINTENANCE, DataFile, Staged, Tables, Txn, path_below, rows_of
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
@@ -238,21 +238,23 @@ class RetentionJob:
         deletion = self._find("silver_events", expired)
         if not deletion.rows:
             return
-        base = self._tables.version(departures.TABLE)
-        self._progress(f"{departures.TABLE}: the numbers of {deletion.rows:,} events")
+        base = self._tables.version(deleted_numbers.TABLE)
+        self._progress(f"{deleted_numbers.TABLE}: the numbers of {deletion.rows:,} events")
         events, _ = self._split("silver_events", expired, deletion.files)
-        runs = departures.deleted_runs(events)
-        if self._tables.exists(departures.TABLE):
-            runs = runs.unionByName(self._tables.read(self._spark, departures.TABLE))
-        all_runs = departures.merged(runs).persist()
+        runs = deleted_numbers.deleted_runs(events)
+        if self._tables.exists(deleted_numbers.TABLE):
+            runs = runs.unionByName(self._tables.read(self._spark, deleted_numbers.TABLE))
+        all_runs = deleted_numbers.merged(runs).persist()
         try:
-            staged = self._tables.stage(departures.TABLE, all_runs)
+            staged = self._tables.stage(deleted_numbers.TABLE, all_runs)
             if staged.rows != all_runs.count():
-                raise Unavailable(f"not all of {departures.TABLE} was written: nothing was deleted")
+                raise Unavailable(f"not all of {deleted_numbers.TABLE} was written: nothing was deleted")
         finally:
             all_runs.unpersist()
-        self._tables.commit(departures.TABLE, staged, self._tables.files(departures.TABLE), base=base)
-        self._tables.vacuum(departures.TABLE)
+        self._tables.commit(
+            deleted_numbers.TABLE, staged, self._tables.files(deleted_numbers.TABLE), base=base
+        )
+        self._tables.vacuum(deleted_numbers.TABLE)
 
     def _retain(self, name: str, expired: DataFrame, *, dry_run: bool) -> Retained:
         base = self._tables.version(name)
@@ -294,7 +296,7 @@ class RetentionJob:
         if name.endswith("_events"):
             alone = F.coalesce(is_expired_event(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
             go, stay = go.unionByName(rows.where(alone)), stay.where(~alone)
-        if name == "bronze_events" and self._tables.exists(departures.TABLE):
+        if name == "bronze_events" and self._tables.exists(deleted_numbers.TABLE):
             again = self._redelivered(stay)
             numbers = ["source", "seq", "message_id"]
             go = go.unionByName(stay.join(again, numbers, "left_semi"))
@@ -305,7 +307,7 @@ class RetentionJob:
         """Grain: source, seq and message_id of deleted events that were delivered to bronze again."""
         messages = self._tables.read(self._spark, DECIDES).select("message_id")
         unknown = rows.where("message_id IS NOT NULL").join(messages, "message_id", "left_anti")
-        left = departures.deleted_among(unknown, self._tables.read(self._spark, departures.TABLE))
+        left = deleted_numbers.deleted_among(unknown, self._tables.read(self._spark, deleted_numbers.TABLE))
         return (
             unknown.select("source", "seq", "message_id")
             .distinct()

@@ -18,7 +18,7 @@ from postroom.core.redaction import Level
 from postroom.pipeline import file_index
 from postroom.pipeline.file_groups import FILE_GROUP, file_group
 from postroom.pipeline.ingest import bronze, redaction
-from postroom.pipeline.retention import departures
+from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
 from postroom.pipeline.silver.joins import with_join_hint
@@ -129,12 +129,12 @@ class SilverRefresh:
 
     def _without_deleted(self, rows: DataFrame, added: list[DataFile]) -> DataFrame:
         """New events without those that `retain` deleted before: old segments may be delivered again."""
-        newest_us = departures.newest_us(self._tables)
+        newest_us = deleted_numbers.newest_us(self._tables)
         oldest_us = (file_index.extent(added, "ts_us") or (-1, -1))[0]
         if newest_us < oldest_us:
             return rows
         old = rows.where(F.col("ts_us") <= newest_us)
-        left = departures.deleted_among(old, self._tables.read(self._spark, departures.TABLE))
+        left = deleted_numbers.deleted_among(old, self._tables.read(self._spark, deleted_numbers.TABLE))
         if self._tables.exists(self._name):  # a killed `retain` has recorded events that are still there
             there = self._tables.read(self._spark, self._name).where(F.col("ts_us") <= newest_us)
             left = left.join(there.select("source", "seq"), ["source", "seq"], "left_anti")

@@ -94,9 +94,9 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
 
     The wide rows are not shuffled, unless there are so many repeats that they are not `few`.
     """
-    said = with_join_hint(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
-    again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
-    return events.join(said, again, "left_anti")
+    repeats = with_join_hint(repeated.select(F.col("event_id").alias("repeated_id"), "kept"), few=few)
+    is_repeat = (F.col("event_id") == F.col("repeated_id")) & ~F.col("row").eqNullSafe(F.col("kept"))
+    return events.join(repeats, is_repeat, "left_anti")
 
 
 def lacks_names() -> "Column":

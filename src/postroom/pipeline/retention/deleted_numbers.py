@@ -60,11 +60,11 @@ def deleted_among(events: DataFrame, runs: DataFrame) -> DataFrame:
     it.
     """
     nothing = F.lit(None).cast("bigint")
-    asked = events.select("source", "seq", nothing.alias("reaches")).distinct()
+    numbers = events.select("source", "seq", nothing.alias("reaches")).distinct()
     left = runs.where("message IS NULL").select(
         "source", F.col("first_seq").alias("seq"), F.col("last_seq").alias("reaches")
     )
-    both = asked.unionByName(left).withColumn("block", F.floor(F.col("seq") / F.lit(BLOCK)))
+    both = numbers.unionByName(left).withColumn("block", F.floor(F.col("seq") / F.lit(BLOCK)))
     in_order = Window.partitionBy("source", "block").orderBy("seq", F.col("reaches").desc_nulls_last())
     reached = F.max("reaches").over(in_order.rowsBetween(Window.unboundedPreceding, 0))
     found = both.withColumn("reached", reached).where("reaches IS NULL AND reached >= seq")
@@ -124,9 +124,9 @@ def holes_between(runs: DataFrame) -> DataFrame:
     )
 
 
-def returned(departed: DataFrame) -> DataFrame:
+def returned(recorded: DataFrame) -> DataFrame:
     """Grain: source and message hash of messages whose first events were deleted."""
-    return departed.where("message IS NOT NULL").select("source", "message").distinct()
+    return recorded.where("message IS NOT NULL").select("source", "message").distinct()
 
 
 def _unfinished(events: DataFrame) -> DataFrame:
