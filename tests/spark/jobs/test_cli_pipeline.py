@@ -183,7 +183,7 @@ def test_a_damaged_or_missing_table_is_named_in_one_sentence(
     for words in (report, ("status", "--tables", tables), ("tables", "--tables", tables)):
         last = commands(*words).stderr.splitlines()[-1]
         assert last.startswith("postroom: table gold_cost cannot be read: ")
-        assert last.endswith("; delete its folder, and `postroom pipeline run` makes it anew")
+        assert last.endswith("; delete its folder, and `postroom pipeline run` rebuilds it")
     shutil.rmtree(tables / "gold_cost")
     shutil.rmtree(tables / "silver_events")
     last = commands(*report).stderr.splitlines()[-1]

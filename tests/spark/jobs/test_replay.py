@@ -65,9 +65,7 @@ def said_in(url: str, agent: str = "agent-1") -> list[int]:
         return [task.payload["n"] for task in tasks.claim(agent=agent, limit=100)]
 
 
-def test_messages_come_again_in_order_from_the_encrypted_field(
-    spark: SparkSession, past: Past, tmp_path: Path
-) -> None:
+def test_replay_reads_encrypted_payloads_in_order(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
     wanted = ReplayRequest(where="queue = 'agent-1'", to=url, key_file=past.keys)
     found = replay(spark, past.sealed, wanted)
@@ -77,9 +75,7 @@ def test_messages_come_again_in_order_from_the_encrypted_field(
     assert said_in(url) == list(range(1, MESSAGES, 3))
 
 
-def test_messages_come_again_from_the_store_that_has_them(
-    spark: SparkSession, past: Past, tmp_path: Path
-) -> None:
+def test_replay_reads_payloads_from_the_store(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
     wanted = ReplayRequest(where="type = 'issue'", to=url, store=past.store, rate=500.0)
     assert replay(spark, past.redacted, wanted).submitted == MESSAGES
@@ -107,7 +103,7 @@ def with_column(spark: SparkSession, past: Past, folder: Path, name: str, value:
     return tables
 
 
-def test_a_message_that_no_queue_can_take_is_refused_and_the_others_go_on(
+def test_an_unfit_message_is_refused_and_the_others_are_submitted(
     spark: SparkSession, past: Past, commands: Commands, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
@@ -172,7 +168,7 @@ def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: P
     assert replay(spark, past.redacted, wanted).selected == expected
 
 
-def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_in_one_sentence(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
         replay(spark, past.redacted, ReplayRequest(where="nobody = 1", to=url, store=past.store))

@@ -113,7 +113,7 @@ def whole(spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.Tem
     return Pass(policy, now_us, gone, before, counted, job.run(), tables, archive)
 
 
-def test_messages_leave_as_a_whole(whole: Pass) -> None:
+def test_messages_are_deleted_as_a_whole(whole: Pass) -> None:
     for rule in ("org_days", "failures_days", "held_orgs", "held_goals"):
         names = set(Policy.__struct_fields__) - {rule}
         other = Policy(**{name: getattr(whole.policy, name) for name in names})
@@ -205,7 +205,7 @@ def of_days(rows: Rows, last: str) -> Rows:
     return Counter({row: n for row, n in rows.items() if json.loads(row)["day"] <= last})
 
 
-def test_gold_leaves_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
+def test_gold_is_deleted_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
     before = rows_of(tables, "gold_throughput")
     days = sorted({json.loads(row)["day"] for row in before})
@@ -244,7 +244,7 @@ def test_nothing_is_deleted_when_the_counts_do_not_match(
     assert kept_rows(tables) == whole.before
 
 
-def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, whole: Pass) -> None:
+def test_retain_is_refused_while_silver_is_behind(spark: SparkSession, tables: Tables, whole: Pass) -> None:
     rows = tables.read(spark, "bronze_events").limit(1)
     tables.append("bronze_events", rows, partition_by=bronze.PARTITIONS)
     with pytest.raises(Unavailable, match="silver_events has not seen all of bronze_events"):
@@ -260,7 +260,7 @@ class Stopping(Tables):
         super().commit(name, staged, removed, **how)
 
 
-def test_a_pass_that_ended_early_is_simply_run_again(
+def test_a_killed_pass_can_be_run_again(
     spark: SparkSession, tables: Tables, whole: Pass, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -282,7 +282,7 @@ def checked(spark: SparkSession, tables: Tables) -> set[ViolationSample]:
     return set(check_tables(spark, tables).samples)
 
 
-def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
+def test_after_each_pass_the_checker_gives_the_same_result_for_the_rest(
     spark: SparkSession, tables_of: TablesOf, tmp_path: Path
 ) -> None:
     """Also where numbers never came in: that is still told, and told once."""
@@ -298,7 +298,7 @@ def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
     assert {one.rule for one in before if one.message_id == ""} == {"gap"}
 
 
-def test_a_later_pass_notes_only_what_is_new(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
+def test_a_later_pass_records_only_new_numbers(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
     RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert tables.version(deleted_numbers.TABLE) == 0
@@ -315,7 +315,9 @@ def test_the_command_finds_nothing_missing(commands: Commands, whole: Pass) -> N
     assert (done.code, done.stdout) == (0, ""), done.stderr
 
 
-def test_the_command_counts_what_would_leave(tables_of: TablesOf, commands: Commands, tmp_path: Path) -> None:
+def test_the_command_counts_the_rows_to_delete(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
     """`make crash` kills it; here it only counts, by every kind of rule."""
     _, tables = tables_of()
     messages = messages_of(tables)

@@ -168,7 +168,7 @@ def test_bounds_narrow_what_is_read() -> None:
     assert condition_of(EqualTo(("detail", "inner"), "x")) is None
 
 
-def test_only_the_columns_that_are_asked_for_are_made(session: SparkSession, places: dict[str, Path]) -> None:
+def test_only_requested_columns_are_computed(session: SparkSession, places: dict[str, Path]) -> None:
     reader = session.read.format("postroom").options(kind="bus", path=str(places["bus"]))
     found = reader.schema("message_id string, seq bigint").load()
     assert found.columns == ["message_id", "seq"]

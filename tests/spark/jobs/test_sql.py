@@ -113,7 +113,7 @@ def test_a_query_with_too_many_parts_is_refused(spark: SparkSession, monkeypatch
         queries.checked(spark, "SELECT " + ", ".join(map(str, range(200))), NO_TABLES)
 
 
-def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark: SparkSession) -> None:
+def test_a_query_opens_only_the_tables_that_it_names(spark: SparkSession) -> None:
     names = ("gold_sla", "silver_spans")
     for query, opened in {
         "SELECT count(*) FROM Gold_SLA": {"gold_sla"},

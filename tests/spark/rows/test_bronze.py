@@ -83,7 +83,7 @@ def test_events_of_older_and_newer_versions_are_read(story: Story) -> None:
     ]
 
 
-def test_a_segment_is_taken_once_whoever_takes_it(story: Story) -> None:
+def test_a_segment_is_ingested_once_by_run_or_stream(story: Story) -> None:
     """A stream, then a run, then the stream again."""
     first, second, third, *_ = story.chapters
     assert (story.second.segments, story.second.lines, story.second.rejects) == (1, 5, 1)

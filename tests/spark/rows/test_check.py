@@ -99,7 +99,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
 
 
 @pytest.mark.parametrize("faults", [True, False])
-def test_small_tables_are_judged_without_spark_as_by_spark(
+def test_small_tables_are_checked_without_spark_with_the_same_result(
     spark: SparkSession, tables_of: TablesOf, faults: bool
 ) -> None:
     _, tables = tables_of(faults=faults)
@@ -108,7 +108,7 @@ def test_small_tables_are_judged_without_spark_as_by_spark(
     assert check_small(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
 
 
-def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
+def test_large_tables_and_tables_with_deletions_are_checked_by_spark(
     spark: SparkSession,
     tables_of: TablesOf,
     commands: Commands,
@@ -185,7 +185,7 @@ def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
     return events
 
 
-def test_of_made_up_lives_it_says_the_same_too(spark: SparkSession, tmp_path: Path) -> None:
+def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSession, tmp_path: Path) -> None:
     """Hundreds of sources, each a small history of its own, in one job."""
     rng = random.Random(20)
     histories = [made_up(f"s{n:03}", rng) for n in range(600)]
@@ -261,7 +261,7 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     assert check(whole, whole, left).samples == found.samples
 
 
-def test_a_message_that_left_and_comes_back_is_not_taken_for_one_that_nobody_accepted(
+def test_a_deleted_message_with_later_events_is_not_reported_as_unknown(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """It waited for longer than it was kept, or somebody sent it again, or its lease lapsed late."""
@@ -285,7 +285,7 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
     assert check(rows, rows, left).counts == {"lost": 1}
 
 
-def test_runs_of_numbers_become_one_and_end_with_their_block(
+def test_ranges_of_numbers_are_merged_within_their_block(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deleted_numbers, "BLOCK", 8)

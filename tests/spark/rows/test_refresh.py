@@ -98,7 +98,7 @@ def followed(refresh: GoldRefresh, version: int, held: ExitStack) -> Replacement
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("way", WAY)
-def test_a_change_gives_what_is_made_anew(
+def test_an_update_gives_the_same_rows_as_a_rebuild(
     spark: SparkSession, given: Input, tmp_path: Path, way: str, is_there: bool
 ) -> None:
     tables = given.copied_to(tmp_path)
@@ -187,9 +187,7 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
     assert found == {0: 1, 1: 2, 2: 8, 3: 4}
 
 
-def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_rebuilding_hours_reads_only_files_of_those_hours(spark: SparkSession, tmp_path: Path) -> None:
     tables = Tables(tmp_path)
     read: list[str] = []
 
@@ -226,7 +224,7 @@ def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
     assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]
 
 
-def test_of_too_many_hours_whole_days_are_made_anew(
+def test_whole_days_are_rebuilt_if_too_many_hours_change(
     spark: SparkSession, given: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = given.copied_to(tmp_path)
@@ -242,7 +240,7 @@ def test_of_too_many_hours_whole_days_are_made_anew(
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
 
 
-def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
+def test_a_scattered_change_rewrites_only_the_files_that_it_affects(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """Two files of every hour, and one of no hour: one row changes, and later another one of no hour."""

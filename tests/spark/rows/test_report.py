@@ -144,7 +144,7 @@ def assert_stands_alone(text: str) -> None:
     assert POLICY.startswith("default-src 'none'")
 
 
-def test_what_an_enemy_chose_stays_text() -> None:
+def test_hostile_values_stay_text() -> None:
     text = page(hostile())
     assert_stands_alone(text)
     assert "\x00" not in text
@@ -225,7 +225,7 @@ def drawn(
     return folder, out, goals, known[0]
 
 
-def test_the_report_says_what_the_oracle_says(drawn: tuple[Path, Path, Path, ReportFacts]) -> None:
+def test_the_report_matches_the_oracle(drawn: tuple[Path, Path, Path, ReportFacts]) -> None:
     folder, out, _, facts = drawn
     text = out.read_text()
     assert_stands_alone(text)
@@ -289,7 +289,7 @@ def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Report
     assert len(file["profiles"]) > len(facts.goals)
 
 
-def test_the_width_of_a_flame_is_the_sum_of_what_is_below_it() -> None:
+def test_the_width_of_a_flame_is_the_sum_of_its_children() -> None:
     profile = Profile("g", [(("a",), 5), (("a", "b"), 7), (("a", "b", "c"), 1), (("d",), 2)])
     root = tree(profile)
     assert (root.total_us, root.below["a"].total_us, root.below["a"].own_us) == (15, 13, 5)
@@ -309,7 +309,7 @@ def test_the_report_is_drawn_without_java(
     assert_stands_alone(out.read_text())
 
 
-def test_the_report_says_what_spark_says_of_the_same_tables(
+def test_the_report_matches_spark_on_the_same_tables(
     spark: SparkSession, drawn: tuple[Path, Path, Path, ReportFacts], tables_of: TablesOf
 ) -> None:
     """The page is drawn from what DuckDB reads of them."""
@@ -476,7 +476,7 @@ def test_priorities_are_explained_before_they_are_named(short: ReportFacts) -> N
     assert "are priorities" not in page(short._replace(latency={}, sla={}))
 
 
-def test_hours_whose_events_have_left_are_drawn_from_gold(
+def test_hours_whose_events_were_deleted_are_drawn_from_gold(
     tables_of: TablesOf, spark: SparkSession, tmp_path: Path
 ) -> None:
     tables = Tables(tmp_path / "tables")
@@ -541,7 +541,7 @@ def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
         assert edges[-1][1] <= width
 
 
-def test_what_has_no_name_is_said_in_words() -> None:
+def test_missing_names_are_shown_in_words() -> None:
     pattern = hostile("x").patterns[0]._replace(error_type="", orgs=0, types=())
     facts = hostile("x")._replace(patterns=[pattern])
     said = [one.text for one in findings(facts)]
@@ -630,7 +630,7 @@ def test_a_narrow_window_shows_the_whole_of_every_plot_over_time(tmp_path: Path)
     assert scrolled <= 500
 
 
-def test_a_browser_runs_nothing_that_an_enemy_chose(tmp_path: Path) -> None:
+def test_a_browser_runs_no_hostile_value(tmp_path: Path) -> None:
     out = tmp_path / "hostile.html"
     out.write_text(page(hostile()))
     dom = browse(tmp_path, out, "--dump-dom").decode()

@@ -81,7 +81,9 @@ def cut(folder: Path, number: int) -> bytes:
         (5, "segment 5 is cut short or missing and waited for"),
     ],
 )
-def test_one_that_is_still_being_copied_is_waited_for(chained: Path, short: int, sentence: str) -> None:
+def test_later_segments_wait_for_one_that_is_still_being_copied(
+    chained: Path, short: int, sentence: str
+) -> None:
     whole = cut(chained, short)
     turn = pending_segments(chained, NONE)
     before, behind = list(range(1, short)), list(range(short + 1, SEGMENTS + 1))
@@ -99,7 +101,7 @@ def test_one_that_is_still_being_copied_is_waited_for(chained: Path, short: int,
     assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
 
 
-def test_all_that_follows_on_is_ready(tmp_path: Path) -> None:
+def test_consecutive_segments_are_ready(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 3)
     assert told(pending_segments(folder, NONE)) == ([1, 2, 3], [], [])
     assert told(pending_segments(folder, 2)) == ([3], [], [])
@@ -153,7 +155,7 @@ def test_a_gap_reads_as_a_person_says_it() -> None:
     assert [str(Gap(3, 3)), str(Gap(3, 5))] == ["3", "3 to 5"]
 
 
-def test_one_that_the_chain_does_not_know_is_waited_for_until_it_is_what_its_name_promises(
+def test_a_segment_outside_the_chain_has_to_match_its_hash(
     chained: Path,
 ) -> None:
     """A folder is copied, and its chain comes last."""
@@ -179,7 +181,7 @@ def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\n", b"\xff\xfe"])
-def test_a_name_that_is_none_is_no_other_stream(tmp_path: Path, said: bytes) -> None:
+def test_an_empty_stream_name_is_refused(tmp_path: Path, said: bytes) -> None:
     (tmp_path / STREAM).write_bytes(said)
     with pytest.raises(InvalidMessage, match="names no stream"):
         ingest_id(tmp_path)

@@ -184,7 +184,7 @@ def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_
 
 
 @pytest.mark.parametrize(("few", "join"), [(True, "BroadcastHashJoin"), (False, "SortMergeJoin")])
-def test_a_join_goes_by_what_is_known_and_not_by_the_size_of_files(
+def test_the_join_strategy_depends_on_row_counts_and_not_on_file_sizes(
     spark: SparkSession, tables_of: TablesOf, few: bool, join: str
 ) -> None:
     """These are small, and Spark by itself would send them in either case."""

@@ -68,7 +68,7 @@ class Growing:
         return sorted(tuple(row[name] for name in names) for row in records(self.tables, SPANS))
 
 
-def test_places_do_not_depend_on_when_messages_come(spark: SparkSession, tmp_path: Path) -> None:
+def test_places_do_not_depend_on_the_order_of_messages(spark: SparkSession, tmp_path: Path) -> None:
     growing, whole = Growing(spark, tmp_path / "growing"), Growing(spark, tmp_path / "whole")
     rounds = [together(at) for at in range(max(map(len, BATCHES.values())))]
     for batch in rounds:
