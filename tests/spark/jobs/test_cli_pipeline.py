@@ -88,7 +88,7 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
     assert (done.code, row["behind"], row["missing"]) == (0, 3, [[2, 2]])
     assert done.stderr.splitlines() == [
         f"postroom: warning: there are no tables in {tmp_path / 'tables'}",
-        "postroom: segment 2 is missing, and 2 behind 2 wait for it",
+        "postroom: segment 2 is missing, and 2 later segments wait for it",
     ]
 
 

@@ -37,8 +37,8 @@ def numbers(found: list[Segment]) -> list[int]:
     return [segment.number for segment in found]
 
 
-def told(turn: PendingSegments) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    return numbers(turn.ready), numbers(turn.waiting), [(gap.first, gap.last) for gap in turn.gaps]
+def told(pending: PendingSegments) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    return numbers(pending.ready), numbers(pending.waiting), [(gap.first, gap.last) for gap in pending.gaps]
 
 
 def seal_one(sink: SegmentSink, seq: int) -> None:
@@ -76,18 +76,18 @@ def cut(folder: Path, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("short", "sentence"),
     [
-        (1, "segment 1 is cut short or missing, and 4 behind 1 wait for it"),
-        (3, "segment 3 is cut short or missing, and 2 behind 3 wait for it"),
-        (5, "segment 5 is cut short or missing and waited for"),
+        (1, "segment 1 is truncated or missing, and 4 later segments wait for it"),
+        (3, "segment 3 is truncated or missing, and 2 later segments wait for it"),
+        (5, "segment 5 is truncated or missing and waited for"),
     ],
 )
 def test_later_segments_wait_for_one_that_is_still_being_copied(
     chained: Path, short: int, sentence: str
 ) -> None:
     whole = cut(chained, short)
-    turn = pending_segments(chained, NONE)
+    pending = pending_segments(chained, NONE)
     before, behind = list(range(1, short)), list(range(short + 1, SEGMENTS + 1))
-    assert (*told(turn), turn.sentence()) == (before, behind, [(short, short)], sentence)
+    assert (*told(pending), pending.sentence()) == (before, behind, [(short, short)], sentence)
     assert told(pending_segments(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
     assert told(pending_segments(chained, short)) == (
         behind,
@@ -96,7 +96,7 @@ def test_later_segments_wait_for_one_that_is_still_being_copied(
     )  # it was taken, and shall not come again
     given_up = pending_segments(chained, NONE, skip_missing=True)
     assert told(given_up) == ([1, 2, 3, 4, 5], [], [(short, short)])
-    assert given_up.sentence() == f"segment {short} is cut short or missing and passed over"
+    assert given_up.sentence() == f"segment {short} is truncated or missing and skipped"
     file_of(chained, short).write_bytes(whole)
     assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
 
@@ -111,17 +111,17 @@ def test_consecutive_segments_are_ready(tmp_path: Path) -> None:
 
 def test_what_is_behind_a_missing_number_waits(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 4, 7, 8)
-    turn = pending_segments(folder, NONE)
-    assert told(turn) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
-    assert turn.sentence() == "segments 3, 5 to 6 are missing, and 3 behind 3 wait for it"
+    pending = pending_segments(folder, NONE)
+    assert told(pending) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
+    assert pending.sentence() == "segments 3, 5 to 6 are missing, and 3 later segments wait for it"
     assert told(pending_segments(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
     assert told(pending_segments(folder, 4)) == ([], [7, 8], [(5, 6)])
 
 
 def test_who_gives_them_up_gets_the_rest_and_their_numbers(tmp_path: Path) -> None:
-    turn = pending_segments(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
-    assert told(turn) == ([4, 6], [], [(3, 3), (5, 5)])
-    assert turn.sentence() == "segments 3, 5 are missing and passed over"
+    pending = pending_segments(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
+    assert told(pending) == ([4, 6], [], [(3, 3), (5, 5)])
+    assert pending.sentence() == "segments 3, 5 are missing and skipped"
 
 
 def test_a_chain_tells_with_which_number_a_folder_begins(chained: Path) -> None:

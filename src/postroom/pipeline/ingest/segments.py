@@ -62,11 +62,11 @@ class PendingSegments(NamedTuple):
         are_many = len(self.gaps) > 1 or self.gaps[0].first < self.gaps[0].last
         missing = f"segment{'s' * are_many} {', '.join(map(str, self.gaps))} {'are' if are_many else 'is'}"
         if self.short:
-            missing += " cut short or"
+            missing += " truncated or"
         if not self.waiting:
-            return f"{missing} missing and {'passed over' if self.skips_missing else 'waited for'}"
-        wait = f"{len(self.waiting)} behind {self.gaps[0].first} wait{'s' * (len(self.waiting) == 1)} for it"
-        return f"{missing} missing, and {wait}"
+            return f"{missing} missing and {'skipped' if self.skips_missing else 'waited for'}"
+        n = len(self.waiting)
+        return f"{missing} missing, and {n} later segment{'s wait' if n > 1 else ' waits'} for it"
 
 
 def sealed_segments(events: Path) -> list[Segment]:
