@@ -1,6 +1,6 @@
-"""Small stories with a known end. They are told together, in a few deliveries, because a run costs seconds.
+"""Small histories with a known result. They share a few runs, because a run takes seconds.
 
-Each has a source of its own. Most happen at `NOW_US`; the newest event of a delivery decides what is settled.
+Each has a source of its own. Most events are at `NOW_US`; the newest event of a run decides on file groups.
 """
 
 import hashlib

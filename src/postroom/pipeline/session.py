@@ -329,7 +329,7 @@ def _cause(error: Exception) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Without the code in front, and without the plan behind it."""
+    """The message of an error, without its code and without the plan that follows."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else "it does not say why"
     return (first.partition("] ")[2] or first).partition(" SQLSTATE")[0]

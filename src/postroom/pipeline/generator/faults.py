@@ -34,7 +34,7 @@ class Fault(msgspec.Struct, frozen=True):
     message_id: str
     """Empty for a gap."""
     event_ids: tuple[str, ...] = ()
-    """Of a gap."""
+    """The proof of a gap; empty for other rules."""
 
 
 class Faults:

@@ -38,7 +38,7 @@ PROMOTE_AFTER_US: Final = (0, 5_000_000, 15_000_000, 30_000_000)
 
 
 class Model(NamedTuple):
-    """What a model costs, in billionths of a dollar a token."""
+    """A model and its prices, in billionths of a dollar a token."""
 
     name: str
     in_nano: int

@@ -47,7 +47,7 @@ from postroom.pipeline.report.words import count, duration, moment, money, plura
 
 MATRIX_MAX: Final = 14  # rows, and columns
 SPARKS_MAX: Final = 48
-SUSPECTS_SHOWN: Final = 8  # the others behind a fold
+SUSPECTS_SHOWN: Final = 8  # the others are in a collapsed table
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 TEMPLATE: Final = "page.html"
 
@@ -314,7 +314,7 @@ def _errors(facts: ReportFacts) -> Sheet | None:
 
 
 class Suspects(NamedTuple):
-    """The poison suspects that are shown, and those behind a fold."""
+    """The poison suspects that are shown, and those in a collapsed table."""
 
     first: Table
     rest: Table

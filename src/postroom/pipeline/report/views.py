@@ -15,7 +15,7 @@ LOUD: Final = (1, 2, 4, 0, 3, 6, 5, 7)
 
 
 class Table(NamedTuple):
-    """A table behind a fold."""
+    """A table, collapsed by default."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
 
     name: str
     percent: float
-    """Of the largest one."""
+    """Of the largest value."""
     text: str
 
 
