@@ -1,11 +1,17 @@
 """The pipeline on a disk that is full: each command says so in one sentence, and loses nothing.
 
 `disk-pipeline`: `run`, `stream` and `retain` meet it half way, and are simply given again when there is room.
+`archive-pipeline`: so does `prepare`, and leaves nothing that a start would use; with room it makes an
+archive, which the next JVM maps.
 """
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+from postroom.pipeline import archive, warmup
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.tables import Tables
@@ -14,14 +20,24 @@ from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
 from tests.crash.pipelining import compare, finished, look, scratch
 from tests.crash.tasks import Tick
-from tests.smalldisk import filled, mounted
+from tests.smalldisk import BALLAST, filled, mounted
 from tests.spark.commands import Done, in_its_own_process
 from tests.spark.plainrows import all_rows, records
 from tests.spark.stories import BAD_LINES, write_segment
 
 MESSAGES = 1_500
 FULL = "No space left on device"
-LEFT_TO_RUN, LEFT_TO_RETAIN = 400_000, 30_000  # bytes: enough to begin
+NO_ARCHIVE = "the disk may be full"
+LEFT_TO_RUN, LEFT_TO_RETAIN, LEFT_TO_PREPARE = 400_000, 30_000, 2_000_000  # bytes: enough to begin
+START = """
+from pathlib import Path
+from postroom.pipeline.session import spark_session
+spark = spark_session("local[1]")
+mapped = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text().splitlines()
+print({line.split()[-1] for line in mapped if ".jsa" in line})
+spark.stop()
+"""
+"""Says which archives its JVM has mapped."""
 
 
 def run_full(times: int, seed: int, tick: Tick = lambda _: None) -> Tally:
@@ -68,3 +84,43 @@ def expect(code: int, done: Done, tally: Tally, sentence: str = "") -> None:
     traces = [line for line in said if "Exception" in line or "\tat " in line or "Traceback" in line]
     if done.code != code or sentence not in said[-1] or traces:
         tally.breaks(f"it ended with {done.code}, and not {code}: {done.stderr[-2000:]}")
+
+
+def make_archive(times: int, _seed: int, tick: Tick = lambda _: None) -> Tally:
+    tally = Tally()
+    with scratch() as folder:
+        prepare_without_room(folder / "disk", tally)
+        prepare_with_room(folder / "a cache", tally)
+    tick(times)
+    return tally
+
+
+def prepare_without_room(place: Path, tally: Tally) -> None:
+    with mounted(place) as disk, filled(disk, LEFT_TO_PREPARE):
+        expect(1, in_its_own_process("prepare", POSTROOM_CACHE=str(disk)), tally, NO_ARCHIVE)
+        if {path.name for path in disk.iterdir()} - {BALLAST, warmup.LOCK}:
+            tally.breaks(f"prepare left {sorted(disk.iterdir())}")
+    tally.count("full_in_prepare")
+
+
+def prepare_with_room(cache: Path, tally: Tally) -> None:
+    """In a folder whose name has a space. One of another size, as of a writer that was cut off, goes."""
+    cache.mkdir()
+    stale = cache / archive.name_of(1)
+    stale.write_bytes(b"of another size")
+    expect(0, in_its_own_process("prepare", POSTROOM_CACHE=str(cache)), tally)
+    made = [path.name for path in cache.iterdir() if path.name != warmup.LOCK]
+    mapped = subprocess.run(
+        [sys.executable, "-c", START],
+        env={**os.environ, archive.CACHE: str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    if len(made) != 1 or made[0] == stale.name or made[0] not in mapped:
+        tally.breaks(f"prepare made {made}, and a JVM maps {mapped}")
+    again = in_its_own_process("prepare", "--json", POSTROOM_CACHE=str(cache))
+    expect(0, again, tally)
+    if '"is_new":false' not in again.stdout:
+        tally.breaks(f"a second prepare said {again.stdout}")
+    tally.acknowledged += 1

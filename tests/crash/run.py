@@ -88,6 +88,7 @@ PIPELINE_RUNS: dict[str, Run] = {
     "skew-pipeline": _from_module("run_skewed"),
     "declarative-pipeline": _from_module("run_declared"),
     "disk-pipeline": _from_module("run_full", "pipelinedisk"),
+    "archive-pipeline": _from_module("make_archive", "pipelinedisk"),
 }
 ATTACK_RUNS: dict[str, Run] = {
     "attack-http": _from_module("run", "attack_http"),

@@ -7,7 +7,6 @@ Rule 2: a local master listens on loopback only. A cluster decides on its own ad
 import logging
 import os
 import re
-import shutil
 import socket
 import sys
 import warnings
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from postroom.errors import InvalidMessage, InvalidSetting, Unavailable
+from postroom.pipeline.archive import find_java, using_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,7 +178,7 @@ def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) ->
     if not master.startswith("local"):
         return {**SETTINGS, MEMORY: CLUSTER_DRIVER_MEMORY, **conf}
     os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}"
+    options = f"{SETTINGS[DRIVER_OPTIONS]}{_huge_pages()}{using_archive()}"
     own = {MEMORY: f"{_memory_gib()}g", DRIVER_OPTIONS: options}
     if is_small:
         own |= {**SMALL_SETTINGS, DRIVER_OPTIONS: options + QUICK_COMPILER}
@@ -259,15 +259,8 @@ def _need_server(remote: str) -> None:
         ) from None
 
 
-def _find_java() -> Path | None:
-    """The Java that Spark starts."""
-    own = os.environ.get("JAVA_HOME")
-    java = shutil.which("java", path=f"{own}/bin" if own else None)
-    return None if java is None else Path(java)
-
-
 def _need_java() -> None:
-    if _find_java() is None:
+    if find_java() is None:
         home = os.environ.get("JAVA_HOME")
         where = f"there is none in JAVA_HOME={home}" if home else "there is none on the PATH"
         raise InvalidSetting(f"the pipeline needs Java 17 or 21, and {where}: install it, or set JAVA_HOME")

@@ -222,5 +222,5 @@ def test_help_does_not_import_spark() -> None:
 
 
 def test_the_commands_are_those_that_are_promised() -> None:
-    promised = "run stream backfill status tables sql retain replay report check generate"
+    promised = "run stream backfill status tables sql retain replay report check generate prepare"
     assert set(pipeline.commands) == set(promised.split())
