@@ -19,32 +19,24 @@ GROUP_MAX = 256  # callers whose work goes into one commit
 LOOK_AGAIN_S = 0.05  # the longest wait for a wake-up that never comes
 
 
-def new_wake() -> threading.Lock:
-    """A lock that is held."""
-    wake = threading.Lock()
-    wake.acquire()
-    return wake
-
-
 class Job(Generic[T]):
     """The work of one caller, and its outcome."""
 
     __slots__ = ("error", "finished", "makes_room", "result", "sealed", "wake", "work")
 
-    def __init__(
-        self, work: Callable[[Transaction], T], makes_room: bool, wake: "threading.Lock | None" = None
-    ) -> None:
+    def __init__(self, work: Callable[[Transaction], T], makes_room: bool) -> None:
         self.work = work
         self.makes_room = makes_room
         self.sealed = False
-        """Whether its commit has begun: from then on it must not run again."""
+        """Whether its commit has begun: from then on the work must not run again."""
         self.finished = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.wake = new_wake() if wake is None else wake
-        """Held while there is nothing to wake up for. Jobs of one caller share it."""
+        self.wake = threading.Lock()
+        """Held while there is nothing to wake up for."""
+        self.wake.acquire()
 
-    def run(self, transaction: Transaction, fatal: type[Exception]) -> bool:
+    def run(self, transaction: Transaction, fatal: tuple[type[Exception], ...]) -> bool:
         """Do the work; False when it failed after a change. A `fatal` error ends the whole commit."""
         changes = transaction.changes
         self.error = None
@@ -93,25 +85,21 @@ class GroupCommit:
         self.leading = threading.Lock()
         self.pending: deque[Job[Any]] = deque()
 
-    def submit(self, *jobs: Job[Any]) -> None:
-        """Wait until the jobs are committed or have failed."""
-        self.pending.extend(jobs)
+    def submit(self, job: Job[T]) -> T:
+        """Wait until the job is committed or has failed, and return its result or raise its error."""
+        self.pending.append(job)
         try:
-            for job in jobs:
-                self._wait_for(job)
+            while not job.finished:
+                if self.leading.locked():
+                    job.wake.acquire(timeout=LOOK_AGAIN_S)
+                    continue
+                with self.leading:
+                    if not job.finished:
+                        self._lead()
+                self.wake_next()
         finally:
-            for job in jobs:
-                job.finished = True  # after an interrupt, no other thread may do the work
-
-    def _wait_for(self, job: Job[Any]) -> None:
-        while not job.finished:
-            if self.leading.locked():
-                job.wake.acquire(timeout=LOOK_AGAIN_S)
-                continue
-            with self.leading:
-                if not job.finished:
-                    self._lead()
-            self.wake_next()
+            job.finished = True  # after an interrupt, no other thread may do the work
+        return job.outcome()
 
     def wake_next(self) -> None:
         """Hand leadership to a waiting caller."""

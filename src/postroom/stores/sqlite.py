@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +23,7 @@ from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.disk_reserve import DiskReserve
-from postroom.stores.group_commit import GroupCommit, Job, new_wake
+from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, ask
 from postroom.stores.sqlite_file import (
     BUSY_TIMEOUT_S,
@@ -55,6 +55,8 @@ _log = logging.getLogger("postroom.store")
 class SqliteStore(Store):
     """Records in `path`. Beside it are a lock, a disk reserve, and SQLite's own WAL files."""
 
+    fatal_errors = (apsw.Error,)
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -81,6 +83,7 @@ class SqliteStore(Store):
         """SQLite's data version after our last commit. Another one: other processes have written."""
         self._settled = False
         """Whether `_known` is what the file says, other processes' commits aside."""
+        self._transaction: SqliteTransaction | None = None
         self._wal_fd = -1
         self._look_at_wal = 0
         self._dead = False
@@ -111,17 +114,7 @@ class SqliteStore(Store):
                         return self._write_alone(work, cursor)
                     except apsw.FullError:  # nothing was committed; the group knows what to do
                         pass
-        job = Job(work, makes_room)
-        group.submit(job)
-        return job.outcome()
-
-    def write_many(
-        self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False
-    ) -> list[Any]:
-        wake = new_wake()
-        jobs = [Job(work, makes_room, wake) for work in works]
-        self._group.submit(*jobs)
-        return [job.result if job.error is None else job.error for job in jobs]
+        return group.submit(Job(work, makes_room))
 
     def _write_alone(self, work: Callable[[Transaction], T], cursor: apsw.Cursor) -> T:
         """The commit of a single caller, without a job."""
@@ -140,17 +133,19 @@ class SqliteStore(Store):
         return result
 
     def _begin(self, cursor: apsw.Cursor) -> SqliteTransaction:
-        connection = cursor.connection
+        connection, clock, now = cursor.connection, self._clock, time.monotonic()
         if connection.in_transaction:  # an interrupt came before the end of the last one
+            self._settled = False
             cursor.execute("ROLLBACK")
         cursor.execute("BEGIN IMMEDIATE")
-        now = time.monotonic()
         if now >= self._look_at_file:
             self._check_file(now)
         if not self._settled or connection.data_version() != self._version:
             self._catch_up(cursor)
-        clock = self._clock
-        return SqliteTransaction(self._known, cursor, self._offset_ns + clock.boot_ns(), clock.wall_us())
+        now_ns = self._offset_ns + clock.boot_ns()
+        transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        self._transaction = transaction
+        return transaction
 
     def _check_file(self, now: float) -> None:
         """Check that the path still names the open file: what is written to another one would be lost."""
@@ -168,10 +163,8 @@ class SqliteStore(Store):
     def _catch_up(self, cursor: apsw.Cursor) -> None:
         """Count what other processes committed."""
         with self._translated():
-            if not self._settled or self._known.must_start_again(cursor):
-                self._known.start_again(cursor)
-            self._settled = False  # an interrupt below would count a row twice
-            self._known.catch_up(cursor)
+            from_start, self._settled = not self._settled, False  # after an interrupt, start again
+            self._known.catch_up(cursor, from_start=from_start)
             self._settled = True
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
@@ -234,7 +227,7 @@ class SqliteStore(Store):
         cursor = self._cursor or self._open()
         transaction = self._begin(cursor)
         for job in jobs:
-            if not job.finished and not job.run(transaction, apsw.Error):
+            if not job.finished and not job.run(transaction, self.fatal_errors):
                 job.finish()
                 return None
         for job in jobs:
@@ -283,6 +276,8 @@ class SqliteStore(Store):
         """End the transaction, whatever happened, and release the lock."""
         try:
             if self._writer is not None and self._writer.in_transaction:
+                if self._transaction is None or self._transaction.changes:
+                    self._settled = False  # what is known includes changes that are rolled back now
                 self._writer.execute("ROLLBACK")
         except apsw.Error:  # the connection cannot be used any more
             self._drop()

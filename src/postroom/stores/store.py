@@ -11,6 +11,10 @@ from postroom.stores.transaction import Transaction
 T = TypeVar("T")
 
 
+class _ChangedAndFailedError(Exception):
+    """A work of several failed after a change, so that the commit cannot keep the others."""
+
+
 class Store(ABC):
     """A place for records. Threads may share it, and a forked child may go on using it."""
 
@@ -19,6 +23,8 @@ class Store(ABC):
     """Why nothing is written at present; empty when all is well."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit."""
+    fatal_errors: tuple[type[Exception], ...] = ()
+    """Errors of the backend itself: they end a commit, whoever's work they came from."""
 
     @abstractmethod
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
@@ -30,11 +36,32 @@ class Store(ABC):
     def write_many(
         self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False
     ) -> list[Any]:
-        """Run the work of many callers, as far as possible in one commit.
+        """Run the work of many callers, if possible in one commit.
 
-        Returns the result of each, or the error that it raised. One that fails does not affect the others.
+        Returns the result of each work, or the error that it raised. A work that fails does not affect the
+        others: when it fails after a change, the commit is rolled back and each work is committed alone.
         """
-        return [self._outcome(work, makes_room) for work in works]
+
+        def run_all(transaction: Transaction) -> list[Any]:
+            return [self._run_one(work, transaction) for work in works]
+
+        try:
+            return self.write(run_all, makes_room=makes_room)
+        except _ChangedAndFailedError:
+            return [self._outcome(work, makes_room) for work in works]
+        except Exception as error:  # noqa: BLE001 - the commit failed for all
+            return [error] * len(works)
+
+    def _run_one(self, work: Callable[[Transaction], Any], transaction: Transaction) -> Any:
+        changes = transaction.changes
+        try:
+            return work(transaction)
+        except self.fatal_errors:
+            raise
+        except Exception as error:
+            if transaction.changes != changes:
+                raise _ChangedAndFailedError from error
+            return error
 
     def _outcome(self, work: Callable[[Transaction], Any], makes_room: bool) -> Any:
         try:
