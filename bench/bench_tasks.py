@@ -49,9 +49,12 @@ from figures import (
 
 from postroom import Tasks
 from postroom.contracts.task_operations import NewTask
-from postroom.message import Durability
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.message import Durability, Envelope, State
 from postroom.runtime.agents import Identity
 from postroom.runtime.writer import Writer
+from postroom.stores.sqlite import SqliteStore
+from postroom.stores.transaction import Claim
 
 T = TypeVar("T")
 
@@ -66,6 +69,8 @@ BATCH = 50
 FILL_BATCH = 1_000
 LEASE_S = 300.0
 PATIENCE_S = 120.0
+SHORT_S = 0.001
+PROMOTE_AFTER_NS = 3_600 * 10**9  # promotion is looked at, and does not happen
 WAKE_UP_PAUSES_S = (0.005, 0.015)  # 100/s
 PROBES = 40
 NS_PER_MS, MS_PER_S = 1e6, 1e3
@@ -92,6 +97,12 @@ class Sizes:
     many_waiting: int = 1_000_000
     claims: int = 10
     claim_turns: int = 20
+    lane_claims: int = 50
+    lane_turns: int = 10
+    listed: int = 100_000
+    cancelled: int = 100
+    queues: int = 5_000
+    sweeps: int = 20
     callers: int = 100
     calls_a_caller: int = 20
     calls_alone: int = 400
@@ -113,6 +124,12 @@ SMALL = Sizes(
     many_waiting=50,
     claims=2,
     claim_turns=1,
+    lane_claims=2,
+    lane_turns=1,
+    listed=20,
+    cancelled=2,
+    queues=20,
+    sweeps=1,
     callers=4,
     calls_a_caller=2,
     calls_alone=4,
@@ -161,10 +178,13 @@ Maker = Callable[[Path], Peer]
 class Ours:
     """`Tasks`, one by one or in batches."""
 
-    def __init__(self, folder: Path, batch: int = 1, durability: Durability = "os") -> None:
+    def __init__(
+        self, folder: Path, batch: int = 1, durability: Durability = "os", *, claims_next: bool = False
+    ) -> None:
         self.tasks = Tasks.open(f"sqlite:///{folder}/queue.db", durability=durability)
         self.tasks.store.steady_ns()  # opens the file, which is not measured
         self.batch = batch
+        self.claims_next = claims_next
 
     def produce(self, count: int, until: float) -> int:
         for done in range(count):
@@ -174,6 +194,8 @@ class Ours:
         return count
 
     def consume(self, count: int, until: float) -> int:
+        if self.claims_next:
+            return self._consume_in_one_call(count, until)
         done = 0
         while done < count and time.perf_counter() < until:
             claimed = self.tasks.claim(agent=AGENT, limit=min(self.batch, count - done))
@@ -182,6 +204,14 @@ class Ours:
             else:
                 self.tasks.complete_many((task.task_id, task.lease, None) for task in claimed)
             done += len(claimed)
+        return done
+
+    def _consume_in_one_call(self, count: int, until: float) -> int:
+        """A worker's loop in which `complete` also claims the next task."""
+        claimed, done = self.tasks.claim(agent=AGENT), 0
+        while claimed and done < count and time.perf_counter() < until:
+            claimed = self.tasks.complete(claimed[0].task_id, claimed[0].lease, claim_next=1)
+            done += 1
         return done
 
     def fill(self, count: int) -> None:
@@ -308,9 +338,10 @@ class Pair:
     goal: float | None = None
     batch: int = 1
     durability: Durability = "os"
+    claims_next: bool = False
 
     def mine(self, folder: Path) -> Peer:
-        return Ours(folder, self.batch, self.durability)
+        return Ours(folder, self.batch, self.durability, claims_next=self.claims_next)
 
     def figure(self, name: str, speed: Comparison) -> Figure:
         synced = ", both synced" if self.durability != "os" else ""
@@ -382,13 +413,17 @@ CONSUMING_ALONE = (
     Pair("litequeue", LiteQueue, 5),
     Pair("persist-queue", PersistQueue, 2),
     Pair("huey", Huey, durability="group"),
+    Pair("huey", Huey, 1, durability="group", claims_next=True),
     Pair("persist-queue", PersistQueue, durability="group"),
+    Pair("two calls", Ours, 1, claims_next=True),
 )
 
 
 def consume(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     for pair, workers in [*itertools.product(CONSUMING, (1, 4)), *((pair, 1) for pair in CONSUMING_ALONE)]:
         name = "claim+complete" if pair.batch == 1 else f"claim+complete({pair.batch})"
+        if pair.claims_next:
+            name = "complete with claim_next"
         yield pair.figure(f"{name} x{workers}", consumed(pair, folder, workers, sizes))
 
 
@@ -530,6 +565,97 @@ def depth(folder: Path, sizes: Sizes) -> Iterator[Figure]:
         cost.ratio,
         [Goal("ratio", "<=", 1.5)],
     )
+
+
+def lanes(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    one = filled_lanes(fresh(folder), (2,), sizes)
+    four = filled_lanes(fresh(folder), (0, 1, 2, 3), sizes)
+    cost = compare(
+        lambda: lane_claim_ms(four, (0, 1, 2, 3), sizes.lane_claims),
+        lambda: lane_claim_ms(one, (2,), sizes.lane_claims),
+        turns=sizes.lane_turns,
+    )
+    four.close()
+    one.close()
+    yield Figure(
+        "claim by four lanes with promotion, p50",
+        cost.ours,
+        "ms",
+        f"by one lane: {readable(cost.theirs)} ms",
+        cost.ratio,
+        [Goal("ratio", "<=", 1.3)],
+    )
+
+
+def filled_lanes(folder: Path, priorities: tuple[int, ...], sizes: Sizes) -> SqliteStore:
+    """A store with enough messages in each lane for all claims."""
+    store = SqliteStore(folder / "queue.db")
+    count = 2 * REPEATS * sizes.lane_turns * sizes.lane_claims
+    for priority in priorities:
+        message = Envelope(queue=AGENT, payload=json.dumps(PAYLOAD).encode(), priority=priority)
+        for first in range(0, count, FILL_BATCH):
+            some = [message] * min(FILL_BATCH, count - first)
+            store.write(lambda transaction, some=some: transaction.insert(some))  # type: ignore[misc]
+    return store
+
+
+def lane_claim_ms(store: SqliteStore, lanes: tuple[int, ...], claims: int) -> float:
+    ages_ns = (PROMOTE_AFTER_NS,) * (len(lanes) - 1)
+    terms = Claim(AGENT, "bench", 1, round(LEASE_S * NANOS_PER_S), lanes, ages_ns)
+    took_s = [
+        seconds(lambda: store.write(lambda transaction: transaction.claim(terms))) for _ in range(claims)
+    ]
+    return statistics.median(took_s) * MS_PER_S
+
+
+def listing(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Cancelled tasks are found by an index. COMPLETED ones are not: the second figure is the worst case."""
+    filled = Ours(folder)
+    filled.fill(sizes.listed)
+    for line in filled.tasks.find(limit=sizes.cancelled):
+        filled.tasks.cancel(line.task_id)
+    yield listing_figure(filled.tasks, "CANCELLED", sizes.cancelled, sizes)
+    yield listing_figure(filled.tasks, "COMPLETED", 0, sizes)
+    filled.close()
+
+
+def listing_figure(tasks: Tasks, state: State, count: int, sizes: Sizes) -> Figure:
+    def look() -> None:
+        assert len(tasks.find(state=state, limit=sizes.cancelled)) == count
+
+    took_ms = median_of(lambda: seconds(look)) * MS_PER_S
+    return Figure(f"list {count} {state} tasks of {sizes.listed:,}", took_ms, "ms")
+
+
+def sweeping(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """A sweep that finds one overdue task, beside many queues with nothing to do and beside none."""
+    many, few = Ours(fresh(folder)).tasks, Ours(fresh(folder)).tasks
+    for first in range(0, sizes.queues, FILL_BATCH):
+        numbers = range(first, min(first + FILL_BATCH, sizes.queues))
+        many.enqueue_many(
+            {"agent": f"agent-{number}", "payload": 0, "delay_s": LEASE_S} for number in numbers
+        )
+    cost = compare(lambda: sweep_ms(many), lambda: sweep_ms(few), turns=sizes.sweeps)
+    many.close()
+    few.close()
+    yield Figure(
+        f"sweep with one task due, {sizes.queues:,} queues",
+        cost.ours,
+        "ms",
+        f"1 queue: {readable(cost.theirs)} ms",
+        cost.ratio,
+        [Goal("ratio", "<=", 1.5)],
+    )
+
+
+def sweep_ms(tasks: Tasks) -> float:
+    tasks.enqueue(agent=AGENT, payload=0, delay_s=SHORT_S)
+    time.sleep(2 * SHORT_S)
+
+    def sweep() -> None:
+        assert tasks.sweep() == 1
+
+    return seconds(sweep) * MS_PER_S
 
 
 def claim_ms(tasks: Tasks, claims: int) -> float:
@@ -780,7 +906,9 @@ def _expect_a_task(connection: socket.socket) -> None:
         body += connection.recv(65_536)
 
 
-BENCHES: tuple[Bench, ...] = (produce, consume, cycles, wake_up, callers, restart, http, depth)
+BENCHES: tuple[Bench, ...] = (
+    produce, consume, cycles, lanes, listing, sweeping, wake_up, callers, restart, http, depth
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(main)

@@ -1,4 +1,4 @@
-"""Group commit: work that arrives during a commit waits for the next one, which takes all of it.
+"""Group commit: the next commit takes all work that arrives during the current one.
 
 Rule 1: one caller leads and commits for all. When it is done, a waiting caller leads the next group.
 Rule 2: every caller gets the outcome of its own work: a result, its own error, or the error of the commit.
@@ -16,7 +16,7 @@ from postroom.stores.transaction import Transaction
 T = TypeVar("T")
 
 GROUP_MAX = 256  # callers whose work goes into one commit
-LOOK_AGAIN_S = 0.05  # the longest wait for a wake-up that never comes
+LOOK_AGAIN_S = 0.05  # a waiting caller looks again after this time, in case a wake-up was lost
 
 
 class Job(Generic[T]):
@@ -33,7 +33,7 @@ class Job(Generic[T]):
         self.result: Any = None
         self.error: BaseException | None = None
         self.wake = threading.Lock()
-        """Held while there is nothing to wake up for."""
+        """Released to wake the caller; held otherwise."""
         self.wake.acquire()
 
     def run(self, transaction: Transaction, fatal: tuple[type[Exception], ...]) -> bool:
@@ -44,7 +44,7 @@ class Job(Generic[T]):
             self.result = self.work(transaction)
         except fatal:
             raise
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it
+        except Exception as error:  # noqa: BLE001 - returned to its own caller
             self.error = error
             return transaction.changes == changes
         return True
@@ -57,7 +57,7 @@ class Job(Generic[T]):
         self.notify()
 
     def notify(self) -> None:
-        """Have the caller look at its job."""
+        """Wake the caller so that it looks at its job."""
         if self.wake.locked():
             with suppress(RuntimeError):  # another thread was faster
                 self.wake.release()
@@ -72,9 +72,9 @@ class Job(Generic[T]):
 class GroupCommit:
     """Collects jobs and commits them in groups.
 
-    `commit` runs jobs in one transaction. It returns False when that was rolled back because one job failed
-    after a change; that job is finished then, and each of the others is committed alone.
-    `interrupted` makes the error of a job whose commit may have happened.
+    `commit` runs jobs in one transaction. It returns False when one job failed after a change and the
+    transaction was rolled back. That job is finished then, and each other job is committed alone.
+    `interrupted` makes the error for a job whose commit may or may not have happened.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Known:
 
     def catch_up(self, connection: Reading, *, from_start: bool) -> None:
         """Count what was committed since the last call, or everything that the file holds."""
-        for (queue, what), n in self.implied.items():  # they may have got a row of events
+        for (queue, what), n in self.implied.items():  # their events may be in a row by now
             self._add(queue, what, -n)
         [(folded,)] = ask(connection, sql.FACT, ("counted",)) or [(0,)]
         if from_start or folded > self.stored:  # rows of events that are not counted here may be purged
@@ -160,6 +160,9 @@ class Known:
 class SqliteTransaction(Transaction):
     """One transaction of the writing connection."""
 
+    is_implied = False
+    """Whether the transaction only inserted one record, which implies its events."""
+
     def __init__(self, known: Known, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # As in `Transaction.__init__`, without the call: this runs for every commit.
         self.store_id = known.store_id
@@ -176,6 +179,7 @@ class SqliteTransaction(Transaction):
         """The events, in order."""
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with the last numbers."""
+        self._new_traits: tuple[Any, ...] | None = None
         self.counts: dict[tuple[int, Counted], int] = {}
         """What the transaction did to the counters. After a rollback the store reads them again."""
 
@@ -426,13 +430,14 @@ class SqliteTransaction(Transaction):
         is_lone = len(new) == 1 and not self.parts and not new[0].delay_ns
         if is_lone and not is_fold_due and last - known.stored < EVENTS_PER_NEW * IMPLIED_MAX:
             self._write_rows()  # the only new record implies its events
+            self.is_implied = True
             return
         if new:
             self._write_new()
-        if self.parts:
+        if self.parts or self.counts:
             self._write_events(last)
-        if is_fold_due or (self.counts and not self.parts):
-            self._fold(last)
+            if is_fold_due or not self.parts:
+                self._fold(last)
 
     def _write_events(self, last: int) -> None:
         """Write a row of events, those of earlier commits included that no row holds yet."""
@@ -441,8 +446,9 @@ class SqliteTransaction(Transaction):
         if known.implied:
             self.parts[:0] = self._implied_runs(known.stored, known.newest)
             counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
-        values = last, self.wall_us, encode(counts).decode(), pack(self.parts)
-        self._raw_cursor.execute(sql.NEW_EVENTS, values)
+        if self.parts:
+            values = last, self.wall_us, encode(counts).decode(), pack(self.parts)
+            self._raw_cursor.execute(sql.NEW_EVENTS, values)
 
     def _fold(self, last: int) -> None:
         """Write the counters, so that they can be read without the events up to the last one."""
@@ -460,7 +466,7 @@ class SqliteTransaction(Transaction):
         known.newest = self._number - 1
         if self.parts:
             known.stored, known.implied = known.newest, {}
-        else:
+        elif self.is_implied:
             for key, n in self.counts.items():
                 known.implied[key] = known.implied.get(key, 0) + n
 
@@ -473,7 +479,8 @@ class SqliteTransaction(Transaction):
                 return super().insert(envelopes)  # ids and keys that callers gave, and what has no room
         prefix, accepted = f"{self.store_id}-", []
         for run in runs:
-            accepted += [Accepted(f"{prefix}{number!s}", False) for number in self._gather(run)]  # noqa: FBT003
+            numbers = self._gather(run)
+            accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003
         return accepted
 
     def _is_plain(self, run: Sequence[Envelope], count: int) -> bool:
@@ -482,7 +489,8 @@ class SqliteTransaction(Transaction):
             return False
         limits = self._limits.get(e.queue) or self.limits(e.queue)
         longest = len(e.payload) if len(run) == 1 else max([len(each.payload) for each in run])
-        depth = waiting(self._known.depths[self._queue(e.queue)])
+        queue = self._known.numbers.get(e.queue) or self._queue(e.queue)
+        depth = waiting(self._known.depths[queue])
         return longest <= limits.max_payload_bytes and depth + count <= limits.max_depth
 
     def _gather(self, run: Sequence[Envelope]) -> range:
@@ -491,8 +499,8 @@ class SqliteTransaction(Transaction):
         They are written with what follows, if that is alike: one statement takes a third of the time of many.
         """
         e, first = run[0], self._number
-        queue = self._queue(e.queue) or self._make_queue(e.queue)
-        if self._new and not _are_alike(self._new, run):
+        queue = self._known.numbers.get(e.queue) or self._make_queue(e.queue)
+        if self._new and not self._is_like_new(run):
             self._write_new()
         self._new += run
         self.changes += 1
@@ -508,6 +516,16 @@ class SqliteTransaction(Transaction):
             self.synced = True
         return range(first, self._number, step)
 
+    def _is_like_new(self, run: Sequence[Envelope]) -> bool:
+        """Whether one statement can insert a run together with the new records."""
+        if self._new_traits is None:
+            self._new_traits = _traits(self._new[0])
+        return (
+            len(self._new) + len(run) <= ALIKE_ROWS_MAX
+            and len(self._new[-1].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(run[-1].payload)
+            and self._new_traits == _traits(run[0])
+        )
+
     def _write_new(self) -> None:
         """Write the rows of new records, and keep their events."""
         run, first = self._new, self._write_rows()
@@ -518,13 +536,13 @@ class SqliteTransaction(Transaction):
 
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""
-        run, self._new = self._new, []
+        run, self._new, self._new_traits = self._new, [], None
         e, now, delay_ns = run[0], self.steady_ns, run[0].delay_ns
-        queue = self._queue(e.queue)
+        queue = self._known.numbers.get(e.queue) or self._queue(e.queue)
         if delay_ns:
             step, state, due, line = 1, "SCHEDULED", self._ends_at(now + delay_ns), LINE_DELAYED
         else:
-            step, state, due, line = EVENTS_PER_NEW, "QUEUED", None, _line(queue, e.priority)
+            step, state, due, line = EVENTS_PER_NEW, "QUEUED", None, LINES_PER_QUEUE * queue + e.priority
         first = self._number - step * len(run)
         values = (
             first, queue, state, e.priority, e.max_retries, due, now, now + e.ttl_ns if e.ttl_ns else 0,
@@ -537,6 +555,15 @@ class SqliteTransaction(Transaction):
             self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, payloads, step))
         return first
 
+    def _update(self, numbers: list[int], one: str, row: str, many: str, values: tuple[Any, ...]) -> None:
+        """Change records alike, with the query for one, for every second number, or for any numbers."""
+        if len(numbers) == 1:
+            self._raw_cursor.execute(one, (*values, numbers[0]))
+        elif numbers == [*range(numbers[0], numbers[-1] + 1, EVENTS_PER_NEW)]:
+            self._raw_cursor.execute(row, (*values, numbers[0], numbers[-1]))
+        else:
+            self._raw_cursor.execute(many, (*values, _numbers(numbers)))
+
     # ---- claim ---------------------------------------------------------------------------------
 
     def claim(self, terms: Claim) -> list[Delivery]:
@@ -545,18 +572,15 @@ class SqliteTransaction(Transaction):
             return super().claim(terms)
         queue, cursor, limit = self._queue(terms.queue), self._cursor, terms.limit
         depths = self._known.depths[queue]
-        rows: list[Any] = []
-        for lane in terms.lanes:
-            if depths.get(LANE_COUNTS[lane]):
-                rows += cursor.execute(sql.HEADS, (_line(queue, lane), limit)).fetchall()
         ages = terms.promote_after_ns
+        rows: list[Any] = []
+        for lane in sorted(terms.lanes):
+            if depths.get(LANE_COUNTS[lane]) and (ages or len(rows) < limit):
+                rows += cursor.execute(sql.HEADS, (_line(queue, lane), limit)).fetchall()
         for row in rows:
             if row[4] or (0 < row[1] <= len(ages) and now - row[3] >= ages[row[1] - 1]):
                 return super().claim(terms)  # the record can expire, or is promoted
-        if len(terms.lanes) > 1:
-            rows.sort(key=itemgetter(1, 2))
-            del rows[limit:]
-        return self._lease_rows(queue, rows, terms) if rows else []
+        return self._lease_rows(queue, rows[:limit], terms) if rows else []
 
     def _first_deadline(self) -> int:
         """When the first lease or delay ends."""
@@ -568,10 +592,7 @@ class SqliteTransaction(Transaction):
         first, until_ns = self._number, self._ends_at(self.steady_ns + terms.lease_ns)
         values = (first, terms.worker_id, terms.lease_ns, until_ns, self.wall_us)
         self.changes += 1
-        if len(rows) == 1:
-            self._raw_cursor.execute(sql.LEASE_ONE, (*values, rows[0][0]))
-        else:
-            self._raw_cursor.execute(sql.LEASE_MANY, (*values, _numbers([row[0] for row in rows])))
+        self._update([row[0] for row in rows], sql.LEASE_ONE, sql.LEASE_ROW, sql.LEASE_MANY, values)
         self._count(queue, "PROCESSING", len(rows))
         deliveries: list[Delivery] = []
         for lane_rows in _groups(rows, itemgetter(1)):
@@ -620,14 +641,14 @@ class SqliteTransaction(Transaction):
             self._note_completed(holder_rows)
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
-        first, cursor = self._number, self._raw_cursor
-        if len(numbers) == 1:
-            cursor.execute(sql.COMPLETE, (first, results[0], self.wall_us, numbers[0]))
-        elif len(set(results)) == 1:  # most often they are all null
-            cursor.execute(sql.COMPLETE_ALIKE, (first, results[0], self.wall_us, _numbers(numbers)))
+        first = self._number
+        if len(set(results)) == 1:  # most often they are all null
+            values = (first, results[0], self.wall_us)
+            self._update(numbers, sql.COMPLETE_ONE, sql.COMPLETE_ROW, sql.COMPLETE_MANY, values)
         else:
             places = range(first, first + len(numbers))
-            cursor.executemany(sql.COMPLETE, zip(places, results, repeat(self.wall_us), numbers))
+            rows = zip(places, results, repeat(self.wall_us), numbers)
+            self._raw_cursor.executemany(sql.COMPLETE_ONE, rows)
 
     def _note_completed(self, rows: list[Any]) -> None:
         """Count completed records of one queue, lane and worker, and keep their events."""
@@ -663,15 +684,6 @@ class SqliteReading(SqliteTransaction):
 def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Neighbours with the same key."""
     return [rows] if len(rows) == 1 else [list(group) for _, group in groupby(rows, key)]
-
-
-def _are_alike(some: Sequence[Envelope], more: Sequence[Envelope]) -> bool:
-    """Whether one statement can insert both runs."""
-    return (
-        len(some) + len(more) <= ALIKE_ROWS_MAX
-        and len(some[-1].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(more[-1].payload)
-        and _traits(some[0]) == _traits(more[0])
-    )
 
 
 def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:

@@ -1,4 +1,4 @@
-"""What a store is to its users: transactions, and reading by way of them."""
+"""The interface of a store for its users: write transactions and consistent reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,23 +12,23 @@ T = TypeVar("T")
 
 
 class _ChangedAndFailedError(Exception):
-    """A work of several failed after a change, so that the commit cannot keep the others."""
+    """One of several works failed after a change, so the commit must be rolled back."""
 
 
 class Store(ABC):
-    """A place for records. Threads may share it, and a forked child may go on using it."""
+    """A place for records. Threads may share a store, and a forked child may keep using it."""
 
     url: str
     trouble: str = ""
-    """Why nothing is written at present; empty when all is well."""
+    """Why the store cannot write at present; empty when it can."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit."""
     fatal_errors: tuple[type[Exception], ...] = ()
-    """Errors of the backend itself: they end a commit, whoever's work they came from."""
+    """Errors of the backend itself. They end the whole commit, not only the work that raised them."""
 
     @abstractmethod
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
-        """Run `work` in a transaction, perhaps with other callers' work, and return once it is committed.
+        """Run `work` in a transaction, perhaps with the work of other callers, and return after the commit.
 
         `makes_room` marks work that must also succeed on a full disk.
         """
@@ -71,18 +71,18 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` on one consistent committed state. It must not write."""
+        """Run `work` on one consistent committed state. `work` must not write."""
 
     @abstractmethod
     def identity(self) -> str:
-        """A name that no other store has, for as long as this one lives."""
+        """A unique name, which stays the same for the life of the store."""
 
     @abstractmethod
     def close(self) -> None:
         """Release files and connections. The next call opens them again."""
 
-    def reopen(self) -> None:  # noqa: B027 - only a backend with a disk has something to do
-        """Start again after an error of the disk."""
+    def reopen(self) -> None:  # noqa: B027 - only for a backend with a disk
+        """Use the store again after a disk error."""
 
     def sync(self) -> None:  # noqa: B027 - as above
         """Return when everything committed so far survives a power cut."""
@@ -116,9 +116,9 @@ class Store(ABC):
         return {queue: by_state(counts) for queue, counts in self.depths().items()}
 
     def steady_ns(self) -> int:
-        """The clock of the store, which never steps."""
+        """The time of the store's own clock, which never steps."""
         return self.read(lambda transaction: transaction.steady_ns)
 
     def next_work_ns(self, queue: str) -> int | None:
-        """After how long a claim may find something: see `Transaction.next_work_ns`."""
+        """The time until a claim may find work: see `Transaction.next_work_ns`."""
         return self.read(lambda transaction: transaction.next_work_ns(queue))

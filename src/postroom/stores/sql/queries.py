@@ -93,15 +93,18 @@ HEADS = (
     "SELECT seq, lane, turn, ready_at, expires, message_id, attempt + 1, durability, payload, type, "
     "parent_message_id FROM records WHERE line = ? ORDER BY turn LIMIT ?"
 )
+# Records that were inserted one after the other have every second number. SQLite changes a range while it
+# walks it; the records of an array are collected first, which takes longer.
+_IN_A_ROW = "WHERE seq BETWEEN {first} AND {last} AND (seq - {first}) % 2 = 0"
+_GIVEN = "FROM carray({array}) AS given WHERE seq = given.value"
 _LEASE = (
-    "UPDATE records SET state = 'PROCESSING', attempt = attempt + 1, lease = {lease}, worker_id = ?2, "
+    "UPDATE records SET state = 'PROCESSING', attempt = attempt + 1, lease = ?1 + {index}, worker_id = ?2, "
     f"lease_ns = ?3, line = {LINE_LEASED}, turn = ?4, claimed_us = ?5, heartbeat_us = ?5, room = NULL "
     "{which}"
 )
-LEASE_ONE = _LEASE.format(lease="?1", which="WHERE seq = ?6")
-LEASE_MANY = _LEASE.format(
-    lease="?1 + given.rowid - 1", which="FROM carray(?6) AS given WHERE seq = given.value"
-)
+LEASE_ONE = _LEASE.format(index="0", which="WHERE seq = ?6")
+LEASE_ROW = _LEASE.format(index="(seq - ?6) / 2", which=_IN_A_ROW.format(first="?6", last="?7"))
+LEASE_MANY = _LEASE.format(index="given.rowid - 1", which=_GIVEN.format(array="?6"))
 _LEASED = (
     "SELECT seq, lease, queue, lane, worker_id, attempt, "
     "turn - lease_ns - 1000 * max(0, heartbeat_us - claimed_us), durability FROM {which} "
@@ -109,14 +112,13 @@ _LEASED = (
 )
 LEASED_ONE = _LEASED.format(which="records WHERE seq = ?1")
 LEASED_MANY = _LEASED.format(which="carray(?1) CROSS JOIN records WHERE seq = value")  # in the array's order
-COMPLETE = (
-    "UPDATE records SET state = 'COMPLETED', place = ?1, line = NULL, result = ?2, ended_us = ?3 "
-    "WHERE seq = ?4"
+_COMPLETE = (
+    "UPDATE records SET state = 'COMPLETED', place = ?1 + {index}, line = NULL, result = ?2, ended_us = ?3 "
+    "{which}"
 )
-COMPLETE_ALIKE = (
-    "UPDATE records SET state = 'COMPLETED', place = ?1 + given.rowid - 1, line = NULL, result = ?2, "
-    "ended_us = ?3 FROM carray(?4) AS given WHERE seq = given.value"
-)
+COMPLETE_ONE = _COMPLETE.format(index="0", which="WHERE seq = ?4")
+COMPLETE_ROW = _COMPLETE.format(index="(seq - ?4) / 2", which=_IN_A_ROW.format(first="?4", last="?5"))
+COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(array="?4"))
 
 # ---- events and counters ---------------------------------------------------------------------------
 
