@@ -366,13 +366,12 @@ class SqliteStore(Store):
             check_pages(connection, self.path)
             self._suspect = False
         migrate(connection, self.path)
-        known = self._known = Known()
         with sql_transaction(connection):
             self._set_clock(connection)
             found = ask(connection, FACT, ("store_id",))
             if not found:
                 connection.execute(SET_FACT, ("store_id", self._new_store_id))
-            known.store_id = str(found[0][0]) if found else self._new_store_id
+        self._known = Known(str(found[0][0]) if found else self._new_store_id)
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         connection.wal_autocheckpoint(0)

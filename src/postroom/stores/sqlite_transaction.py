@@ -75,6 +75,9 @@ _traits = attrgetter(
 )  # fmt: skip
 """What new records have in common that one statement can insert."""
 
+_lane = itemgetter(1)  # of a row of HEADS
+_holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
+
 encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(Event).decode
 _decode_counts = msgspec.json.Decoder(list[tuple[int, Counted, int]]).decode
@@ -93,8 +96,10 @@ def _line(queue: int, lane: int) -> int:
 class Known:
     """What a handle knows about the file between two commits."""
 
-    def __init__(self) -> None:
-        self.store_id = ""
+    def __init__(self, store_id: str = "") -> None:
+        self.store_id = store_id
+        self.prefix = f"{store_id}-"
+        """How the ids begin that the store gives."""
         self.names: dict[int, str] = {}
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()
@@ -146,13 +151,13 @@ class Known:
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store gave; 0 for any other id."""
-        number = message_id[len(self.store_id) + 1 :]
+        number = message_id.removeprefix(self.prefix)
         is_own = (
-            number.isdigit()
+            len(number) != len(message_id)
+            and number.isdigit()
             and number.isascii()
             and number[0] != "0"
             and len(number) <= NUMBER_DIGITS_MAX
-            and message_id.startswith(f"{self.store_id}-")
         )
         return int(number) if is_own else 0
 
@@ -477,7 +482,7 @@ class SqliteTransaction(Transaction):
         for run in runs:
             if not self._is_plain(run, len(envelopes)):
                 return super().insert(envelopes)  # ids and keys that callers gave, and what has no room
-        prefix, accepted = f"{self.store_id}-", []
+        prefix, accepted = self._known.prefix, []
         for run in runs:
             numbers = self._gather(run)
             accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003
@@ -577,9 +582,8 @@ class SqliteTransaction(Transaction):
         for lane in sorted(terms.lanes):
             if depths.get(LANE_COUNTS[lane]) and (ages or len(rows) < limit):
                 rows += cursor.execute(sql.HEADS, (_line(queue, lane), limit)).fetchall()
-        for row in rows:
-            if row[4] or (0 < row[1] <= len(ages) and now - row[3] >= ages[row[1] - 1]):
-                return super().claim(terms)  # the record can expire, or is promoted
+        if [row for row in rows if row[4]] or (ages and _is_any_promoted(rows, now, ages)):
+            return super().claim(terms)  # a record can expire, or is promoted
         return self._lease_rows(queue, rows[:limit], terms) if rows else []
 
     def _first_deadline(self) -> int:
@@ -595,7 +599,7 @@ class SqliteTransaction(Transaction):
         self._update([row[0] for row in rows], sql.LEASE_ONE, sql.LEASE_ROW, sql.LEASE_MANY, values)
         self._count(queue, "PROCESSING", len(rows))
         deliveries: list[Delivery] = []
-        for lane_rows in _groups(rows, itemgetter(1)):
+        for lane_rows in _groups(rows, _lane):
             deliveries += self._note_leased(queue, lane_rows, terms)
         return deliveries
 
@@ -604,10 +608,10 @@ class SqliteTransaction(Transaction):
         seqs, lanes, _, ready_at, _, names, attempts, durabilities, payloads, types, parents = zip(
             *rows, strict=True
         )
-        first, now, prefix = self._number, self.steady_ns, f"{self.store_id}-"
+        first, now, prefix = self._number, self.steady_ns, self._known.prefix
         self._number = first + len(rows)
         self._count(queue, LANE_COUNTS[lanes[0]], -len(rows))
-        which = [name or seq for name, seq in zip(names, seqs, strict=True)]
+        which = [name or seq for name, seq in zip(names, seqs, strict=True)] if any(names) else seqs
         waited_us = [(now - ready) // 1000 for ready in ready_at]
         self.parts.append(
             LeasedRun(
@@ -616,7 +620,7 @@ class SqliteTransaction(Transaction):
         )  # fmt: skip
         if durabilities.count("os") != len(rows):
             self.synced = True
-        ids = [name or f"{prefix}{seq!s}" for name, seq in zip(names, seqs, strict=True)]
+        ids = [each if isinstance(each, str) else f"{prefix}{each!s}" for each in which]
         leases = range(first, self._number)
         return map(
             Delivery, ids, repeat(terms.queue), payloads, types, parents, attempts, leases,
@@ -637,7 +641,7 @@ class SqliteTransaction(Transaction):
             return
         self.changes += 1
         self._write_results(numbers, values)
-        for holder_rows in _groups(rows, itemgetter(2, 3, 4)):
+        for holder_rows in _groups(rows, _holder):
             self._note_completed(holder_rows)
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
@@ -683,7 +687,13 @@ class SqliteReading(SqliteTransaction):
 
 def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Neighbours with the same key."""
-    return [rows] if len(rows) == 1 else [list(group) for _, group in groupby(rows, key)]
+    if len(rows) == 1 or len(set(map(key, rows))) == 1:
+        return [rows]
+    return [list(group) for _, group in groupby(rows, key)]
+
+
+def _is_any_promoted(rows: list[Any], now_ns: int, ages_ns: tuple[int, ...]) -> bool:
+    return any(0 < row[1] <= len(ages_ns) and now_ns - row[3] >= ages_ns[row[1] - 1] for row in rows)
 
 
 def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
