@@ -1,4 +1,4 @@
-"""The speed of `Tasks`, next to the queues on SQLite that one would use instead, in the same run.
+"""The speed of `Tasks`, next to other queues on SQLite, in the same run.
 
 Ours always commits the events with the task and checks the lease's token. A peer does what its manual says
 for one message, with its usual settings: huey calls a task, dequeues and executes it; litequeue puts, pops
@@ -81,14 +81,14 @@ forking = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. The small one only shows that everything runs."""
+    """How much is measured. `SMALL` only shows that every bench runs."""
 
     produced: int = 200
     produce_turns: int = 5
     turn_s: float = 0.4
     """A turn ends after this long, also with a peer that waits for a slow disk."""
     waiting: int = 5_000
-    """When consumers begin. Some peers get slower with it."""
+    """Tasks that wait when consumers begin. Some peers get slower with more."""
     consumed: int = 1_000
     cycles: int = 100
     cycle_turns: int = 5
@@ -160,14 +160,14 @@ def main() -> None:
 
 
 class Peer(Protocol):
-    """A queue in a folder. Both verbs stop at `until`, and say how many messages they did."""
+    """A queue in a folder. Both verbs stop at `until` and return how many messages they handled."""
 
     def produce(self, count: int, until: float) -> int: ...
 
     def consume(self, count: int, until: float) -> int: ...
 
     def fill(self, count: int) -> None:
-        """Produce as fast as can be; not measured."""
+        """Produce as fast as possible; not measured."""
 
     def close(self) -> None: ...
 
@@ -176,7 +176,7 @@ Maker = Callable[[Path], Peer]
 
 
 class Ours:
-    """`Tasks`, one by one or in batches."""
+    """`Tasks`, one at a time or in batches."""
 
     def __init__(
         self, folder: Path, batch: int = 1, durability: Durability = "os", *, claims_next: bool = False
@@ -224,7 +224,7 @@ class Ours:
 
 
 class Huey:
-    """`SqliteHuey`: as it comes it syncs every commit.
+    """`SqliteHuey`, which syncs every commit by default.
 
     With `fsync=False` it never syncs, so that a power cut can damage its whole file. Ours always keeps the
     file whole, so beside that one there is no goal.
@@ -296,7 +296,7 @@ class LiteQueue:
 
 
 class PersistQueue:
-    """`persistqueue.SQLiteAckQueue`, which syncs every commit and cannot be told not to."""
+    """`persistqueue.SQLiteAckQueue`, which always syncs every commit."""
 
     def __init__(self, folder: Path) -> None:
         self.queue = persistqueue.SQLiteAckQueue(str(folder / "persist"))
@@ -331,7 +331,7 @@ def unsynced_huey(folder: Path) -> Huey:
 
 @dataclass(frozen=True)
 class Pair:
-    """Ours and a peer, what sets them apart, and what the ratio has to be."""
+    """Our settings, a peer, and the ratio to reach."""
 
     what: str
     theirs: Maker
@@ -435,7 +435,7 @@ def consumed(pair: Pair, folder: Path, workers: int, sizes: Sizes) -> Comparison
 
 
 def consumed_rate(make: Maker, folder: Path, workers: int, sizes: Sizes) -> float:
-    """Tasks a second by so many processes, from the first that begins to the last that ends."""
+    """Tasks per second of all workers, from the first start to the last end."""
     filling = make(folder)
     filling.fill(sizes.waiting)
     filling.close()
@@ -456,7 +456,7 @@ def consumed_rate(make: Maker, folder: Path, workers: int, sizes: Sizes) -> floa
 
 
 def in_processes(work: Callable[[], T], count: int = 1) -> list[T]:
-    """What each of so many forked processes made of the same work."""
+    """The results of the same work in `count` forked processes."""
     results = forking.SimpleQueue()
     children = [forking.Process(target=lambda: results.put(work()), daemon=True) for _ in range(count)]
     for child in children:
@@ -471,7 +471,7 @@ _numbers = itertools.count()
 
 
 def fresh(folder: Path) -> Path:
-    """A new folder inside."""
+    """A new subfolder."""
     path = folder / f"run-{next(_numbers)}"
     path.mkdir()
     return path
@@ -527,7 +527,7 @@ def wake_up(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def wake_ups_ms(folder: Path, count: int) -> list[float]:
-    """How long after the beginning of an enqueue in another process a waiting claim has the task."""
+    """The times from the start of an enqueue in another process to the return of a waiting claim."""
     tasks = Tasks.open(f"sqlite:///{folder}/queue.db")
     tasks.enqueue(agent=AGENT, payload=0)
     tasks.claim(agent=AGENT)
@@ -628,7 +628,7 @@ def listing_figure(tasks: Tasks, state: State, count: int, sizes: Sizes) -> Figu
 
 
 def sweeping(folder: Path, sizes: Sizes) -> Iterator[Figure]:
-    """A sweep that finds one overdue task, beside many queues with nothing to do and beside none."""
+    """A sweep that finds one overdue task, with many idle queues and with none."""
     many, few = Ours(fresh(folder)).tasks, Ours(fresh(folder)).tasks
     for first in range(0, sizes.queues, FILL_BATCH):
         numbers = range(first, min(first + FILL_BATCH, sizes.queues))
@@ -659,7 +659,7 @@ def sweep_ms(tasks: Tasks) -> float:
 
 
 def claim_ms(tasks: Tasks, claims: int) -> float:
-    """The median of some claims; what they took is given back afterwards."""
+    """The median time of some claims, whose tasks are then released."""
     took_s: list[float] = []
     claimed = []
     for _ in range(claims):
@@ -782,7 +782,7 @@ def restart(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def fill_and_die(folder: Path, count: int) -> None:
-    """What a harness leaves that was killed: nothing is tidied up for the next one."""
+    """Leave the file as a killed process leaves it, without a checkpoint."""
 
     def fill() -> None:
         Ours(folder).fill(count)
@@ -834,7 +834,7 @@ def added_agent(folder: Path) -> str:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[int]:
-    """A server on the tasks of a folder, from the moment on at which it says that it is well."""
+    """A server on the tasks of a folder, from its first successful health check on."""
     port = free_port()
     words = ("tasks", "serve", "--data", str(folder), "--port", str(port))
     server = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -866,7 +866,7 @@ def await_health(port: int, server: "subprocess.Popen[bytes]") -> None:
 
 
 def requests_per_s(port: int, token: str, count: int, connections: int) -> float:
-    """One request at a time on each connection, all connections at once, by bare sockets."""
+    """Requests per second over bare sockets, with one request at a time on each connection."""
     body = json.dumps({"agent": AGENT}).encode()
     request = (
         f"POST /queue/next HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
@@ -897,7 +897,7 @@ def requests_per_s(port: int, token: str, count: int, connections: int) -> float
 
 
 def _expect_a_task(connection: socket.socket) -> None:
-    """Read one whole answer, which has to hold a task."""
+    """Read one whole answer and check that it holds a task."""
     data = connection.recv(65_536)
     assert data.startswith(b"HTTP/1.1 200"), data[:200]
     head, _, body = data.partition(b"\r\n\r\n")

@@ -164,20 +164,20 @@ def _insert_until_full(store: SqliteStore) -> int:
 
 def test_a_process_killed_during_a_checkpoint_loses_nothing(store: SqliteStore, path: Path) -> None:
     """The kill may come during a commit or during a checkpoint; nothing is lost in either case."""
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
 
     def work() -> None:
         mine = SqliteStore(path)
         for number in range(MANY):
             insert(mine)
-            os.write(tell, b".")
+            os.write(writer, b".")
             if number == MANY - 1 or (number > MANY // 2 and mine._checkpoints.under_way.locked()):
                 children.die()
 
     insert(store)
     assert children.killed(work)
-    os.close(tell)
-    with open(told, "rb") as reports:
+    os.close(writer)
+    with open(reader, "rb") as reports:
         acknowledged = len(reports.read())
     assert acknowledged > MANY // 2
     [(waiting, count)] = store.count()["q"].items()

@@ -610,7 +610,7 @@ def insert_until_full(store: Store) -> list[str]:
     pytest.fail("the disk is never full")
 
 
-@pytest.mark.parametrize("restart", [False, True], ids=["running", "started anew"])
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 def test_on_a_full_disk_tasks_can_be_completed_and_nothing_is_lost(small_disk: Path, restart: bool) -> None:
     clock = ManualClock()
     store = SqliteStore(small_disk / "queue.db", clock=clock)
@@ -678,7 +678,7 @@ class Poller:
     def commits(self) -> int:
         return int.from_bytes(self._memory[:8], "little")
 
-    def ask_until_told(self) -> None:
+    def poll_until_stopped(self) -> None:
         for number in itertools.count(1):
             if self._memory[8]:
                 return
@@ -711,7 +711,7 @@ def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no
     sender, poller = SqliteStore(path), Poller(SqliteStore(path))
     insert(sender, b"first")
     sender.close()
-    child = children.start(poller.ask_until_told)
+    child = children.start(poller.poll_until_stopped)
     made = commits_while_sending(poller, sender)
     children.wait(child)
     assert made <= 2 * MESSAGES
@@ -721,7 +721,7 @@ def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no
 def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteStore) -> None:
     insert(store, b"first")
     poller = Poller(store)
-    thread = in_background(poller.ask_until_told)
+    thread = in_background(poller.poll_until_stopped)
     made = commits_while_sending(poller, store)
     thread.join(LONG_S)
     assert made <= 2 * MESSAGES
@@ -875,12 +875,12 @@ def test_a_write_can_arrive_twice_or_late() -> None:
 
 def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
     store = FaultyStore(MemoryStore(), ["lost_ring"])
-    told: list[set[str]] = []
-    store.on_commit = lambda transaction: told.append(transaction.ready) if transaction.ready else None
+    notified: list[set[str]] = []
+    store.on_commit = lambda transaction: notified.append(transaction.ready) if transaction.ready else None
     insert(store, b"1")
-    assert told == []
+    assert notified == []
     insert(store, b"2")
-    assert told == [{"q"}]
+    assert notified == [{"q"}]
     assert len(claim(store, 10)) == 2
 
 

@@ -300,9 +300,9 @@ class BothStores(RuleBasedStateMachine):
         records: list[Record] = self._both(lambda store: store.find(Listing(limit=LOOK_MAX)))
         events: list[Event] = self._both(lambda store: store.events(self.seen, LOOK_MAX))
         self.seen += len(events)
-        told = {event.message_id for event in events}
+        explained = {event.message_id for event in events}
         for record in records:
-            if record.message_id in told:
+            if record.message_id in explained:
                 self._both(methodcaller("load", record.message_id))
 
     @invariant()

@@ -767,36 +767,36 @@ class StoreContract(ABC):
     def test_on_commit_names_queues_with_new_work(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
-            told: list[set[str]] = []
+            notified: list[set[str]] = []
             store.on_commit = lambda transaction: (
-                told.append(transaction.ready) if transaction.ready else None
+                notified.append(transaction.ready) if transaction.ready else None
             )
             insert(store, new(), new(queue=OTHER))
             put_in(store, delay_ns=NANOS_PER_S)
             [delivery] = claim(store)
             complete(store, *held_by(delivery))
-            assert told == [{MINE, OTHER}]
+            assert notified == [{MINE, OTHER}]
             clock.advance(1)
             sweep(store)  # the delay is over
             fail(store, *held_by(claim(store)[0]))
             release(store, *held_by(claim(store)[0]))
-            assert told[1:] == [{MINE}] * 3
+            assert notified[1:] == [{MINE}] * 3
             with raises(KeyError):
                 store.write(lambda transaction: [transaction.insert([new()]), fails()])
-            assert len(told) == 4
+            assert len(notified) == 4
 
     def test_on_commit_tells_that_a_record_ended(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
-            told: list[bool] = []
-            store.on_commit = lambda transaction: told.append(True) if transaction.ended else None
+            notified: list[bool] = []
+            store.on_commit = lambda transaction: notified.append(True) if transaction.ended else None
             put_in(store, 3, max_retries=0)
             first, second, third = claim(store, 3)
             release(store, *held_by(third))
-            assert told == []
+            assert notified == []
             complete(store, *held_by(first))
             fail(store, *held_by(second))  # a dead letter
             store.write(lambda transaction: transaction.apply(ByIds((third.message_id,)), lifecycle.cancel))
-            assert told == [True] * 3
+            assert notified == [True] * 3
 
     def test_the_sender_is_kept_and_an_id_belongs_to_its_sender(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
