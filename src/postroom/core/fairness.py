@@ -5,7 +5,7 @@ Rule 1: organizations that wait take turns. On its turn an organization gets as 
 Rule 2: the state belongs to one worker. It is small and may be lost.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -25,18 +25,15 @@ class Rotation:
         self.since_promoted = 0
         """Deliveries of accepted P0 messages since the last promoted one."""
 
-    def order(self, priority: int, active: Sequence[str]) -> list[str]:
-        """The active organizations in the order of their turns."""
-        last = self.last.get(priority, "")
-        names = sorted(active)
-        return [name for name in names if name > last] + [name for name in names if name <= last]
-
     def share(
         self, priority: int, waiting: Mapping[str, list[T]], limit: int, weight: Callable[[str], float]
     ) -> list[T]:
-        """Take up to `limit` messages, in turns. What is taken is removed from the lists."""
+        """Take up to `limit` messages, in turns. `waiting` begins with the organization whose turn is next.
+
+        What is taken is removed from the lists.
+        """
         taken: list[T] = []
-        turns = [name for name in self.order(priority, [*waiting]) if waiting[name]]
+        turns = [name for name in waiting if waiting[name]]
         while turns and len(taken) < limit:
             for name in turns:
                 room = limit - len(taken)

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from postroom.core import lifecycle
+from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
 from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
 from postroom.stores.base import (
@@ -164,7 +165,10 @@ class Transaction(Ledger, Lanes):
 
     def _accept(self, envelope: Envelope, message_id: str) -> Step:
         number = self.take_numbers(1 if envelope.delay_ns else 2)
-        return lifecycle.accept(envelope, self._moment(number), message_id or f"{self.store_id}-{number}")
+        return lifecycle.accept(envelope, self._moment(number), message_id or self._new_id(envelope, number))
+
+    def _new_id(self, envelope: Envelope, number: int) -> str:
+        return new_id(self.store_id, envelope.queue, number, self.wall_us)
 
     def _insert_named(self, envelope: Envelope) -> Accepted:
         known = self._known_by_key(envelope) if envelope.key else None
@@ -197,9 +201,12 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=True)
 
     def _check_id(self, message_id: str) -> None:
-        """Refuse an unknown id that has the form of the store's own ids."""
-        if message_id.startswith(f"{self.store_id}-") and self.record(message_id) is None:
-            raise InvalidMessage(f"ids that begin with {self.store_id}- are given by the store")
+        """Refuse an id in the form of the store's own ids that is none of them."""
+        is_own = message_id.startswith(f"{self.store_id}-") or number_in_uuid(
+            message_id, store_tag(self.store_id)
+        )
+        if is_own and self.record(message_id) is None:
+            raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
         value = self.cell(KEY, _key_of(envelope))
@@ -278,7 +285,7 @@ class Transaction(Ledger, Lanes):
         return [change.step.record for change in changes]
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
-        """Queues of organizations that have QUEUED records in a lane, by name, behind `after`."""
+        """Queues of organizations that have QUEUED records in a lane, in a fixed order, behind `after`."""
         waiting_here = [
             queue
             for queue in self.queues()

@@ -4,7 +4,6 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -34,7 +33,6 @@ from postroom.contracts.engine.cells import (
 from postroom.contracts.engine.messages import Body, Prepared, decode_body, stored
 from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
 from postroom.core import breaker, lifecycle
-from postroom.core.ids import uuid7
 from postroom.core.retry import demoted
 from postroom.errors import (
     EffectUnknown,
@@ -158,15 +156,7 @@ class Operations:
         transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
         for org_id in {message.org_id for message in messages}:
             self._apply_depth_limit(org_id)
-        envelopes = []
-        for message in messages:
-            envelope, apart = stored(message, inline_max)
-            if not envelope.message_id:
-                bits = int.from_bytes(os.urandom(10), "big")
-                envelope = replace(envelope, message_id=uuid7(transaction.wall_us, bits))
-            if apart is not None:
-                self._store_body(message.digest, apart, envelope.message_id)
-            envelopes.append(envelope)
+        envelopes = [stored(message, inline_max) for message in messages]
         try:
             accepted = transaction.insert(envelopes)
         except QueueFull as full:
@@ -187,6 +177,8 @@ class Operations:
 
     def _after_insert(self, message: Prepared, message_id: str) -> None:
         transaction, body = self.transaction, message.body
+        if len(message.payload) > self._policy.body_inline_bytes_max:
+            self._store_body(message.digest, message.payload, message_id)
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)

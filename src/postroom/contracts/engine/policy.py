@@ -116,6 +116,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidSetting(
                 "promote_after_s must be three positive numbers: P1 to P0, P2 to P1, P3 to P2"
             )
+        if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
+            raise InvalidSetting("the weight of an organization must be positive")
         for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")
