@@ -115,6 +115,9 @@ class Worker:
         try:
             with self._core.heard(partial(_set_soon, loop, self._wake)):
                 await self._work()
+        except asyncio.CancelledError:
+            await self._give_back()
+            raise
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -183,12 +186,6 @@ class Worker:
             tasks = [running.task for running in self._running.values() if running.task is not None]
             await asyncio.wait(tasks)
         return claimed
-
-    async def step_outcomes(self) -> None:
-        """Commit the outcomes and claim nothing; for tests."""
-        self._stopping, was = True, self._stopping
-        await self._cycle()
-        self._stopping = was
 
     # ---- the cycle -----------------------------------------------------------------------------
 
