@@ -270,7 +270,7 @@ def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int
     """Put off a record that waits, or that its holder cannot work on now. Nothing is counted against it."""
     kind = _arrow("defer", record, "SCHEDULED")
     facts: dict[str, Any] = {}
-    if record.state == "PROCESSING":
+    if token or record.state == "PROCESSING":
         _holds(record, moment, token)
         facts = {"lease": token, "worker_id": record.worker_id}
     now = moment.steady_ns

@@ -26,6 +26,8 @@ ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
 PROMOTED = LANES
 """The rotation over organizations that have messages promoted to P0."""
 PAUSED = "its type is paused"
+ORDERED = b'"ordering_key":'
+"""Stands in the body of every message with an ordering key, and perhaps in a payload."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -185,7 +187,9 @@ class Claims:
         elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._circuits and not self._service_admits(head):
+        elif (ORDERED in head.payload and not ordering.is_next(self._transaction, record)) or (
+            self._circuits and not self._service_admits(head)
+        ):
             pass
         else:
             return True
