@@ -1,12 +1,12 @@
-# Every target works on a machine that has python3, make and a package manager, and nothing else.
-# `setup` is implied: the stamp makes it cost nothing while the lock and pyproject.toml stay as they are.
+# Every target works on a machine with only python3, make and a package manager.
+# `setup` is implied. It does nothing while the lock, pyproject.toml and tools/setup.py are older than the stamp.
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
 STAMP  := .venv/.setup-done
 PYTHON := .venv/bin/python
-# The first Python found only starts tools/setup.py, which then looks for one that is new enough.
+# The first Python found only starts tools/setup.py, which looks for a Python that is new enough.
 SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v python3.12 || command -v python3.11) \
 	|| { echo 'setup: Please install Python 3.11 or newer, none was found on the PATH.' >&2; exit 1; }; \
 	"$$starter" tools/setup.py
@@ -22,29 +22,29 @@ help: ## list the targets
 $(STAMP): requirements.lock pyproject.toml tools/setup.py
 	@$(SETUP)
 
-setup: $(STAMP) ## make .venv with the locked tools and postroom in it (implied by the others)
+setup: $(STAMP) ## make .venv with the locked tools and postroom (implied by the others)
 	@:
 
-# Spark needs a Java, the report is looked at in a real browser, and a bench runs Celery on two brokers.
+# Spark needs Java, tests open the report in a real browser, and a bench runs Celery on two brokers.
 JAVA    := java=default-jre-headless
 BROWSER := chromium
 BROKERS := redis-server rabbitmq-server epmd=erlang-base
 
-demo: $(STAMP) ## a finite tour with real processes, one of them killed half way
+demo: $(STAMP) ## a tour with real processes, some of which are killed
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) examples/demo.py
 
-test: $(STAMP) ## the tests, with the time each part took
+test: $(STAMP) ## all tests, with the time of each part
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS)
 	@$(PYTHON) tools/run_tests.py
 
-check: $(STAMP) ## lint, formatting, types, and which layer may import which
+check: $(STAMP) ## lint, formatting, types, import layers
 	@$(PYTHON) -m ruff check
 	@$(PYTHON) -m ruff format --check
 	@$(PYTHON) -m mypy $(SOURCES)
 	@.venv/bin/lint-imports --no-logo
 
-format: $(STAMP) ## rewrite the sources the way `check` wants them
+format: $(STAMP) ## format the sources
 	@$(PYTHON) -m ruff check --fix-only --quiet
 	@$(PYTHON) -m ruff format
 
@@ -52,7 +52,7 @@ bench: $(STAMP) ## every benchmark
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS)
 	@failed=0; for script in bench/bench_*.py; do $(PYTHON) "$$script" || failed=1; done; exit $$failed
 
-bench-files: $(STAMP) ## the benchmark of Bus and Queue
+bench-files: $(STAMP) ## the benchmark of Bus and Queue beside bare system calls
 	@$(PYTHON) bench/bench_files.py
 
 bench-tasks: $(STAMP) ## the benchmark of Tasks beside huey, litequeue and persist-queue
@@ -82,13 +82,13 @@ fuzz: $(STAMP) ## a million inputs for each parser (long)
 coverage: $(STAMP) ## branch coverage of the tests, child processes included
 	@$(PYTHON) tools/coverage_gate.py
 
-docs: $(STAMP) ## write the generated reference pages
+docs: $(STAMP) ## write the generated pages: docs/reference and parts of docs/architecture.md
 	@$(PYTHON) tools/gen_reference.py
 
-lock: ## write requirements.lock anew (needs the network)
+lock: ## write requirements.lock (needs the network)
 	@$(SETUP) --lock
 	@$(MAKE) setup
 
-clean: ## remove everything the other targets made
+clean: ## remove everything that the other targets made
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* build dist
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The speed of the audit stream: what shipping costs, writing, redaction, and finding one request.
+"""The speed of the audit stream: the cost of shipping, writing, redaction, and finding one request.
 
 python bench/bench_audit.py [--events 5000000] [--only ship|segments|redaction|trace]
 """
@@ -28,15 +28,15 @@ PAYLOAD = {
     "issue": 42,
     "title": "The parser stops at the first empty line of a sample",
 }
-CYCLES = 8_000  # two seconds, so that it is shipped several times
+CYCLES = 8_000  # two seconds, in which the shipper ships several times
 WARM_UP = 300
 SHIP_COST_MAX = 0.9  # of the speed without a shipper
 EVENTS = 5_000_000
-EVENTS_A_MESSAGE = 4.4  # about
+EVENTS_A_MESSAGE = 4.4  # approximately
 TRACE_S_MAX = 2.0
 
 
-# ---- what shipping costs ----------------------------------------------------------------------------
+# ---- the cost of shipping ---------------------------------------------------------------------------
 
 
 def cycles(tasks: Tasks, count: int) -> None:
@@ -63,7 +63,7 @@ def shipper(data: Path) -> Iterator[None]:
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()  # it is ready
+    process.stdout.readline()  # printed when the shipper is ready
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ def trace(events: int) -> Iterator[Figure]:
 
 
 def _some_message(history: Path) -> str:
-    """One from the middle that has a parent."""
+    """A message with a parent, from the middle of the history."""
     sealed = Segments(history).entries()
     path = history / sealed[len(sealed) // 2].name
     with path.open("rb") as file:
@@ -142,7 +142,7 @@ def _some_message(history: Path) -> str:
 
 
 def scan(history: Path, message: str) -> int:
-    """The same request without an index: every line is looked at, as often as the tree is deep."""
+    """The same request without an index: every line is read once for each level of the tree."""
     known, new = {message}, {message}
     while new:
         found = [
@@ -157,7 +157,7 @@ def scan(history: Path, message: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=EVENTS, help="in the history that is searched")
+    parser.add_argument("--events", type=int, default=EVENTS, help="number of events in the searched history")
     parser.add_argument("--only", default="", help="one part: ship, segments, redaction or trace")
     options = parser.parse_args()
     parts: dict[str, Callable[[], Iterator[Figure]]] = {

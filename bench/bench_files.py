@@ -1,7 +1,7 @@
-"""The speed of the file half: `Bus` and `Queue` next to the system calls that they are made of.
+"""The speed of `Bus` and `Queue` next to the system calls that they consist of.
 
-The limit is a bare Python loop that does flock, lstat, one write and unlock with the same bytes: what an
-append would cost if nothing had to be checked, encoded or remembered.
+The limit is a bare Python loop of flock, lstat, one write of the same bytes, and unlock: the cost of an
+append without checks, encoding and state.
 """
 
 import fcntl
@@ -43,8 +43,8 @@ BODY = "Step 3 of 7 is done: the parser reads every sample, and its report lies 
 FIELDS = {"type": "agent_output", "project_id": "my-project", "task_id": "task-001", "run_id": "run-001"}
 MESSAGE = {**FIELDS, "body": BODY}
 
-# A repeat is made of many short turns of ours and the other. A turn is shorter than a slice of the scheduler:
-# on a busy machine, the median turn is one that nobody interrupted.
+# A repeat consists of many short turns of both sides. A turn is shorter than a time slice of the scheduler,
+# so on a busy machine the median turn is one that was not interrupted.
 WRITE_TURNS = 200
 APPENDS_A_TURN = 50
 WARM_UP = 1_000
@@ -57,7 +57,7 @@ BATCHES_A_TURN = 2
 MANY_MESSAGES = 100_000
 FEW_MESSAGES = 10_000
 GO_READS_PER_S = 43_500  # conductor-loop's own reader: 100,000 messages in 2.3 s, measured on another day
-YAML_SAMPLE = 2_000  # the YAML loader needs no more to show its pace
+YAML_SAMPLE = 2_000  # enough to measure the rate of the YAML loader
 NEW_MESSAGES = 10
 TAIL_MESSAGES = 100
 WAKE_UPS = 100
@@ -99,13 +99,13 @@ def main() -> None:
 
 
 class Loop(Protocol):
-    """Something that writes one message after the other."""
+    """Writes messages one by one."""
 
     def run(self, count: int) -> None: ...
 
 
 class BareLoop:
-    """The limit: flock, lstat, one write, unlock, with nothing around them."""
+    """The limit: flock, lstat, one write, unlock, and nothing else."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path = str(path)
@@ -165,7 +165,7 @@ class QueueLoop:
 
 
 def rate(loop: Loop, count: int) -> float:
-    """How many times a second."""
+    """Calls a second."""
     return count / seconds(lambda: loop.run(count))
 
 
@@ -177,7 +177,7 @@ def against_bare_loop(ours: Loop, bare: BareLoop) -> Comparison:
 
 
 def one_record(folder: Path) -> bytes:
-    """The bytes that an append adds to a bus, its empty line included."""
+    """The bytes that an append adds to a bus, including its empty line."""
     loop = BusLoop(folder / "one.yaml")
     loop.run(1)
     return b"\n" + loop.bus.path.read_bytes()
@@ -249,7 +249,7 @@ def bus_contention(folder: Path) -> Iterator[Figure]:
 
 
 def contend(make: Callable[[Path], Loop], path: Path) -> tuple[float, float]:
-    """Writes a second by all processes on one file, and the p99 of one write in milliseconds."""
+    """Writes a second of all processes on one file, and the p99 of one write in milliseconds."""
     gate = forking.Barrier(WRITERS)
     results = forking.SimpleQueue()
 
@@ -293,7 +293,7 @@ def filled_bus(path: Path, count: int) -> Bus:
 
 
 def read_against_yaml(bus: Bus) -> Comparison:
-    """Messages a second, and the headers a second that a YAML loader alone would read."""
+    """Messages a second, and the headers a second of a YAML loader alone."""
     header = re.compile(r"^---\n(msg_id: .*?)^---$", re.MULTILINE | re.DOTALL)
     headers = [match[1] for match in itertools.islice(header.finditer(bus.path.read_text()), YAML_SAMPLE)]
 
@@ -307,7 +307,7 @@ def read_against_yaml(bus: Bus) -> Comparison:
 
 
 def read_foreign(path: Path) -> Figure:
-    """A file in the shape of conductor-loop's writer: no lengths, no checksums, nanoseconds."""
+    """A file as conductor-loop writes it: no lengths, no checksums, nanoseconds."""
     with path.open("w") as file:
         for number in range(MANY_MESSAGES):
             nanos = f"{number:09d}"
@@ -376,7 +376,7 @@ def typical_ms(work: Callable[[], object]) -> float:
 
 
 def expect(count: int, found: Sequence[object]) -> None:
-    """A reader that is fast because it finds nothing measures nothing."""
+    """Check that the reader found every message."""
     assert len(found) == count
 
 
@@ -391,7 +391,7 @@ def bus_following(folder: Path) -> Iterator[Figure]:
 
 
 def wake_ups_ms(path: Path) -> list[float]:
-    """How long after the beginning of an append in another process a follower has the message."""
+    """The time from the start of an append in another process until a follower has the message."""
     bus = Bus(path, poll_interval_s=POLL_INTERVAL_S)
     begun_at = bus.append(**MESSAGE)
 
@@ -436,7 +436,7 @@ def queue_poll(folder: Path) -> Iterator[Figure]:
     number = itertools.count()
 
     def ours() -> float:
-        agent = f"agent-{next(number)}"  # each has everything before it
+        agent = f"agent-{next(number)}"  # a new agent has all messages unread
         return WAITING_MESSAGES / seconds(lambda: expect(WAITING_MESSAGES, loop.queue.poll(agent)))
 
     def theirs() -> float:
@@ -482,7 +482,7 @@ def queue_growth(folder: Path) -> Iterator[Figure]:
 
 
 def durability(folder: Path) -> Iterator[Figure]:
-    """For information: these are the disk's figures more than ours."""
+    """For information: these figures depend mostly on the disk."""
     data = one_record(folder)
     yield Figure("fsync probe: write and fsync", median_of(lambda: probe_ms(folder / "probe", data)), "ms")
     shared, own = BusLoop(folder / "group.yaml", "group"), BusLoop(folder / "fsync.yaml", "fsync")

@@ -1,8 +1,8 @@
 """The speed of the mail server, next to the real nats-server in the same run.
 
-Both servers are processes of their own and speak to the same clients: bare sockets, which cost as little as a
-client can, and nats-py. The bare publisher sends ready-made pieces and the bare subscriber counts bytes, so
-that what is measured is the server and the system below it.
+Both servers are separate processes with the same clients: bare sockets, which are the cheapest clients, and
+nats-py. The publisher sends prepared pieces and the subscriber counts bytes, so that only the server and the
+system below it are measured.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Every side acknowledges on disk: Tasks with durability `group`, Redis with `appendfsync always`, RabbitMQ with
 persistent messages and publisher confirms. Every worker is one process that takes one task at a time and
-acknowledges it after it ran. The task does nothing, so that the queue is what is measured.
+acknowledges it after it ran. The task does nothing, so that only the queue is measured.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NANOS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. The small one only shows that everything runs."""
+    """How much is measured. The small sizes only show that the bench runs."""
 
     sent: int = 500
     worked: int = 1_500
@@ -47,7 +47,7 @@ class Ours:
 
     def __init__(self, folder: Path) -> None:
         self.tasks = Tasks.open(f"sqlite:///{folder}/queue.db", durability="group")
-        self.tasks.store.steady_ns()  # opens the file, which is not measured
+        self.tasks.store.steady_ns()  # opens the file before the measurement
 
     def send(self, count: int) -> float:
         """Tasks a second."""
@@ -57,7 +57,7 @@ class Ours:
         return count / (time.perf_counter() - begun)
 
     def work(self, count: int) -> float:
-        """Tasks a second, of a worker that is started when all are waiting."""
+        """Tasks a second of a worker that starts when all tasks are enqueued."""
         self.send(count)
         begun = time.perf_counter()
         for _ in range(count):
@@ -91,7 +91,7 @@ class Celery:
         return count / (time.perf_counter() - begun)
 
     def work(self, count: int) -> float:
-        """Tasks a second between the first and the last one, by the worker's own clock."""
+        """Tasks a second between the first and the last task, by the worker's own clock."""
         queue = f"worked{next(self.queues)}"
         self.marks.unlink(missing_ok=True)
         self._send(1, queue, mark=True)
@@ -132,7 +132,7 @@ def _await(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_true():
         if time.monotonic() > deadline:
-            raise TimeoutError("the worker did not come to the end of its queue")
+            raise TimeoutError("the worker did not finish its queue in time")
         time.sleep(LOOK_S)
 
 
@@ -160,7 +160,7 @@ def _figure(what: str, peer: str, speed: Comparison) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     report = Report(f"Tasks beside Celery: {machine()}; medians of {REPEATS}")
     report.begin()

@@ -1,10 +1,11 @@
-"""Figures of a bench: each next to its peer or limit, measured in the same run, and judged by a stated goal.
+"""Figures of a bench: each next to its peer or limit of the same run, and compared with a stated goal.
 
-Rule 1: a figure is the median of five repeats. What is compared takes turns within each repeat, so that the
-        noise of the machine hits both; a repeat counts by its median turns, and the ratio is the median of
-        the repeats' ratios.
-Rule 2: `ok` is computed from the goals and never set. A missed goal is printed as it is: a bench is no test.
-Rule 3: piped, one JSON object a line; on a terminal, a table.
+Rule 1: a figure is the median of five repeats. Both sides of a comparison take turns within each repeat, so
+        that the noise of the machine affects both. The value of a repeat is the median of its turns, and the
+        ratio is the median of the repeats' ratios.
+Rule 2: `ok` is computed from the goals. A missed goal is printed as missed and fails nothing: a bench is no
+        test.
+Rule 3: output is a table on a terminal, and one JSON object a line otherwise.
 """
 
 import json
@@ -30,7 +31,7 @@ _COMPARE = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure's value or ratio must be."""
+    """A bound for a figure's value or ratio."""
 
     of: Literal["value", "ratio"]
     relation: Literal[">=", "<=", "<"]
@@ -47,7 +48,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. Without goals it is there for information."""
+    """One measured number. A figure without goals is information."""
 
     name: str
     value: float
@@ -89,7 +90,7 @@ class Figure:
 
 @dataclass
 class Report:
-    """Prints figures as they come."""
+    """Prints figures as they are added."""
 
     title: str
     figures: list[Figure] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two measured things: the medians of each, and the median of what each repeat made of them."""
+    """The medians of both sides, and the median of the repeats' ratios."""
 
     ours: float
     theirs: float
@@ -129,7 +130,7 @@ def median_of(measure: Callable[[], float]) -> float:
 
 
 def compare(ours: Callable[[], float], theirs: Callable[[], float], *, turns: int = 1) -> Comparison:
-    """Measure two things by turns, in five repeats of `turns` turns each. The ratio is ours to theirs."""
+    """Measure both sides in five repeats of `turns` alternating turns. The ratio is ours to theirs."""
     pairs = [_repeat(ours, theirs, turns) for _ in range(REPEATS)]
     return Comparison(
         statistics.median(mine for mine, _ in pairs),
@@ -144,14 +145,14 @@ def _repeat(ours: Callable[[], float], theirs: Callable[[], float], turns: int) 
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """The duration of one call."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
 
 
 def run(bench: Callable[[], None]) -> None:
-    """Run a bench to its end, or until whoever reads its figures has seen enough."""
+    """Run a bench to its end, or until the reader of its output closes the pipe."""
     try:
         bench()
     except BrokenPipeError:
@@ -159,7 +160,7 @@ def run(bench: Callable[[], None]) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are not above."""
+    """The smallest value that at least `share` of the values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
@@ -169,7 +170,7 @@ def readable(number: float) -> str:
 
 
 def machine() -> str:
-    """What kind of machine this is, in general terms."""
+    """Cores, architecture, system and Python version."""
     system = os.uname()
     python = ".".join(map(str, sys.version_info[:3]))
     return f"{os.cpu_count()} cores, {system.machine}, {system.sysname}, Python {python}"

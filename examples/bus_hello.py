@@ -1,4 +1,4 @@
-"""A log that two handles share: one writes, the other reads on from where it stopped."""
+"""A log that two handles share: one appends, the other reads from its last position."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ def main() -> None:
 
         question = writer.append(type="question", project_id="hello", body="Is anybody there?")
         seen = reader.read()
-        print("first look:", [message.body for message in seen])
+        print("first read:", [message.body for message in seen])
 
         writer.append_many(
             {"type": "answer", "project_id": "hello", "parents": [question], "body": body}

@@ -1,24 +1,23 @@
 """The tour that `make demo` runs: real processes, a real kill -9, and a proof at the end.
 
-Act 1, the file half. A coordinator hands 24 jobs to three workers through a `Queue`; everybody tells a `Bus`
-what happens. Half way one worker is killed with -9. The coordinator notices that answers are missing and
-gives those jobs to the others. Every process keeps a ledger of what was acknowledged to it; at the end each
-entry of each ledger must be found in the logs, exactly once.
+Act 1, files. A coordinator sends 24 jobs to three workers through a `Queue`; all of them write to a `Bus`.
+Half way one worker is killed with -9. The coordinator notices that answers are missing and sends those jobs
+to the others. Every process keeps a ledger of the ids that were acknowledged to it. At the end each entry of
+each ledger must be in the logs, exactly once.
 
-Act 2, the leased half. A harness serves a task queue, and three agents work on it. One is killed with -9
-while it holds a task. Another is stopped until its lease has run out and its task has gone to somebody else;
-when it wakes up it says that it is done, and is refused. At the end every acknowledged task is done, once,
-and its decision was executed.
+Act 2, tasks. A harness serves a task queue, and three agents work on it. One is killed with -9 while it holds
+a task. Another is stopped until its lease has ended and another agent has done its task; when it continues,
+its result is refused. At the end every acknowledged task was done once, and its decision was executed.
 
-Act 3, the mailboxes. A mail server, its kill -9, and the published SDK of the mq9 design; see mailact.py.
+Act 3, mailboxes. A mail server is killed with -9, and the published SDK of mq9 uses it; see mailact.py.
 
-Act 4, the audit stream. Everything that these acts did goes to one stream; the request that the zombie
-spoiled is shown from its first event to its last, the files are verified, and the checker of histories looks
-for anything that was lost, doubled or out of order.
+Act 4, the audit stream. All events of these acts go to one stream. The demo prints the request of the stopped
+agent from its first event to its last, verifies the files, and checks the history for messages that were
+lost, duplicated or out of order.
 
-Act 5, the pipeline. Spark makes tables of the stream and draws a report; see pipelineact.py.
+Act 5, the pipeline. Spark loads the stream into tables, and a report is made; see pipelineact.py.
 
-Everything stays in build/demo until the next demo, and its last lines are commands to look at it.
+All files stay in build/demo until the next demo. The last lines that it prints are commands to explore them.
 """
 
 import argparse
@@ -47,13 +46,13 @@ JOBS = 24
 WORKERS = ("ada", "ben", "cho")
 VICTIM = "ben"
 KILL_AFTER_JOBS = 3
-PATIENCE_S = 1.0  # the coordinator asks somebody else when an answer takes longer
+PATIENCE_S = 1.0  # the coordinator asks another worker when an answer takes longer
 TIME_LIMIT_S = 60.0
 ROTATE_BYTES = 8_000  # small, so that the tour shows rotation too
 
 TASKS = 24
 ZOMBIE = "cho"
-LEASE_S = 1.5  # short, so that nobody has to wait for long
+LEASE_S = 1.5  # short, so that the demo does not wait for long
 WORK_S = 0.15
 
 BIN = Path(sys.executable).parent
@@ -70,7 +69,7 @@ class Post:
         self._ledger = os.open(folder / f"{name}.ledger", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def tell(self, kind: str, task: str, body: str, parents: tuple[str, ...] = ()) -> str:
-        """Tell everybody."""
+        """Append to the bus."""
         msg_id = self.bus.append(
             type=kind, project_id="demo", task_id=task, run_id=self.name, parents=parents, body=body
         )
@@ -85,7 +84,7 @@ class Post:
 
 
 def work(folder: Path, name: str) -> None:
-    """A worker: take a job, say so, do it, answer."""
+    """A worker: take jobs from the queue, do them, answer."""
     post = Post(folder, name)
     post.tell("worker_ready", "", f"{name} has process id {os.getpid()}")
     while True:
@@ -100,7 +99,7 @@ def work(folder: Path, name: str) -> None:
 
 
 def coordinate(folder: Path) -> None:
-    """The coordinator: ask for every job, and ask somebody else when an answer does not come."""
+    """The coordinator: send every job, and send it to another worker when no answer comes."""
     post = Post(folder, "coordinator")
     jobs = range(1, JOBS + 1)
     asked = {
@@ -129,7 +128,7 @@ def coordinate(folder: Path) -> None:
 
 
 def narrate(folder: Path, workers: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Follow the bus as it happens, across its rotations, and kill one worker on the way."""
+    """Follow the bus across its rotations, print its messages, and kill one worker meanwhile."""
     bus = Bus(folder / "bus.yaml")
     done: Counter[str] = Counter()
     deadline = time.monotonic() + TIME_LIMIT_S
@@ -140,14 +139,14 @@ def narrate(folder: Path, workers: dict[str, subprocess.Popen[bytes]]) -> None:
         if done[VICTIM] == KILL_AFTER_JOBS and workers[VICTIM].poll() is None:
             workers[VICTIM].send_signal(signal.SIGKILL)
             workers[VICTIM].wait()
-            print(f"  {'':15}  {'':12} kill -9          {VICTIM} is dead, in the middle of its work")
+            print(f"  {'':15}  {'':12} kill -9          {VICTIM} is dead, in the middle of its job")
         if message.type == "finished":
             return
     sys.exit("the demo did not finish in time")
 
 
 def ledger_entries(folder: Path) -> Iterator[tuple[str, str]]:
-    """Everything that was acknowledged to anybody, as (log, id)."""
+    """Everything that was acknowledged to any process, as (log, id)."""
     for ledger in sorted(folder.glob("*.ledger")):
         for line in ledger.read_text().splitlines():
             log, msg_id = line.split()
@@ -176,18 +175,18 @@ def prove(folder: Path) -> bool:
 
 
 def show(folder: Path, *command: str) -> None:
-    """Run one of the installed commands the way a person would."""
+    """Print a command and run it."""
     shown = [word.replace(f"{folder}{os.sep}", "") for word in command]
     print(f"\n$ {' '.join(shown)}", flush=True)
     subprocess.run([BIN / command[0], *command[1:]], check=True)
 
 
 def act_one(folder: Path) -> bool:
-    """The file half: no server anywhere."""
+    """Bus and Queue, without a server."""
     print("Act 1: a coordinator, three workers, one queue, one bus, no server\n")
     with Queue(folder / "queue") as queue:
         for name in ("coordinator", *WORKERS):
-            queue.register(name)  # from now on a message to an unknown name would be reported
+            queue.register(name)  # from now on a message to an unknown name is reported
     me = [sys.executable, __file__, "--folder", str(folder), "--role"]
     with subprocess.Popen([*me, "coordinator"]) as coordinator:
         workers = {name: subprocess.Popen([*me, name]) for name in WORKERS}
@@ -202,7 +201,9 @@ def act_one(folder: Path) -> bool:
                 process.wait()
     show(folder, "postroom", "bus", "tail", "-n", "3", "--bus", str(folder / "bus.yaml"))
     show(folder, "postroom", "queue", "status", "--root", str(folder / "queue"))
-    print("\nThe proof: what was acknowledged to anybody, the killed worker included, against the files\n")
+    print(
+        "\nThe proof: the ids acknowledged to each process, the killed worker included, against the files\n"
+    )
     return prove(folder)
 
 
@@ -210,7 +211,7 @@ def act_one(folder: Path) -> bool:
 
 
 def be_agent(name: str) -> None:
-    """An agent: square numbers until told to stop. It does not look whether its task was taken away."""
+    """An agent: square numbers until SIGTERM. It does not check whether its lease was lost."""
 
     def square(task: Task) -> dict[str, int]:
         time.sleep(WORK_S)  # the work itself
@@ -223,7 +224,7 @@ def be_agent(name: str) -> None:
 
 
 class Harness:
-    """The harness and its agents as processes; what an agent complains about is in its log."""
+    """The harness and its agents as processes, each with a log file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -234,7 +235,7 @@ class Harness:
         self._environ = {**os.environ, "POSTROOM_TOKEN": token}
 
     def serve(self) -> None:
-        """Start it. Executing a decision means to note it down."""
+        """Start the harness. Executing a decision appends it to a file."""
         effects = shlex.join(["tee", "-a", str(self.folder / "effects.jsonl")])
         serve = [BIN / "postroom", "tasks", "serve", "--data", self.data, "--port", "0", "--execute", effects]
         server = self.start("harness", serve, stdout=subprocess.PIPE)
@@ -251,7 +252,7 @@ class Harness:
             self.start(name, [sys.executable, __file__, "--role", "agent", "--name", name])
 
     def end(self) -> dict[str, int]:
-        """Tell everybody to stop, the harness last; with which code each ended."""
+        """Stop all processes, the harness last; returns their exit codes."""
         for process in reversed(self.processes.values()):
             process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -270,39 +271,39 @@ def held_by(tasks: Tasks, name: str) -> str | None:
 
 
 def until_holding(tasks: Tasks, harness: Harness, name: str, number: int) -> str:
-    """Send a signal to an agent in a moment in which it holds a task; gives that task."""
+    """Send a signal to an agent while it holds a task; returns that task."""
     while True:
         until(lambda: held_by(tasks, name) is not None, f"a task for {name}")
         harness.processes[name].send_signal(number)
-        time.sleep(0.02)  # what was on its way arrives
+        time.sleep(0.02)  # requests that were in flight arrive
         held = held_by(tasks, name)
         if held is not None or number == signal.SIGKILL:
             return held or "nothing"
-        harness.processes[name].send_signal(signal.SIGCONT)  # it finished right before
+        harness.processes[name].send_signal(signal.SIGCONT)  # the task was finished just before
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TIME_LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
-            sys.exit(f"the demo waited in vain for {what}")
+            sys.exit(f"the demo timed out while it waited for {what}")
         time.sleep(0.01)
 
 
 def act_two(folder: Path) -> bool:
-    """The leased half: a harness, three agents, a kill and a zombie."""
-    print("\nAct 2: a harness with a task queue, three agents, one killed, one zombie\n")
+    """Tasks: a harness, three agents, one of them killed and one stopped."""
+    print("\nAct 2: a harness with a task queue, three agents, one killed, one stopped\n")
     harness = Harness(folder)
     with Tasks.open(f"sqlite:///{harness.data / 'queue.db'}") as tasks:
         acknowledged = [tasks.enqueue(agent="squares", payload={"number": n}) for n in range(1, TASKS + 1)]
-        say("source", "enqueued", f"{TASKS} tasks, before anybody is there to take them")
+        say("source", "enqueued", f"{TASKS} tasks, before any agent runs")
         try:
             harness.serve()
             harness.start_agents()
             killed = until_holding(tasks, harness, VICTIM, signal.SIGKILL)
             say(VICTIM, "kill -9", f"while it held {killed}")
             stopped = until_holding(tasks, harness, ZOMBIE, signal.SIGSTOP)
-            say(ZOMBIE, "SIGSTOP", f"while it held {stopped}: no heartbeat, and no word")
+            say(ZOMBIE, "SIGSTOP", f"while it held {stopped}: no heartbeats from now on")
             until(lambda: tasks.get(stopped).status in ("completed", "done"), "the stopped agent's task")
             say(
                 tasks.get(stopped).worker,
@@ -310,25 +311,25 @@ def act_two(folder: Path) -> bool:
                 f"{stopped} after its lease of {LEASE_S:g} s, and did it",
             )
             harness.processes[ZOMBIE].send_signal(signal.SIGCONT)
-            say(ZOMBIE, "SIGCONT", "it goes on as if nothing had happened")
+            say(ZOMBIE, "SIGCONT", "it continues as if nothing had happened")
             until(lambda: tasks.status().totals.get("done", 0) >= TASKS, "all tasks")
             until(lambda: refusals(folder) > 0, "the refusal")
             say("harness", "all done", f"{TASKS} decisions executed")
         finally:
             codes = harness.end()
-        say("everybody", "ended", ", ".join(f"{name} {code}" for name, code in codes.items()))
+        say("all", "ended", ", ".join(f"{name} {code}" for name, code in codes.items()))
         show(folder, "postroom", "tasks", "status", "--data", str(harness.data))
-        print("\nThe proof: what was acknowledged, against the store and the effects\n")
+        print("\nThe proof: the acknowledged tasks, against the store and the executed decisions\n")
         return prove_tasks(tasks, acknowledged, folder, codes)
 
 
 def refusals(folder: Path) -> int:
-    """How often the zombie was told that its task is somebody else's."""
-    return (folder / f"{ZOMBIE}.log").read_text().count("went to somebody else")
+    """How often a call of the stopped agent was refused because its task had another holder."""
+    return (folder / f"{ZOMBIE}.log").read_text().count(" went to ")
 
 
 def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict[str, int]) -> bool:
-    """Every acknowledged task is done, completed once, right, and its effect happened once."""
+    """Every acknowledged task is done, was completed once with the right result, and executed once."""
     infos = [tasks.get(task_id) for task_id in acknowledged]
     completions = Counter(
         event.message_id for event in tasks.events(limit=100_000) if event.kind == "execution_completed"
@@ -343,7 +344,7 @@ def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict
           f"lost {lost}   doubled {doubled}   wrong {wrong}")  # fmt: skip
     delivered = ", ".join(f"{count} tasks {n} times" for n, count in sorted(deliveries.items()))
     print(f"  delivered: {delivered}")
-    print(f"  late words of the zombie that were refused: {refusals(folder)}")
+    print(f"  late calls of the stopped agent that were refused: {refusals(folder)}")
     clean = {name: code for name, code in codes.items() if name != VICTIM}
     return not (lost or doubled or wrong or any(clean.values())) and refusals(folder) > 0
 
@@ -352,8 +353,8 @@ def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict
 
 
 def act_audit(folder: Path) -> bool:
-    """The audit stream of everything so far."""
-    print("\nAct 4: everything that happened, in one stream that can be searched and proved\n")
+    """The audit stream of the acts before."""
+    print("\nAct 4: all events in one stream, which can be searched and verified\n")
     stream, store = str(folder / "audit"), f"sqlite:///{folder / 'harness' / 'queue.db'}"
     show(
         folder, "postroom", "audit", "ship", "--once", "--to", stream, "--store", store,
@@ -405,13 +406,13 @@ def main() -> None:
 
 
 def tour(given: Path | None) -> None:
-    """All acts, in a folder of their own."""
+    """All acts, in one folder."""
     folder = FOLDER if given is None else given.absolute()
     if given is None:
-        shutil.rmtree(folder, ignore_errors=True)  # the demo before this one left it
+        shutil.rmtree(folder, ignore_errors=True)  # left by the previous demo
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        sys.exit(f"{folder} is not empty: the demo wants a folder of its own")
+        sys.exit(f"{folder} is not empty: the demo needs an empty folder")
     fine = act_one(folder)
     fine = act_two(folder) and fine
     fine = act_mail(folder, say) and fine
@@ -426,7 +427,7 @@ def tour(given: Path | None) -> None:
 def show_what_stays(folder: Path) -> None:
     """Commands that work in any folder, also without an activated environment."""
     stream, tables = folder / "audit", folder / "tables"
-    print(f"\nEverything stays in {folder}: the audit stream in audit, the tables in tables. Go on with")
+    print(f"\nEverything stays in {folder}: the audit stream in audit, the tables in tables. Try next:")
     for words in (
         ("audit", "tail", stream, "-n", "5"),
         ("audit", "query", stream, "--kind", "lease_lapsed"),

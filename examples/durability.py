@@ -1,4 +1,4 @@
-"""The three durability classes, and what an error looks like when a message could not be stored."""
+"""The three durability classes, and the error when a message cannot be stored."""
 
 import fcntl
 import tempfile
@@ -18,7 +18,7 @@ def main() -> None:
                 bus.append_many({"type": "entry", "project_id": "ledger", "body": str(n)} for n in range(3))
                 print(f"{durability:>6}: stored, {bus.count()} messages")
 
-        # Somebody holds the lock and does not let go. Nothing is stored, and the caller knows.
+        # Another holder keeps the lock: nothing is stored, and the caller gets an error.
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:

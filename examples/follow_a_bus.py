@@ -1,4 +1,4 @@
-"""Follow a bus while another thread writes to it and rotates it: nothing is missed, nothing comes twice."""
+"""Follow a bus while another thread writes to it and rotates it: each message comes exactly once."""
 
 import tempfile
 import threading
@@ -10,7 +10,7 @@ TICKS = 30
 
 
 def write(path: Path) -> None:
-    """A bus that archives its file again and again."""
+    """Append enough messages for several rotations."""
     with Bus(path, rotate_bytes=1_500) as bus:
         for number in range(TICKS):
             bus.append(type="tick", project_id="clock", body=str(number))
@@ -25,9 +25,7 @@ def main() -> None:
 
         bus = Bus(path)
         ticks = []
-        for message in bus.follow(
-            archives=True
-        ):  # from the very first message, even if it is archived already
+        for message in bus.follow(archives=True):  # from the first message, even if it is archived
             if message.type == "end":
                 break
             ticks.append(int(message.body))

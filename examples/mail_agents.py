@@ -1,4 +1,4 @@
-"""Two workers share a public mailbox, one of them dies, and the result comes to a private one."""
+"""Two workers share a public mailbox, one of them dies, and the results go to a private mailbox."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def serve(folder: str) -> "tuple[subprocess.Popen[bytes], str]":
 
 
 def coordinate(mail: Mail) -> str:
-    """Put work where anybody finds it, and say where the results go."""
+    """Send jobs to a public mailbox; returns the mailbox for the results."""
     results = mail.create(ttl_s=600)
     mail.create("pages.to.read", public=True, ttl_s=600, desc="summaries wanted")
     for page in range(4):
@@ -27,7 +27,7 @@ def coordinate(mail: Mail) -> str:
 
 
 def work(mail: Mail, name: str, *, dies: bool = False) -> int:
-    """Take pages until there are none; one that is not deleted is somebody else's as soon as we are gone."""
+    """Do jobs until there are none. A job that is not deleted goes to another worker when this one leaves."""
     done = 0
     with mail.subscribe("pages.to.read", group="readers") as pages:
         while (message := pages.next(timeout_s=1.0)) is not None:
@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as folder:
     try:
         with Mail(url) as mail:
             results = coordinate(mail)
-            print("to be found by anybody:", [box.mail_id for box in mail.public()])
+            print("public mailboxes:", [box.mail_id for box in mail.public()])
         with Mail(url) as mail:
             work(mail, "ada", dies=True)
         with Mail(url) as mail:

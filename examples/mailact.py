@@ -1,8 +1,8 @@
-"""The mail act of the demo: mailboxes of the mq9 design, and its published SDK as it comes from the registry.
+"""The mail act of the demo: mailboxes of the mq9 design, used with its published SDK.
 
-A coordinator leaves work in a public mailbox while nobody is there. The server is killed with -9 and started
-again. One worker takes its share and dies without finishing it; the other gets that share too. The results
-come to a private mailbox, the urgent one first, and LangChain's tools read them there.
+A coordinator sends jobs to a public mailbox before any worker runs. The server is killed with -9 and started
+again. One worker receives jobs and dies without finishing them; the other worker gets these too. The results
+go to a private mailbox, the urgent one first, and LangChain's tools read them there.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Say = Callable[[str, str, str], None]
 
 
 class MailServer:
-    """`postroom mail serve`, on the same port whenever it is started again."""
+    """`postroom mail serve`, on the same port after each restart."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
@@ -51,7 +51,7 @@ class MailServer:
 
 
 async def leave_work(url: str) -> tuple[str, list[str]]:
-    """Nobody is there yet. Gives where the results are to go, and what the server says it has stored."""
+    """Send the jobs; returns the mailbox for the results, and the ids that the server has stored."""
     async with Client(server=url) as client:
         results = (await client.create(ttl=600)).mail_id
         await client.create(ttl=600, public=True, name=SHARED, desc="summaries wanted")
@@ -61,7 +61,7 @@ async def leave_work(url: str) -> tuple[str, list[str]]:
 
 
 class Worker:
-    """A member of the team. It finishes what it gets, or holds it until it dies."""
+    """A member of the queue group. It finishes its jobs, or holds them until it dies."""
 
     def __init__(self, url: str, name: str, *, works: bool) -> None:
         self.name = name
@@ -90,14 +90,14 @@ class Worker:
 
 
 async def work(url: str, results: str, say: Say) -> dict[str, list[str]]:
-    """Two workers, of which one dies with its hands full."""
+    """Two workers, one of which dies while it holds every job."""
     ada, bob = Worker(url, "ada", works=False), Worker(url, "bob", works=True)
     await ada.begin()
     await until(lambda: len(ada.got) == PAGES)
-    say("ada", "holds", f"all {PAGES} pages: she is the only one of {TEAM!r}")
+    say("ada", "holds", f"all {PAGES} pages: the only member of {TEAM!r}")
     await bob.begin()
     await ada.die()
-    say("ada", "dies", "and has finished none of them")
+    say("ada", "dies", "before finishing any of them")
     async with Client(server=url) as client:
         await until_empty(client)
         say("bob", "finished", f"{len(bob.got)} pages, and deleted each")
@@ -115,7 +115,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def until_empty(client: Any) -> None:
     async with asyncio.timeout(TIME_LIMIT_S):
-        while await client.list(SHARED):  # noqa: ASYNC110 - nobody calls back about that
+        while await client.list(SHARED):  # noqa: ASYNC110 - there is no callback for it
             await asyncio.sleep(0.01)
 
 
@@ -125,13 +125,13 @@ async def read_with_langchain(url: str, results: str) -> str:
 
 
 def act_mail(folder: Path, say: Say) -> bool:
-    """The mailboxes; gives whether all that was stored was done, once."""
-    print("\nAct 3: mailboxes over NATS, and the published SDK of mq9 as it comes\n")
-    logging.getLogger("robustmq").setLevel(logging.ERROR)  # it warns of each connection that it closes
+    """Run the act; returns whether every stored job was done once."""
+    print("\nAct 3: mailboxes over NATS, with the published SDK of mq9\n")
+    logging.getLogger("robustmq").setLevel(logging.ERROR)  # it warns about each connection that it closes
     server = MailServer(folder / "mail")
     try:
         results, stored = asyncio.run(leave_work(server.url))
-        say("coordinator", "left", f"{len(stored)} pages in {SHARED}, while nobody was there")
+        say("coordinator", "sent", f"{len(stored)} pages to {SHARED}, before any worker ran")
         server.end(signal.SIGKILL)
         server.start()
         say("mail", "kill -9", "and started again")
@@ -139,7 +139,7 @@ def act_mail(folder: Path, say: Say) -> bool:
         read = asyncio.run(read_with_langchain(server.url, results))
     finally:
         code = server.end()
-    print("\nThe proof: what the server had stored, against what was worked on\n")
+    print("\nThe proof: the messages that the server had stored, against those that were done\n")
     done = Counter(got["bob"])
     lost, doubled = len(set(stored) - set(done)), sum(count - 1 for count in done.values())
     print(f"  mail   stored {len(stored):>4}   after kill -9 {len(got['ada']):>4}   done {len(done):>4}   "

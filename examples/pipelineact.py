@@ -1,7 +1,6 @@
-"""The last act of the demo: Spark makes tables of the audit stream, and draws a report of them.
+"""The last act of the demo: Spark loads the audit stream into tables, and a report is made from them.
 
-The tables have to know every event that the stream has, and every task's end. The report is one file that a
-browser shows offline.
+The tables must contain every event of the stream. The report is one file that a browser shows offline.
 """
 
 import json
@@ -18,11 +17,11 @@ Show = Callable[..., None]
 
 
 def act_pipeline(folder: Path, show: Show, report: Path, events: int) -> bool:
-    """Tables and a report of the stream, which has so many events."""
-    print("\nAct 5: the same stream as tables, made by Spark, and a report to look at\n")
+    """Make tables and a report; returns whether the tables hold all `events` of the stream."""
+    print("\nAct 5: the same stream as Spark tables, and a report\n")
     print(
-        f"  Spark starts a JVM and makes 20 tables: about {SPARK_S} seconds on two idle cores, and more on\n"
-        "  a busy machine. The report after it needs no Spark.",
+        f"  Spark starts a JVM and makes 20 tables: about {SPARK_S} seconds on two idle cores, more on a\n"
+        "  busy machine. The report needs no Spark.",
         flush=True,
     )
     stream, tables = str(folder / "audit"), str(folder / "tables")
@@ -39,6 +38,6 @@ def act_pipeline(folder: Path, show: Show, report: Path, events: int) -> bool:
 
 
 def told(*words: str) -> list[dict[str, Any]]:
-    """What a command of the pipeline says in JSON lines."""
+    """The JSON lines that a pipeline command prints."""
     done = subprocess.run([POSTROOM, "pipeline", *words], check=True, capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines()]

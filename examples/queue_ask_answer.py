@@ -1,4 +1,4 @@
-"""One agent asks, another one, in a process of its own, answers. A third one is not there."""
+"""One agent asks, another process answers. A question to an agent that does not run gets no answer."""
 
 import multiprocessing
 import tempfile
@@ -7,7 +7,7 @@ from postroom import Queue
 
 
 def be_builder(root: str) -> None:
-    """Answer one question and go home."""
+    """Answer one question and exit."""
     queue = Queue(root)
     for message in queue.poll("builder", topics="ask", wait_s=10.0):
         queue.send("answer", "green", to=message["from"], sender="builder", reply_to=message["msg_id"])

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Two agents in shell: one asks through the queue, the other answers, and both tell the bus.
+# Two agents in shell: one asks through the queue, the other writes to the bus and answers.
 set -eu
 
 folder=$(mktemp -d)

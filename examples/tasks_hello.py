@@ -1,4 +1,4 @@
-"""A task queue without a server: enqueue, claim, complete, and what became of it."""
+"""A task queue without a server: enqueue, claim, complete, and read the result."""
 
 import tempfile
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.sinks.layout import MICROS_PER_S
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.testing import FIRST_WALL_US, ManualClock
 
 SOURCE = "tasks:t1"
@@ -32,7 +32,7 @@ def events(first: int, count: int, source: str = SOURCE, payload: str = "") -> l
 
 
 def sealed_folder(folder: Path, segments: int = 4, each: int = 20) -> list[Path]:
-    """A closed folder with this many segments, each sealed at its last event; gives their files in order."""
+    """A closed folder with this many segments, each sealed at its last event; returns the files."""
     for number in range(segments):
         seal_events(folder, 1 + number * each, each)
     return files_of(folder)

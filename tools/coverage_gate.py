@@ -1,6 +1,6 @@
-"""Runs the tests with branch coverage, child processes included, and fails below the promised share.
+"""Runs the tests with branch coverage, child processes included, and fails below a minimum.
 
-The gate counts branches alone. Coverage's own percentage mixes lines in, which makes it look better.
+The gate counts only branches. Coverage's own percentage also counts lines, which makes it higher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src", "postroom")
 BRANCHES_PERCENT_MIN = 95.0
-# The contracts, and the contracts together with everything they stand on.
+# The contracts alone, and the contracts with the layers below them.
 GATES = {
     "contracts": ("contracts",),
     "contracts, logs, nudges, core": ("contracts", "logs", "nudges", "core"),
@@ -24,7 +24,7 @@ GATES = {
 
 
 class Tally(NamedTuple):
-    """How many branches there are, and how many were taken."""
+    """The number of branches, and of those that were taken."""
 
     branches: int = 0
     taken: int = 0

@@ -1,10 +1,13 @@
-"""Writes docs/reference/ from the code: commands, settings, events, HTTP, and the life of a record.
+"""Writes docs/reference/ and the generated parts of docs/architecture.md from the code.
 
 python tools/gen_reference.py            write the pages
-python tools/gen_reference.py --check    fail when a page is not what it would write
+python tools/gen_reference.py --check    fail when a page differs from what would be written
 """
 
+import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from itertools import starmap
 from pathlib import Path
@@ -26,7 +29,9 @@ from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
-HELP_COLUMNS = 88  # whatever the terminal of whoever runs this
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SOURCES = ROOT / "src" / "postroom"
+HELP_COLUMNS = 88  # independent of the terminal
 NOTICE = "<!-- Written by `make docs`. Change the code, not this page. -->"
 
 CLI_HEAD = f"""\
@@ -44,8 +49,8 @@ Two commands are installed: `postroom`, and `zos-mq` with the options and the ou
 | Signals | SIGTERM and SIGINT end any command; for `follow` that is its normal end, with 0 |
 | Colours | on a terminal only, and not when `NO_COLOR` is set |
 | Control characters | shown as escapes such as `\\x1b`, never sent to the terminal |
-| Bytes that are not UTF-8 | kept; in JSON they are lone surrogates, as Python's `surrogateescape` has them |
-| A bug in postroom | is reported in one line, too; `{TRACE_VARIABLE}=1` shows where it is |
+| Bytes that are not UTF-8 | kept; in JSON they are lone surrogates, as with Python's `surrogateescape` |
+| A bug in postroom | reported in one line; `{TRACE_VARIABLE}=1` shows the traceback |
 
 Settings have their own page: [settings.md](settings.md).
 """
@@ -55,17 +60,17 @@ SETTINGS_HEAD = f"""\
 
 # Settings
 
-A flag (or an argument in Python) is stronger than the environment, the environment is stronger than
-`{CONFIG_NAME}`, and that is stronger than the default. The commands read the file named by `--config`, else
-by `{CONFIG_VARIABLE}`, else `./{CONFIG_NAME}` if there is one.
+A flag (or an argument in Python) overrides the environment, the environment overrides
+`{CONFIG_NAME}`, and `{CONFIG_NAME}` overrides the default. The commands read the file named by `--config`,
+else by `{CONFIG_VARIABLE}`, else `./{CONFIG_NAME}` if there is one.
 
-A Python program reads no file. Of the environment it reads what a `Queue` needs where no argument says it:
-root, session, agent id, body threshold and the kill switch. `POSTROOM_QUEUE_DURABILITY`, `POSTROOM_BUS` and
-`POSTROOM_BUS_*` reach the commands alone: a program says such things when it opens a bus or a queue.
+A Python program reads no file. A `Queue` reads these values from the environment unless they are arguments:
+root, session, agent id, body threshold and the kill switch. Only the commands read
+`POSTROOM_QUEUE_DURABILITY`, `POSTROOM_BUS` and `POSTROOM_BUS_*`: a program passes such values when it opens a
+bus or a queue.
 
-An empty variable counts as not set. Where two variables are named, the first is stronger. A value that does
-not fit is refused in one sentence that names it, and so is a key that does not exist. Relative paths in the
-file are relative to the file.
+An empty variable counts as not set. Where two variables are named, the first wins. An invalid value or an
+unknown key is refused with a sentence that names it. Relative paths in the file are relative to the file.
 
 ```toml
 [bus]
@@ -85,9 +90,9 @@ LIFECYCLE_HEAD = f"""\
 
 # The life of a record
 
-A store keeps a record for every message: where it is on its way. Every step on that way is in one table,
-`core.lifecycle.TRANSITIONS`, and these pages are drawn from it. What is not in the table cannot happen: it is
-refused as `WrongState`, or as `StaleLease` where a lease has to be shown.
+A store keeps a record with the state of every message. All transitions are in one table,
+`core.lifecycle.TRANSITIONS`, from which this page is generated. Any other transition is refused as
+`WrongState`, or as `StaleLease` where a lease is required.
 """
 
 EVENTS_HEAD = f"""\
@@ -95,11 +100,11 @@ EVENTS_HEAD = f"""\
 
 # Events
 
-What happened to a message, once. Events are committed with what they tell about, or not at all, and their
-numbers have no gap within a store. The schema is the same for every contract, and closed: a kind that is not
-here does not exist. A field that has its default is left out of the JSON.
+What happened to a message. Events are committed together with the change they describe, and their numbers
+have no gap within a store. The schema is the same for every contract, and closed: there are no other kinds. A
+field with its default value is left out of the JSON.
 
-`Tasks.events(after=N)` and `GET /events` give them in order.
+`Tasks.events(after=N)` and `GET /events` return them in order.
 """
 
 AUDIT_EVENTS_HEAD = f"""\
@@ -107,10 +112,10 @@ AUDIT_EVENTS_HEAD = f"""\
 
 # Events of the audit stream
 
-Every event of every contract, in one closed schema, one JSON object a line. A field that has its default is
-left out; the first seven always stand. `seq` has no gap within a `source`, and `event_id` is made of both, so
-reading a log again repeats ids and invents none. A field may be added later; none is removed or changes its
-meaning without a new `schema`. How the stream is written and read: [Audit](../contracts/audit.md).
+Every event of every contract, in one closed schema, one JSON object a line. A field with its default value is
+left out, except the first seven. `seq` has no gap within a `source`, and `event_id` consists of both, so
+reading a log again gives the same ids. Fields may be added later; none is removed or changes its meaning
+without a new `schema`. How the stream is written and read: [Audit](../contracts/audit.md).
 """
 
 HTTP_HEAD = f"""\
@@ -118,28 +123,28 @@ HTTP_HEAD = f"""\
 
 # HTTP
 
-What `postroom tasks serve` answers. JSON in and out. Every route but `/health` wants a token, as
-`Authorization: Bearer TOKEN`. The same as an OpenAPI document: `GET /openapi.json`. What it all means:
-[Tasks](../contracts/tasks.md#over-http).
+The routes of `postroom tasks serve`. Bodies and answers are JSON. Every route except `/health` needs a token,
+as `Authorization: Bearer TOKEN`. `GET /openapi.json` returns the same as an OpenAPI document. The meaning of
+the calls: [Tasks](../contracts/tasks.md#over-http).
 
 An error is `{{"error": NAME, "message": ONE SENTENCE}}`.
 """
 
-# ---- what the code has no words for; every name has to have its sentence here --------------------------
+# ---- descriptions that are not in the code; every name needs one ------------------------------------
 
 STATE_MEANINGS: dict[State, str] = {
-    "SCHEDULED": "accepted, and held back until its delay is over",
-    "QUEUED": "waits for somebody to claim it",
-    "PROCESSING": "leased: somebody works on it, or did until now",
-    "FAILED": "a moment on the way to `RETRYING`, `QUEUED` or `DEAD_LETTER`; never at rest",
-    "RETRYING": "failed, and held back until it is tried again",
-    "COMPLETED": "done by its holder, and nobody has acted on the result",
-    "EXECUTING": "its result is a decision of its own, which is being executed",
+    "SCHEDULED": "accepted, and delayed",
+    "QUEUED": "can be claimed",
+    "PROCESSING": "leased to a worker; the lease may have just ended",
+    "FAILED": "passed on the way to `RETRYING`, `QUEUED` or `DEAD_LETTER`; never stored",
+    "RETRYING": "failed, and delayed until its retry",
+    "COMPLETED": "completed by its lease holder; the result was not executed yet",
+    "EXECUTING": "its result became a decision, which is being executed",
     "DONE": "its decision was executed",
-    "DEAD_LETTER": "failed more often than it may; kept for a person",
-    "CANCELLED": "nobody wants it any more",
-    "EXPIRED": "waited longer than it was worth",
-    "QUARANTINED": "brings workers down; kept for a person",
+    "DEAD_LETTER": "failed too often; kept for an operator",
+    "CANCELLED": "ended by an operator",
+    "EXPIRED": "waited longer than its time to live",
+    "QUARANTINED": "crashes workers; kept for an operator",
 }
 
 CALLS: dict[str, str] = {
@@ -153,7 +158,7 @@ CALLS: dict[str, str] = {
     "defer": "",
     "fail": "`Tasks.fail`",
     "lapse": "`Tasks.claim`, `Tasks.sweep`",
-    "retry": "`Tasks.fail`, `Tasks.claim`, `Tasks.sweep`",  # a lapse is tried again at once, see NARROWER
+    "retry": "`Tasks.fail`, `Tasks.claim`, `Tasks.sweep`",  # a lapsed lease is retried at once: see NARROWER
     "bury": "`Tasks.fail`, `Tasks.claim`, `Tasks.sweep`",
     "hand_over": "`Tasks.open_decision`",
     "settle": "`Tasks.settle`",
@@ -162,10 +167,10 @@ CALLS: dict[str, str] = {
     "quarantine": "",
     "replay": "`Tasks.retry`",
 }
-"""The call that makes a transition; empty while no contract has one."""
+"""The call that makes a transition; empty if no contract has one."""
 
 NARROWER: dict[EventKind, str] = {"retry_scheduled": "`Tasks.fail`"}
-"""Where not every call of the verb writes this kind."""
+"""Kinds that only some calls of the verb write."""
 
 ALSO: dict[EventKind, str] = {
     "created": "`Tasks.enqueue`, `Tasks.open_decision` (of the decision)",
@@ -174,104 +179,137 @@ ALSO: dict[EventKind, str] = {
     "duplicate": "`Tasks.enqueue` (a known id or key)",
     "deleted": "`Tasks.purge` (once a batch)",
 }
-"""Events that tell of no transition, or that come along with another."""
+"""Events without a transition, or that accompany another transition."""
 
 KIND_MEANINGS: dict[EventKind, str] = {
     "created": "it was accepted",
     "enqueued": "it can be claimed from now on",
-    "promoted": "it was claimed as one of a better lane, because it has waited long",
-    "dequeued": "somebody holds a lease; the number of this event is its token",
-    "conflict_detected": "it collides with another message",
-    "conflict_resolved": "and that was settled",
-    "conflict_resolution_failed": "and that could not be settled",
-    "execution_started": "its result became a decision, which is to be executed",
-    "execution_completed": "its holder said that it is done",
-    "execution_failed": "its holder said that it failed",
-    "retry_scheduled": "it is tried again after a pause",
-    "deferred": "it waits, for a reason that the detail names; nothing is counted against it",
-    "dead_letter": "it is not tried again",
-    "heartbeat": "its holder is still at work",
-    "lease_lapsed": "its holder was not heard of in time",
-    "released": "its holder gave it back untouched",
-    "cancelled": "somebody cancelled it",
+    "promoted": "it was claimed as if in a higher lane, because it has waited long",
+    "dequeued": "a worker got a lease; the number of this event is its token",
+    "conflict_detected": "it conflicts with another message",
+    "conflict_resolved": "its conflict was resolved",
+    "conflict_resolution_failed": "its conflict could not be resolved",
+    "execution_started": "its result became a decision to be executed",
+    "execution_completed": "its lease holder completed it",
+    "execution_failed": "its lease holder reported a failure",
+    "retry_scheduled": "it is retried after a pause",
+    "deferred": "it waits, for the reason in the detail; no retry is counted",
+    "dead_letter": "it is not retried any more",
+    "heartbeat": "its lease holder extended the lease",
+    "lease_lapsed": "its lease ended without a heartbeat",
+    "released": "its lease holder returned it unfinished",
+    "cancelled": "it was cancelled",
     "expired": "it waited too long",
-    "quarantined": "it was put aside",
-    "replayed": "a person tries it again",
-    "duplicate": "it was enqueued once more, and the first one stands",
+    "quarantined": "it was quarantined",
+    "replayed": "an operator retried it after its end",
+    "duplicate": "it was enqueued again, and the first one stands",
     "rejected": "it was refused",
-    "delivered": "its result was acted on",
-    "deleted": "records that were over are forgotten; it names no message",
-    "breaker_opened": "something it needs is out of order",
-    "breaker_closed": "and works again",
-    "tokens_reserved": "part of a budget was set aside for it",
-    "tokens_returned": "and given back",
-    "alert": "a person should look",
+    "delivered": "its result was executed",
+    "deleted": "ended records were removed; the event names no message",
+    "breaker_opened": "the circuit breaker of a service it needs opened",
+    "breaker_closed": "the circuit breaker closed again",
+    "tokens_reserved": "part of a budget was reserved for it",
+    "tokens_returned": "reserved budget was returned",
+    "alert": "an operator should look",
 }
 
 AUDIT_FIELD_MEANINGS = {
-    "event_id": "`SOURCE#SEQ`: the same whenever and by whomever the source is read",
+    "event_id": "`SOURCE#SEQ`: the same each time the source is read",
     "seq": "its number: gap-free and growing within a source",
-    "ts_us": "when it happened, microseconds of UTC; the order is `seq`",
+    "ts_us": "time, in microseconds of UTC; the order is `seq`",
     "kind": "what happened",
     "contract": "`bus`, `queue`, `mail`, `tasks`, `engine`, or `audit` for the stream itself",
-    "source": "the store or the file that it comes from",
+    "source": "the store or file of the event",
     "schema": "the version of this schema",
     "queue": "the queue, bus, session or mailbox; a private mailbox only as a hash",
-    "org_id": "the organization it belongs to",
-    "user_id": "the user it is for",
-    "agent_id": "the agent it is for, or who sent it",
+    "org_id": "the organization of the message",
+    "user_id": "the user of the message",
+    "agent_id": "the receiving or sending agent",
     "message_id": "the message",
-    "goal_id": "the goal it serves",
-    "task_id": "the task it belongs to",
-    "parent_message_id": "the message it comes from; in `created`",
+    "goal_id": "the goal of the message",
+    "task_id": "the task of the message",
+    "parent_message_id": "the parent message; in `created`",
     "type": "the message's type; in `created`",
-    "priority": "its lane, 0 to 3; 0 goes first",
+    "priority": "its lane, 0 to 3; 0 is first",
     "state": "where the message is after it",
     "attempt": "deliveries so far",
-    "worker_id": "who holds or held the lease",
-    "trace_id": "the request it belongs to, where the sender says so",
+    "worker_id": "the worker that holds or held the lease",
+    "trace_id": "the request of the message, if its sender gave one",
     "span_id": "its part of that request",
     "duration_us": "how long it waited (`dequeued`), or was worked on (`execution_*`, `lease_lapsed`)",
     "error_type": "the class of an error",
     "error": "what the error says, redacted",
     "model": "the model that was called",
-    "tokens_in": "tokens that went in",
-    "tokens_out": "tokens that came out",
-    "cost_usd": "what that cost",
-    "body_bytes": "the length of the payload as it was sent",
-    "payload": "the payload as text, redacted; or encrypted, when it begins with `enc:`",
-    "sender": "who sent it",
-    "recipient": "whom it is for, or who took it",
-    "service": "the service that a breaker or a budget is about",
-    "lease": "the token of the lease that it is about",
+    "tokens_in": "input tokens",
+    "tokens_out": "output tokens",
+    "cost_usd": "cost of the call",
+    "body_bytes": "the length of the sent payload",
+    "payload": "the payload as text, redacted; encrypted if it begins with `enc:`",
+    "sender": "the sender",
+    "recipient": "the addressed or receiving agent",
+    "service": "the service of a breaker or a budget",
+    "lease": "the token of the lease",
     "detail": "further facts of one kind of event",
-    "prior": "the state before, of an end or a replay",
+    "prior": "the previous state, for an end or a replay",
 }
 
 FIELD_MEANINGS = {
     "seq": "its number: gap-free and growing within a store",
     "ts_us": "microseconds of UTC, for people; the order is `seq`",
     "kind": "see below",
-    "queue": "whose queue it is about: the agent",
+    "queue": "the queue, which is named after its agent",
     "message_id": "the task's id",
     "state": "where the message is after it",
     "attempt": "deliveries so far",
-    "priority": "its lane; 0 goes first",
-    "lease": "the token of the lease that it is about",
-    "worker_id": "who holds or held that lease",
+    "priority": "its lane; 0 is first",
+    "lease": "the token of the lease",
+    "worker_id": "the worker that holds or held the lease",
     "duration_us": "how long it waited (`dequeued`), or was worked on (`execution_*`, `lease_lapsed`)",
     "error_type": "the class of an error",
-    "error": "what the error says",
+    "error": "the text of the error",
     "type": "the message's type; in `created` only",
-    "parent_message_id": "what it comes from; in `created` only",
+    "parent_message_id": "the parent message; in `created` only",
     "body_bytes": "the length of its payload; in `created` only",
     "detail": "facts of one kind of event: `key`, `from`, `delay_s`, `decision`, `records`",
-    "prior": "the state before, of an end or a replay",
+    "prior": "the previous state, for an end or a replay",
 }
+
+LAYER_MEANINGS = {
+    "cli": "parse, call a contract, print",
+    "testing": "for users: clock, faults, StoreContract",
+    "runtime": "servers, harness, shipper process",
+    "pipeline": "Spark tables from the audit stream",
+    "contracts": "Bus, Queue, Tasks, Mail, Audit, and their feeds",
+    "logs": "append-only files",
+    "nudges": "wake-ups",
+    "stores": "records with leases",
+    "sinks": "the audit stream",
+    "mailclient": "client of a mail server",
+    "system": "locks, whole-file updates, fork, clocks",
+    "natsclient": "a NATS connection",
+    "core": "formats and decisions, as pure functions",
+    "settings": "what can be configured",
+    "message": "the nouns",
+    "errors": "the tree of errors",
+    "client": "what an agent embeds; imports nothing of postroom",
+}
+"""Every module of the import contract has its words here."""
+
+SEAMS = (
+    ("Store", "stores/base.py", "Ledger"),
+    ("", "stores/base.py", "Lanes"),
+    ("", "stores/store.py", "Store"),
+    ("Log", "logs/appendfile.py", "AppendFile"),
+    ("Nudge", "nudges/notifier.py", "Notifier"),
+    ("", "nudges/watch.py", "Watch"),
+    ("Event sink", "sinks/base.py", "Sink"),
+    ("", "sinks/shipper.py", "Feed"),
+)
+FORK_HOOKS = {"before_fork", "after_fork", "after_fork_in_parent"}
 
 
 def pages() -> dict[Path, str]:
-    """Every page, as it should be."""
+    """The text of every generated page."""
     return {
         PAGES / "cli.md": cli_page(),
         PAGES / "settings.md": settings_page(),
@@ -279,6 +317,7 @@ def pages() -> dict[Path, str]:
         PAGES / "events.md": events_page(),
         PAGES / "audit-events.md": audit_events_page(),
         PAGES / "http.md": http_page(),
+        ARCHITECTURE: architecture_page(),
     }
 
 
@@ -299,7 +338,7 @@ def cli_page() -> str:
 
 
 def command_sections(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
-    """The help of a command, and then of the commands below it."""
+    """The help of a command and of its subcommands."""
     context = click.Context(
         command, info_name=name, parent=parent, terminal_width=HELP_COLUMNS, **command.context_settings
     )
@@ -344,7 +383,7 @@ def lifecycle_page() -> str:
 
 
 def diagram() -> str:
-    """Arrows between the same two states are one arrow with all their verbs."""
+    """All verbs between the same two states share one arrow."""
     verbs: dict[tuple[str, str], list[str]] = {}
     for arrow in TRANSITIONS:
         verbs.setdefault((arrow.source or "[*]", arrow.target), []).append(arrow.verb)
@@ -376,7 +415,7 @@ def events_page() -> str:
             rows("| field | is | default | |", starmap(field_row, properties(Event).items())),
             "## Kinds\n",
             rows("| kind | what happened | verbs | calls |", map(kind_row, get_args(EventKind))),
-            "A kind without a call is kept for the contracts to come: nothing writes it today.\n",
+            "A kind without a call is reserved for later contracts: nothing writes it today.\n",
         ]
     )
 
@@ -410,9 +449,9 @@ def audit_events_page() -> str:
             AUDIT_EVENTS_HEAD,
             "## Fields\n",
             rows("| field | is | default | |", (audit_field_row(*field) for field in fields.items())),
-            "## Which operation is told as what\n",
+            "## Operations and their kinds\n",
             rows("| contract | operation | kinds |", operations),
-            "What the kinds mean is on the page of [events](events.md#kinds).\n",
+            "The kinds are described on the page of [events](events.md#kinds).\n",
         ]
     )
 
@@ -422,6 +461,67 @@ def audit_field_row(name: str, schema: dict[str, Any]) -> str:
     if name == "cost_usd":
         kind = "number, exact"
     return f"| `{name}` | {kind} | {default(schema)} | {AUDIT_FIELD_MEANINGS[name]} |"
+
+
+# ---- architecture ------------------------------------------------------------------------------------
+
+
+def architecture_page() -> str:
+    text = ARCHITECTURE.read_text("utf-8")
+    return with_part(with_part(text, "layers", layers_drawing()), "seams", seams_table())
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """The page with the lines between the two markers replaced."""
+    start, end = f"<!-- {name}: written by `make docs` -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{part}\n{end}{after}"
+
+
+def layers_drawing() -> str:
+    """A box for each layer of the import contract, the importing layer above the imported one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    layers: list[str] = next(found["layers"] for found in contracts if found["type"] == "layers")
+    boxes = [re.findall(r"\w+", layer) for layer in layers]
+    left = max(len(name) for box in boxes for name in box)
+    right = max(len(LAYER_MEANINGS[name]) for box in boxes for name in box)
+    border = f"+{'-' * (left + 2)}+{'-' * (right + 2)}+"
+    lines = ["```text", border]
+    for box in boxes:
+        lines += (f"| {name:{left}} | {LAYER_MEANINGS[name]:{right}} |" for name in box)
+        lines.append(border)
+    return "\n".join([*lines, "```", ""])
+
+
+def seams_table() -> str:
+    return rows("| seam | class | methods |", starmap(seam_row, SEAMS))
+
+
+def seam_row(seam: str, path: str, name: str) -> str:
+    tree = ast.parse((SOURCES / path).read_text("utf-8"))
+    found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and is_seam_method(node)]
+    abstract = [node for node in methods if decorated(node, "abstractmethod")]
+    shown = ", ".join(map(method_call, abstract or methods))
+    if abstract and abstract != methods:
+        others = (method_call(node) for node in methods if node not in abstract)
+        shown += f"; with a default: {', '.join(others)}"
+    return f"| {f'**{seam}**' if seam else ''} | `{name}` in `{path}` | {shown} |"
+
+
+def is_seam_method(method: ast.FunctionDef) -> bool:
+    return method.name[0] != "_" and method.name not in FORK_HOOKS and not decorated(method, "property")
+
+
+def decorated(method: ast.FunctionDef, name: str) -> bool:
+    return any(isinstance(found, ast.Name) and found.id == name for found in method.decorator_list)
+
+
+def method_call(method: ast.FunctionDef) -> str:
+    names = [found.arg for found in [*method.args.args[1:], *method.args.kwonlyargs]]
+    return f"`{method.name}({', '.join(names)})`"
 
 
 # ---- HTTP --------------------------------------------------------------------------------------------
@@ -437,17 +537,18 @@ def http_page() -> str:
             HTTP_HEAD,
             "## Routes\n",
             rows("| route | who | what it does | answers | refusals |", route_rows()),
-            "`text/event-stream` has `id`, `event` and `data` each; `Last-Event-ID` goes on behind one. A",
-            "bus stream whose place is gone sends the event `reset` and goes on with the oldest message.\n",
+            "Each message of a `text/event-stream` has `id`, `event` and `data`. With `Last-Event-ID` a",
+            "stream continues after that id. A bus stream whose position no longer exists sends the event",
+            "`reset` and continues with the oldest message.\n",
             "## Errors\n",
             rows("| error | status |", error_rows()),
-            "Besides: 400 `BadRequest` for what is not HTTP or has trailers, 401 `Unauthorized`, 403",
-            "`Forbidden`, 408 `TooSlow`, 413 and 431 `TooLong`; for a route that is not here 404 `NotFound`",
-            "or 405 `MethodNotAllowed`. 429, 503 and 507 say `Retry-After`.\n",
+            "Also: 400 `BadRequest` for requests that are not HTTP or have trailers, 401 `Unauthorized`, 403",
+            "`Forbidden`, 408 `TooSlow`, 413 and 431 `TooLong`; for an unknown route 404 `NotFound`",
+            "or 405 `MethodNotAllowed`. 429, 503 and 507 have `Retry-After`.\n",
             "## Queries\n",
             *(query_section(route) for route in routes if properties(route.query)),
             "## Bodies\n",
-            "A field that is not here is refused.\n",
+            "Unknown fields are refused.\n",
             *(struct_section(name, schemas[name]) for name in bodies),
             "## Answers\n",
             *(struct_section(name, schemas[name]) for name in answers),
@@ -504,7 +605,7 @@ def default(schema: dict[str, Any]) -> str:
 
 
 def shape(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """A short description of a JSON schema."""
     if "anyOf" in schema:
         return "; or ".join(shape(one) for one in schema["anyOf"])
     if "$ref" in schema:

@@ -1,7 +1,7 @@
-"""`make test`: all tests, those of Spark beside the others.
+"""`make test`: all tests, with the Spark tests beside the others.
 
-Most tests wait for processes, sockets and disks, and leave a core to Spark. What the tests of Spark print
-comes when the others are done.
+Most tests wait for processes, sockets and disks, and leave a core to Spark. The output of the Spark tests is
+printed when the others are done.
 """
 
 import subprocess
@@ -13,15 +13,15 @@ SPARK = "tests/spark"
 
 def main() -> int:
     command = [sys.executable, "-m", "pytest"]
-    with tempfile.TemporaryFile() as told:
-        spark = subprocess.Popen([*command, SPARK], stdout=told, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile() as output:
+        spark = subprocess.Popen([*command, SPARK], stdout=output, stderr=subprocess.STDOUT)
         try:
             others = subprocess.run([*command, f"--ignore={SPARK}"], check=False).returncode
             code = spark.wait()
         finally:
             spark.terminate()
-        told.seek(0)
-        sys.stdout.buffer.write(told.read())
+        output.seek(0)
+        sys.stdout.buffer.write(output.read())
     return others or code
 
 

@@ -1,14 +1,14 @@
-"""Makes `.venv`: a Python of 3.11 or newer, the locked tools, and postroom itself.
+"""Makes `.venv`: Python 3.11 or newer, the locked tools, and postroom itself.
 
-Rule 1: only the standard library, and nothing newer than Python 3.8 understands, because this file is run by
-        whatever `python3` the machine has; that one then looks for a Python that is new enough.
-Rule 2: what is missing from the system is installed when we may (root, or sudo that asks nothing). When we
-        may not, one sentence says what to install.
-Rule 3: two runs at the same time take turns; the second one finds the work done.
+Rule 1: only the standard library and the syntax of Python 3.8, because any `python3` of the machine may run
+        this file. It then looks for a Python that is new enough.
+Rule 2: missing system packages are installed if that is allowed (root, or sudo without a password). Otherwise
+        a message says what to install.
+Rule 3: concurrent runs take turns; the second one finds the work done.
 
-    python3 tools/setup.py                               make or refresh .venv
-    python3 tools/setup.py --system strace mkfs.ext4=e2fsprogs   make sure of commands (command[=package])
-    python3 tools/setup.py --lock                        write requirements.lock anew (needs the network)
+    python3 tools/setup.py                                       make or refresh .venv
+    python3 tools/setup.py --system strace mkfs.ext4=e2fsprogs   install missing commands (command[=package])
+    python3 tools/setup.py --lock                                write requirements.lock (needs the network)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ INPUTS = (LOCK, ROOT / "pyproject.toml", Path(__file__).resolve())
 
 PYTHON_OLDEST = (3, 11)
 PYTHON_NAMES = ("python3", "python3.13", "python3.12", "python3.11")
-# Asks the interpreter itself: a name on the PATH may be a shim for a version that is not installed.
+# The interpreter itself is asked: a name on the PATH may be a shim for a version that is not installed.
 PYTHON_PROBE = "import sys; sys.exit(sys.version_info < {!r})".format(PYTHON_OLDEST)
 
 
 class SetupError(Exception):
-    """What is missing, as one sentence for the person at the terminal."""
+    """A missing requirement, as one sentence for the user."""
 
 
 def main(arguments: list[str]) -> int:
@@ -95,12 +95,12 @@ def find_python() -> str:
 
 
 def runs(python: str | Path) -> bool:
-    """Whether this interpreter starts, and is new enough."""
+    """Whether this interpreter starts and is new enough."""
     return succeeds(python, "-c", PYTHON_PROBE)
 
 
 def ensure_venv_module(python: str) -> None:
-    """Debian ships `venv` without `ensurepip`, and then fails half way through making an environment."""
+    """Debian ships `venv` without `ensurepip`, and making an environment then fails half way."""
     probe = (python, "-c", "import venv, ensurepip")
     if succeeds(*probe):
         return
@@ -112,7 +112,7 @@ def ensure_venv_module(python: str) -> None:
 
 
 def install() -> None:
-    say("installing what requirements.lock names")
+    say("installing requirements.lock")
     pip_install("--require-hashes", "-r", LOCK)
     # The build tool is in the lock, so nothing else is downloaded here.
     pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
@@ -149,7 +149,7 @@ def install_packages(packages: list[str], purpose: str) -> None:
 
 
 def administrator_prefix() -> list[str] | None:
-    """What to put before a command that needs root, or None when we may not."""
+    """The words before a command that needs root; None when that is not allowed."""
     if os.geteuid() == 0:
         return []
     if shutil.which("sudo") and succeeds("sudo", "-n", "true"):
@@ -158,7 +158,7 @@ def administrator_prefix() -> list[str] | None:
 
 
 def write_lock() -> None:
-    """One lock for Linux and macOS and every supported Python; hashes, and no addresses."""
+    """One lock for Linux, macOS and every supported Python, with hashes and without addresses."""
     with tempfile.TemporaryDirectory(prefix="postroom-lock-") as folder:
         run(find_python(), "-m", "venv", folder)
         run(Path(folder, "bin", "python"), "-m", "pip", "install", "-qq", "uv")
@@ -178,11 +178,11 @@ def write_lock() -> None:
         )
     for trace in ("://", "file:", "--find-links", "--index-url", str(ROOT)):
         if trace in LOCK.read_text():
-            raise SetupError("requirements.lock now has {!r} in it, and must name no place.".format(trace))
+            raise SetupError("requirements.lock contains {!r}, but must not contain addresses.".format(trace))
 
 
 def run(*command: str | Path, quiet: bool = False) -> None:
-    """Errors are shown in any case."""
+    """Run a command. `quiet` hides its output, but not its errors."""
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL if quiet else None)
 
 

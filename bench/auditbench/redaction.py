@@ -1,7 +1,7 @@
 """The speed of redaction: payloads of 1 kB a second on one core, next to reading and writing the same JSON.
 
-A third of the payloads hold something to redact. The others hold what only looks like it: times, ids, counts
-of tokens, hashes, versions, addresses of pages.
+A third of the payloads contain something to redact. The others contain similar-looking text: times, ids,
+token counts, hashes, versions, URLs.
 """
 
 import json
@@ -46,7 +46,7 @@ def uuid(rng: random.Random) -> str:
 
 
 def call(rng: random.Random) -> dict[str, object]:
-    """One call of a tool, as agents write it down."""
+    """One tool call, as agents log it."""
     return {
         "tool": rng.choice(("read_file", "search", "run_tests", "fetch_page")),
         "call_id": uuid(rng),

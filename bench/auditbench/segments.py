@@ -17,7 +17,7 @@ from figures import Figure, Goal, compare, median_of, seconds
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.message import EventKind
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 
 WRITTEN = 300_000

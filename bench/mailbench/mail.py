@@ -1,4 +1,4 @@
-"""The mail half: store-first delivery, durable sends, replays, and what many mailboxes cost."""
+"""Mailboxes: store-first delivery, durable sends, replays, and the cost of many mailboxes."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ from mailbench.sizes import Sizes
 CREATE = b"$mq9.AI.MAILBOX.CREATE"
 SEND = b"$mq9.AI.MAILBOX.MSG."
 BODY = SAME[0]
-WINDOW = 4_000  # sends under way at a time
+WINDOW = 4_000  # sends in flight
 MSG_ID = b"Mq9-Msg-Id: "
 STREAM = b"bench.stream"
 JETSTREAM = 'jetstream { store_dir: "%", sync_interval: always }'
@@ -37,7 +37,7 @@ CLASSES = {"memory": b"", "os": b"", "fsync": b".critical"}
 
 
 def asked(server: Server, subject: bytes, payload: bytes) -> dict[str, object]:
-    """A request, on a connection of its own."""
+    """A request on its own connection."""
     connection = connected(server, b"SUB _INBOX.a 1\r\n")
     connection.sendall(b"PUB %b _INBOX.a %d\r\n%b\r\n" % (subject, len(payload), payload))
     answer = read_until(connection, b"}\r\n")
@@ -69,7 +69,7 @@ def stored_per_s(server: Server, suffix: bytes, count: int) -> float:
 
 
 class Counter:
-    """Counts what comes on a connection, by something that stands once in each message."""
+    """Counts the messages of a connection by a mark that each message contains once."""
 
     def __init__(self, connection: socket.socket, mark: bytes) -> None:
         self._connection = connection
@@ -82,7 +82,8 @@ class Counter:
         assert more, "the server hung up"
         data = answered(self._connection, self._held + more)
         self.count += data.count(self._mark)
-        self._held = data[1 - len(self._mark) :]  # it can hold a part of the next mark, and no whole one
+        # The rest may contain the beginning of the next mark, but no whole mark.
+        self._held = data[1 - len(self._mark) :]
 
     def until(self, count: int) -> None:
         while self.count < count:
@@ -107,7 +108,7 @@ def stored(sizes: Sizes) -> Iterator[Figure]:
 
 
 def acknowledged_per_s(server: Server, subject: bytes, count: int) -> float:
-    """Sends a second that are answered, with a window of them under way."""
+    """Answered sends a second, with a window of them in flight."""
     connection = connected(server, b"SUB _INBOX.b.* 1\r\n")
     frame = b"PUB %b _INBOX.b.1 %d\r\n%b\r\n" % (subject, BODY_BYTES, BODY)
     begun = time.perf_counter()
@@ -142,7 +143,7 @@ def durable(sizes: Sizes) -> Iterator[Figure]:
 
 
 def send_all(server: Server, subject: bytes, count: int) -> float:
-    """Publish, and wait until the server has taken it; gives messages a second."""
+    """Publish, and wait until the server has processed everything; returns messages a second."""
     connection = connected(server)
     frame = b"PUB %b %d\r\n%b\r\n" % (subject, BODY_BYTES, BODY)
     begun = time.perf_counter()
@@ -178,7 +179,7 @@ def replay(sizes: Sizes) -> Iterator[Figure]:
 
 
 def longest_pause_ms(server: Server, until_s: Callable[[], float]) -> float:
-    """Ask for a sign of life again and again; gives how long the slowest took."""
+    """Send PINGs one after the other; returns the longest time to an answer."""
     connection = connected(server)
     longest = 0.0
     while (begun := time.monotonic()) < until_s():
@@ -191,7 +192,7 @@ def longest_pause_ms(server: Server, until_s: Callable[[], float]) -> float:
 
 
 def create_many(server: Server, count: int, ttl_s: float) -> float:
-    """Mailboxes a second, with a window of them under way."""
+    """Mailboxes a second, with a window of requests in flight."""
     connection = connected(server, b"SUB _INBOX.c 1\r\n")
     body = json.dumps({"ttl": ttl_s}).encode()
     frame = b"PUB %b _INBOX.c %d\r\n%b\r\n" % (CREATE, len(body), body)
@@ -208,7 +209,7 @@ def create_many(server: Server, count: int, ttl_s: float) -> float:
 
 
 def pause_ms(server: Server, count: int) -> float:
-    """The longest pause from the first mailbox made to the last one ended."""
+    """The longest pause from the first created mailbox to the last expired one."""
     creating = in_process(lambda: (create_many(server, count, MAILBOX_TTL_S), time.monotonic())[1])
     ended: list[float] = []
 
@@ -221,7 +222,7 @@ def pause_ms(server: Server, count: int) -> float:
 
 
 def idle_pause_ms(server: Server) -> float:
-    """The longest pause of a server that has nothing to do: the machine's own."""
+    """The longest pause of an idle server, which is that of the machine."""
     end_s = time.monotonic() + 2 * MAILBOX_TTL_S
     return longest_pause_ms(server, lambda: end_s)
 
@@ -242,7 +243,7 @@ def mailboxes(sizes: Sizes) -> Iterator[Figure]:
 
 
 def crowd(sizes: Sizes) -> Iterator[Figure]:
-    """The cost of a send beside much that has nothing to do with it."""
+    """The cost of a send beside many unrelated mailboxes and messages."""
     with ExitStack() as stack:
         empty, full, stuffed = (stack.enter_context(mail_server()) for _ in range(3))
         create_many(full, sizes.crowd_mailboxes, 0)

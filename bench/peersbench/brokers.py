@@ -1,4 +1,4 @@
-"""Private brokers on free loopback ports, each with its files in a folder of its own."""
+"""Private brokers on free loopback ports, each with its own folder."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 LOOK_S = 0.05
-RABBITMQ = "/usr/lib/rabbitmq/bin/rabbitmq-server"  # the wrapper on the PATH insists on another user
+RABBITMQ = "/usr/lib/rabbitmq/bin/rabbitmq-server"  # the wrapper on the PATH requires another user
 
 
 def free_port() -> int:
@@ -32,7 +32,7 @@ def redis(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def rabbitmq(folder: Path) -> Iterator[str]:
-    """A RabbitMQ node of its own; yields its URL."""
+    """A private RabbitMQ node; yields its URL."""
     port, mapper_port = free_port(), free_port()
     config = folder / "rabbitmq.conf"
     config.write_text(f"listeners.tcp.default = {HOST}:{port}\nloopback_users = none\n")

@@ -13,7 +13,7 @@ BROKER, MARKS = "PEERS_BROKER", "PEERS_MARKS"
 
 
 def application(broker: str) -> Celery:
-    """Durable as Tasks is: persistent messages, publisher confirms, one acknowledgement after each task."""
+    """As durable as Tasks: persistent messages, publisher confirms, one acknowledgement after each task."""
     made = Celery("peers", broker=broker)
     made.conf.update(
         task_acks_late=True,
@@ -30,7 +30,7 @@ app = application(os.environ.get(BROKER, "memory://"))
 
 @app.task(name="triage")  # type: ignore[untyped-decorator]
 def triage(_payload: Any, mark: bool = False) -> None:
-    """Does nothing; a marked task writes down when it ran."""
+    """Does nothing; a marked task records when it ran."""
     if mark:
         with open(os.environ[MARKS], "a") as file:
             file.write(f"{time.perf_counter_ns()}\n")

@@ -1,7 +1,8 @@
-"""What the harness runs for each decision: its actions, against the GitHub API.
+"""The program that the harness runs for each decision: it performs the actions with the GitHub API.
 
-It may run twice for the same decision: a harness can be killed between an action and the note that it was
-done. Labels are a set and do not mind. A comment carries the decision's id, and is posted only once.
+It may run twice for one decision, if the harness is killed after an action and before it has recorded it.
+Labels are a set, so adding them again changes nothing. A comment contains the decision's id, so that it is
+posted only once.
 """
 
 import json
@@ -14,8 +15,8 @@ TIMEOUT_S = 10.0
 
 
 def call(method: str, path: str, body: Any = None) -> Any:
-    """One call of the API. An answer that is an error ends this program, and so the attempt."""
-    request = urllib.request.Request(  # noqa: S310 - the address is configured, not sent by anybody
+    """One call of the API. An error response ends this program, and the attempt fails."""
+    request = urllib.request.Request(  # noqa: S310 - the address is configured, not received
         os.environ["GITHUB_API_URL"] + path,
         method=method,
         data=None if body is None else json.dumps(body).encode(),
@@ -26,7 +27,7 @@ def call(method: str, path: str, body: Any = None) -> Any:
 
 
 def act(job: dict[str, Any]) -> None:
-    """Do everything that was decided."""
+    """Perform every action of a decision."""
     issue = f"/repos/{job['payload']['repo']}/issues/{job['payload']['issue']['number']}"
     mark = f"<!-- {job['decision_id']} -->"
     for action in job["decision"]["actions"]:
@@ -37,7 +38,7 @@ def act(job: dict[str, Any]) -> None:
                 if not any(mark in comment["body"] for comment in call("GET", f"{issue}/comments")):
                     call("POST", f"{issue}/comments", {"body": f"{text}\n\n{mark}"})
             case _:
-                sys.exit(f"nobody may ask for {action!r} here")
+                sys.exit(f"the action {action!r} is not allowed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The event source: recorded issue events become tasks. An event that comes twice is one task."""
+"""The event source: recorded issue events become tasks. A repeated event is one task."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ RECORDED = Path(__file__).parent / "events.json"
 
 
 def enqueue_events(tasks: Tasks, recorded: Path = RECORDED) -> list[str]:
-    """Store a task for each opened issue; the ids, as often as the event came."""
+    """Store a task for each opened issue; returns one id for each event, also for repeated ones."""
     events = json.loads(recorded.read_text("utf-8"))
     opened = [event for event in events if event["payload"]["action"] == "opened"]
     return tasks.enqueue_many(

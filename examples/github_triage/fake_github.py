@@ -1,4 +1,4 @@
-"""A local stand-in for the two endpoints of GitHub that the triage needs: labels and comments of an issue."""
+"""A local stand-in for the two GitHub endpoints that the triage needs: labels and comments of an issue."""
 
 import json
 import re
@@ -10,7 +10,7 @@ PATH = re.compile(r"/repos/([\w.-]+/[\w.-]+)/issues/(\d+)/(labels|comments)", re
 
 
 class FakeGitHub(ThreadingHTTPServer):
-    """What was done to which issue. The first call fails, as the real one does now and then."""
+    """Labels and comments by issue. The first call fails, as calls of the real API sometimes do."""
 
     daemon_threads = True
 
@@ -55,4 +55,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Quiet: the tour prints what matters."""
+        """Log nothing."""

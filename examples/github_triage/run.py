@@ -1,10 +1,9 @@
-"""The whole way of an issue: event, queue, triage agent, decision, and the harness that acts on it.
+"""The whole way of an issue: event, queue, triage agent, decision, and the harness that executes it.
 
     python examples/github_triage/run.py
 
-Everything is a process of its own, and everything is local: GitHub is a small stand-in. It fails once; an
-event comes twice; and the agent is killed and started again. In the end every issue has its label and its
-comment, once.
+Each part is a local process, and GitHub is a small stand-in. One call of the API fails, one event is
+repeated, and the agent is killed and started again. In the end every issue has its label and one comment.
 """
 
 import json
@@ -24,7 +23,7 @@ from postroom import Tasks
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 TIME_LIMIT_S = 60.0
-EXPECTED = {11: {"bug"}, 12: {"enhancement"}, 13: {"question"}}  # 14 says nothing: skipped
+EXPECTED = {11: {"bug"}, 12: {"enhancement"}, 13: {"question"}}  # 14 has no text to judge: skipped
 
 
 def start(*command: object, **environ: str) -> subprocess.Popen[bytes]:
@@ -37,7 +36,7 @@ def start(*command: object, **environ: str) -> subprocess.Popen[bytes]:
 
 
 def until_done(data: Path) -> dict[str, int]:
-    """Wait for the end of every task; how many are in which state."""
+    """Wait until every task is done; returns the number of tasks by state."""
     deadline = time.monotonic() + TIME_LIMIT_S
     counts: dict[str, int] = {}
     with Tasks.open(f"sqlite:///{data / 'queue.db'}") as tasks:
@@ -47,7 +46,7 @@ def until_done(data: Path) -> dict[str, int]:
             if set(counts) == {"DONE"}:
                 return counts
             time.sleep(0.1)
-    sys.exit(f"not everything was done in time: {counts}")
+    sys.exit(f"not every task was done in time: {counts}")
 
 
 def tour(folder: Path, github: FakeGitHub) -> None:
@@ -69,7 +68,7 @@ def tour(folder: Path, github: FakeGitHub) -> None:
         first = start(*agent, HARNESS_URL=url, POSTROOM_TOKEN=token)
         running.append(first)
         time.sleep(0.3)
-        first.kill()  # wherever it is
+        first.kill()  # at any point of its work
         print("the agent was killed and started again", flush=True)
         running.append(start(*agent, HARNESS_URL=url, POSTROOM_TOKEN=token))
         print("tasks:", until_done(data))

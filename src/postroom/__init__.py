@@ -1,12 +1,13 @@
-"""postroom: mailboxes, logs and queues for AI agents that survive crashes and can be read by a person.
+"""postroom: logs, mailboxes and task queues for AI agents that survive crashes and are readable for a person.
 
-Names are resolved on first use, so that importing one contract never imports what another one needs.
+Names are imported on first use, so that using one contract does not load the dependencies of another.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from postroom.client.mail import Mail
     from postroom.contracts.audit import Audit
     from postroom.contracts.bus import Bus
     from postroom.contracts.engine import (
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         ValidationError,
         WrongState,
     )
-    from postroom.mailclient import Mail
     from postroom.message import DEFAULT_BODY_THRESHOLD, BusMessage
     from postroom.stores.open import open_store
 
@@ -129,7 +129,7 @@ _HOME = {
     "BusMessage": "postroom.message",
     "DEFAULT_BODY_THRESHOLD": "postroom.message",
     "LockTimeout": "postroom.errors",
-    "Mail": "postroom.mailclient",
+    "Mail": "postroom.client.mail",
     "MailRefused": "postroom.errors",
     "MailUnavailable": "postroom.errors",
     "PostroomError": "postroom.errors",

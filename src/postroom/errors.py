@@ -2,9 +2,9 @@
 
     PostroomError
     ├── Rejected                  the caller's fault: the same call will fail again
-    │   ├── InvalidMessage        a field is missing, of the wrong kind or over its limit
+    │   ├── InvalidMessage        an argument or a field is missing, of the wrong kind or over its limit
     │   ├── InvalidName           an agent, session or recipient name that is not allowed
-    │   ├── InvalidSetting        a value in the environment or in postroom.toml that does not fit
+    │   ├── InvalidSetting        a wrong value in the environment or in postroom.toml
     │   ├── UnsafePath            a symlink, a special file, a path outside its root, or a file that is no bus
     │   ├── SinceIdNotFound       the position a reader asked for is not in the log
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
@@ -12,37 +12,45 @@
     │   ├── AgentExists           an agent of this name is registered already
     │   ├── UnknownTask           no task has this id
     │   │   └── UnknownMessage    no event of the audit stream names this id
-    │   ├── StaleLease            the lease ended, or was never this caller's
-    │   ├── WrongState            the task is not in a state in which this can be done
+    │   ├── StaleLease            the lease ended, or was never this caller's: stop working on the task
+    │   ├── WrongState            the task is not in a state that allows the call
     │   ├── UnknownType           no message type of this name is registered
-    │   ├── UnsupportedVersion    a message of a version that is neither current nor the previous one
+    │   ├── UnsupportedVersion    a message of a version that is neither current nor of the previous major one
     │   ├── KeyReused             an idempotency key that came with another message
     │   ├── ResultGone            the message of an idempotency key is no longer kept
     │   ├── ValidationError       the payload of a message does not fit: never retried
-    │   ├── EffectUnknown         an effect was begun, and nobody knows whether it happened
-    │   ├── GuardTripped          a goal used up its hops, messages, tokens or money
+    │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
+    │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
     │   ├── MessageFailed         a message ended without a result; has its errors
-    │   ├── Forbidden             the token belongs to another organization or agent
+    │   ├── NotHeld               a client was never given the task, and the call names no lease
+    │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
+    │   │   └── NotAllowed        the token is not known, or does not allow the call
     │   ├── SinkAhead             the audit stream knows more of a source than the source itself
     │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
-    │   └── MailRefused           a mail server's answer to a call that cannot succeed; has its code
-    ├── Unavailable               ours or the machine's fault: trying again can work
+    │   └── MailRefused           a mail server refuses a call; has its code
+    ├── Unavailable               postroom's or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
-    │   ├── WriteFailed           the write or fsync failed; nothing of it is acknowledged
+    │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
-    │   ├── QueueFull             a queue holds as much as it may; says when to try again
-    │   ├── TooMany               one caller has used up its share; others still have room
+    │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
+    │   ├── TooMany               one caller has used up its share; others are not affected
     │   ├── Overloaded            backpressure refuses a submit; says when to try again
-    │   ├── RateLimited           a handler was refused by a service; says when to try again
-    │   ├── BusFull               a bus and its archives hold as much as they may, or the disk is nearly full
-    │   ├── AuditBehind           too many events wait to be shipped; says when to try again
-    │   ├── MailUnavailable       no mail server, no answer from it, or none that it can give now
-    │   └── StoreDamaged          the database is not what we wrote
-    └── QueueError                base of what `Queue` raises
-        └── DamagedState          a cursor or journal that cannot be trusted; `repair` mends it
+    │   ├── RateLimited           a handler's service limits its rate; says when to try again
+    │   ├── BusFull               a bus and its archives are at their limit, or the disk is nearly full
+    │   ├── AuditBehind           the backlog of the audit stream is too long; says when to try again
+    │   ├── Unreachable           no harness answers, or it is overloaded; says when to try again
+    │   ├── MailUnavailable       no mail server answers, or it is full
+    │   ├── TableChanged          another writer committed to a table of the pipeline meanwhile
+    │   └── StoreDamaged          the database does not hold what postroom wrote
+    ├── NoResult                  a task that a client asked for ended without a result, or not in time
+    └── QueueError                base of the errors of `Queue`
+        ├── TopicError            see `Rejected`
+        ├── QueueDisabledError    see `Unavailable`
+        └── DamagedState          a cursor or journal cannot be trusted; `repair` fixes it (also Unavailable)
 
-`EXIT_CODES` maps the tree to what the command line returns.
+The library, the servers and the clients raise these same classes. The module imports only the standard
+library, because the task client needs it. `EXIT_CODES` maps the tree to the exit codes of the command line.
 """
 
 from collections.abc import Iterable
@@ -61,7 +69,7 @@ class Rejected(PostroomError):
 
 
 class Unavailable(PostroomError):
-    """Ours or the machine's fault. A retry can succeed."""
+    """Postroom's or the machine's fault. A retry can succeed."""
 
 
 class QueueError(PostroomError):
@@ -82,7 +90,7 @@ class InvalidName(Rejected, ValueError):
 
 
 class InvalidSetting(Rejected, ValueError):
-    """A variable or a key of postroom.toml with a value that it cannot have."""
+    """A wrong value of an environment variable or of a key of postroom.toml."""
 
 
 class UnsafePath(Rejected, ValueError):
@@ -90,7 +98,7 @@ class UnsafePath(Rejected, ValueError):
 
 
 class SinceIdNotFound(Rejected, LookupError):
-    """The id a reader wanted to continue after is not in the log it reads."""
+    """The id after which a reader wants to continue is not in the log."""
 
     def __init__(self, since_id: str, path: Path, archive: Path | None = None) -> None:
         self.since_id = since_id
@@ -105,7 +113,7 @@ class SinceIdNotFound(Rejected, LookupError):
 
 
 class LockTimeout(Unavailable, TimeoutError):
-    """The lock stayed taken for the whole timeout."""
+    """Another process held the lock for the whole timeout."""
 
     def __init__(self, path: Path | str, timeout_s: float) -> None:
         self.path = path
@@ -128,7 +136,7 @@ class WriteFailed(Unavailable, OSError):
 
 
 class HandleDead(Unavailable):
-    """An earlier fsync failed, so nothing more is acknowledged through this handle."""
+    """An earlier fsync failed, so this handle acknowledges nothing more."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = path
@@ -164,38 +172,39 @@ class AgentExists(Rejected):
 
 
 class UnknownTask(Rejected, LookupError):
-    """No task has this id, or none that this caller may see."""
+    """No task that this caller may see has this id. A client passes the harness's `message` on."""
 
-    def __init__(self, task_id: str) -> None:
+    def __init__(self, task_id: str, message: str = "") -> None:
         self.task_id = task_id
-        super().__init__(f"there is no task {task_id!r}")
+        super().__init__(message or f"there is no task {task_id!r}")
 
 
 class UnknownMessage(UnknownTask):
     """No event of an audit stream names this id."""
 
     def __init__(self, message_id: str, folder: Path) -> None:
-        self.task_id = message_id
         self.folder = folder
-        LookupError.__init__(self, f"no event in {folder} names {message_id!r}")
+        super().__init__(message_id, f"no event in {folder} names {message_id!r}")
 
 
 class StaleLease(Rejected):
-    """The lease is over or belongs to somebody else. Nothing was changed."""
+    """The lease has ended or belongs to another worker. Nothing was changed."""
 
-    def __init__(self, task_id: str, lease: int) -> None:
+    def __init__(self, task_id: str, lease: int, message: str = "") -> None:
         self.task_id = task_id
         self.lease = lease
-        super().__init__(f"lease {lease} of task {task_id!r} is no longer valid: stop working on it")
+        super().__init__(
+            message or f"lease {lease} of task {task_id!r} is no longer valid: stop working on it"
+        )
 
 
 class SinkAhead(Rejected):
-    """A sink holds more of a source than there is: the source was put back to an older state."""
+    """A sink holds more of a source than the source has: the source was restored to an older state."""
 
     def __init__(self, source: str, held: int, newest: int) -> None:
         super().__init__(
             f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
-            "it was put back to an older state, so ship it to a new folder"
+            "it was restored to an older state, so ship it to a new folder"
         )
 
 
@@ -203,14 +212,57 @@ RETRIED = "DEAD_LETTER, CANCELLED, EXPIRED and QUARANTINED"
 
 
 class WrongState(Rejected):
-    """What was asked for cannot be done to a task in this state. Nothing was changed."""
+    """The state of a task does not allow the call. Nothing was changed. `state` is empty in a client."""
 
-    def __init__(self, task_id: str, verb: str, state: str) -> None:
+    def __init__(self, task_id: str, verb: str, state: str, message: str = "") -> None:
         self.task_id = task_id
         self.verb = verb
         self.state = state
         rule = f", and only {RETRIED} can be retried" if verb == "retry" else ""
-        super().__init__(f"cannot {verb} task {task_id!r}: it is {state}{rule}")
+        super().__init__(message or f"cannot {verb} task {task_id!r}: it is {state}{rule}")
+
+
+class NotHeld(Rejected):
+    """A client was never given this task, so it knows no lease to show."""
+
+    def __init__(self, task_id: str) -> None:
+        self.task_id = task_id
+        super().__init__(f"this client was not given task {task_id!r}: name its lease")
+
+
+class HarnessRefused(Rejected):
+    """A harness refuses a call, in its own words.
+
+    `status` is that of HTTP; 0 for an answer that does not fit the protocol.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class NotAllowed(HarnessRefused):
+    """The token is not known to the harness, or does not allow the call."""
+
+
+class Unreachable(Unavailable):
+    """A harness does not answer, or asks the client to come back later."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class NoResult(PostroomError):
+    """A task that a client asked for has no result. `task` is the `TaskView` that it saw last."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        cause = f": {task.errors[-1]}" if task.errors else ""
+        end = (
+            f"ended as {task.status}{cause}" if task.ended else f"has not ended in time: it is {task.status}"
+        )
+        super().__init__(f"task {task.task_id} of {task.agent} {end}")
 
 
 class QueueFull(Unavailable):
@@ -303,10 +355,6 @@ class MessageFailed(Rejected):
         super().__init__(f"message {message_id} ended as {state}{last}")
 
 
-class Forbidden(Rejected):
-    """The caller's token does not allow this."""
-
-
 class Overloaded(Unavailable):
     """Backpressure refuses a submit. Nothing was stored."""
 
@@ -334,7 +382,7 @@ class TooMany(Unavailable):
 
 
 class BusFull(Unavailable):
-    """A bus may not grow any further. Nothing was stored."""
+    """A bus is at its limit, or the disk is nearly full. Nothing was stored."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -342,7 +390,7 @@ class BusFull(Unavailable):
 
 
 class ShippedElsewhere(Rejected):
-    """The events of a store go to another stream, or this is another store than the stream knows."""
+    """The store ships its events to another stream, or the stream belongs to another store."""
 
 
 class AuditBehind(Unavailable):
@@ -377,7 +425,7 @@ class TableChanged(Unavailable):
 
 
 class StoreDamaged(Unavailable):
-    """The database cannot be read as what we wrote."""
+    """The database does not hold what postroom wrote."""
 
 
 EXIT_OK = 0
@@ -385,18 +433,18 @@ EXIT_RUNTIME = 1
 EXIT_USAGE = 2
 
 EXIT_CODES: dict[type[BaseException], int] = {
-    # What the command line alone is to blame for. A path or a position can be right tomorrow.
+    # A wrong call. A path or a position is no wrong call: it can become right without a change of the call.
     InvalidMessage: EXIT_USAGE,
     InvalidName: EXIT_USAGE,
     InvalidSetting: EXIT_USAGE,
     TopicError: EXIT_USAGE,
     PostroomError: EXIT_RUNTIME,
 }
-"""The first class in an error's family that is named here decides."""
+"""The exit code of an error is that of the first class in its MRO that is listed here."""
 
 
 def reason(error: BaseException) -> str:
-    """What an error of a decoder says, in words for a user."""
+    """The text of a decoder's error, in plain words."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} (0x{error.object[error.start]:02x}) is not UTF-8 text"
     if isinstance(error, RecursionError):
@@ -405,5 +453,4 @@ def reason(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the command line returns for an error."""
     return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), EXIT_RUNTIME)

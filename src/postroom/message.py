@@ -1,7 +1,7 @@
-"""The nouns: what a message of each contract is, and what a store knows about its delivery.
+"""The nouns: the messages of each contract, and the records and events of a store.
 
-Rule 1: nothing here changes after it was made; a changed record is a new one.
-Rule 2: a message says nothing about its delivery; positions and leases live elsewhere.
+Rule 1: every object here is immutable. A changed record is a new object.
+Rule 2: a message does not contain delivery state. Positions, leases and attempts are in cursors and records.
 """
 
 from datetime import datetime
@@ -10,10 +10,10 @@ from typing import Any, Literal, NotRequired, TypedDict
 import msgspec
 
 Durability = Literal["os", "group", "fsync"]
-"""When an append counts as stored: in the page cache, after a shared fsync, after its own fsync."""
+"""When a write is acknowledged: in the page cache, after a shared fsync, or after its own fsync."""
 
 
-DEFAULT_BODY_THRESHOLD = 3584  # a queue's line with its other keys stays below one 4096-byte page
+DEFAULT_BODY_THRESHOLD = 3584  # a queue line with its other keys stays below one 4096-byte page
 
 
 class BusMessage(msgspec.Struct, frozen=True, gc=False):
@@ -29,7 +29,7 @@ class BusMessage(msgspec.Struct, frozen=True, gc=False):
     attachment_path: str
     body: str
     extra: dict[str, Any] = {}
-    """Header keys that this version does not know; the original program writes some."""
+    """Header keys unknown to this version. conductor-loop writes some."""
 
 
 QueueMessage = TypedDict(
@@ -49,12 +49,12 @@ QueueMessage = TypedDict(
         "_body_error": NotRequired[str],
     },
 )
-"""One message of a `Queue`. Delivered, it always has the first eight keys; `body_bytes` and `body_crc` stand
-only on disk, beside the name of a side file, and those with an underscore only in what is delivered."""
+"""One message of a `Queue`. A delivered message always has the first eight keys. `body_bytes` and `body_crc`
+are only on disk, for a body in a side file. Keys with an underscore are only in delivered messages."""
 
 
 class Damage(msgspec.Struct, frozen=True, gc=False):
-    """A stretch of a log that is not a message. It is skipped and kept."""
+    """A range of bytes in a log that is not a message. Readers skip it, and it stays in the file."""
 
     offset: int
     length: int
@@ -86,7 +86,7 @@ State = Literal[
     "EXPIRED",
     "QUARANTINED",
 ]
-"""Where a record can be. `FAILED` is a moment on the way to `RETRYING` or `DEAD_LETTER`, never at rest."""
+"""The states of a record. `FAILED` is passed on the way to another state and never stored."""
 
 EventKind = Literal[
     "created",
@@ -119,25 +119,25 @@ EventKind = Literal[
     "tokens_returned",
     "alert",
 ]
-"""Everything that can happen to a message, in any contract."""
+"""The kinds of events, for every contract."""
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A message as it is handed to a store. It never changes."""
+    """A message as it is passed to a store."""
 
     queue: str
     payload: bytes
     message_id: str = ""
-    """Empty when the store shall name it."""
+    """Empty: the store chooses an id."""
     type: str = ""
     parent_message_id: str = ""
     key: str = ""
-    """What makes a second enqueue the same one; unique within its queue, empty for none."""
+    """The idempotency key, unique within its queue. A second message with it is dropped. Empty: none."""
     priority: int = 2
     max_retries: int = 3
     delay_ns: int = 0
     ttl_ns: int = 0
-    """How long it may wait for its first delivery; 0 for ever."""
+    """How long the message may wait for its first delivery; 0 for no limit."""
     durability: Durability = "os"
     sender: str = ""
     """The agent that sent it; empty when an operator or the library did."""
@@ -146,54 +146,54 @@ class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """The delivery state of one message in a store: the only thing that changes.
+    """The delivery state of one message in a store.
 
-    Deadlines (`lease_until`, `due`, `ready_at`, `expires`) are nanoseconds of the store's own clock, which
-    never steps; the others are microseconds of UTC, for people.
+    `lease_until`, `due`, `ready_at` and `expires` are nanoseconds of the store's own clock, which never
+    steps. Fields that end in `_us` are microseconds of UTC, for people.
     """
 
     seq: int
-    """Unique and increasing with acceptance, never used again."""
+    """Unique, never reused, and increasing in the order of acceptance."""
     message_id: str
     queue: str
     state: State
     priority: int
-    """The priority it was accepted with. Nothing changes it."""
+    """The priority at acceptance. It never changes."""
     lane: int
-    """The lane it waits in: its priority, unless a retry demoted it or a replay chose another one."""
+    """The lane in which it waits: its priority, unless a retry demoted it or a replay chose another lane."""
     place: int
-    """Its position in the lane: the lowest is delivered first. It is the number of the event that put the
-    record there, and the number of the completion event once it is completed."""
+    """The position in the lane: the lowest is delivered first. It is the number of the event that put the
+    record there; of a completed record, it is the number of the completion event."""
     attempt: int
-    """Deliveries so far."""
+    """The number of deliveries."""
     retries: int
     """Failures and lapsed leases since it was accepted or replayed."""
     crashes: int
-    """Lapsed leases since it was accepted or replayed: the holder crashed, or hung."""
+    """Lapsed leases since it was accepted or replayed: the lease holder crashed or hung."""
     max_retries: int
     lease: int
-    """The fencing token, larger than every earlier one. It stays after the holder's last call, so that the
-    call can be repeated; it is negative when that call was a release, and 0 when the lease was taken away."""
+    """The fencing token, larger than every earlier one. It stays after the lease holder's last call, so that
+    this call can be repeated. It is negative after a release, and 0 when something else ended the lease."""
     worker_id: str
     lease_ns: int
     lease_until: int
     due: int
-    """When its delay ends; 0 without a delay."""
+    """The end of its delay; 0 without a delay."""
     ready_at: int
-    """Since when it can be claimed, or since when its delay runs."""
+    """The time from which it can be claimed, or at which its delay began."""
     expires: int
     durability: Durability
     created_us: int
     claimed_us: int
     heartbeat_us: int
     ended_us: int
-    """When it ended; 0 before that."""
+    """The time of its end; 0 before that."""
     sender: str = ""
-    """The agent that sent it; empty when an operator or the library did."""
+    """As in `Envelope`."""
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What happened to one message, once. `seq` is gap-free within a store."""
+    """One thing that happened to one message. `seq` has no gaps within a store."""
 
     seq: int
     ts_us: int
@@ -217,7 +217,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """A decision, as data: the record after it, and what happened. A store commits both or neither."""
+    """A decision as data: the record after it, and its events. A store commits both or neither."""
 
     record: Record
     events: tuple[Event, ...]
@@ -225,10 +225,10 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """The facts of a decision that the record does not know."""
+    """The facts of a decision that are not in the record."""
 
     number: int
-    """The sequence number that its first event gets."""
+    """The sequence number of its first event."""
     steady_ns: int
     """The store's own clock, which never steps."""
     wall_us: int
@@ -236,10 +236,10 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Everything that a store knows about one message."""
+    """Everything that a store has about one message."""
 
     record: Record
     envelope: Envelope
     result: bytes | None
     history: list[Event]
-    """Its events, heartbeats left out."""
+    """Its events without heartbeats."""

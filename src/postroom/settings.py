@@ -1,11 +1,11 @@
-"""What can be set, and where: defaults < postroom.toml < environment < flags (or arguments).
+"""All settings and their precedence: defaults < postroom.toml < environment < flags (or arguments).
 
-Rule 1: nothing here looks for anything itself; a file and an environment are handed in.
-Rule 2: a value that does not fit is refused with the name it was given under, never replaced by a default.
+Rule 1: this module looks for nothing itself; the file and the environment are arguments.
+Rule 2: an invalid value is refused with the name it was given under, and never replaced by a default.
 Rule 3: an empty variable counts as not set.
 
-A Python program reads no file, and of the environment only what a `Queue` needs where no argument says it.
-The command line also reads postroom.toml, whose relative paths are relative to that file.
+The Python API reads no file, and from the environment only the `Queue` settings for missing arguments. The
+command line also reads postroom.toml; relative paths in it are relative to that file.
 """
 
 import re
@@ -23,10 +23,10 @@ from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 
 DEFAULT_SESSION = "default"
 DEFAULT_AGENT_ID = "anonymous"
-SECONDS_MAX = 86_400  # a wait of more than a day is a slip of the keyboard
+SECONDS_MAX = 86_400  # a wait of more than a day is a typing error
 
 ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The start of s3://bucket or file:///x: as a path it would be a folder named `s3:` or `file:`."""
+"""The start of a URL such as s3://bucket. As a path it would name a folder `s3:`."""
 
 _A_PATH = "a path"
 _SECONDS = f"a number of seconds above 0 and at most {SECONDS_MAX}"
@@ -57,7 +57,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=SECONDS_MAX,
-            description="How often a follower looks at the file where the system cannot wake it.",
+            description="How often a follower checks the file where the system cannot wake it.",
             extra={"env": ("POSTROOM_BUS_POLL_INTERVAL_S",), "wants": _SECONDS},
         ),
     ] = 0.2
@@ -142,50 +142,50 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     environment: Annotated[
         Environment,
         Meta(
-            description="Where this runs. It picks the redaction: dev none, staging medium, prod full.",
+            description="The environment. It selects the redaction: dev none, staging medium, prod full.",
             extra={"env": ("POSTROOM_ENVIRONMENT",), "wants": "dev, staging or prod"},
         ),
     ] = "prod"
     redaction: Annotated[
         Redaction | None,
         Meta(
-            description="How much is taken out before an event is written. Not set: as `environment` says.",
+            description="How much is redacted before an event is written. Not set: chosen by `environment`.",
             extra={"env": ("POSTROOM_AUDIT_REDACTION",), "wants": "none, medium or full"},
         ),
     ] = None
     patterns: Annotated[
         dict[str, str],
         Meta(
-            description="Further things to take out: a name, and a regular expression for it.",
+            description="Further redaction rules: a name and a regular expression for each.",
             extra={"env": (), "wants": "a table of names and regular expressions"},
         ),
     ] = {}
     fields: Annotated[
         list[str],
         Meta(
-            description="Further names of fields whose values are taken out.",
+            description="Further names of fields whose values are redacted.",
             extra={"env": (), "wants": "a list of names"},
         ),
     ] = []
     token_key_file: Annotated[
         Path | None,
         Meta(
-            description="A file with a secret. What is taken out then leaves a token, the same for the "
-            "same value.",
+            description="A file with a secret. A redacted value is then replaced by a token, the same for "
+            "the same value.",
             extra={"env": ("POSTROOM_AUDIT_TOKEN_KEY_FILE",), "wants": _A_PATH},
         ),
     ] = None
     key_file: Annotated[
         Path | None,
         Meta(
-            description="The keys of `postroom audit key`. Payloads are then kept whole, and encrypted.",
+            description="The key file of `postroom audit key`. Payloads are then kept unredacted, encrypted.",
             extra={"env": ("POSTROOM_AUDIT_KEY_FILE",), "wants": _A_PATH},
         ),
     ] = None
     payloads: Annotated[
         bool,
         Meta(
-            description="Whether events tell what the messages said, as far as the redaction lets them.",
+            description="Whether events include the message bodies, after redaction.",
             extra={"env": ("POSTROOM_AUDIT_PAYLOADS",), "wants": "1 or 0, true or false"},
         ),
     ] = True
@@ -194,7 +194,7 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=2**28,
-            description="A segment is sealed before it grows larger than this.",
+            description="A segment is sealed before it exceeds this size.",
             extra={"env": ("POSTROOM_AUDIT_SEAL_BYTES",), "wants": "a whole number of bytes up to 268435456"},
         ),
     ] = 128 * 1024 * 1024
@@ -203,14 +203,14 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=SECONDS_MAX,
-            description="A segment is sealed when its first event is as old as this.",
+            description="A segment is sealed when its first event was written this long ago.",
             extra={"env": ("POSTROOM_AUDIT_SEAL_AFTER_S",), "wants": _SECONDS},
         ),
     ] = 60.0
     publish: Annotated[
         str | None,
         Meta(
-            description="Where sealed segments are copied to: any URL that fsspec reaches.",
+            description="Where sealed segments are copied to: any URL that fsspec supports.",
             extra={"env": ("POSTROOM_AUDIT_PUBLISH",), "wants": "a URL"},
         ),
     ] = None
@@ -218,22 +218,22 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             gt=0,
-            description="How many events of a store may wait to be shipped before new messages are held up.",
+            description="How many events of a store may wait to be shipped before new messages are limited.",
             extra={"env": ("POSTROOM_AUDIT_BACKLOG_MAX",), "wants": "a whole number above 0"},
         ),
     ] = 1_000_000
     when_behind: Annotated[
         Literal["slow", "refuse"],
         Meta(
-            description="What happens to a new message then: it is accepted slowly, or refused. The shipper "
-            "tells the store, and everybody who enqueues there obeys: set it where the shipper runs.",
+            description="What happens to new messages above `backlog_max`: they are slowed down or refused. "
+            "Set it where the shipper runs; the shipper stores it for all clients of the store.",
             extra={"env": ("POSTROOM_AUDIT_WHEN_BEHIND",), "wants": "slow or refuse"},
         ),
     ] = "slow"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that can be set."""
+    """All settings."""
 
     bus: BusSettings
     queue: QueueSettings
@@ -244,20 +244,20 @@ Table: TypeAlias = type[BusSettings] | type[QueueSettings] | type[AuditSettings]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One row of the reference, and how a value is checked."""
+    """One setting: how its values are checked, and its row in the reference."""
 
     key: str
     type: Any
     default: Any
     variables: tuple[str, ...]
-    """The environment variables that set it, the strongest first."""
+    """The environment variables that set it; the first one set wins."""
     wants: str
     description: str
 
 
 @cache
 def described(table: Table) -> tuple[Setting, ...]:
-    """The settings of one table, in their order."""
+    """The settings of one table, in the order of its fields."""
     hints = get_type_hints(table, include_extras=True)
     return tuple(_described(field, hints[field.name]) for field in msgspec.structs.fields(table))
 
@@ -270,7 +270,7 @@ def _described(field: msgspec.structs.FieldInfo, hint: Any) -> Setting:
 
 
 def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
-    """The defaults, over them the file (if one is named), over that the environment."""
+    """The settings from the environment, then the file (if given), then the defaults."""
     tables = {} if config is None else _read(config)
     bus = {**tables.get("bus", {}), **_from_environment(BusSettings, environ)}
     queue = {**tables.get("queue", {}), **_from_environment(QueueSettings, environ)}
@@ -279,18 +279,18 @@ def load(config: Path | None, environ: Mapping[str, str]) -> Settings:
 
 
 def queue_root(environ: Mapping[str, str]) -> Path:
-    """The folder of a `Queue` that was given none."""
+    """The folder for a `Queue` that was given none."""
     found = _one(_queue_setting("root"), environ, UNSET)
     return _default_root(environ) if found is UNSET else Path(found)
 
 
 def queue_body_threshold(environ: Mapping[str, str]) -> int:
-    """The threshold of a `Queue` that was given none."""
+    """The body threshold for a `Queue` that was given none."""
     return int(_one(_queue_setting("body_threshold"), environ))
 
 
 def queue_disabled(environ: Mapping[str, str]) -> bool:
-    """The kill switch alone: it is looked at in every call, and the whole table would cost too much there."""
+    """The kill switch. Every call checks it, so the common case reads only the two variables."""
     if environ.get("POSTROOM_QUEUE_DISABLED") or environ.get("ZOS_MQ_DISABLED"):
         return _one(_queue_setting("disabled"), environ) is True
     return False
@@ -325,9 +325,9 @@ def _default_root(environ: Mapping[str, str]) -> Path:
 
 
 def xdg_folder(environ: Mapping[str, str], variable: str, below_home: str, refused: str) -> Path:
-    """Our folder for one kind of files; the sentence if there is no home in which it could lie."""
+    """Postroom's folder below an XDG base folder; `InvalidSetting(refused)` when there is no home folder."""
     folder = Path(environ.get(variable, ""))
-    if not folder.is_absolute():  # the XDG rule: a relative one is ignored
+    if not folder.is_absolute():  # the XDG rule: a relative path is ignored
         folder = _home(environ, refused) / below_home
     return folder / "postroom"
 
@@ -367,7 +367,7 @@ def _path(kind: type, value: object) -> Path:
 
 
 def _read(config: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a postroom.toml, every value checked."""
+    """The tables of a postroom.toml, with every value checked."""
     document = _document(config)
     kinds = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     _refuse_unknown(config, document, kinds, "")
@@ -381,7 +381,7 @@ def _document(config: Path) -> dict[str, Any]:
         return tomllib.loads(config.read_text("utf-8"))
     except OSError as error:
         raise InvalidSetting(f"cannot read {config}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
         raise InvalidSetting(f"{config} is not TOML: {reason(error)}") from None
 
 
@@ -393,13 +393,13 @@ def _entries(
     known = {setting.key: setting for setting in settings}
     _refuse_unknown(config, table, known, f"{name}.")
     for key, value in table.items():
-        # Whole numbers may stand for true and false, as in the environment; texts never for numbers.
+        # 1 and 0 may stand for true and false, as in the environment; a text never stands for a number.
         checked = _checked(known[key], f"{config}: {name}.{key}", value, strict=not isinstance(value, int))
         yield key, _resolved(config, checked) if isinstance(checked, Path) else checked
 
 
 def _resolved(config: Path, path: Path) -> Path:
-    """Relative to the file that names it, with `~` as in a shell."""
+    """The path with `~` expanded, relative to the folder of the settings file."""
     try:
         return config.parent / path.expanduser()
     except RuntimeError:

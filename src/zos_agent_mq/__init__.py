@@ -1,4 +1,4 @@
-"""The queue under the names of zos-agent-mq: programs written for that library run on postroom unchanged."""
+"""The queue under the names of zos-agent-mq, so that programs for that library run on postroom unchanged."""
 
 from postroom.contracts.queue import Queue
 from postroom.core.queuewire import TOPICS

@@ -1,4 +1,4 @@
-"""The table of operations and kinds is true: an operation is told as the table says, and as nothing else."""
+"""The table of operations and kinds is correct: each operation emits exactly the listed events."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -20,7 +20,7 @@ AGENT = "ada"
 
 
 class TaskHandlers:
-    """Tasks on a clock that is moved by hand, and what they told since the last look."""
+    """Tasks with a manual clock, and the events they emitted since the last call."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -125,7 +125,7 @@ def test_every_operation_of_tasks_has_its_scene() -> None:
 
 
 @pytest.mark.parametrize("operation", SCENES)
-def test_an_operation_of_tasks_is_told_as_the_table_says(operation: str) -> None:
+def test_tasks_operations_emit_the_documented_events(operation: str) -> None:
     desk = TaskHandlers()
     act = SCENES[operation](desk)
     desk.told()
@@ -133,7 +133,7 @@ def test_an_operation_of_tasks_is_told_as_the_table_says(operation: str) -> None
     assert set(desk.told()) == set(OPERATIONS["tasks"][operation])
 
 
-def test_the_operations_of_files_are_told_as_the_table_says(tmp_path: Path) -> None:
+def test_file_operations_emit_the_documented_events(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     bus.append(type="note", project_id="p", body="one")
     bus.append_many([{"type": "note", "project_id": "p", "body": "two"}])
@@ -154,6 +154,6 @@ def test_the_operations_of_files_are_told_as_the_table_says(tmp_path: Path) -> N
     assert kinds["queue"] == [kind for told in table.values() for kind in told]
 
 
-def test_every_kind_is_told_by_some_operation() -> None:
+def test_every_kind_is_emitted_by_some_operation() -> None:
     told = {kind for table in OPERATIONS.values() for kinds in table.values() for kind in kinds}
     assert told == set(get_args(EventKind)) - {"deferred"}  # no contract defers yet

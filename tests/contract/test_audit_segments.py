@@ -14,7 +14,7 @@ from postroom.message import Durability
 from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from tests.crash import syscalls
 from tests.crash.ledger import Tally
@@ -35,7 +35,7 @@ DURABILITIES: tuple[Durability, ...] = ("os", "group")
 
 
 def ship(report: Report, folder: Path, seed: int) -> None:
-    """Go on where the sink says; report every position that was acknowledged."""
+    """Continue from the sink's position, and report every acknowledged position."""
     rng = Random(seed)
     sink = SegmentSink(folder, seal_bytes=SEAL_BYTES, durability=DURABILITIES[seed % 2])
     while True:
@@ -47,7 +47,7 @@ def ship(report: Report, folder: Path, seed: int) -> None:
 
 
 def run(kills: int, seed: int, *, sabotage: bool = False) -> Tally:
-    """Kill the writer again and again; after each kill, and at the end, everything must hold."""
+    """Kill the writer repeatedly, and check all guarantees after each kill and at the end."""
     rng = Random(seed)
     tally = Tally()
     with tempfile.TemporaryDirectory(dir=scratch_parent(seed)) as parent:
@@ -73,13 +73,13 @@ def run(kills: int, seed: int, *, sabotage: bool = False) -> Tally:
 
 
 def _sealed_us(folder: Path, which: int) -> int:
-    """When a segment was sealed: retention before that time takes those in front of it."""
+    """The time of sealing of a segment: retention before that time removes the earlier ones."""
     entries = read_chain(folder).entries
     return entries[which].sealed_us if -len(entries) <= which < len(entries) else 0
 
 
 def _judge(folder: Path, acknowledged: int, retained: int, tally: Tally) -> int:
-    """What is there is one unbroken stretch that ends behind what was acknowledged."""
+    """The stored events have no gap and include all acknowledged ones."""
     for finding in verify(folder):
         tally.breaks(f"{finding.file}: {finding.reason}")
     found = seqs(list(Segments(folder, on_trouble=tally.breaks).events()))
@@ -146,7 +146,7 @@ def test_an_error_of_a_system_call_loses_and_doubles_nothing(name: str) -> None:
 
 
 def test_a_folder_is_clean_while_its_writer_seals_and_retention_runs(quick_path: Path) -> None:
-    """Verify, readers and retention beside a writer that seals all the time."""
+    """Verify, readers and retention run while a writer seals continuously."""
     with Crew() as crew:
         writer = crew.start("shipper", ship, folder=quick_path / "audit", seed=3)
         crew.await_lines(writer, 1)

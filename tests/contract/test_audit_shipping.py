@@ -29,7 +29,7 @@ from postroom.errors import AuditBehind, ShippedElsewhere, SinkAhead, WriteFaile
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import SHIP_AFTER_S, SHIP_EVENTS, Feed, Shipper
 from postroom.sinks.verify import verify
 from postroom.stores.base import Outbox
@@ -40,7 +40,7 @@ __all__ = ["small_disk"]  # a fixture
 
 @contextmanager
 def shipper(folder: Path, *feeds: Feed) -> Iterator[Shipper]:
-    """One whose sink is closed at the end, as if its process had ended."""
+    """A shipper whose sink is closed at the end, as if its process had exited."""
     sink = SegmentSink(folder)
     try:
         yield Shipper(sink, lambda: feeds)
@@ -57,7 +57,7 @@ def feed_of(tasks: Tasks, outbox: Outbox | None = None) -> StoreFeed:
 
 
 def work(tasks: Tasks, count: int = 3) -> None:
-    """Some tasks that come, are taken, and end in several ways."""
+    """Some tasks that are enqueued, claimed, and end in several ways."""
     for number in range(count):
         tasks.enqueue(agent="ada", payload={"n": number}, type="issue")
     for number, task in enumerate(tasks.claim(agent="ada", limit=count)):
@@ -110,7 +110,7 @@ def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None
 
 
 class Busy(StoreFeed):
-    """A store into which somebody enqueues whenever the shipper has it settled."""
+    """A store that gets a new task whenever the shipper has settled it."""
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__(tasks.store, "tasks", outbox=Outbox())
@@ -125,7 +125,7 @@ class Busy(StoreFeed):
 
 
 class Careful(SegmentSink):
-    """Takes only what is settled."""
+    """A sink that accepts only settled events."""
 
     feed: Busy
 
@@ -170,7 +170,7 @@ def enqueue(database: Path, *payloads: str) -> None:
             tasks.enqueue(agent="ada", payload=payload)
 
 
-def test_a_store_that_was_put_back_is_refused_also_when_it_has_grown_again(tmp_path: Path) -> None:
+def test_restored_store_is_refused_even_after_new_events(tmp_path: Path) -> None:
     enqueue(tmp_path / "queue.db", "first")
     shutil.copy(tmp_path / "queue.db", tmp_path / "old.db")
     enqueue(tmp_path / "queue.db", "old", "old")
@@ -211,10 +211,10 @@ def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> Non
             shipping.shipper.ship()
     assert (
         ship_store(tmp_path / "audit", database) == 2
-    )  # the next one takes the new store as a source of its own
+    )  # the next shipper treats the new store as another source
 
 
-def test_events_that_were_forgotten_too_early_are_told(
+def test_events_removed_before_shipping_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Tasks.open("memory://") as tasks:
@@ -237,7 +237,7 @@ def test_events_that_were_forgotten_too_early_are_told(
         ]
 
 
-def test_who_only_reads_tells_nothing_of_forgotten_events(caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture) -> None:
     with Tasks.open("memory://") as tasks:
         work(tasks)
         tasks.forget_events(tasks.store.newest_event())
@@ -268,15 +268,15 @@ def test_few_events_wait_a_second_and_many_do_not(tasks: Tasks, tmp_path: Path) 
     sink = SegmentSink(tmp_path / "audit")
     feed = feed_of(tasks)
     one = Shipper(sink, lambda: [feed], monotonic=lambda: now)
-    assert not one.look()
+    assert not one.ship_if_due()
     tasks.enqueue(agent="ada", payload=1)
-    assert not one.look()
+    assert not one.ship_if_due()
     now += SHIP_AFTER_S
-    assert one.look()
+    assert one.ship_if_due()
     assert sink.position(feed.source) == tasks.store.newest_event()
     tasks.enqueue_many([{"agent": "ada", "payload": n} for n in range(SHIP_EVENTS)])
-    assert one.look()
-    assert not one.look()
+    assert one.ship_if_due()
+    assert not one.ship_if_due()
     sink.close()
 
 
@@ -323,7 +323,7 @@ def test_new_tasks_are_refused_while_the_shipper_is_too_far_behind(tasks: Tasks)
         other.enqueue(agent="ada", payload="too much")
     with pytest.raises(AuditBehind, match="at most 10 may"):
         other.check_backlog()
-    [task] = other.claim(agent="ada")  # who ends a task is not held up
+    [task] = other.claim(agent="ada")  # ending a task is not delayed
     other.complete(task.task_id, task.lease)
     status = other.status()
     assert status.events_waiting is not None
@@ -352,7 +352,7 @@ def test_new_tasks_slow_down_while_the_shipper_is_too_far_behind(
 def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    """The stream's disk is full, the store's is not: everything waits there, and goes when there is room."""
+    """The stream's disk is full and the store's is not: events wait in the store until there is space."""
     with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
         feed = feed_of(tasks, Outbox(backlog_max=50, when_behind="refuse"))
         sink = SegmentSink(small_disk / "audit")
@@ -383,7 +383,7 @@ def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
 
 
 def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = None) -> list[AuditEvent]:
-    """As a new process would: it remembers nothing."""
+    """Ship with a new shipper that has no state, as a new process would."""
     feeds = FileFeeds([queue] if queue else [], [bus] if bus else [])
     sink = SegmentSink(folder)
     Shipper(sink, feeds).ship()
@@ -392,7 +392,7 @@ def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = No
     return told(folder)
 
 
-def test_what_a_queue_did_is_in_the_stream(tmp_path: Path) -> None:
+def test_queue_operations_are_shipped(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     first = queue.send("ask", "is it green?", to="bob", sender="ada", ttl_s=60)
     queue.poll("bob")
@@ -419,7 +419,7 @@ def test_what_a_queue_did_is_in_the_stream(tmp_path: Path) -> None:
     assert ship_files(tmp_path / "elsewhere", queue=queue.root) == again  # the same ids from the same log
 
 
-def test_a_line_that_cannot_be_read_is_told_and_leaves_no_hole(tmp_path: Path) -> None:
+def test_unreadable_line_becomes_an_alert_without_a_gap(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     queue.send("ask", "one", sender="ada")
     audit = queue.root / "audit.jsonl"
@@ -427,7 +427,7 @@ def test_a_line_that_cannot_be_read_is_told_and_leaves_no_hole(tmp_path: Path) -
         file.write(b'{"ts": "no time", "op": "send", "session": "s"}\nno json\n')
     queue.send("ask", "two", sender="ada")
     with audit.open("ab") as file:
-        file.write(b'{"ts": "2026-11-15T00:')  # somebody is still writing, or died
+        file.write(b'{"ts": "2026-11-15T00:')  # a writer is still active, or died
     events = ship_files(tmp_path / "audit", queue=queue.root)
     assert [(event.seq, event.kind) for event in events] == [
         (1, "created"), (2, "alert"), (3, "alert"), (4, "created")
@@ -472,9 +472,7 @@ def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("contract", ["bus", "queue"])
-def test_a_file_that_was_put_back_is_refused_also_when_it_has_grown_again(
-    contract: str, tmp_path: Path
-) -> None:
+def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: Path) -> None:
     path, say = speaker(contract, tmp_path)
     say("first")
     shutil.copy(path, tmp_path / "old")
@@ -520,7 +518,7 @@ def test_a_file_goes_on_when_what_the_stream_held_of_it_was_removed(tmp_path: Pa
 
 
 def speaker(contract: str, folder: Path) -> tuple[Path, Callable[[str], object]]:
-    """The file that a contract tells its events in, and a way to make it say more."""
+    """The file with a contract's events, and a function that adds more."""
     if contract == "bus":
         bus = Bus(folder / "bus.yaml")
         return bus.path, lambda body: bus.append(type="note", project_id="p", body=body)
@@ -534,7 +532,7 @@ def ship_sources(folder: Path, sources: Sources) -> int:
         return shipping.once()
 
 
-def test_the_last_line_of_a_file_that_was_moved_away_is_told_without_its_end(tmp_path: Path) -> None:
+def test_unfinished_last_line_of_a_moved_file_becomes_an_alert(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "queue")
     queue.send("ask", "one", sender="ada")
     audit = queue.root / "audit.jsonl"
@@ -545,7 +543,7 @@ def test_the_last_line_of_a_file_that_was_moved_away_is_told_without_its_end(tmp
         with audit.open("ab") as file:
             file.write(b'{"ts": "2026-11-15T00:')
         moved = audit.rename(tmp_path / "moved.jsonl")
-        assert one.ship() == 0  # who writes may still be at it
+        assert one.ship() == 0  # a writer may still be active
         long_ago = time.time() - MOVED_QUIET_S
         os.utime(moved, (long_ago, long_ago))
         assert [one.ship(), one.ship()] == [1, 0]

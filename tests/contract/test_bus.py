@@ -27,7 +27,7 @@ CLASSES: list[Durability] = ["os", "group", "fsync"]
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = NOON
@@ -119,7 +119,7 @@ def test_a_preset_timestamp_is_kept_in_utc(bus: Bus, ts: datetime | str, stored:
 
 
 @pytest.mark.parametrize("ts", ["now", "2020-01-02T03:04:05", 0, NOON.replace(tzinfo=None)])
-def test_a_timestamp_that_is_none_is_refused(bus: Bus, ts: Any) -> None:
+def test_invalid_timestamp_is_refused(bus: Bus, ts: Any) -> None:
     with pytest.raises(InvalidMessage):
         post(bus, ts=ts)
     assert not bus.path.exists()
@@ -200,7 +200,7 @@ def test_every_body_round_trips(bus: Bus) -> None:
 
 
 def test_bodies_that_quote_ids_do_not_move_a_reader(bus: Bus) -> None:
-    """A body may begin with `msg_id: `, right behind the separator that closes the header."""
+    """A body may begin with `msg_id: `, directly after the separator that closes the header."""
     first = post(bus, "first")
     post(bus, "second")
     for quoted in (first, "MSG-99980101-000000-000000000-PID00001-0001"):
@@ -213,7 +213,7 @@ def test_bodies_that_quote_ids_do_not_move_a_reader(bus: Bus) -> None:
     assert len(bus.tail(3)) == 3
 
 
-def test_a_quoted_id_at_the_very_edge_of_a_backward_window_moves_nobody(bus: Bus) -> None:
+def test_quoted_id_at_a_window_edge_is_not_taken_for_a_record(bus: Bus) -> None:
     from postroom.logs.busfile import BACKWARD_FIRST_BYTES
 
     for padding in range(BACKWARD_FIRST_BYTES - 80, BACKWARD_FIRST_BYTES - 20):
@@ -275,9 +275,7 @@ def test_ids_increase_when_the_sequence_wraps(bus: Bus) -> None:
     assert made == sorted(set(made))
 
 
-def test_a_foreign_id_at_the_end_neither_stops_writers_nor_lets_them_forget_their_own(
-    bus: Bus, clock: Clock
-) -> None:
+def test_foreign_last_id_does_not_affect_own_ids(bus: Bus, clock: Clock) -> None:
     before = post(bus)
     with bus.path.open("a") as file:
         file.write("\n---\nmsg_id: zzz\nts: 2026-01-01T00:00:00Z\ntype: t\nproject_id: p\n---\nforeign\n")
@@ -373,7 +371,7 @@ def test_an_attachment_outside_the_root_is_refused(bus: Bus, tmp_path: Path, out
 # ---- reading ---------------------------------------------------------------------------------------
 
 
-def test_a_bus_that_does_not_exist_is_empty_and_stays_away(bus: Bus) -> None:
+def test_reading_a_missing_bus_does_not_create_it(bus: Bus) -> None:
     assert bus.read() == bus.tail() == bus.query() == bus.poll(timeout_s=0) == []
     assert bus.archives() == []
     assert bus.read("MSG-1") == []
@@ -420,7 +418,7 @@ def test_limit_keeps_the_first(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["MSG-1", "\ud800", "LEGACY-LINE-000000001", "LEGACY-LINE-x"])
-def test_an_unknown_since_id_is_told(bus: Bus, unknown: str) -> None:
+def test_unknown_since_id_raises(bus: Bus, unknown: str) -> None:
     post(bus)
     for call in (bus.read, lambda since: bus.poll(since, 0), lambda since: next(bus.follow(since))):
         with pytest.raises(SinceIdNotFound) as caught:
@@ -460,9 +458,7 @@ def bytes_read_by(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -
     return total
 
 
-def test_since_and_tail_cost_what_is_new_and_not_what_is_old(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_since_and_tail_read_only_the_end_of_the_file(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = []
     for _ in range(2):
         bus.append_many([{"type": "t", "project_id": "p", "body": "x" * 100}] * 20_000)
@@ -491,7 +487,7 @@ def test_since_and_tail_cost_what_is_new_and_not_what_is_old(
         ({"type": "x", "limit": 1}, ["a"]),
     ],
 )
-def test_query_gives_what_fits_every_field(
+def test_query_returns_messages_that_match_every_field(
     bus: Bus, clock: Clock, wanted: dict[str, Any], found: list[str]
 ) -> None:
     for fields in (
@@ -526,14 +522,14 @@ def test_poll_gives_an_empty_list_on_timeout(bus: Bus) -> None:
         assert bus.poll(last, timeout_s=timeout_s) == []
 
 
-def test_poll_gives_all_that_is_there(bus: Bus) -> None:
+def test_poll_returns_all_messages(bus: Bus) -> None:
     made = bus.append_many([{"type": "t", "project_id": "p", "body": "x" * 1000}] * 1000)
     assert [message.msg_id for message in bus.poll()] == made
     assert [message.msg_id for message in bus.poll(made[99], timeout_s=0)] == made[100:]
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_poll_waits_for_what_comes(tmp_path: Path, exists: bool) -> None:
+def test_poll_waits_for_new_messages(tmp_path: Path, exists: bool) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=3600)
     last = post(bus) if exists else ""
     got: list[BusMessage] = []
@@ -544,7 +540,7 @@ def test_poll_waits_for_what_comes(tmp_path: Path, exists: bool) -> None:
     assert bodies(got) == ["new"]
 
 
-def test_follow_gives_what_is_there_and_then_what_comes(bus: Bus) -> None:
+def test_follow_yields_existing_and_then_new_messages(bus: Bus) -> None:
     first = post(bus, "0")
     post(bus, "1")
     follower = bus.follow(first)
@@ -606,7 +602,7 @@ def test_a_new_follower_does_not_begin_in_the_archives_unless_asked(bus: Bus) ->
 def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The narrow window: the archives were listed, and the bus's name is opened after another rotation."""
+    """A race: another rotation happens between listing the archives and opening the bus file."""
     from postroom.logs import busfile
 
     follower = bus.follow()
@@ -614,7 +610,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
     assert next(follower).body == "0"
     bus.rotate()
     post(bus, "1")
-    real = busfile._open_place
+    real = busfile._open_position
     left = [3]
 
     def open_after_a_rotation(path: Path) -> Any:
@@ -625,13 +621,13 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
                 post(bus, f"after {left[0]}")
         return real(path)
 
-    monkeypatch.setattr(busfile, "_open_place", open_after_a_rotation)
+    monkeypatch.setattr(busfile, "_open_position", open_after_a_rotation)
     assert bodies(list(itertools.islice(follower, 2))) == ["1", "after 2"]
     post(bus, "end")
     assert bodies(list(itertools.islice(follower, 2))) == ["end", "after 0"]
 
 
-def test_what_was_written_between_the_last_look_and_the_rotation_is_not_left_behind(
+def test_follower_reads_messages_written_just_before_a_rotation(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from postroom.logs import busfile
@@ -726,7 +722,7 @@ def test_rotate_bytes_archives_before_a_file_grows_over_it(tmp_path: Path, clock
     assert [message.msg_id for message in bus.read(archives=True)] == made
 
 
-def test_a_since_id_that_was_rotated_away_is_told_and_can_be_searched(bus: Bus) -> None:
+def test_rotated_since_id_raises_and_archives_find_it(bus: Bus) -> None:
     made = []
     for number in range(6):
         made.append(post(bus, str(number)))
@@ -744,7 +740,7 @@ def test_a_since_id_that_was_rotated_away_is_told_and_can_be_searched(bus: Bus) 
     assert bodies(bus.read(made[0], 2, archives=True)) == ["1", "2"]
 
 
-def test_an_unknown_id_is_told_also_between_a_rotation_and_the_next_file(bus: Bus) -> None:
+def test_unknown_id_raises_between_rotation_and_next_file(bus: Bus) -> None:
     known = post(bus)
     bus.rotate()
     with pytest.raises(SinceIdNotFound):
@@ -779,7 +775,7 @@ def test_a_writer_follows_a_rotation_or_removal_by_somebody_else(bus: Bus) -> No
 
 
 def test_the_lock_is_flock_on_the_bus_file_itself(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the original program's writers and ours keep each other out."""
+    """The lock also excludes writers of conductor-loop."""
     post(bus)
     real = os.write
     found: list[str] = []
@@ -819,7 +815,7 @@ def test_a_lock_that_stays_taken_is_an_error_and_nothing_is_written(tmp_path: Pa
     assert bodies(bus.read()) == ["before", "after"]
 
 
-def test_a_name_that_changes_its_file_all_the_time_is_given_up(
+def test_append_gives_up_on_a_file_that_keeps_being_replaced(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from postroom.contracts import bus as module
@@ -889,7 +885,7 @@ def test_a_symlink_put_in_place_of_an_open_bus_is_refused(bus: Bus, tmp_path: Pa
         ({"durability": "disk"}, "durability must be one of os, group, fsync, not 'disk'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidMessage) as caught:
         Bus(**{"path": "bus.yaml", **arguments})
     assert str(caught.value).startswith(sentence)
@@ -898,7 +894,7 @@ def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any], sent
 # ---- verify and discover ------------------------------------------------------------------------------
 
 
-def test_verify_says_what_is_whole(bus: Bus) -> None:
+def test_verify_reports_counts(bus: Bus) -> None:
     made = [post(bus, body) for body in ("a", "b", "c")]
     report = bus.verify()
     assert (report.messages, report.checked, report.unchecked, report.damaged) == (3, 3, 0, ())
@@ -924,7 +920,7 @@ def test_damage_is_skipped_reported_logged_once_and_left_in_place(
     offset = whole.index(b"---", whole.index(b"one\n"))
     length = whole.index(b"---", whole.index(b"two\n")) - offset
     assert [record.message for record in caplog.records] == [
-        f"{bus.path}: skipped {length} bytes at offset {offset}: the checksum does not fit"
+        f"{bus.path}: skipped {length} bytes at offset {offset}: the checksum does not match"
     ]
     report = bus.verify()
     assert not report.ok
@@ -1039,7 +1035,7 @@ def test_a_file_that_is_no_bus_is_neither_written_nor_renamed(tmp_path: Path, na
     bus.path.write_bytes(OTHER_FILES[name])
     for change in (
         lambda: bus.append(type="note", project_id="p"),
-        lambda: bus.append(type="note", project_id="p"),  # the refusal does not wear off
+        lambda: bus.append(type="note", project_id="p"),  # a second attempt is refused as well
         lambda: bus.append_many([{"type": "note", "project_id": "p"}]),
         bus.rotate,
         bus.need_bus,
@@ -1081,7 +1077,7 @@ BUS_FILES = {
 
 
 @pytest.mark.parametrize("name", BUS_FILES)
-def test_a_bus_of_others_and_a_damaged_one_are_written(tmp_path: Path, name: str) -> None:
+def test_foreign_and_damaged_buses_accept_appends(tmp_path: Path, name: str) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     bus.path.write_bytes(BUS_FILES[name])
     bus.need_bus()

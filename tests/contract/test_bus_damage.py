@@ -1,4 +1,4 @@
-"""Damaged files: a message is delivered right or not at all, and nothing is changed or deleted."""
+"""Damaged files: a message is delivered correctly or not at all, and no bytes are changed or deleted."""
 
 import itertools
 import logging
@@ -35,14 +35,14 @@ def bus(tmp_path: Path) -> Bus:
 
 
 def record_ends(bus: Bus) -> list[int]:
-    """Where each record ends, by the writer's own account."""
+    """The end of each record, as the writer knows it."""
     data = bus.path.read_bytes()
     starts = [data.index(f"msg_id: {message.msg_id}\nts".encode()) - len("---\n") for message in bus.read()]
     return [start - len("\n") for start in starts[1:]] + [len(data)]
 
 
 def test_a_file_cut_at_every_byte_gives_the_whole_messages_before_the_cut(bus: Bus) -> None:
-    """As a writer killed in the middle leaves it; then others go on behind its torn record."""
+    """Cut a file as a killed writer leaves it, then append after the torn record."""
     whole = bus.path.read_bytes()
     messages = bus.read()
     ends = record_ends(bus)
@@ -60,7 +60,7 @@ def test_a_file_cut_at_every_byte_gives_the_whole_messages_before_the_cut(bus: B
         after = [message.msg_id for message in reader.read()]
         kept = [message.msg_id for message in before]
         assert after[-2:] == made
-        # Where only newlines were missing, the writer behind it supplies them: whole after all.
+        # Where only newlines were missing, the next writer adds them, and the record is complete.
         torn = [
             message.msg_id
             for message, end in zip(messages, ends, strict=True)
@@ -86,7 +86,7 @@ def test_no_flipped_bit_delivers_a_wrong_message_or_changes_the_file(bus: Bus) -
                 missing = [message for message in messages if message not in got]
                 assert len(missing) == 1
                 assert got == [message for message in messages if message is not missing[0]]
-            if got != messages and bit == position % 8:  # the slower looks, at one bit of each byte
+            if got != messages and bit == position % 8:  # the slower checks, for one bit of each byte
                 report = bus.verify()
                 assert report.damaged or report.torn_tail_bytes
                 assert report.messages == len(got)
@@ -124,9 +124,7 @@ def test_a_reader_that_stands_before_a_torn_record_goes_on_behind_it(tmp_path: P
 
 @pytest.mark.parametrize("block", [b"\0" * 4096, b"\xff" * 512, b"\n" * 100, b"---\n" * 50, os.urandom(2000)])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_foreign_block_in_the_middle_costs_only_what_it_hit(
-    bus: Bus, block: bytes, overwrite: bool
-) -> None:
+def test_overwritten_block_loses_only_the_records_it_hit(bus: Bus, block: bytes, overwrite: bool) -> None:
     whole = bus.path.read_bytes()
     messages = bus.read()
     middle = record_ends(bus)[2]
@@ -141,10 +139,10 @@ def test_a_foreign_block_in_the_middle_costs_only_what_it_hit(
     assert bus.read()[-1].body == "still writes"
 
 
-def test_damage_seen_only_because_a_failed_append_was_taken_back_while_reading_is_not_reported(
+def test_append_rolled_back_during_a_read_is_not_reported_as_damage(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first look catches half of the old bytes and half of the new ones; a second look does not."""
+    """The first read returns a mix of old and new bytes; the second read does not."""
     messages = bus.read()
     real = os.pread
     looks = []
@@ -176,7 +174,7 @@ def places(bus: Bus) -> list[bytes]:
 
 
 def records(bus: Bus) -> list[bytes]:
-    """Each record with the blank line behind it, if there is one."""
+    """Each record with the blank line after it, if there is one."""
     data = bus.path.read_bytes()
     starts = [0, *(end + 1 for end in record_ends(bus)[:-1]), len(data)]
     return [data[start:end] for start, end in itertools.pairwise(starts)]
@@ -232,7 +230,7 @@ def test_a_first_record_without_its_first_line_is_damage_up_to_its_body(bus: Bus
 def test_a_stretch_without_a_record_is_damage_up_to_where_one_may_begin(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is given up in parts, and these parts are all of it: none is left out, none counted twice."""
+    """The bytes are reported in parts that cover all of them exactly once."""
     from postroom.core import buswire
 
     monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)

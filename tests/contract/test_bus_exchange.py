@@ -65,7 +65,7 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 def stored_body(body: str) -> bytes:
-    """What the original sees of a body: with our space after `---`, and the newline that ends it."""
+    """A body as conductor-loop sees it: with the space added after `---`, and its final newline."""
     lines = body.encode("utf-8", "surrogateescape").split(b"\n")
     escaped = [
         line.replace(b"---", b"--- ", 1) if line.rstrip(b"\r").rstrip(b" ") == b"---" else line
@@ -76,7 +76,7 @@ def stored_body(body: str) -> bytes:
 
 
 def original_appends(path: Path, body: str, msg_id: str, **extra: str) -> None:
-    """As the original writes: a newline when there is something before it, then the record; under flock."""
+    """Append as conductor-loop does: under flock, a newline if the file is not empty, then the record."""
     more = "".join(f"{key}: {value}\n" for key, value in extra.items())
     end = "" if body.endswith("\n") else "\n"
     with path.open("ab", buffering=0) as file:
@@ -149,7 +149,7 @@ def test_a_file_of_the_original_verifies_and_is_not_touched_by_reading(sample: B
     assert sample.path.read_bytes() == SAMPLE.read_bytes()
 
 
-def test_we_append_to_a_file_of_the_original_and_ids_go_on(sample: Bus) -> None:
+def test_append_to_a_conductor_loop_file_continues_its_ids(sample: Bus) -> None:
     theirs = sample.read()
     made = sample.append(type="note", project_id="p", body="ours", parents=[theirs[-1].msg_id])
     assert made > theirs[-1].msg_id
@@ -160,7 +160,7 @@ def test_we_append_to_a_file_of_the_original_and_ids_go_on(sample: Bus) -> None:
 
 
 def test_a_file_of_the_original_reads_there_as_the_description_says(sample: Bus) -> None:
-    """The test's own reader, held against the sample: eight messages, with these ids."""
+    """Check the reader in this file with the sample: eight messages with these ids."""
     theirs = original_reads(SAMPLE.read_bytes())
     assert [message.header["msg_id"] for message in theirs] == [message.msg_id for message in sample.read()]
 
@@ -268,7 +268,7 @@ fields = st.fixed_dictionaries(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(fields, min_size=1, max_size=5))
 @example([{"type": "t", "project_id": "p", "body": body} for body in STRUCTURE])
-def test_what_we_write_reads_there_with_any_body(tmp_path: Path, sent: list[dict[str, Any]]) -> None:
+def test_conductor_loop_reads_any_body(tmp_path: Path, sent: list[dict[str, Any]]) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     bus.path.unlink(missing_ok=True)
     made = [bus.append(**message) for message in sent[:2]] + bus.append_many(sent[2:])
@@ -285,7 +285,7 @@ def test_what_we_write_reads_there_with_any_body(tmp_path: Path, sent: list[dict
         assert there.body == stored_body(message["body"]) + separator
 
 
-def test_an_attachment_reads_there(tmp_path: Path) -> None:
+def test_conductor_loop_reads_an_attachment(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml")
     bus.append(type="t", project_id="p", attachment="out/a: b.md")
     assert original_reads(bus.path.read_bytes())[0].header["attachment_path"] == "out/a: b.md"

@@ -43,7 +43,7 @@ def bodies(messages: list[BusMessage]) -> list[str]:
 
 
 def child(script: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
-    """Run a script in a process of its own; gives what it printed."""
+    """Run a script in its own process; returns its output."""
     done = subprocess.run(
         [*prefix, sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
     )
@@ -189,7 +189,7 @@ def test_after_a_failed_fsync_the_handle_is_dead_until_it_is_reopened(
     assert int(told) == (4 if many == "one" else 10)
 
 
-def test_a_process_that_asks_for_no_fsync_never_meets_one(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_os_durability_never_calls_fsync(tmp_path: Path, disk: FaultyDisk) -> None:
     disk.failing = disk.with_folders = True
     bus = Bus(tmp_path / "new" / "bus.yaml")
     post(bus, "fine")
@@ -245,7 +245,7 @@ def test_a_failed_fsync_of_the_new_files_name_is_an_error(
     assert bodies(bus.read()) == ["again"]
 
 
-def test_no_thread_is_told_that_a_message_is_safe_when_it_is_not(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_no_thread_gets_an_id_for_an_unsynced_message(tmp_path: Path, disk: FaultyDisk) -> None:
     """Threads write through one handle and reopen it when it dies; fsync fails again and again."""
     bus = Bus(tmp_path / "bus.yaml", durability="group")
     acknowledged: list[list[str]] = [[] for _ in range(4)]
@@ -272,7 +272,7 @@ def test_no_thread_is_told_that_a_message_is_safe_when_it_is_not(tmp_path: Path,
     assert bus.verify().ok
 
 
-def test_what_another_process_wrote_meanwhile_is_never_taken_back(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_rollback_keeps_messages_of_other_processes(tmp_path: Path, disk: FaultyDisk) -> None:
     bus, other = Bus(tmp_path / "bus.yaml", durability="group"), Bus(tmp_path / "bus.yaml")
     post(bus, "durable")
     disk.hold()
@@ -312,7 +312,7 @@ def test_a_rotation_whose_fsync_fails_loses_nothing(
 
 
 def write_in_vain(bus: Bus, disk: FaultyDisk, meanwhile: Callable[[], None], *lost: str) -> None:
-    """A write that everybody can see while its fsync runs, and that then fails."""
+    """A write that readers can see while its fsync runs, which then fails."""
     disk.hold()
 
     def write() -> None:
@@ -332,10 +332,10 @@ def write_in_vain(bus: Bus, disk: FaultyDisk, meanwhile: Callable[[], None], *lo
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("lost", [1, 3])
 @pytest.mark.parametrize("durability", SYNCED)
-def test_a_follower_that_saw_a_write_that_failed_goes_on_with_the_next(
+def test_follower_continues_after_reading_a_failed_write(
     tmp_path: Path, disk: FaultyDisk, before: int, lost: int, durability: Durability
 ) -> None:
-    """Whatever comes in its place, shorter or longer, is new; what came before it is not repeated."""
+    """The record written in its place, shorter or longer, is new; earlier ones are not repeated."""
     bus = Bus(tmp_path / "bus.yaml", durability=durability, poll_interval_s=0.01)
     bus.path.touch()
     kept = [f"before {n}" for n in range(before)]
@@ -355,7 +355,7 @@ def test_a_follower_that_saw_a_write_that_failed_goes_on_with_the_next(
     assert next(follower).body == "end"
 
 
-def test_an_id_that_a_reader_may_have_seen_is_not_given_again(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_id_of_a_failed_append_is_not_reused(tmp_path: Path, disk: FaultyDisk) -> None:
     from datetime import UTC, datetime
 
     bus = Bus(tmp_path / "bus.yaml", durability="fsync", clock=lambda: datetime(2026, 1, 1, tzinfo=UTC))

@@ -70,7 +70,7 @@ def test_records_of_ours_that_were_converted_to_crlf_fit_their_checksum_or_are_d
     assert bus.read() == expected
     report = bus.verify()
     assert (report.checked, report.unchecked) == (len(texts), 0)
-    assert [damage.reason for damage in report.damaged] == ["the checksum does not fit"]
+    assert [damage.reason for damage in report.damaged] == ["the checksum does not match"]
     made = bus.append(type="t", project_id="p", body="next")
     assert made > expected[-1].msg_id
     assert shown(bus.read(expected[-1].msg_id)) == [(made, "next")]
@@ -277,7 +277,7 @@ TIMES = [TS, "2026-02-05T14:30:52Z", "2026-02-05T14:30:52.123456789Z", "2026-13-
 
 @st.composite
 def headers(draw: st.DrawFn) -> bytes:
-    """Headers near the plain shape: some are, some differ in a value or a line."""
+    """Headers that have the plain layout, or differ from it in a value or a line."""
     lines = [f"msg_id: {draw(st.sampled_from([FIRST, 'x', '7', 'a.b-c_d']))}"]
     lines.append(f"ts: {draw(st.sampled_from(TIMES))}")
     lines += [f"{key}: {draw(texts)}" for key in ("type", "project_id", "task_id", "run_id")]
@@ -319,7 +319,7 @@ def test_every_text_of_the_plain_shape_reads_as_by_yaml(opening: bytes) -> None:
 
 
 def test_the_plain_records_of_a_real_file_need_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight, one has a header that is not plain, and the last one has no record behind it."""
+    """Of eight records, one has a header that is not plain, and the last one has no record after it."""
     expected = decode(SAMPLE.read_bytes(), legacy_line=0)
     asked: list[bytes] = []
     real = buswire._yaml_header
@@ -423,7 +423,7 @@ def test_a_header_of_any_depth_is_one_damaged_record(tmp_path: Path, depth: int,
 
 
 def test_a_new_bus_can_be_read_by_others_unless_the_umask_says_no(tmp_path: Path) -> None:
-    """As conductor-loop makes it. Who may read it may hold its lock, which the contract's page says."""
+    """As in conductor-loop. A user who can read the file can hold its lock, as the Bus page says."""
     for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(umask)
         try:
@@ -437,7 +437,7 @@ def test_a_new_bus_can_be_read_by_others_unless_the_umask_says_no(tmp_path: Path
 # ---- places ----------------------------------------------------------------------------------------------
 
 
-def test_a_follower_learns_that_the_file_it_stood_in_was_removed(tmp_path: Path) -> None:
+def test_follower_reports_a_gap_when_its_file_was_removed(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     gaps: list[str] = []
     first = bus.append(type="t", project_id="p", body="1")
@@ -457,7 +457,7 @@ def test_a_follower_learns_that_the_file_it_stood_in_was_removed(tmp_path: Path)
         bus.read(second, archives=True)
 
 
-def test_a_file_that_was_written_anew_with_the_last_message_in_it_leaves_no_gap(tmp_path: Path) -> None:
+def test_rewritten_file_with_the_last_message_leaves_no_gap(tmp_path: Path) -> None:
     bus = Bus(tmp_path / "bus.yaml", poll_interval_s=0.01)
     gaps: list[str] = []
     bus.append(type="t", project_id="p", body="1")
@@ -471,7 +471,7 @@ def test_a_file_that_was_written_anew_with_the_last_message_in_it_leaves_no_gap(
 
 
 @pytest.mark.parametrize("since", ["", " ", "\t\n", "\u3000"])
-def test_a_since_of_blanks_means_everything(tmp_path: Path, since: str) -> None:
+def test_blank_since_id_means_all_messages(tmp_path: Path, since: str) -> None:
     bus = written(tmp_path, plain("one", FIRST), plain("two", SECOND))
     assert len(bus.read(since)) == len(bus.poll(since, timeout_s=0)) == 2
     assert next(bus.follow(since)).body == "one"

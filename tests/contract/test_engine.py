@@ -282,9 +282,9 @@ def test_each_retry_demotes_from_the_accepted_priority(world: EngineUnderTest) -
     lanes = []
     for _ in range(6):
         world.run_all()
-        info = world.wait(world.engine.get(handle.message_id))
-        lanes.append(info.priority)
+        lanes.append(world.wait(world.engine.get(handle.message_id)).priority)
         world.clock.advance(40)
+    info = world.wait(world.engine.get(handle.message_id))
     assert lanes[:4] == [2, 3, 3, 3]
     assert info.accepted_priority == 1
     assert info.state == "DEAD_LETTER"
@@ -364,7 +364,7 @@ def test_bytes_that_cannot_be_decoded_reach_the_dead_letters(world: EngineUnderT
 
 
 def test_replay_runs_again_and_dry_run_does_not(world: EngineUnderTest) -> None:
-    works = []
+    works: list[int] = []
 
     @world.engine.handler("model_call", retry=Retry(max_retries=0))
     async def run(_message: Any, _ctx: Any) -> str:
@@ -610,7 +610,7 @@ def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
 
     world.submit_many(5)
     world.run_all()
-    assert world.wait(world.engine.status()).breakers["slack"].state == "OPEN"
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
     waiting = [world.submit(), world.submit()]
     untouched = world.submit(type="model_call")
     world.run_all()
@@ -623,7 +623,7 @@ def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
     world.clock.advance(2)
     world.run_all()
     assert [world.state(each) for each in waiting] == ["COMPLETED"] * 2
-    assert world.wait(world.engine.status()).breakers == {}
+    assert world.wait(world.engine.status()).breakers["slack"].state == "closed"
     kinds = [event.kind for event in world.engine.store.events()]
     assert kinds.count("breaker_opened") == kinds.count("breaker_closed") == 1
 
@@ -637,7 +637,7 @@ def test_failed_probe_opens_the_breaker_again(world: EngineUnderTest) -> None:
     world.run_all()
     states = [world.state(each) for each in probes]
     assert states.count("DEAD_LETTER") == 1
-    assert world.wait(world.engine.status()).breakers["slack"].state == "OPEN"
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
 
 
 def test_open_breaker_fails_messages_by_policy(opened: Opened) -> None:
@@ -1062,6 +1062,33 @@ def test_stop_finishes_what_runs_and_releases_the_rest(url: str) -> None:
             info = await engine.get(slow.message_id)
             assert info.state == "QUEUED"
             assert "released" in [event.kind for event in info.history] or info.attempt == 0
+
+    soon(scenario())
+
+
+def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            sizes = []
+
+            @engine.handler("tool_call", batch=25, within_ms=200, retry=Retry(max_retries=0))
+            async def run(messages: Any, _contexts: Any) -> list[Any]:
+                sizes.append(len(messages))
+                return [
+                    ValueError("odd") if message.payload["n"] == 3 else message.payload["n"]
+                    for message in messages
+                ]
+
+            worker = asyncio.create_task(engine.run())
+            message = {"type": "tool_call", "org_id": "acme"}
+            handles = await engine.submit_many([{**message, "payload": {"n": n}} for n in range(50)])
+            results = [await handle.result(timeout_s=30) for n, handle in enumerate(handles) if n != 3]
+            assert results == [n for n in range(50) if n != 3]
+            with pytest.raises(MessageFailed, match="odd"):
+                await handles[3].result(timeout_s=30)
+            assert max(sizes) == 25
+            await engine.stop()
+            await worker
 
     soon(scenario())
 

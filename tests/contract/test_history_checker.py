@@ -1,4 +1,4 @@
-"""The checker of histories: quiet about clean ones, made up and real, and never fooled by a planted fault."""
+"""The history checker: no findings in clean histories, generated and real, and every planted fault found."""
 
 import random
 import tempfile
@@ -13,7 +13,7 @@ from postroom import Tasks
 from postroom.contracts.tasks import DECISIONS
 from postroom.core import events, lifecycle
 from postroom.core.events import AuditEvent
-from postroom.core.history_checker import RULES, History, Verdict
+from postroom.core.history_checker import RULES, History, HistoryVerdict
 from postroom.core.retry import RetryPolicy
 from postroom.errors import PostroomError
 from postroom.message import Envelope
@@ -35,7 +35,7 @@ ROUNDS = 500
 S = 1_000_000_000
 
 
-def judged(stream: Iterable[AuditEvent], **stretch: int) -> Verdict:
+def judged(stream: Iterable[AuditEvent], **stretch: int) -> HistoryVerdict:
     history = History(**stretch)
     for event in stream:
         history.add(event)
@@ -56,7 +56,7 @@ def check_clean(folder: Path, seed: int) -> None:
 
 
 def check_stretch(stream: list[AuditEvent], chosen: random.Random) -> None:
-    """A part of a clean history is clean, wherever it begins and ends."""
+    """Every part of a clean history is clean."""
     one, other = sorted(event.ts_us for event in chosen.sample(stream, 2))
     history = History(since_us=one, until_us=other)
     for event in stream:
@@ -77,7 +77,7 @@ def check_faulty(folder: Path, seed: int) -> Counter[str]:
 
 
 def run(count: int, seed: int) -> Counter[str]:
-    """So many clean and so many faulty histories; gives how often each rule was broken."""
+    """Check a number of clean and of faulty histories; returns how often each rule was violated."""
     planted: Counter[str] = Counter()
     for number in range(seed, seed + count):
         with tempfile.TemporaryDirectory(prefix="postroom-", dir=QUICK) as folder:
@@ -95,7 +95,7 @@ def test_every_planted_violation_is_found_and_nothing_else() -> None:
 
 
 class Work:
-    """Two agents, their workers and an operator, who do what comes to their mind."""
+    """Two agents, their workers and an operator, with random actions."""
 
     def __init__(self, tasks: Tasks, clock: ManualClock, seed: int) -> None:
         self.tasks = tasks
@@ -142,7 +142,7 @@ class Work:
         self.held += [(task.task_id, task.lease) for task in claimed]
 
     def claim_by_rank(self) -> None:
-        """As the engine does it: over all lanes, and who waits rises."""
+        """Claim as the engine does: over all lanes, with promotion by age."""
         terms = Claim("a", "w", 3, 60 * S, (0, 1, 2, 3), (5 * S, 15 * S, 30 * S))
         found = self.tasks.store.write(lambda transaction: transaction.claim(terms))
         self.held += [(delivery.message_id, delivery.lease) for delivery in found]
@@ -190,7 +190,7 @@ def told(tasks: Tasks) -> Iterator[AuditEvent]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_real_store_tells_is_clean(seed: int, quick_path: Path) -> None:
+def test_real_store_has_no_violations(seed: int, quick_path: Path) -> None:
     clock = ManualClock()
     url = f"sqlite:///{quick_path}/queue.db"
     with Tasks.open(url, clock=clock, retry=RetryPolicy(max_retries=2)) as tasks:

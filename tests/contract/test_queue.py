@@ -28,7 +28,7 @@ from postroom import (
 from postroom.contracts import queue as contract
 from postroom.core import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting, UnsafePath
-from postroom.logs.queuefile import Reading
+from postroom.logs.queuefile import ReadProgress
 from postroom.nudges.watch import Watch
 from tests import children
 from tests.children import no_child_left
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_child_left")
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = START
@@ -203,7 +203,7 @@ def test_a_send_is_one_line_with_the_documented_keys_in_their_order(queue: Queue
     }
 
 
-def test_what_is_not_said_is_null_and_the_sender_anonymous(queue: Queue) -> None:
+def test_omitted_fields_are_null_and_the_sender_anonymous(queue: Queue) -> None:
     queue.send("status", "fine")
     (line,) = lines_of(queue)
     assert (line["from"], line["to"], line["in_reply_to"], line["ttl_s"]) == ("anonymous", None, None, None)
@@ -516,7 +516,7 @@ def test_an_unknown_topic_is_refused_in_a_filter_and_the_cursor_stays(
 
 
 @pytest.mark.parametrize("keep_filtered", [False, True])
-def test_an_empty_filter_is_refused_and_eats_nothing(queue: Queue, keep_filtered: bool) -> None:
+def test_empty_filter_is_refused_and_skips_nothing(queue: Queue, keep_filtered: bool) -> None:
     queue.send("ask", "x")
     with pytest.raises(TopicError, match="empty"):
         queue.poll("a", [], keep_filtered=keep_filtered)
@@ -573,7 +573,7 @@ def test_the_cursor_is_a_byte_offset_behind_the_last_complete_line(queue: Queue)
     assert cursor_of(queue, "a") == messages_of(queue).stat().st_size
 
 
-def test_the_cursor_goes_over_what_is_filtered_or_expired_or_for_others(queue: Queue, clock: Clock) -> None:
+def test_cursor_passes_messages_that_are_filtered_expired_or_for_others(queue: Queue, clock: Clock) -> None:
     queue.send("status", "another topic")
     queue.send("ask", "for another", to="b")
     queue.send("ask", "expired", ttl_s=1)
@@ -614,9 +614,7 @@ def test_the_cursor_is_on_disk_before_the_messages_are_returned(
     assert queue.poll("a") == [], "under-delivery, never double delivery"
 
 
-def test_a_cursor_that_cannot_be_written_hands_nothing_out(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_cursor_write_delivers_nothing(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.send("ask", "x")
 
     def refuse(source: object, target: object) -> None:
@@ -648,7 +646,7 @@ def test_a_send_behind_a_torn_tail_is_delivered_and_the_tail_stays(queue: Queue)
     assert messages_of(queue).read_bytes().startswith(b'{"msg_id":"half\n{')
 
 
-def test_unreadable_lines_are_passed_over_and_logged(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_lines_are_skipped_and_logged(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     raw(queue, b"no json\n")
     queue.send("ask", "x")
     with caplog.at_level(logging.WARNING, "postroom.queue"):
@@ -657,7 +655,7 @@ def test_unreadable_lines_are_passed_over_and_logged(queue: Queue, caplog: pytes
     assert messages_of(queue).read_bytes().startswith(b"no json\n")
 
 
-def test_blank_lines_are_passed_over_in_silence(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+def test_blank_lines_are_skipped_silently(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     raw(queue, b"\n  \n")
     queue.send("ask", "x")
     assert bodies(queue.poll("a")) == ["x"]
@@ -724,9 +722,7 @@ def test_a_limit_is_a_number_of_messages(queue: Queue, limit: Any) -> None:
     assert bodies(queue.poll("a")) == ["x"]
 
 
-def test_long_bodies_are_handed_out_in_parts_and_none_is_too_long(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_bodies_are_delivered_in_several_polls(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "POLL_BYTES_MAX", 10_000)
     sizes = [4000, 4000, 4000, 20_000, 4000]
     for size in sizes:
@@ -736,7 +732,9 @@ def test_long_bodies_are_handed_out_in_parts_and_none_is_too_long(
     assert parts[0] == [4000, 4000]
 
 
-def test_a_body_that_cannot_be_held_is_not_lost(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_is_not_lost_when_its_body_exceeds_memory(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue.send("ask", "x" * 5000)
 
     def too_little_memory(path: Path) -> bytes:
@@ -751,7 +749,7 @@ def test_a_body_that_cannot_be_held_is_not_lost(queue: Queue, monkeypatch: pytes
     assert bodies(queue.poll("a")) == ["x" * 5000]
 
 
-def test_a_long_backlog_is_handed_out_in_parts(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_backlog_is_delivered_in_several_polls(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "POLL_BYTES_MAX", 1000)
     for number in range(20):
         queue.send("ask", str(number))
@@ -760,7 +758,7 @@ def test_a_long_backlog_is_handed_out_in_parts(queue: Queue, monkeypatch: pytest
     assert len(parts[0]) < 20
 
 
-def test_a_line_longer_than_a_poll_takes_can_be_stepped_over(
+def test_repair_moves_the_cursor_past_an_oversized_line(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "POLL_BYTES_MAX", 1000)
@@ -775,7 +773,7 @@ def test_a_line_longer_than_a_poll_takes_can_be_stepped_over(
     assert bodies(queue.poll("a")) == ["behind"]
 
 
-def test_what_a_part_left_over_is_not_handed_out_again(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_poll_does_not_repeat_messages(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         queue.send("ask" if number % 2 else "status", str(number))
     assert len(queue.poll("a", "ask", keep_filtered=True)) == 10
@@ -893,7 +891,7 @@ def test_our_kill_switch_takes_precedence(
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_kill_switch_that_cannot_be_understood_stops_everything(
+def test_invalid_kill_switch_value_raises_in_every_call(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
     queue.send("ask", "x")
@@ -910,7 +908,7 @@ def test_the_kill_switch_reaches_a_call_that_waits(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     class LateWatch(Watch):
-        """While one waits, another sends, and then the switch is turned."""
+        """While a call waits, another handle sends a message, and then the kill switch is set."""
 
         def wait(self, _: float) -> None:
             if not os.environ.get("ZOS_MQ_DISABLED"):
@@ -999,7 +997,7 @@ def test_no_body_ever_reaches_the_audit_log(queue: Queue, clock: Clock) -> None:
     assert CANARY.encode() not in queue.audit_path.read_bytes()
 
 
-def test_a_peek_is_never_audited(queue: Queue) -> None:
+def test_tail_writes_no_audit_line(queue: Queue) -> None:
     queue.send("ask", "x")
     before = queue.audit_path.read_bytes()
     queue.tail()
@@ -1010,7 +1008,7 @@ def test_a_peek_is_never_audited(queue: Queue) -> None:
     assert queue.audit_path.read_bytes() == before
 
 
-def test_an_audit_log_that_cannot_be_written_takes_no_message_from_anybody(
+def test_failed_audit_write_loses_no_message(
     queue: Queue, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue.root.mkdir()
@@ -1098,7 +1096,7 @@ def test_tail_keeps_no_descriptor(queue: Queue) -> None:
 # ---- expire ----------------------------------------------------------------------------------------
 
 
-def test_expire_drops_what_is_over_and_says_how_many(queue: Queue, clock: Clock) -> None:
+def test_expire_removes_expired_messages_and_returns_their_number(queue: Queue, clock: Clock) -> None:
     long_gone = queue.send("ask", "x" * 5000, ttl_s=10)
     long_kept = queue.send("ask", "y" * 5000, ttl_s=11)
     queue.send("ask", "gone", ttl_s=10)
@@ -1129,7 +1127,7 @@ def test_expire_of_an_empty_root_is_nothing(queue: Queue) -> None:
     assert not queue.root.exists()
 
 
-def test_every_cursor_means_the_same_place_after_expire(queue: Queue, clock: Clock) -> None:
+def test_expire_keeps_every_cursor_at_its_message(queue: Queue, clock: Clock) -> None:
     agents = []
     for number in range(12):
         queue.send("ask", str(number), ttl_s=5 if number % 3 else None)
@@ -1144,7 +1142,7 @@ def test_every_cursor_means_the_same_place_after_expire(queue: Queue, clock: Clo
         assert bodies(queue.poll(agent_id)) == [*left, "new"]
 
 
-def test_topic_places_mean_the_same_after_expire(queue: Queue, clock: Clock) -> None:
+def test_expire_keeps_topic_positions_at_their_messages(queue: Queue, clock: Clock) -> None:
     for number in range(12):
         queue.send("ask" if number % 2 else "status", str(number), ttl_s=5 if number % 3 else None)
         queue.poll(f"a{number}", "ask", keep_filtered=True)
@@ -1157,7 +1155,7 @@ def test_topic_places_mean_the_same_after_expire(queue: Queue, clock: Clock) -> 
         assert bodies(queue.poll(f"a{number}")) == status
 
 
-def test_expire_keeps_what_it_cannot_read_byte_for_byte(queue: Queue) -> None:
+def test_expire_keeps_unreadable_lines_unchanged(queue: Queue) -> None:
     garbage = [b"no json\n", b"\xff\xfe\x00\n", b"\n", b'{"msg_id":1}\n', b"\r\n"]
     for line in garbage:
         queue.send("ask", "x", ttl_s=0)
@@ -1288,7 +1286,7 @@ def test_the_sender_comes_from_the_environment_at_every_call(
 # ---- beyond: filters that keep -----------------------------------------------------------------------
 
 
-def test_a_filter_eats_what_it_skips_unless_it_is_told_to_keep_it(queue: Queue) -> None:
+def test_topic_filter_skips_other_topics_unless_keep_filtered(queue: Queue) -> None:
     for topic in ("ask", "status", "ask", "answer"):
         queue.send(topic, topic)
     assert bodies(queue.poll("keeps", "ask", keep_filtered=True)) == ["ask", "ask"]
@@ -1297,7 +1295,7 @@ def test_a_filter_eats_what_it_skips_unless_it_is_told_to_keep_it(queue: Queue) 
     assert queue.poll("eats") == []
 
 
-def test_what_was_kept_comes_in_its_order_and_once(queue: Queue) -> None:
+def test_kept_messages_are_delivered_once_and_in_order(queue: Queue) -> None:
     queue.send("ask", "1")
     queue.send("status", "2")
     assert bodies(queue.poll("a", "ask", keep_filtered=True)) == ["1"]
@@ -1313,7 +1311,7 @@ def test_keeping_without_a_filter_is_a_plain_poll(queue: Queue) -> None:
     assert cursor_of(queue, "a") == messages_of(queue).stat().st_size
 
 
-def test_a_plain_filter_eats_what_was_kept_before(queue: Queue) -> None:
+def test_plain_filter_skips_messages_kept_before(queue: Queue) -> None:
     queue.send("status", "kept")
     queue.poll("a", "ask", keep_filtered=True)
     queue.poll("a", "ask")
@@ -1385,7 +1383,7 @@ def test_ask_gives_the_answer_and_leaves_the_rest(queue: Queue, body: str) -> No
     assert queue.poll("me") == []
 
 
-def test_ask_gives_none_when_nobody_answers(queue: Queue) -> None:
+def test_ask_returns_none_without_an_answer(queue: Queue) -> None:
     assert queue.ask("anybody?", "nobody", sender="me", timeout_s=0.01) is None
     assert bodies(queue.poll("nobody")) == ["anybody?"]
 
@@ -1398,17 +1396,17 @@ def test_an_answer_that_was_polled_is_not_given_again(queue: Queue) -> None:
     with Queue(queue.root) as other:
         asker.start()
         (question,) = other.poll("helper", wait_s=60)
-        with other._session(None).locked() as size:  # nobody else gets in between
+        with other._session(None).locked() as size:  # no other process can write in between
             line = b'{"msg_id":"f","ts":"","from":"h","topic":"answer","body":"42","in_reply_to":"%b"}\n'
             other._session(None)._file.append(line % question["msg_id"].encode(), size)
-            other._session(None).write_reading(
-                "me", Reading(), Reading(0, {"answer": messages_of(queue).stat().st_size})
+            other._session(None).write_progress(
+                "me", ReadProgress(), ReadProgress(0, {"answer": messages_of(queue).stat().st_size})
             )
     asker.join()
     assert asked == [None]
 
 
-def test_an_answer_to_somebody_else_or_of_another_topic_or_expired_is_none(queue: Queue) -> None:
+def test_ask_ignores_unrelated_and_expired_answers(queue: Queue) -> None:
     for answer in ({"to": "somebody"}, {"ttl_s": 0}):
         helper = answering(queue, **answer)
         assert queue.ask("?", "helper", sender="me", timeout_s=0.2) is None
@@ -1569,7 +1567,7 @@ def test_threads_can_register_the_same_agent(queue: Queue) -> None:
 # ---- beyond: check and repair ------------------------------------------------------------------------
 
 
-def test_a_sound_session_checks_out(queue: Queue) -> None:
+def test_check_of_an_intact_session_is_ok(queue: Queue) -> None:
     queue.send("ask", "x" * 5000)
     queue.poll("a")
     report = queue.check()
@@ -1742,7 +1740,7 @@ def test_threads_share_a_queue(queue: Queue) -> None:
         assert sorted(received[number]) == everything
 
 
-def test_looking_takes_no_lock(queue: Queue, root: Path) -> None:
+def test_status_inbox_and_check_take_no_lock(queue: Queue, root: Path) -> None:
     queue.send("ask", "x", to="ada")
     queue.poll("bob")
     with Queue(root, lock_timeout_s=0.01) as other, queue._session(None).locked():
@@ -1753,7 +1751,7 @@ def test_looking_takes_no_lock(queue: Queue, root: Path) -> None:
         assert [message["body"] for message in other.tail()] == ["x"]
 
 
-def test_looking_at_a_copy_creates_and_changes_nothing(queue: Queue, root: Path, tmp_path: Path) -> None:
+def test_inspecting_a_copy_changes_nothing(queue: Queue, root: Path, tmp_path: Path) -> None:
     queue.send("ask", "x")
     copy = tmp_path / "copy"
     (copy / "sessions" / "default").mkdir(parents=True)
@@ -1765,7 +1763,7 @@ def test_looking_at_a_copy_creates_and_changes_nothing(queue: Queue, root: Path,
     assert [path.name for path in sorted(copy.rglob("*")) if path.is_file()] == ["messages.jsonl"]
 
 
-def test_looking_waits_for_the_lock_when_a_compaction_was_cut_off_or_something_is_damaged(
+def test_inspection_takes_the_lock_after_an_interrupted_compaction_or_damage(
     queue: Queue, root: Path
 ) -> None:
     queue.send("ask", "x")
@@ -1778,6 +1776,6 @@ def test_looking_waits_for_the_lock_when_a_compaction_was_cut_off_or_something_i
         journal.unlink()
         with (root / "sessions" / "default" / "messages.jsonl").open("a") as file:
             file.write("no message\n")
-        with pytest.raises(LockTimeout):  # perhaps an append that is just being taken back
+        with pytest.raises(LockTimeout):  # possibly an append that is being rolled back
             other.check()
     assert len(queue.check().unreadable) == 1

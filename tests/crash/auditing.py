@@ -24,7 +24,7 @@ from postroom.runtime.shipping import Shipping, Sources, opened
 from postroom.settings import AuditSettings
 from postroom.sinks import shipper as shipping_module
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from tests.contract import test_history_checker
 from tests.crash.ledger import Tally

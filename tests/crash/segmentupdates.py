@@ -6,7 +6,7 @@ from postroom.message import Durability
 from postroom.sinks.layout import OPEN
 from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from postroom.system.clock import SystemClock
 from postroom.testing import FIRST_WALL_US

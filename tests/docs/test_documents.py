@@ -1,14 +1,13 @@
-"""What the pages say is true: their programs run, their output is what they show, their links lead somewhere.
+"""The pages are true: their programs run and print the output that they show, and their links exist.
 
-Rule 1: every `python` and `sh` block of a page runs, in the page's order, each as a process of its own, all
-        in one empty folder. A `python` block that begins with a comment such as `# worker.py` is saved under
-        that name instead; a later block runs it.
-Rule 2: when the next block of the page is a `text` block, it is what the one before it printed. Ids, times
-        and checksums may differ; nothing else may.
+Rule 1: every `python` and `sh` block of a page runs as a process, in the order of the page, all in one empty
+        folder. A `python` block that begins with a comment such as `# worker.py` is saved under that name
+        instead; a later block runs it.
+Rule 2: a `text` block after such a block is its output. Only ids, times and checksums may differ.
 Rule 3: a block without a language is neither run nor checked. Other languages are only shown, and must be
         known here.
-Rule 4: port 8800 of a page is a free port of this machine. What a page leaves running has its process id in a
-        file that ends in .pid, and is ended with the page.
+Rule 4: port 8800 of a page is replaced by a free port. A process that a page leaves running has its process
+        id in a file that ends in .pid, and is ended with the page.
 """
 
 import importlib
@@ -34,7 +33,7 @@ from postroom.client import TaskClient
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-HANG_GUARD_S = 60.0  # no block comes near it
+HANG_GUARD_S = 60.0  # every block takes far less
 
 README = ROOT / "README.md"
 CONTRACTS = ROOT / "docs" / "contracts"
@@ -61,7 +60,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
-# What differs from run to run, and what it is written as before two outputs are compared.
+# Text that differs from run to run, and its replacement before two outputs are compared.
 CHANGING = {
     re.compile(r"MSG-\d{8}-\d{6}-\d{9}-PID\d{5}-\d{4}"): "MSG-ID",
     re.compile(r"\bm-\d{19}-[0-9a-f]{8}-\d+"): "m-ID",
@@ -101,7 +100,7 @@ def masked(output: str) -> list[str]:
 
 @pytest.fixture(name="environ")
 def clean_environ(tmp_path: Path) -> dict[str, str]:
-    """The installed commands first on the PATH, and nothing of the settings of whoever runs the tests."""
+    """The installed commands first on the PATH, and none of the tester's own settings."""
     kept = {
         key: value for key, value in os.environ.items() if not key.startswith(("POSTROOM_", "ZOS_", "XDG_"))
     }
@@ -109,7 +108,7 @@ def clean_environ(tmp_path: Path) -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
-    """Exit code and everything printed, in the order a terminal would show it."""
+    """The exit code, and stdout and stderr in the order in which a terminal would show them."""
     done = subprocess.run(
         command,
         check=False,
@@ -124,11 +123,11 @@ def run(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int,
     return done.returncode, done.stdout
 
 
-# ---- what the pages run ------------------------------------------------------------------------
+# ---- the blocks and programs of the pages ------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", LIVE, ids=name)
-def test_every_block_of_a_page_does_what_the_page_shows(
+def test_every_block_prints_the_output_that_its_page_shows(
     page: Path, tmp_path: Path, environ: dict[str, str]
 ) -> None:
     port = free_port()
@@ -158,7 +157,7 @@ def free_port() -> str:
 
 @contextmanager
 def empty_folder(folder: Path) -> Iterator[Path]:
-    """A folder for a page, at whose end nothing of the page runs any more."""
+    """A folder for a page. Processes that the page left running are ended with it."""
     folder.mkdir()
     try:
         yield folder
@@ -169,7 +168,7 @@ def empty_folder(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_has_a_language_that_is_known(page: Path) -> None:
+def test_every_block_has_a_known_language(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= RUN | SHOWN
 
 
@@ -187,7 +186,7 @@ def test_the_first_example_of_the_readme_is_short_and_shows_its_output() -> None
     assert blocks(README)[first].text.count("\n") <= FIRST_EXAMPLE_LINES_MAX
 
 
-# ---- where the pages lead ----------------------------------------------------------------------
+# ---- links and titles --------------------------------------------------------------------------
 
 
 def outside_fences(page: Path) -> str:
@@ -195,13 +194,13 @@ def outside_fences(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that a heading can be linked by."""
+    """The anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", outside_fences(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """The relative links of a page: the file, and the heading in it."""
+    """The relative links of a page, as file and anchor."""
     for target in LINK.findall(outside_fences(page)):
         if ":" not in target:
             path, _, anchor = target.partition("#")
@@ -209,7 +208,7 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_has_a_target(page: Path) -> None:
     for target, anchor in links(page):
         assert target.exists(), f"{name(page)} links to {target}"
         if anchor:
@@ -227,7 +226,21 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
-# ---- what the pages promise --------------------------------------------------------------------
+def test_every_decision_page_has_a_row_with_its_title_and_status() -> None:
+    folder = ROOT / "docs" / "decisions"
+    row = re.compile(r"^\| (\d{4}) \| \[(.+)\]\((\S+)\) \| (?:stands|changed|replaced)\b", re.MULTILINE)
+    rows = {
+        (number, title, page)
+        for number, title, page in row.findall((folder / "README.md").read_text("utf-8"))
+    }
+    pages = [
+        (page.name[:4], page.read_text("utf-8").partition("\n")[0], page.name)
+        for page in folder.glob("0*.md")
+    ]
+    assert rows == {(number, heading.removeprefix("# "), page) for number, heading, page in pages}
+
+
+# ---- limits, errors and methods ----------------------------------------------------------------
 
 LIMITED = (
     "core.buswire",
@@ -267,18 +280,16 @@ LIMITED = (
     "sinks.shipper",
     "sinks.index",
     "core.history_checker",
-    "client",
-    "mailclient",
-    "natsclient",
+    *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
 )
-INTERNAL = {"after_fork"}  # public to the module that calls it, and to nobody else
+INTERNAL = {"after_fork"}  # called by postroom.system.handles only
 LIMIT = re.compile(r"^([A-Z]\w*_MAX)(?:: Final)? = ", re.MULTILINE)
 LIMIT_ROW = re.compile(r"^\| `([a-z0-9_.]+)\.([A-Z_]+)` \| ([\d,.]+) ", re.MULTILINE)
 
 
-def test_the_limits_on_the_pages_are_those_of_the_code() -> None:
+def test_limits_on_the_pages_match_the_code() -> None:
     documented = [
         row for page in CONTRACTS.glob("*.md") for row in LIMIT_ROW.findall(page.read_text("utf-8"))
     ]
@@ -302,7 +313,7 @@ def test_every_error_is_on_a_contract_page() -> None:
 
 
 def call(contract: type, name: str) -> str:
-    """A method as a page writes it, such as `tail(n=100)`."""
+    """A method with its parameters as on a page, such as `tail(n=100)`."""
     parts = []
     parameters = list(inspect.signature(getattr(contract, name)).parameters.values())[1:]
     for parameter, before in zip(parameters, [None, *parameters], strict=False):
@@ -320,7 +331,7 @@ def call(contract: type, name: str) -> str:
     ("contract", "page"),
     [(Bus, "bus.md"), (Queue, "queue.md"), (Tasks, "tasks.md"), (TaskClient, "tasks.md"), (Mail, "mail.md")],
 )
-def test_every_public_method_is_on_its_contract_page_as_it_is_called(contract: type, page: str) -> None:
+def test_every_public_method_is_on_its_contract_page(contract: type, page: str) -> None:
     text = (CONTRACTS / page).read_text("utf-8")
     public = {found: value for found, value in vars(contract).items() if not found.startswith("_")}
     methods = [found for found, value in public.items() if isinstance(value, types.FunctionType)]

@@ -339,7 +339,7 @@ class LineTarget(Target):
     def check(self, data: bytes) -> None:
         try:
             message = queuewire.decode_line(data)
-        except queuewire.Unreadable:
+        except queuewire.UnreadableLine:
             return
         if data[-18:-10] == _SUFFIX:
             demand(zlib.crc32(data[:-18]) == int(data[-10:-2], 16), "the checksum does not fit:", message)
@@ -404,7 +404,7 @@ class _Session(_InFolder):
 
 
 class CursorTarget(_Session):
-    """`.cursor` and `.topics` files, through `reading_of` and the check that a poll makes."""
+    """`.cursor` and `.topics` files, through `progress_of` and the check that a poll makes."""
 
     words = (
         *(b"0", b"-", b"\n", b" ", b'{"topics":{},"taken":[]}', b'"ask":5', b"null", b'"taken":[0,0,-1]'),
@@ -426,7 +426,7 @@ class CursorTarget(_Session):
         self._cursor.write_bytes(data if as_cursor else self.corpus[1])
         self._topics.write_bytes(data if not as_cursor else self.corpus[-1])
         try:
-            reading = self.files.reading_of(self.agent)
+            reading = self.files.progress_of(self.agent)
         except DamagedState:
             return
         if as_cursor:
@@ -437,7 +437,7 @@ class CursorTarget(_Session):
     def _check_trusted(self) -> None:
         with self.files.locked() as size:
             try:
-                reading = self.files.trusted_reading(self.agent, size)
+                reading = self.files.trusted_progress(self.agent, size)
             except DamagedState:
                 return
             for offset in (reading.cursor, *reading.topics.values()):

@@ -1,4 +1,4 @@
-"""Hostile input for the commands of the audit stream: it is reported and passed over, and ends nothing."""
+"""Hostile input for the audit commands: it is reported and skipped, and stops nothing."""
 
 import errno
 import os
@@ -14,8 +14,8 @@ from postroom.contracts.audit import Audit
 from postroom.core.events import to_line
 from postroom.errors import WriteFailed
 from postroom.runtime import shipping
-from postroom.sinks.heads import Head
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.heads import StreamHead
+from postroom.sinks.segment_writer import SegmentSink
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
 from tests.unit.test_jsoninput import deep_line, event, nested
 
@@ -45,7 +45,7 @@ def test_deep_lines_of_a_source_are_shipped_as_alerts(source: str, tmp_path: Pat
     done = postroom("audit", "ship", f"--{source}", "data", "--to", "audit", "--once")
     assert (done.code, done.line["shipped"], done.errors) == (0, 4, "")
     kinds = [event.kind for event in Audit(tmp_path / "audit").query()]
-    # A queue's line has no open field: below the limit of the decoder an unknown one is passed over.
+    # A queue's line has no open field: an unknown field below the decoder's limit is ignored.
     assert kinds == ["created", "alert" if source == "mail" else "created", "alert", "created"]
     assert postroom("audit", "verify", "audit").code == 0
 
@@ -59,7 +59,7 @@ def test_a_first_line_without_end_is_shipped_as_alerts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_a_deep_line_of_a_segment_is_left_out_and_told(sealed: bool, tmp_path: Path) -> None:
+def test_deep_line_of_a_segment_is_skipped_and_reported(sealed: bool, tmp_path: Path) -> None:
     with SegmentSink(tmp_path / "audit") as sink:
         sink.write([event({})])
         if sealed:
@@ -82,7 +82,7 @@ def test_a_deep_line_of_a_segment_is_left_out_and_told(sealed: bool, tmp_path: P
         assert sink.position("s") == (1 if sealed else 2)
 
 
-def test_a_time_that_no_calendar_has_is_shown_as_a_number(tmp_path: Path) -> None:
+def test_out_of_range_time_is_shown_as_a_number(tmp_path: Path) -> None:
     with SegmentSink(tmp_path / "audit") as sink:
         line = to_line(event({})).replace(b'"ts_us":1', b'"ts_us":99999999999999999999')
         sink.write_lines([line], [event({})])
@@ -111,7 +111,7 @@ def test_a_deep_row_of_a_store_is_one_sentence(tmp_path: Path) -> None:
 
 
 def stream_of_tasks(count: int = 2) -> None:
-    """A stream with so many sealed segments."""
+    """A stream with the given number of sealed segments."""
     Path("run").mkdir(exist_ok=True)
     for _ in range(count):
         with Tasks.open("sqlite:///run/queue.db") as tasks:
@@ -149,13 +149,13 @@ ATTACKS: dict[str, tuple[Callable[[], None], str]] = {
         "no segment",
     ),
     "wiped": (lambda: remove("audit", "*"), "it was wiped"),
-    "cut": (cut_last_segment, "segment 2 was noted as sealed, and the chain ends with segment 1"),
-    "begun anew": (wipe_and_begin, "it was begun anew"),
+    "cut": (cut_last_segment, "segment 2 was recorded as sealed, but the chain ends with segment 1"),
+    "replaced": (wipe_and_begin, "it was replaced"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_verify_names_a_folder_that_lost_its_end(attack: str) -> None:
+def test_verify_detects_removed_segments_and_replaced_streams(attack: str) -> None:
     stream_of_tasks()
     assert postroom("audit", "verify", "audit").line["head_known"] is True
     do, says = ATTACKS[attack]
@@ -164,13 +164,13 @@ def test_verify_names_a_folder_that_lost_its_end(attack: str) -> None:
     assert done.code == 1
     assert says in done.out + done.errors
     assert len((done.out + done.errors).splitlines()) == 1
-    again = ship()  # going on would hide it
+    again = ship()  # continuing would hide it
     assert again.code != 0
     assert len(again.errors.splitlines()) == 1
     assert postroom("audit", "verify", "audit").code == 1
 
 
-def test_a_store_knows_the_head_as_well() -> None:
+def test_verify_uses_the_head_recorded_in_a_store() -> None:
     stream_of_tasks()
     Path("audit.head").unlink()
     assert (
@@ -179,8 +179,8 @@ def test_a_store_knows_the_head_as_well() -> None:
     cut_last_segment()
     assert postroom("audit", "verify", "audit").line["head_known"] is False  # as of any copy
     done = postroom("audit", "verify", "audit", "--store", "sqlite:///run/queue.db")
-    assert (done.code, done.line["reason"].partition(",")[0]) == (1, "segment 2 was noted as sealed")
-    assert "segment 2 was noted" in ship().error
+    assert (done.code, done.line["reason"].partition(",")[0]) == (1, "segment 2 was recorded as sealed")
+    assert "segment 2 was recorded" in ship().error
 
 
 def test_retention_keeps_the_noted_head_valid() -> None:
@@ -200,7 +200,7 @@ def test_a_damaged_head_is_one_sentence() -> None:
 def test_a_head_that_cannot_be_noted_stops_no_shipper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(folder: Path, head: Head) -> None:
+    def refuse(folder: Path, head: StreamHead) -> None:
         raise WriteFailed(folder, OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
     monkeypatch.setattr(shipping, "note_head", refuse)
@@ -233,7 +233,7 @@ def test_verify_of_a_folder_without_a_stream_fails(tmp_path: Path) -> None:
         (),
     ],
 )
-def test_a_refused_shipper_leaves_nothing(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_refused_shipper_creates_no_files(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     done = postroom("audit", "ship", *arguments, "--to", "audit", "--once")
@@ -251,7 +251,7 @@ def test_a_refused_shipper_leaves_nothing(arguments: tuple[str, ...], tmp_path: 
         'publish = "nothing://x"',
     ],
 )
-def test_a_refused_setting_leaves_nothing(settings: str, tmp_path: Path) -> None:
+def test_refused_setting_creates_no_files(settings: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "postroom.toml").write_text(f"[audit]\n{settings}\n")
     done = postroom("audit", "ship", "--mail", "data", "--to", "audit", "--once")
@@ -260,7 +260,7 @@ def test_a_refused_setting_leaves_nothing(settings: str, tmp_path: Path) -> None
     assert not (tmp_path / "audit").exists()
 
 
-def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
+def test_refused_second_stream_creates_no_files(tmp_path: Path) -> None:
     stream_of_tasks(1)
     done = postroom("audit", "ship", "--data", "run", "--to", "second", "--once")
     assert "go to another stream already" in done.error
@@ -275,7 +275,7 @@ def test_a_second_stream_of_a_store_leaves_nothing(tmp_path: Path) -> None:
         (("audit", "retain", ".", "--keep-days", "x"), "'x' is not a number"),
     ],
 )
-def test_a_wrong_number_is_told_in_plain_words(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_number_is_reported_in_plain_words(arguments: tuple[str, ...], says: str) -> None:
     done = postroom(*arguments)
     assert done.code == 2
     assert says in done.error

@@ -1,4 +1,4 @@
-"""Many processes and one bus: nothing torn, nothing lost, nothing twice."""
+"""Many processes on one bus: no message is torn, lost or duplicated."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(scenario: str, path: Path) -> dict[str, list[tuple[str, str]]]:
-    """Run a scenario to its end; gives what each worker was told is stored, in its order."""
+    """Run a scenario; returns the ids acknowledged to each worker, in order."""
     folder = path.parent / "ledgers"
     folder.mkdir()
     done = subprocess.run(
@@ -119,7 +119,7 @@ def test_another_program_that_holds_the_lock_is_an_error_after_the_timeout(tmp_p
 
 
 def test_a_symlink_that_comes_and_goes_is_never_followed(tmp_path: Path) -> None:
-    """Defect 7 of the original: it looked before it opened, and a swap between the two went unseen."""
+    """Defect 7 of the original: it checked the path before opening it, and missed a swap in between."""
     real, path, victim = tmp_path / "real", tmp_path / "bus.yaml", tmp_path / "victim"
     Bus(victim).append(type="t", project_id="p", body="secret")
     content = victim.read_bytes()

@@ -20,7 +20,7 @@ from postroom.errors import InvalidMessage, UnknownMessage
 from postroom.sinks import reader
 from postroom.sinks.chain import Chain, read_chain
 from postroom.sinks.cipher import Cipher
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from tests.integration.commandline import (
     HANG_GUARD_S,
     Result,

@@ -656,7 +656,7 @@ def test_reports_on_a_terminal_are_text(path: Path, tmp_path: Path) -> None:
     assert "offset  length" in verified.out
     assert "path" in run_on_terminal("postroom", "bus", "discover", "--root", tmp_path).out
     assert "bus.yaml is now" in run_on_terminal("postroom", "bus", "rotate", "--bus", path).out
-    assert "stays as it is" in run_on_terminal("postroom", "bus", "rotate", "--bus", path).out
+    assert "is not rotated" in run_on_terminal("postroom", "bus", "rotate", "--bus", path).out
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "there is no bus below" in run_on_terminal("postroom", "bus", "discover", "--root", empty).out

@@ -15,7 +15,7 @@ from postroom.contracts.feeds import StoreFeed
 from postroom.core.events import AuditEvent, from_line, to_line
 from postroom.message import EventKind
 from postroom.pipeline.generator.world import MODELS, REQUESTS, RESPONSES
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify as verify_chain
 from postroom.stores.base import Outbox
 from tests.integration.commandline import isolate, postroom, run
@@ -221,4 +221,4 @@ def test_a_store_that_the_stream_does_not_tell_of(quick_path: Path) -> None:
         tasks.enqueue(agent="a", payload=1)
     done = postroom("verify", "h", "--store", url)
     assert done.code == 1
-    assert done.error.startswith(f"postroom: the stream does not tell of {url}")
+    assert done.error.startswith(f"postroom: {url} was not shipped to this stream")

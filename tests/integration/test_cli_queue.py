@@ -391,10 +391,10 @@ def test_a_terminal_gets_records_tables_and_sentences(root: Path) -> None:
         "cursors",
     ]
     assert status[1].split()[:2] == ["default", "1"]
-    assert "something is waiting" in run_on_terminal("postroom", "queue", "inbox", "--agent", "a").out
+    assert "messages are waiting" in run_on_terminal("postroom", "queue", "inbox", "--agent", "a").out
     assert "default: ok, 1 lines" in click.unstyle(run_on_terminal("postroom", "queue", "check").out)
     assert "0 expired messages" in run_on_terminal("postroom", "queue", "expire").out
-    assert "nobody is registered" in run_on_terminal("postroom", "queue", "agents").out
+    assert "no agent is registered" in run_on_terminal("postroom", "queue", "agents").out
     (root / "sessions" / "default" / "cursors").mkdir(exist_ok=True)
     (root / "sessions" / "default" / "cursors" / "a.cursor").write_text("7")
     damaged = run_on_terminal("postroom", "queue", "check")

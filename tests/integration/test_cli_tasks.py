@@ -17,8 +17,9 @@ from typing import Any, get_args
 import pytest
 
 from postroom import Tasks
-from postroom.cli import tasks as commands
 from postroom.cli.program import ProgramFailed, run_program
+from postroom.cli.tasks.operate import STATES, STATUSES
+from postroom.cli.tasks.send import BATCH_TASKS
 from postroom.contracts.tasks import STATUS
 from postroom.core.times import parse_utc
 from postroom.message import State
@@ -75,9 +76,9 @@ def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
 
 
 def test_the_states_are_those_of_the_contract() -> None:
-    assert set(commands.STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
+    assert set(STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
     of_contract = {state: STATUS[state] for state in get_args(State) if state != "FAILED"}
-    assert {state: word for word, states in commands.STATUSES.items() for state in states} == of_contract
+    assert {state: word for word, states in STATUSES.items() for state in states} == of_contract
 
 
 # ---- both ways -----------------------------------------------------------------------------------------
@@ -202,10 +203,10 @@ def test_tasks_come_in_as_lines(where: tuple[str, ...], agent: str) -> None:
 
 
 def test_many_lines_are_several_commits(where: tuple[str, ...], agent: str) -> None:
-    lines = b"".join(b'{"payload": %d}\n' % n for n in range(commands.BATCH_TASKS + 5))
+    lines = b"".join(b'{"payload": %d}\n' % n for n in range(BATCH_TASKS + 5))
     done = postroom("tasks", "enqueue", *where, "--agent", agent, "--batch", "-", stdin=lines)
-    assert (done.code, len(done.lines)) == (0, commands.BATCH_TASKS + 5)
-    assert tasks_command("status", *where)["agents"][agent]["depth"] == commands.BATCH_TASKS + 5
+    assert (done.code, len(done.lines)) == (0, BATCH_TASKS + 5)
+    assert tasks_command("status", *where)["agents"][agent]["depth"] == BATCH_TASKS + 5
 
 
 def test_dead_letters_are_tried_again_together(where: tuple[str, ...], agent: str) -> None:
@@ -819,7 +820,7 @@ def test_a_program_whose_work_is_not_wanted_any_more_is_ended(tmp_path: Path) ->
     unwanted.set()
     mark = tmp_path / "ended"
     command = f"trap 'touch {mark}; exit 1' TERM; sleep 600 & wait"
-    with pytest.raises(ProgramFailed, match="no longer ours"):
+    with pytest.raises(ProgramFailed, match="the lease of its task is over"):
         run_program(command, {}, unwanted)
     assert mark.exists()
 

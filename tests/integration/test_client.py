@@ -21,8 +21,16 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
-from postroom import client as module
-from postroom.client import NoResult, NotAllowed, StaleLease, Task, TaskClient, TaskFailed, UnknownTask
+from postroom.client import (
+    NoResult,
+    NotAllowed,
+    StaleLease,
+    Task,
+    TaskClient,
+    TaskFailed,
+    UnknownTask,
+    nudge_endpoint,
+)
 from tests.integration.commandline import HANG_GUARD_S
 from tests.integration.harnesses import Harness, serving
 from tests.waiting import until
@@ -247,7 +255,7 @@ def test_a_handler_is_told_when_its_task_is_taken_away(harness: Harness, agent: 
 def test_what_a_handler_raises_is_in_the_history(harness: Harness, agent: str) -> None:
     def handler(task: Task) -> str:
         if task.attempt == 1:
-            raise module.TaskFailed("the model is busy", retry_in_s=0.0)
+            raise TaskFailed("the model is busy", retry_in_s=0.0)
         return "second time lucky"
 
     with harness.tasks() as tasks, harness.client(agent) as client:
@@ -302,7 +310,7 @@ def test_the_nudge_endpoint_takes_any_nudge_and_nothing_else(harness: Harness, a
         assert answers("POST", port, "/task") == 202
         assert answers("POST", port, "/other", b"{}") == 404
         assert answers("GET", port, "/task") == 404
-        assert answers("POST", port, "/task", b"x" * (module.NUDGE_BODY_BYTES_MAX + 1)) == 413
+        assert answers("POST", port, "/task", b"x" * (nudge_endpoint.NUDGE_BODY_BYTES_MAX + 1)) == 413
 
 
 def test_callers_that_hold_the_nudge_endpoint_do_not_stop_the_work(harness: Harness, agent: str) -> None:

@@ -12,7 +12,7 @@ from postroom.contracts.feeds import FileFeeds
 from postroom.logs import eventfiles
 from postroom.runtime.mailserver import EventLog
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
 
 KILLS = 3

@@ -1,4 +1,4 @@
-"""`Queue` on a bad day: flipped bits, cut files, a full disk, an fsync that fails. An error, and no loss."""
+"""`Queue` under faults: flipped bits, truncated files, a full disk, failing fsyncs. Errors, but no loss."""
 
 import errno
 import os
@@ -48,7 +48,7 @@ def bodies(messages: list[Any]) -> list[str]:
 
 
 def flips(path: Path) -> Iterator[bytes]:
-    """Flip each bit of a file in turn, in place; gives what the file holds then."""
+    """Flip each bit of a file in turn, in place; yields the changed content."""
     data = path.read_bytes()
     fd = os.open(path, os.O_WRONLY)
     try:
@@ -106,7 +106,7 @@ def test_a_file_cut_at_any_byte_delivers_what_is_whole_and_goes_on(root: Path, q
             assert bodies(queue.poll("a")) == whole
             assert bodies(queue.poll("a")) == []
             queue.send("ask", "next")
-            # A line that lacked its newline only is whole once the next writer ended it.
+            # A line that lacked only its newline is complete once the next writer has ended it.
             ended = [str(len(whole))] if data[end : end + 1] == b"\n" else []
             assert bodies(queue.poll("a")) == [*ended, "next"]
             assert messages_of(cut).read_bytes().startswith(data[:end])
@@ -115,11 +115,9 @@ def test_a_file_cut_at_any_byte_delivers_what_is_whole_and_goes_on(root: Path, q
 
 
 @pytest.mark.parametrize("suffix", ["cursor", "topics"])
-def test_a_flipped_bit_of_a_cursor_is_an_error_or_at_worst_another_place(
-    root: Path, quick_path: Path, suffix: str
-) -> None:
-    # An offset has no checksum, in a format that others read, too. What is no place is refused; everything
-    # that is delivered is true.
+def test_flipped_cursor_bit_is_an_error_or_another_offset(root: Path, quick_path: Path, suffix: str) -> None:
+    # An offset has no checksum, because other programs read the format. An invalid offset is refused, and
+    # every delivered message is correct.
     with opened(root) as queue:
         for number in range(4):
             queue.send("ask", f"{number}")
@@ -208,7 +206,7 @@ def test_a_full_disk_is_an_error_and_no_loss(small_disk: Path, durability: Durab
 
 
 class Disk:
-    """Stands in front of `os.fsync`: it can fail, and it can be held up."""
+    """Wraps `os.fsync`: it can be made to fail or to block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.real = os.fsync
@@ -291,7 +289,7 @@ def test_after_a_failed_fsync_of_the_queue_nothing_is_acknowledged_until_it_is_r
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_side_file_that_is_not_safe_has_no_line(root: Path, disk: Disk, durability: Durability) -> None:
+def test_unsynced_side_file_has_no_line(root: Path, disk: Disk, durability: Durability) -> None:
     with opened(root, durability) as queue:
         queue.send("ask", "safe")
         disk.failing = lambda name: name.endswith(".tmp") or name == "bodies"
@@ -307,7 +305,7 @@ def test_a_side_file_that_is_not_safe_has_no_line(root: Path, disk: Disk, durabi
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_cursor_that_is_not_safe_hands_nothing_out(root: Path, disk: Disk, durability: Durability) -> None:
+def test_unsynced_cursor_delivers_nothing(root: Path, disk: Disk, durability: Durability) -> None:
     with opened(root, durability) as queue:
         queue.send("ask", "x")
         disk.failing = lambda name: "a.cursor" in name
@@ -318,8 +316,8 @@ def test_a_cursor_that_is_not_safe_hands_nothing_out(root: Path, disk: Disk, dur
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_no_cursor_goes_over_lines_that_are_not_safe(root: Path, disk: Disk, durability: Durability) -> None:
-    # They may be another sender's, of another class. After one failure the next fsync proves nothing.
+def test_cursor_does_not_pass_unsynced_lines(root: Path, disk: Disk, durability: Durability) -> None:
+    # The lines may be of another sender with another class. After a failure the next fsync proves nothing.
     with opened(root) as careless, opened(root, durability) as queue:
         careless.send("ask", "x")
         queue.poll("b")
@@ -335,7 +333,7 @@ def test_no_cursor_goes_over_lines_that_are_not_safe(root: Path, disk: Disk, dur
 
 
 @pytest.mark.parametrize("durability", DURABLE)
-def test_a_cursor_whose_name_may_not_be_safe_is_an_error_and_never_a_repetition(
+def test_failed_folder_fsync_of_a_cursor_never_redelivers(
     root: Path, disk: Disk, durability: Durability
 ) -> None:
     with opened(root, durability) as queue:
@@ -390,10 +388,8 @@ def held_up(disk: Disk, send: Callable[[], object]) -> tuple[threading.Thread, l
 
 
 @pytest.mark.parametrize("how", ["poll", "keep", "ask"])
-def test_what_somebody_read_is_not_taken_back_by_a_failed_group_fsync(
-    root: Path, disk: Disk, how: str
-) -> None:
-    # Were it cut off, the reader's place would be behind the end, and would skip what is written there next.
+def test_failed_group_fsync_keeps_messages_already_read(root: Path, disk: Disk, how: str) -> None:
+    # If the line were removed, the cursor would be beyond the end and would skip the next lines.
     with opened(root, "group") as sender, opened(root) as reader:
         first = sender.send("ask", "first")
         reader.poll("a", "ask", keep_filtered=True)
@@ -416,7 +412,7 @@ def test_what_somebody_read_is_not_taken_back_by_a_failed_group_fsync(
         assert bodies(reader.poll("b")) == ["first"]
 
 
-def test_a_failed_group_fsync_takes_back_what_nobody_read(root: Path, disk: Disk) -> None:
+def test_failed_group_fsync_removes_unread_messages(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as reader:
         sender.send("ask", "first")
         reader.poll("a")
@@ -431,7 +427,7 @@ def test_a_failed_group_fsync_takes_back_what_nobody_read(root: Path, disk: Disk
         assert bodies(reader.poll("a")) == ["third."]
 
 
-def test_a_failed_group_fsync_leaves_what_another_process_sent(root: Path, disk: Disk) -> None:
+def test_failed_group_fsync_keeps_messages_of_other_processes(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as other:
         other.send("ask", "safe")
         sender.poll("b")
@@ -444,7 +440,7 @@ def test_a_failed_group_fsync_leaves_what_another_process_sent(root: Path, disk:
         assert bodies(other.poll("a")) == ["safe", "first", "other's"]
 
 
-def test_a_place_that_cannot_be_read_is_a_reason_to_take_nothing_back(root: Path, disk: Disk) -> None:
+def test_unreadable_cursor_prevents_the_rollback(root: Path, disk: Disk) -> None:
     with opened(root, "group") as sender, opened(root) as reader:
         sender.send("ask", "first")
         reader.poll("a")

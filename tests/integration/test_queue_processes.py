@@ -199,7 +199,7 @@ def test_pollers_under_one_name_share_without_doubles(root: Path, tmp_path: Path
 
 
 def wait_until_polled(root: Path, agent_id: str) -> None:
-    """Until the agent has looked once, and found nothing: from then on it waits."""
+    """Wait until the agent has polled once without a result."""
     audit = root / "audit.jsonl"
     give_up = time.monotonic() + HANG_GUARD_S
     while not audit.exists() or f'"{agent_id}"' not in audit.read_text():
@@ -292,7 +292,7 @@ def test_two_processes_ask_and_answer(root: Path) -> None:
 
 
 class Scene:
-    """A session with everything in it, and what each agent has still to get."""
+    """A session with all kinds of messages, and the messages that each agent has not read."""
 
     def __init__(self, folder: Path) -> None:
         self.now = START
@@ -319,8 +319,8 @@ class Scene:
             files = queue._session(None)
             with files.locked():  # as `ask` does it: one message out of the middle
                 offset = [at for at, _ in files.lines(0, 10**6)][10]
-                picky = files.reading_of("picky")
-                files.write_reading("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))
+                picky = files.progress_of("picky")
+                files.write_progress("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))
         self.now += timedelta(seconds=5)
 
     def copy(self, name: str) -> Path:
@@ -343,7 +343,7 @@ def kill_at_every_step(
     judge: Callable[[Path, bool], None],
     prepare: Callable[[Path], None] = lambda _: None,
 ) -> int:
-    """Do a job in a child that is killed before its n-th step, for every n until it gets through."""
+    """Run a job in a child that is killed before its n-th step, for every n until the job completes."""
     for step in range(children.STEPS_MAX):
         root = scene.copy("killed")
         prepare(root)
@@ -383,7 +383,7 @@ def test_expire_killed_at_any_step_repeats_and_loses_nothing(scene: Scene) -> No
     assert set(outcomes) == {0, 1}
 
 
-def test_whoever_finishes_an_expire_that_was_cut_off_can_be_killed_too(scene: Scene) -> None:
+def test_completion_of_an_interrupted_expire_can_be_killed(scene: Scene) -> None:
     def expire_and_die(root: Path) -> None:
         replace = os.replace
 
@@ -410,7 +410,7 @@ def test_whoever_finishes_an_expire_that_was_cut_off_can_be_killed_too(scene: Sc
     assert kill_at_every_step(scene, look, judge, prepare) > 10
 
 
-def test_a_send_killed_at_any_step_is_there_or_not(scene: Scene) -> None:
+def test_killed_send_is_stored_completely_or_not_at_all(scene: Scene) -> None:
     there = []
 
     def send(root: Path) -> None:
@@ -434,7 +434,7 @@ def test_a_send_killed_at_any_step_is_there_or_not(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("keep_filtered", [False, True])
-def test_a_poll_killed_at_any_step_gives_everything_or_nothing_to_the_next(
+def test_killed_poll_leaves_all_or_no_messages_to_the_next(
     scene: Scene, tmp_path: Path, keep_filtered: bool
 ) -> None:
     wanted = ["status", "ask"] if keep_filtered else None

@@ -32,12 +32,12 @@ assert TOPICS == frozenset({"ask", "answer", "broadcast", "spawn-request", "stat
 """
 
 
-def test_the_package_gives_other_names_to_the_same_things() -> None:
+def test_package_exports_the_same_objects() -> None:
     for name in zos_agent_mq.__all__:
         assert getattr(zos_agent_mq, name) is getattr(postroom, name)
 
 
-def test_a_program_of_the_original_runs_on_the_wheel(tmp_path: Path) -> None:
+def test_program_for_zos_agent_mq_runs_on_the_wheel(tmp_path: Path) -> None:
     hatchling: list[Any] = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
     subprocess.run(hatchling, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("postroom-*.whl")

@@ -41,7 +41,7 @@ tasks = st.sampled_from(["", "t1", "012", "é\n"])
 drafts = st.fixed_dictionaries(
     {"type": kinds, "task_id": tasks, "body": bodies}, optional={"run_id": st.sampled_from(["", "r1"])}
 )
-# A body of the original's, which does not escape: nothing that it would itself take for a separator.
+# A body of conductor-loop, which does not escape: without lines that it would read as a separator.
 foreign_bodies = st.text(st.characters(exclude_characters="-", exclude_categories=["Cs"]), max_size=30).map(
     lambda text: "x" + text.rstrip("\n")
 )
@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 
 
 class Follower:
-    """Takes what is new; gives up, instead of waiting for ever, when that does not come."""
+    """Takes new messages, and fails instead of waiting forever when none comes."""
 
     def __init__(self, bus: Bus, begun_at: int) -> None:
         self.position = begun_at  # among all messages ever
@@ -164,7 +164,7 @@ class BusMachine(RuleBasedStateMachine):
             file.write((b"\n" if self.path.stat().st_size else b"") + torn)
         self.torn += 1
         self.current = self.current or []
-        # A writer of ours comes next: behind a torn header the original's record would be taken for its body.
+        # A postroom writer comes next: after a torn header, a foreign record would be read as its body.
         self.append(
             0, {"type": "note", "task_id": "", "body": "after the torn one"}, reply=False, preset=False
         )
@@ -308,7 +308,7 @@ class History:
         counts: list[int] = []
 
         def stop() -> bool:
-            """Not while something comes. It is asked after each file of a pass, so twice is too soon."""
+            """Stop when nothing came in several calls; `stop` is called after each file of a pass."""
             counts.append(len(seen) if self.done.is_set() else -1)
             return counts[-1] >= 0 and counts[-QUIET_ASKS:] == [counts[-1]] * QUIET_ASKS
 

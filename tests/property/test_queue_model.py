@@ -64,7 +64,7 @@ class Sent:
 
 @dataclass
 class Model:
-    """What was sent, and which of it each agent is through with."""
+    """The messages sent, and those that each agent has read."""
 
     now: datetime = datetime(2026, 6, 10, tzinfo=UTC)
     lines: list[Sent | bytes] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Model:
 
 
 class AnsweringWatch(Watch):
-    """Whoever waits for an answer gets one, after what else happens meanwhile."""
+    """An agent that waits for an answer gets one, after the other operations."""
 
     machine: "QueueMachine"
 
@@ -372,7 +372,7 @@ def ids(messages: list[Any]) -> list[str]:
 
 
 def judge(root: Path, histories: list[History]) -> None:
-    """Everything sent is in the file in its sender's order, and everybody got what was theirs once."""
+    """Every message is in the file in its sender's order, and every agent got its messages once."""
     with Queue(root) as queue:
         place = {msg_id: index for index, msg_id in enumerate(ids(queue.tail(10_000)))}
         sent = [entry for history in histories for entry in history.sent]

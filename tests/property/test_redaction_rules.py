@@ -1,4 +1,4 @@
-"""Redaction, whatever comes in: twice is once, nothing planted is left, JSON stays JSON, nothing stops it."""
+"""Redaction of any input: idempotent, complete for planted secrets, JSON stays JSON, no exception."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from postroom.core.redaction import DEPTH_MAX, EVERYTHING, Redactor
-from postroom.core.redaction.triggers import Look
+from postroom.core.redaction.triggers import TriggerHits
 from tests import redactioncorpus
 from tests.redactioncorpus import FRAMES, PLANTED, survives
 
@@ -116,7 +116,7 @@ def structure(obj: Any) -> Any:
 @example(text='"\\ud83d\\ude00 a@b.example"')
 @example(text="[" * 5_000)
 @example(text="0@0.AA4111111111111111")
-def test_twice_is_once(name: str, text: str) -> None:
+def test_redacting_a_text_twice_changes_nothing(name: str, text: str) -> None:
     redactor = REDACTORS[name]
     once = redactor.text(text)
     assert redactor.text(once) == once
@@ -177,22 +177,22 @@ def test_nothing_is_left_of_the_value_of_a_field(name: str, secret: str, path: s
 
 @pytest.mark.parametrize("name", REDACTORS)
 @given(value=values)
-def test_no_value_stops_it(name: str, value: Any) -> None:
+def test_any_python_value_is_redacted_without_error(name: str, value: Any) -> None:
     REDACTORS[name].value(value)
 
 
 @given(document=st.one_of(documents, texts))
-def test_a_trigger_lets_nothing_pass_that_a_rule_would_find(document: str) -> None:
-    """The quick ways through a payload come to what the slow way comes to."""
+def test_triggers_fire_for_every_match(document: str) -> None:
+    """The fast path gives the same result as the slow path."""
     quick = REDACTORS["medium with tokens"]
     slow = Redactor("medium", key=b"k")
-    slow._look = lambda text: Look(EVERYTHING, text)
+    slow._scan = lambda text: TriggerHits(EVERYTHING, text)
     assert loaded(quick.payload(document)) == loaded(slow.payload(document))
     assert quick.text(document) == slow.text(document)
 
 
 def loaded(text: str) -> Any:
-    """As JSON, so that spaces and escapes do not count."""
+    """Parsed as JSON, so that spaces and escapes do not matter."""
     try:
         return json.dumps(json.loads(text)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except ValueError:

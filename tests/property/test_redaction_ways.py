@@ -1,4 +1,4 @@
-"""The quick ways through redaction come to exactly what the slow way comes to, which defines it."""
+"""The fast path of redaction gives exactly the result of the slow path, which is the definition."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from postroom.core.redaction import EVERYTHING, Level, Redactor
-from postroom.core.redaction.triggers import Look
+from postroom.core.redaction.triggers import TriggerHits
 from tests.redactioncorpus import ASSIGNMENTS, FRAMES, NEAR_MISSES, PLANTED, assigned, secret
 from tests.redactionholdout import holdout
 from tests.redactionoutside import HARMLESS, SECRETS
@@ -48,7 +48,7 @@ OPTIONS = ("--password", "--db-pass", "-token", "--api_key", "--verbose", "--pw"
 def slow_redactor(level: Level, key: bytes | None) -> Redactor:
     """Every rule is tried on every string of the parsed payload."""
     redactor = Redactor(level, key=key)
-    redactor._look = lambda text: Look(EVERYTHING, text)
+    redactor._scan = lambda text: TriggerHits(EVERYTHING, text)
     return redactor
 
 
@@ -115,7 +115,7 @@ def payload(rng: random.Random) -> str:
 
 
 def loaded(text: str) -> Any:
-    """As JSON, so that spaces and escapes do not count."""
+    """Parsed as JSON, so that spaces and escapes do not matter."""
     try:
         return json.loads(text)
     except ValueError:
@@ -123,7 +123,7 @@ def loaded(text: str) -> Any:
 
 
 @pytest.mark.parametrize(("level", "key"), [("medium", None), ("medium", b"k"), ("full", b"k")])
-def test_the_quick_way_comes_to_what_the_slow_way_comes_to(level: Level, key: bytes | None) -> None:
+def test_fast_path_equals_slow_path(level: Level, key: bytes | None) -> None:
     rng = random.Random(SEED)
     quick, slow = Redactor(level, key=key), slow_redactor(level, key)
     for _ in range(PAYLOADS):

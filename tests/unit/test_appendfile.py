@@ -1,4 +1,4 @@
-"""One file, many appenders: an append is whole or not there, and a failed fsync takes back only its own."""
+"""One file with many writers: an append is complete or absent, and a failed fsync rolls back only its own."""
 
 import errno
 import gc
@@ -37,7 +37,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[Durability], AppendFile]]:
 
 
 def append(file: AppendFile, data: bytes) -> int:
-    """As a caller does it: under the lock."""
+    """Append under the lock, as a caller does."""
     fd = file.open()
     lock.acquire(fd, TIMEOUT_S, file.path)
     try:
@@ -132,7 +132,7 @@ def test_a_short_write_is_continued(make: Make, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("written", [0, 4])
-def test_a_failed_write_is_taken_back_and_the_handle_lives_on(
+def test_failed_write_is_rolled_back_and_the_handle_stays_usable(
     make: Make, written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make("os")
@@ -160,7 +160,7 @@ def test_a_failed_write_is_taken_back_and_the_handle_lives_on(
     assert file.path.read_bytes() == b"before after"
 
 
-def test_a_roll_back_that_fails_too_is_admitted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_failed_reports_a_failed_rollback(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make("os")
     append(file, b"before")
 
@@ -210,7 +210,7 @@ def test_a_group_append_waits_for_its_fsync(make: Make, disk: FaultyDisk) -> Non
     assert failures == []
 
 
-def test_a_failed_group_fsync_takes_back_all_that_waited(make: Make, disk: FaultyDisk) -> None:
+def test_failed_group_fsync_rolls_back_all_waiting_appends(make: Make, disk: FaultyDisk) -> None:
     file = make("group")
     file.settle(append(file, b"durable "))
     tickets = [append(file, part) for part in (b"one ", b"two ")]
@@ -224,7 +224,7 @@ def test_a_failed_group_fsync_takes_back_all_that_waited(make: Make, disk: Fault
         file.open()
 
 
-def test_a_failed_group_fsync_keeps_what_an_earlier_one_covered(make: Make, disk: FaultyDisk) -> None:
+def test_failed_group_fsync_keeps_appends_synced_earlier(make: Make, disk: FaultyDisk) -> None:
     """The second append comes while the first one's fsync runs, so both wait at the same time."""
     file = make("group")
     file.open()
@@ -243,7 +243,7 @@ def test_a_failed_group_fsync_keeps_what_an_earlier_one_covered(make: Make, disk
 
 
 @pytest.mark.parametrize("where", ["between", "behind"])
-def test_a_failed_group_fsync_keeps_what_another_process_wrote(
+def test_failed_group_fsync_keeps_appends_of_other_processes(
     make: Make, disk: FaultyDisk, where: str
 ) -> None:
     file, other = make("group"), make("os")
@@ -270,8 +270,8 @@ def test_a_roll_back_that_cannot_get_the_lock_leaves_the_file_alone(make: Make, 
     assert file.path.read_bytes() == b"one"
 
 
-def test_a_late_waiter_of_a_reopened_handle_is_not_told_that_it_is_safe(make: Make, disk: FaultyDisk) -> None:
-    """Its record was taken back; the new life's fsyncs are not its own, nor are the new life's records."""
+def test_late_waiter_of_a_reopened_handle_gets_an_error(make: Make, disk: FaultyDisk) -> None:
+    """Its record was rolled back, so an fsync after the reopening must not count for it."""
     file = make("group")
     early, late = append(file, b"early "), append(file, b"late ")
     disk.failing = True
@@ -298,7 +298,7 @@ def test_closing_makes_group_appends_durable(make: Make, disk: FaultyDisk) -> No
     assert disk.calls == before + 1
 
 
-def test_a_failure_while_closing_reaches_those_who_wait(make: Make, disk: FaultyDisk) -> None:
+def test_failure_while_closing_is_raised_in_waiting_threads(make: Make, disk: FaultyDisk) -> None:
     file = make("group")
     ticket = append(file, b"x")
     disk.failing = True
@@ -308,7 +308,7 @@ def test_a_failure_while_closing_reaches_those_who_wait(make: Make, disk: Faulty
     assert not file.roll_back_group(file.fd, TIMEOUT_S)
 
 
-def test_a_forgotten_handle_gives_its_descriptor_back(tmp_path: Path) -> None:
+def test_garbage_collected_handle_closes_its_descriptor(tmp_path: Path) -> None:
     gc.collect()
     before = open_descriptors()
     for _ in range(20):

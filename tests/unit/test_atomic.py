@@ -1,4 +1,4 @@
-"""Whole-file updates: old or new, no symlink followed, nothing left behind."""
+"""Whole-file updates: the file is old or new, no symlink is followed, and no temporary file remains."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def test_a_file_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path, durabi
     assert os.listdir(tmp_path) == ["cursor"]
 
 
-def test_a_reader_sees_old_or_new_and_nothing_else(tmp_path: Path) -> None:
+def test_reader_sees_the_old_or_the_new_file(tmp_path: Path) -> None:
     path = tmp_path / "cursor"
     contents = {b"a" * 10_000, b"b" * 20_000}
     atomic.replace_file(path, b"a" * 10_000, "os")
@@ -73,7 +73,7 @@ def test_a_missing_folder_is_a_failed_write(tmp_path: Path) -> None:
         atomic.replace_file(tmp_path / "nowhere" / "cursor", b"new", "os")
 
 
-def test_replacing_a_symlink_replaces_the_link_and_spares_its_target(tmp_path: Path) -> None:
+def test_replace_file_replaces_a_symlink_and_not_its_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"precious")
     path = tmp_path / "cursor"
@@ -94,7 +94,7 @@ def test_a_planted_temporary_symlink_is_refused(tmp_path: Path) -> None:
     assert target.read_bytes() == b"precious"
 
 
-def test_what_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+def test_open_safely_refuses_special_files(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
     fifo = tmp_path / "fifo"
@@ -114,7 +114,7 @@ def test_a_missing_file_stays_missing(tmp_path: Path) -> None:
         atomic.read_file(tmp_path / "missing")
 
 
-def test_what_is_made_is_private_by_default(tmp_path: Path) -> None:
+def test_new_files_and_folders_are_private_by_default(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     atomic.make_folder(folder, "os")
     atomic.replace_file(folder / "file", b"", "os")
@@ -130,9 +130,7 @@ def test_making_a_folder_again_changes_nothing(tmp_path: Path, durability: Durab
     assert folder.is_dir()
 
 
-def test_every_byte_is_written_however_short_the_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_all_continues_after_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:3]))
     fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""The audit log never gets in the way: what cannot be written is logged, and every line stands alone."""
+"""The audit log never fails an operation: a failed write is logged, and every entry has its own line."""
 
 import json
 import logging
@@ -76,7 +76,7 @@ def test_a_line_does_not_grow_onto_the_half_line_of_a_dead_writer(audit: AuditFi
 def test_lines_follow_a_file_that_was_moved_away(
     audit: AuditFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auditfile, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auditfile, "REOPEN_EVERY_S", 0.0)
     audit.write(Entry(1))
     path.rename(path.with_name("audit.old"))
     audit.write(Entry(2))
@@ -84,7 +84,7 @@ def test_lines_follow_a_file_that_was_moved_away(
     assert numbers(path) == [2]
 
 
-def test_a_line_that_was_cut_short_is_reported_and_the_next_stands_alone(
+def test_short_write_is_logged_and_the_next_entry_starts_a_new_line(
     audit: AuditFile, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     audit.write(Entry(1))
@@ -119,10 +119,10 @@ def as_fifo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", [as_symlink, as_folder, as_fifo])
-def test_what_stands_in_its_place_is_refused_and_nothing_is_raised(
+def test_unsafe_audit_path_is_logged_and_not_raised(
     audit: AuditFile, path: Path, caplog: pytest.LogCaptureFixture, obstacle: Callable[[Path], None]
 ) -> None:
-    # The operation that is described has happened: an error now would take its result from the caller.
+    # The operation has already happened: an error now would hide its result from the caller.
     path.parent.mkdir()
     obstacle(path)
     with caplog.at_level(logging.WARNING, "postroom.queue"):
@@ -137,10 +137,10 @@ def test_a_root_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest.L
     assert "an audit line is missing" in caplog.text
 
 
-def test_no_thread_closes_the_file_under_the_line_of_another(
+def test_threads_do_not_close_the_file_during_a_write(
     audit: AuditFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The number of a closed descriptor is given to the next file that is opened, and the line would go there.
+    # The next file to be opened gets the number of the closed descriptor, and the line would go there.
     audit.write(Entry(1))
     encode = auditfile._encode
     closer = threading.Thread(target=audit.close)
@@ -156,7 +156,7 @@ def test_no_thread_closes_the_file_under_the_line_of_another(
     assert numbers(path) == [1, 2]
 
 
-def test_a_forked_child_opens_its_own(audit: AuditFile, path: Path) -> None:
+def test_forked_child_opens_its_own_audit_file(audit: AuditFile, path: Path) -> None:
     audit.write(Entry(1))
     audit.after_fork()
     audit.write(Entry(2))

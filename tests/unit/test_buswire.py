@@ -1,4 +1,4 @@
-"""The bus file format as pure functions: what is written reads back, and nothing else reads as a message."""
+"""The bus file format: every written message reads back, and no other bytes read as a message."""
 
 import re
 import zlib
@@ -22,7 +22,7 @@ MOMENT = datetime(2026, 2, 5, 14, 30, 52, 123456, tzinfo=UTC)
 
 
 def wire(body: str = "", msg_id: str = FIRST, **fields: Any) -> bytes:
-    """One record as it stands in a file."""
+    """One record as written to a file."""
     return encode(
         draft(
             fields.get("type", "note"),
@@ -69,7 +69,7 @@ def test_a_record_stands_in_the_file_as_documented() -> None:
     assert data == b"---\n" + head + b"crc: " + crc + b"\n---\nhello\n"
 
 
-def test_optional_keys_are_absent_when_there_is_nothing_to_say() -> None:
+def test_optional_keys_are_omitted_when_empty() -> None:
     data = wire("hello")
     for key in (b"parents", b"attachment_path", b"body_escape"):
         assert key not in data
@@ -82,7 +82,7 @@ def test_every_field_reads_back() -> None:
     ]
 
 
-def test_a_preset_time_takes_the_place_of_the_clocks() -> None:
+def test_preset_time_replaces_the_clock_time() -> None:
     data = wire(ts="2001-02-03T04:05:06.7Z")
     assert b"\nts: 2001-02-03T04:05:06.7Z\n" in data
     assert read(data)[0].ts == datetime(2001, 2, 3, 4, 5, 6, 700_000, tzinfo=UTC)
@@ -129,7 +129,7 @@ def test_every_field_reads_back_exactly_here_and_as_yaml(
 @pytest.mark.parametrize(
     "word", ["no", "Yes", "ON", "null", "True", "y", "N", "012", "1:30", "1e3", ".inf", "~"]
 )
-def test_words_that_yaml_takes_for_something_else_are_quoted(word: str) -> None:
+def test_yaml_keywords_are_quoted(word: str) -> None:
     """Defect 6 of the original: implicit types."""
     assert f'\ntask_id: "{word}"\n'.encode() in wire(task_id=word)
 
@@ -174,7 +174,7 @@ def test_a_batch_has_the_bytes_of_its_messages_one_by_one(
     bodies,
     st.sampled_from(["", TS]),
 )
-def test_the_next_record_is_what_its_two_steps_make(
+def test_encode_next_equals_bus_id_and_encode(
     epoch_ns: int, sequence: int, last: str, body: str, preset_ts: str
 ) -> None:
     drafted = draft("note", "p", "t", "r", (), "", body, preset_ts)
@@ -200,14 +200,14 @@ EVERYDAY = {"type": "t", "project_id": "p", "task_id": "k", "run_id": "r", "body
         {},
     ],
 )
-def test_an_unusual_message_sends_a_batch_the_longer_way(unusual: dict[str, Any]) -> None:
+def test_everyday_batch_rejects_unusual_messages(unusual: dict[str, Any]) -> None:
     assert buswire.everyday_batch([EVERYDAY, EVERYDAY]) is not None
     assert buswire.everyday_batch([EVERYDAY, unusual, EVERYDAY]) is None
     assert buswire.everyday_batch([]) is None
 
 
 def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one text it could be under no limit that is meant for each."""
+    """The limit applies to each body, not to the joined text."""
     monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 40)
     assert buswire.everyday_batch([EVERYDAY] * 5) is not None
     assert buswire.everyday_batch([EVERYDAY, {**EVERYDAY, "body": "x" * 41}]) is None
@@ -256,7 +256,7 @@ def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("parents", [(), [], iter(()), {}, None])
-def test_no_parents_of_any_kind_write_no_key(parents: Any) -> None:
+def test_empty_parents_write_no_key(parents: Any) -> None:
     data = wire("b", parents=parents)
     assert b"parents" not in data
     assert read(data)[0].parents == []
@@ -273,7 +273,7 @@ def test_parents_may_come_from_an_iterator() -> None:
 
 
 def forged_record(body: str) -> str:
-    """A whole record of ours, checksum included, as a body would have to bring it."""
+    """A complete record with a valid checksum, to be used as a body."""
     return wire(body, "MSG-29990101-000000-000000000-PID00666-0666").decode()
 
 
@@ -287,7 +287,7 @@ def test_a_body_made_of_header_lines_forges_nothing(parts: list[str]) -> None:
 
 @pytest.mark.parametrize("cut", range(0, 200, 7))
 def test_a_body_forges_nothing_even_when_its_record_is_damaged(cut: int) -> None:
-    """Whatever byte of the frame is hit, the body's own bytes are never taken for a record."""
+    """Whichever byte of the header is damaged, the body is never read as a record."""
     body = (
         f"msg_id: {SECOND}\nts: {TS}\ntype: forged\nproject_id: p\ntask_id: t\nrun_id: r\n"
         + forged_record("x")
@@ -299,7 +299,7 @@ def test_a_body_forges_nothing_even_when_its_record_is_damaged(cut: int) -> None
 
 
 def test_a_body_that_begins_like_a_record_is_only_a_body() -> None:
-    """The separator that closes the header is directly followed by `msg_id: ` then."""
+    """The separator that closes the header is then directly followed by `msg_id: `."""
     quoting = wire(f"msg_id: {FIRST}\nquoted", SECOND)
     for end in range(len(quoting)):
         decoded = decode(quoting[:end], legacy_line=0)
@@ -314,21 +314,21 @@ def damage_of(data: bytes) -> list[tuple[int, int, str]]:
     return [(damage.offset, damage.length, damage.reason) for damage in decode(data, legacy_line=0).damaged]
 
 
-def test_a_wrong_checksum_is_named_skipped_and_costs_one_message() -> None:
+def test_wrong_checksum_skips_one_message_and_is_reported() -> None:
     bad = wire("hello").replace(b"hello", b"hullo")
     data = wire("before") + b"\n" + bad + b"\n" + wire("after")
     assert bodies_in(data) == ["before", "after"]
-    assert damage_of(data) == [(len(wire("before")) + 1, len(bad) + 1, "the checksum does not fit")]
+    assert damage_of(data) == [(len(wire("before")) + 1, len(bad) + 1, "the checksum does not match")]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (b"body_bytes: 5\n", b"", "length and checksum do not stand where we write them"),
-        (b"body_bytes: 5\n", b"body_bytes: 999999999\n", "the length is over the limit"),
-        (b"body_bytes: 5\n", b"body_bytes: 4\n", "the checksum does not fit"),
+        (b"body_bytes: 5\n", b"", "the length and the checksum are not in their places"),
+        (b"body_bytes: 5\n", b"body_bytes: 999999999\n", "the body length is over 67108864 bytes"),
+        (b"body_bytes: 5\n", b"body_bytes: 4\n", "the checksum does not match"),
         (b"body_bytes: 5\n", b"body_bytes: 50000\n", "cut short"),
-        (b"type: note\n", b"type: note\nmeta: 1\n", "length and checksum do not stand where we write them"),
+        (b"type: note\n", b"type: note\nmeta: 1\n", "the length and the checksum are not in their places"),
         (b"\n---\nhello", b"\n-- \nhello", "the header has no end"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_record_of_ours_with_a_changed_header_is_damage(old: bytes, new: bytes
 
 
 def test_a_valid_checksum_does_not_make_a_bad_header_a_message() -> None:
-    """Somebody else wrote it with our keys: recognised, and still not delivered."""
+    """Another program wrote the record with postroom's keys: it is recognised, and not delivered."""
     for old, new in ((b"Z\n", b"+01:00\n"), (b"Z\n", b"\n"), (b'task_id: ""', b'task_id: "a" "b"')):
         data = wire("hello").replace(old, new, 1)
         head = data[4 : data.index(b"crc: ")]
@@ -364,14 +364,14 @@ def test_a_torn_header_does_not_swallow_the_next_message() -> None:
             assert bodies_in(data) == ["kept"], torn[:end]
 
 
-def test_a_record_at_the_end_of_the_data_is_not_judged() -> None:
+def test_incomplete_record_at_the_end_is_not_damage() -> None:
     record = wire("hello")
     for end in range(len(record)):
         decoded = decode(record[:end], legacy_line=0)
         assert (decoded.messages, decoded.damaged, decoded.consumed) == ([], [], 0)
 
 
-def test_a_stretch_longer_than_any_record_is_given_up_so_that_memory_stays_bounded(
+def test_bytes_beyond_the_record_limit_are_reported_as_damage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
@@ -399,7 +399,7 @@ def test_a_foreign_body_runs_to_the_next_record() -> None:
     assert decode(data, legacy_line=0).unchecked == 2
 
 
-def test_a_last_foreign_record_without_a_final_newline_is_not_judged() -> None:
+def test_last_foreign_record_without_newline_is_not_damage() -> None:
     data = foreign("hello")
     assert bodies_in(data) == ["hello"]
     assert bodies_in(data[:-1]) == []
@@ -442,7 +442,7 @@ def test_foreign_scalars_have_no_implicit_types(value: str) -> None:
         ("parents: one\n", "a header field is missing or malformed"),
         ("parents:\n  - kind: reply\n", "a header field is missing or malformed"),
         ("attachment_path: [a]\n", "a header field is missing or malformed"),
-        (f"a: {'x' * buswire.HEADER_BYTES_MAX}\n", "the header is over the limit"),
+        (f"a: {'x' * buswire.HEADER_BYTES_MAX}\n", "the header is longer than 65536 bytes"),
     ],
 )
 def test_a_tricky_foreign_header_is_damage(extra: str, reason: str) -> None:

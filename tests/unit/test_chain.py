@@ -1,4 +1,4 @@
-"""The chain and its checkpoint: what a reader of the bytes can rely on, and what verify names."""
+"""The chain and its checkpoint: the format of their lines, and the changes that `verify` detects."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from postroom.sinks.chain import NO_HASH, Entry, chain_line, chain_lines, parse_
 from postroom.sinks.layout import CHAIN, CHAIN_LOCK, INDEX, OPEN, STREAM
 from postroom.sinks.reader import Segments
 from postroom.sinks.retention import retain, why_kept
-from postroom.sinks.segments import SegmentSink
-from postroom.sinks.verify import Finding, verify
+from postroom.sinks.segment_writer import SegmentSink
+from postroom.sinks.verify import IntegrityFinding, verify
 from postroom.testing import FIRST_WALL_US, ManualClock
 from tests import children
 from tests.children import no_child_left
@@ -98,7 +98,7 @@ def test_a_line_with_a_field_of_a_later_version_stays_as_it_is(tmp_path: Path) -
         .strip(),
     ],
 )
-def test_what_is_no_line_of_a_chain_is_a_fault(line: bytes) -> None:
+def test_parse_chain_reports_invalid_lines(line: bytes) -> None:
     [fault] = parse_chain(line + b"\n").faults
     assert fault.line == 1
 
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_named_wherever_it_is(tmp_path: Path) -> None:
     size = files[2].stat().st_size
     for at in [0, 1, size // 3, size // 2, size - 1]:
         flip(files[2], at)
-        assert verify(tmp_path) == [Finding(name(tmp_path, files[2]), "it was changed")], at
+        assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[2]), "it was changed")], at
         flip(files[2], at)
     assert verify(tmp_path) == []
 
@@ -145,7 +145,7 @@ def test_an_added_line_is_named(tmp_path: Path) -> None:
 def test_a_removed_segment_is_named(tmp_path: Path, which: int) -> None:
     files = sealed_folder(tmp_path)
     files[which].unlink()
-    assert verify(tmp_path) == [Finding(name(tmp_path, files[which]), "it was removed")]
+    assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[which]), "it was removed")]
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -154,9 +154,9 @@ def test_a_removed_line_of_the_chain_is_named_and_so_is_its_segment(tmp_path: Pa
     lines = lines_of_chain(tmp_path)
     (tmp_path / CHAIN).write_bytes(b"".join(lines[:which] + lines[which + 1 :]))
     findings = verify(tmp_path)
-    assert Finding(name(tmp_path, files[which]), "it is not in the chain") in findings
+    assert IntegrityFinding(name(tmp_path, files[which]), "it is not in the chain") in findings
     in_chain = [finding for finding in findings if finding.file == CHAIN]
-    assert len(in_chain) == (which < 3)  # the last one leaves no gap, and its segment tells
+    assert len(in_chain) == (which < 3)  # removing the last one leaves no gap, but its segment is reported
     assert all(f"segment {which + 1} is missing" in finding.reason for finding in in_chain)
     others = {CHAIN, name(tmp_path, files[which]), f"{INDEX}/{which + 1:08}.idx"}
     assert {finding.file for finding in findings} <= others
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_the_chain_is_named_with_its_line(tmp_path: Path, which
         changed = bytearray(lines[which])
         changed[at] ^= 4
         (tmp_path / CHAIN).write_bytes(b"".join([*lines[:which], bytes(changed), *lines[which + 1 :]]))
-        assert Finding(CHAIN, f"line {which + 1}: it was changed") in verify(tmp_path)
+        assert IntegrityFinding(CHAIN, f"line {which + 1}: it was changed") in verify(tmp_path)
 
 
 def test_a_segment_removed_together_with_its_line_leaves_a_gap(tmp_path: Path) -> None:
@@ -181,31 +181,33 @@ def test_a_segment_removed_together_with_its_line_leaves_a_gap(tmp_path: Path) -
         (tmp_path / INDEX / f"{which + 1:08}.idx").unlink()
     (tmp_path / CHAIN).write_bytes(lines[0] + lines[3])
     [finding] = verify(tmp_path)
-    assert finding == Finding(CHAIN, "line 2: the lines of segments 2 to 3 are missing in front of it")
+    assert finding == IntegrityFinding(
+        CHAIN, "line 2: the lines of segments 2 to 3 are missing in front of it"
+    )
 
 
-def test_a_cut_off_end_shows_by_the_head_that_was_noted(tmp_path: Path) -> None:
+def test_verify_detects_a_truncated_chain_by_the_recorded_head(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     head = read_chain(tmp_path).head
     assert verify(tmp_path, head) == []
     (tmp_path / CHAIN).write_bytes(b"".join(lines_of_chain(tmp_path)[:3]))
     files[3].unlink()
     (tmp_path / INDEX / "00000004.idx").unlink()
-    assert verify(tmp_path) == []  # nothing here can tell
+    assert verify(tmp_path) == []  # the folder alone cannot show it
     [finding] = verify(tmp_path, head)
     assert finding.file == CHAIN
     assert head in finding.reason
 
 
-def test_a_cut_off_end_shows_by_the_segment_that_is_open(tmp_path: Path) -> None:
+def test_verify_detects_a_truncated_chain_by_the_open_segment(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     with SegmentSink(tmp_path) as sink:
         sink.write(events(81, 1))
     (tmp_path / CHAIN).write_bytes(b"".join(lines_of_chain(tmp_path)[:3]))
     files[3].unlink()
     (tmp_path / INDEX / "00000004.idx").unlink()
-    assert verify(tmp_path) == [Finding(CHAIN, "the line of segment 4 is missing at the end")]
-    with SegmentSink(tmp_path) as sink:  # and a writer that goes on does not hide it
+    assert verify(tmp_path) == [IntegrityFinding(CHAIN, "the line of segment 4 is missing at the end")]
+    with SegmentSink(tmp_path) as sink:  # a later writer does not hide it
         sink.seal()
     assert named(tmp_path) == [CHAIN]
 
@@ -217,11 +219,11 @@ def test_an_added_file_is_named(tmp_path: Path, stranger: str) -> None:
     sealed_folder(tmp_path)
     (tmp_path / stranger).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / stranger).write_bytes(b"{}\n")
-    assert verify(tmp_path) == [Finding(stranger, "it is not in the chain")]
+    assert verify(tmp_path) == [IntegrityFinding(stranger, "it is not in the chain")]
 
 
 @pytest.mark.parametrize("name", [CHAIN, STREAM])
-def test_what_a_crash_kept_from_taking_its_place_is_no_finding(tmp_path: Path, name: str) -> None:
+def test_verify_ignores_temporary_files_of_a_crash(tmp_path: Path, name: str) -> None:
     sealed_folder(tmp_path)
     (tmp_path / f".{name}.4711.tmp").write_bytes(b"half")
     assert verify(tmp_path) == []
@@ -233,8 +235,8 @@ def test_a_swapped_pair_is_named(tmp_path: Path) -> None:
     files[1].write_bytes(third)
     files[2].write_bytes(second)
     assert verify(tmp_path) == [
-        Finding(name(tmp_path, files[1]), "it holds what segment 3 held"),
-        Finding(name(tmp_path, files[2]), "it holds what segment 2 held"),
+        IntegrityFinding(name(tmp_path, files[1]), "it holds the content of segment 3"),
+        IntegrityFinding(name(tmp_path, files[2]), "it holds the content of segment 2"),
     ]
 
 
@@ -245,8 +247,8 @@ def test_swapped_lines_of_the_chain_are_named(tmp_path: Path) -> None:
     assert set(named(tmp_path)) == {CHAIN}
 
 
-def test_a_line_and_segment_put_in_place_of_others_do_not_follow(tmp_path: Path) -> None:
-    """Who changes a segment and writes its line anew breaks the link to the next."""
+def test_verify_detects_a_replaced_line_and_segment(tmp_path: Path) -> None:
+    """Changing a segment and rewriting its line breaks the link to the next line."""
     files = sealed_folder(tmp_path)
     lines = lines_of_chain(tmp_path)
     flip(files[1], 30)
@@ -256,7 +258,9 @@ def test_a_line_and_segment_put_in_place_of_others_do_not_follow(tmp_path: Path)
     body = json.dumps(entry, separators=(",", ":")).encode()
     lines[1] = body[:-1] + f',"hash":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
     (tmp_path / CHAIN).write_bytes(b"".join(lines))
-    assert verify(tmp_path) == [Finding(CHAIN, "line 3: segment 3 does not follow from the line before it")]
+    assert verify(tmp_path) == [
+        IntegrityFinding(CHAIN, "line 3: segment 3 does not follow from the line before it")
+    ]
 
 
 def test_a_symlink_in_place_of_a_segment_is_named(tmp_path: Path) -> None:
@@ -268,15 +272,15 @@ def test_a_symlink_in_place_of_a_segment_is_named(tmp_path: Path) -> None:
     assert "symlink" in finding.reason
 
 
-def test_an_index_is_vouched_for_as_well(tmp_path: Path) -> None:
+def test_verify_detects_a_changed_index(tmp_path: Path) -> None:
     sealed_folder(tmp_path)
     flip(tmp_path / INDEX / "00000002.idx", 40)
     (tmp_path / INDEX / "00000003.idx").unlink()
     (tmp_path / INDEX / "00000007.idx").write_bytes(b"")
     assert verify(tmp_path) == [
-        Finding("_index/00000002.idx", "it was changed"),
-        Finding("_index/00000003.idx", "it was removed"),
-        Finding("_index/00000007.idx", "it belongs to no segment"),
+        IntegrityFinding("_index/00000002.idx", "it was changed"),
+        IntegrityFinding("_index/00000003.idx", "it was removed"),
+        IntegrityFinding("_index/00000007.idx", "it belongs to no segment"),
     ]
 
 
@@ -290,7 +294,7 @@ def with_a_file_for_them(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [without_indexes, with_a_file_for_them])
-def test_indexes_that_went_together_are_each_named(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_verify_names_each_removed_index(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     sealed_folder(tmp_path)
     damage(tmp_path)
     assert named(tmp_path) == [f"{INDEX}/{n:08}.idx" for n in range(1, 5)]
@@ -312,7 +316,7 @@ def test_a_linked_folder_is_named_and_not_followed(tmp_path: Path, link: str) ->
     (tmp_path / "elsewhere" / "more.jsonl").write_bytes(b"{}\n")
     (folder / link).parent.mkdir(exist_ok=True)
     (folder / link).symlink_to(tmp_path / "elsewhere")
-    assert verify(folder) == [Finding(link, "it is a symlink")]
+    assert verify(folder) == [IntegrityFinding(link, "it is a symlink")]
 
 
 def test_a_file_whose_name_begins_with_a_dot_is_named(tmp_path: Path) -> None:
@@ -321,7 +325,7 @@ def test_a_file_whose_name_begins_with_a_dot_is_named(tmp_path: Path) -> None:
     for path in hidden:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"{}\n")
-    (tmp_path / f".{CHAIN}.4711.tmp").write_bytes(b"")  # what a crash of retention leaves
+    (tmp_path / f".{CHAIN}.4711.tmp").write_bytes(b"")  # left by a crash of retention
     assert set(named(tmp_path)) == {name(tmp_path, path) for path in hidden}
 
 
@@ -367,8 +371,8 @@ def test_retention_forgets_no_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("year_s", [-10 * 365 * 86_400, 10 * 365 * 86_400])
-def test_retention_goes_by_the_sealing_and_not_by_what_events_say(tmp_path: Path, year_s: int) -> None:
-    """Neither does a date in the future keep a segment for good, nor one in the past let a new one go."""
+def test_retention_uses_the_time_of_sealing_and_not_of_events(tmp_path: Path, year_s: int) -> None:
+    """A date in the future does not keep a segment, and one in the past does not remove a new one."""
     clock = ManualClock()
     [event] = events(1, 1)
     with SegmentSink(tmp_path, clock=clock) as sink:
@@ -380,7 +384,7 @@ def test_retention_goes_by_the_sealing_and_not_by_what_events_say(tmp_path: Path
     assert why_kept(tmp_path) == "no sealed segment is left"
 
 
-def test_when_everything_went_the_chain_goes_on(tmp_path: Path) -> None:
+def test_chain_continues_after_all_segments_were_removed(tmp_path: Path) -> None:
     sealed_folder(tmp_path, 2)
     head = read_chain(tmp_path).head
     assert len(retain(tmp_path, FIRST_WALL_US + 1_000)) == 2
@@ -395,7 +399,7 @@ def test_when_everything_went_the_chain_goes_on(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
 
 
-def test_what_was_removed_without_retention_is_named_after_it_too(tmp_path: Path) -> None:
+def test_verify_names_segments_removed_without_retention(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     assert len(retain(tmp_path, FIRST_WALL_US + 21)) == 1
     files[0].parent.mkdir(parents=True, exist_ok=True)
@@ -404,20 +408,20 @@ def test_what_was_removed_without_retention_is_named_after_it_too(tmp_path: Path
     assert named(tmp_path) == [name(tmp_path, files[1]), name(tmp_path, files[0])]
 
 
-def test_what_retention_removes_while_verify_reads_is_no_finding(
+def test_verify_ignores_segments_that_retention_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = sealed_folder(tmp_path)
     files[3].unlink()
-    look = verify_module._look
+    look = verify_module._snapshot
 
-    def look_and_remove(folder: Path) -> verify_module._Seen:
+    def look_and_remove(folder: Path) -> verify_module._FolderSnapshot:
         seen = look(folder)
         retain(folder, FIRST_WALL_US + 41)
         return seen
 
-    monkeypatch.setattr(verify_module, "_look", look_and_remove)
-    assert verify(tmp_path) == [Finding(name(tmp_path, files[3]), "it was removed")]
+    monkeypatch.setattr(verify_module, "_snapshot", look_and_remove)
+    assert verify(tmp_path) == [IntegrityFinding(name(tmp_path, files[3]), "it was removed")]
 
 
 def test_a_changed_checkpoint_is_named(tmp_path: Path) -> None:
@@ -425,10 +429,10 @@ def test_a_changed_checkpoint_is_named(tmp_path: Path) -> None:
     retain(tmp_path, FIRST_WALL_US + 41)
     chain = (tmp_path / CHAIN).read_bytes()
     (tmp_path / CHAIN).write_bytes(chain.replace(b'"events":40', b'"events":41', 1))
-    assert verify(tmp_path)[0] == Finding(CHAIN, "line 1: it was changed")
+    assert verify(tmp_path)[0] == IntegrityFinding(CHAIN, "line 1: it was changed")
     (tmp_path / CHAIN).write_bytes(chain.partition(b"\n")[2])
     assert verify(tmp_path) == [
-        Finding(CHAIN, "line 1: the lines of segments 1 to 2 are missing in front of it")
+        IntegrityFinding(CHAIN, "line 1: the lines of segments 1 to 2 are missing in front of it")
     ]
 
 
@@ -462,6 +466,6 @@ def test_a_crash_at_any_step_of_retention(quick_path: Path) -> None:
         assert verify(folder) == [], step
         assert len(files_of(folder)) == 1
         if not died:
-            assert step > 10  # it is made of that many steps at least
+            assert step > 10  # the operation has at least that many steps
             return
     pytest.fail("it never came to the end")

@@ -1,4 +1,4 @@
-"""Payloads at rest: only who has the key reads them, and only where they belong."""
+"""Encrypted payloads: readable only with the key, and only in their own event."""
 
 import base64
 import os
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from postroom.errors import InvalidSetting, UnsafePath
-from postroom.sinks.cipher import Cipher, Unreadable, add_key, read_keys
+from postroom.sinks.cipher import Cipher, UnreadablePayload, add_key, read_keys
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from tests.segmentstories import events
 
 KEY = bytes(range(32))
@@ -22,26 +22,26 @@ KEY = bytes(range(32))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_what_is_concealed_is_revealed(payload: str) -> None:
+def test_decrypt_reverses_encrypt(payload: str) -> None:
     cipher = Cipher({"k": KEY})
     event = replace(EVENT, payload=payload)
-    assert cipher.reveal(cipher.conceal(event)) == event
+    assert cipher.decrypt(cipher.encrypt(event)) == event
 
 
-def test_the_form_of_a_concealed_payload() -> None:
+def test_encrypted_payload_has_the_documented_format() -> None:
     cipher = Cipher({"k1": KEY})
-    first, second = cipher.conceal(EVENT).payload, cipher.conceal(EVENT).payload
+    first, second = cipher.encrypt(EVENT).payload, cipher.encrypt(EVENT).payload
     assert first.startswith("enc:1:k1:")
     sealed = base64.urlsafe_b64decode(first.rpartition(":")[2])
     assert len(sealed) == 12 + len(EVENT.payload) + 16  # nonce, text, tag
     assert first != second  # a nonce is used once
 
 
-def test_what_is_empty_or_in_the_clear_stays_so() -> None:
+def test_empty_and_plain_payloads_stay_unchanged() -> None:
     cipher = Cipher({"k": KEY})
     empty = replace(EVENT, payload="")
-    assert cipher.conceal(empty) is empty
-    assert cipher.reveal(EVENT) is EVENT
+    assert cipher.encrypt(empty) is empty
+    assert cipher.decrypt(EVENT) is EVENT
 
 
 def test_a_segment_holds_no_payload_in_the_clear(tmp_path: Path) -> None:
@@ -51,53 +51,55 @@ def test_a_segment_holds_no_payload_in_the_clear(tmp_path: Path) -> None:
         sink.seal()
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"canary" not in path.read_bytes()
-    assert [cipher.reveal(event) for event in Segments(tmp_path).events()] == events(
+    assert [cipher.decrypt(event) for event in Segments(tmp_path).events()] == events(
         1, 5, payload="the canary sings"
     )
 
 
 def test_a_payload_belongs_to_its_event() -> None:
     cipher = Cipher({"k": KEY})
-    moved = replace(cipher.conceal(EVENT), event_id="tasks:t1#2")
-    with pytest.raises(Unreadable, match=r"the payload of tasks:t1#2 does not fit the key 'k'"):
-        cipher.reveal(moved)
+    moved = replace(cipher.encrypt(EVENT), event_id="tasks:t1#2")
+    with pytest.raises(
+        UnreadablePayload, match=r"the payload of tasks:t1#2 cannot be decrypted with the key 'k'"
+    ):
+        cipher.decrypt(moved)
 
 
 @pytest.mark.parametrize("text", ["", "A", "AAAA", "!", "A" * 64, "ü"])
 def test_a_changed_payload_is_one_sentence(text: str) -> None:
-    with pytest.raises(Unreadable, match="or the payload was changed"):
-        Cipher({"k": KEY}).reveal(replace(EVENT, payload=f"enc:1:k:{text}"))
+    with pytest.raises(UnreadablePayload, match="or the payload was changed"):
+        Cipher({"k": KEY}).decrypt(replace(EVENT, payload=f"enc:1:k:{text}"))
 
 
-def test_every_changed_character_is_seen() -> None:
+def test_every_changed_character_is_detected() -> None:
     cipher = Cipher({"k": KEY})
-    sealed = cipher.conceal(EVENT)
+    sealed = cipher.encrypt(EVENT)
     start = len("enc:1:k:")
     for at in range(start, len(sealed.payload.rstrip("=")) - 1):
         other = "A" if sealed.payload[at] != "A" else "B"
         changed = sealed.payload[:at] + other + sealed.payload[at + 1 :]
-        with pytest.raises(Unreadable):
-            cipher.reveal(replace(sealed, payload=changed))
+        with pytest.raises(UnreadablePayload):
+            cipher.decrypt(replace(sealed, payload=changed))
 
 
 def test_a_wrong_or_missing_key_is_one_sentence() -> None:
-    sealed = Cipher({"k": KEY}).conceal(EVENT)
-    with pytest.raises(Unreadable, match="this is another key of that name"):
-        Cipher({"k": KEY[::-1]}).reveal(sealed)
-    with pytest.raises(Unreadable, match="needs the key 'k', which is not there"):
-        Cipher({"other": KEY}).reveal(sealed)
+    sealed = Cipher({"k": KEY}).encrypt(EVENT)
+    with pytest.raises(UnreadablePayload, match="this is another key of that name"):
+        Cipher({"k": KEY[::-1]}).decrypt(sealed)
+    with pytest.raises(UnreadablePayload, match="needs the key 'k', which is missing"):
+        Cipher({"other": KEY}).decrypt(sealed)
 
 
 def test_rotation_writes_with_the_new_key_and_reads_with_all(tmp_path: Path) -> None:
     keys = tmp_path / "audit.keys"
     add_key(keys, "2026-01")
-    old = Cipher.from_file(keys).conceal(EVENT)
+    old = Cipher.from_file(keys).encrypt(EVENT)
     add_key(keys, "2026-02")
     cipher = Cipher.from_file(keys)
-    new = cipher.conceal(EVENT)
+    new = cipher.encrypt(EVENT)
     assert old.payload.startswith("enc:1:2026-01:")
     assert new.payload.startswith("enc:1:2026-02:")
-    assert cipher.reveal(old) == cipher.reveal(new) == EVENT
+    assert cipher.decrypt(old) == cipher.decrypt(new) == EVENT
     assert keys.stat().st_mode & 0o777 == 0o600
     with pytest.raises(InvalidSetting, match="already"):
         add_key(keys, "2026-01")
@@ -126,7 +128,7 @@ def test_a_line_that_is_no_key_is_one_sentence_without_the_key(tmp_path: Path, l
 
 def test_key_files_that_are_refused(tmp_path: Path) -> None:
     text = base64.urlsafe_b64encode(KEY).decode()
-    with pytest.raises(UnsafePath, match="open to everybody"):
+    with pytest.raises(UnsafePath, match="accessible to all users"):
         read_keys(key_file(tmp_path, f"k {text}\n", 0o604))
     with pytest.raises(InvalidSetting, match="twice"):
         read_keys(key_file(tmp_path, f"k {text}\nk {text}\n"))

@@ -1,4 +1,4 @@
-"""The machine's clocks, and the one that a test moves."""
+"""The system clocks, and the manual clock for tests."""
 
 import time
 import uuid
@@ -35,7 +35,7 @@ def test_the_clock_for_people_is_utc_in_microseconds() -> None:
     assert before <= SystemClock().wall_us() <= time.time_ns() // 1000
 
 
-def test_a_manual_clock_stands_until_it_is_moved() -> None:
+def test_manual_clock_moves_only_when_advanced() -> None:
     manual = ManualClock()
     first = (manual.boot_id(), manual.boot_ns(), manual.wall_us())
     assert (manual.boot_id(), manual.boot_ns(), manual.wall_us()) == first
@@ -47,7 +47,7 @@ def test_a_manual_clock_stands_until_it_is_moved() -> None:
         manual.advance(-1)
 
 
-def test_a_reboot_is_another_boot_that_counts_anew() -> None:
+def test_reboot_changes_the_boot_id_and_resets_the_clock() -> None:
     manual = ManualClock()
     manual.advance(5_000)
     before, wall_us = (manual.boot_id(), manual.boot_ns()), manual.wall_us()

@@ -1,4 +1,4 @@
-"""Group commit: one fsync for many, never an early return, a failure that stays."""
+"""Group commit: one fsync for many waiters, no early return, and a final failure."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from postroom.logs.durability import GroupSync
 
 
 class Disk:
-    """An fsync that can be held up and made to fail, and that knows what it covered."""
+    """An fsync that can be blocked and made to fail, and that records what it covered."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -36,7 +36,7 @@ def started(target: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_a_return_means_that_an_fsync_began_after_the_write() -> None:
+def test_wait_returns_after_an_fsync_that_began_after_the_write() -> None:
     group, disk = GroupSync(), Disk()
 
     def write(times: int) -> None:
@@ -58,7 +58,7 @@ def test_a_return_means_that_an_fsync_began_after_the_write() -> None:
     assert disk.runs <= 800
 
 
-def test_those_who_wait_at_the_same_time_share_one_fsync() -> None:
+def test_concurrent_waiters_share_one_fsync() -> None:
     group, disk = GroupSync(), Disk()
     disk.gate.clear()
     first = group.ticket()
@@ -86,7 +86,7 @@ def test_a_ticket_written_while_an_fsync_runs_is_not_covered_by_it() -> None:
     assert not group.covers(late)
 
 
-def test_a_failure_is_everybodys_and_final() -> None:
+def test_sync_failure_is_final_for_all_waiters() -> None:
     group, disk = GroupSync(), Disk()
     disk.failure = OSError(5, "Input/output error")
     with pytest.raises(OSError, match="Input/output"):
@@ -97,7 +97,7 @@ def test_a_failure_is_everybodys_and_final() -> None:
     assert disk.runs == 1, "a second fsync would prove nothing"
 
 
-def test_what_was_covered_before_the_failure_is_not_called_lost() -> None:
+def test_tickets_covered_before_a_failure_succeed() -> None:
     group, disk = GroupSync(), Disk()
     covered = group.ticket()
     group.wait(covered, disk.sync)
@@ -119,7 +119,7 @@ def test_an_interrupted_fsync_covers_nothing_and_the_next_waiter_tries() -> None
     assert disk.runs == 2
 
 
-def test_flush_covers_what_nobody_waits_for_and_nothing_needs_no_fsync() -> None:
+def test_flush_syncs_pending_tickets_only() -> None:
     group, disk = GroupSync(), Disk()
     group.flush(disk.sync)
     assert disk.runs == 0
@@ -128,7 +128,7 @@ def test_flush_covers_what_nobody_waits_for_and_nothing_needs_no_fsync() -> None
     assert group.covers(ticket)
 
 
-def test_a_group_in_place_of_another_goes_on_with_its_numbers() -> None:
+def test_replacement_group_continues_the_ticket_numbers() -> None:
     old = GroupSync()
     late = [old.ticket() for _ in range(3)][-1]
     new = GroupSync(old.next_ticket)

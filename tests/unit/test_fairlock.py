@@ -1,4 +1,4 @@
-"""The lock for which processes queue up."""
+"""The fair lock between processes."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def other(path: Path) -> Iterator[FairLock]:
     other.forget()
 
 
-def test_only_one_holds_it(lock: FairLock, other: FairLock) -> None:
+def test_lock_is_exclusive(lock: FairLock, other: FairLock) -> None:
     lock.acquire()
     with pytest.raises(LockTimeout, match=r"queue\.db\.lock"):
         other.acquire()
@@ -49,7 +49,7 @@ def test_only_one_holds_it(lock: FairLock, other: FairLock) -> None:
         lock.acquire()
 
 
-def test_who_gave_up_leaves_the_gate_open(path: Path, lock: FairLock, other: FairLock) -> None:
+def test_timed_out_waiter_releases_the_gate(path: Path, lock: FairLock, other: FairLock) -> None:
     lock.acquire()
     with pytest.raises(LockTimeout):
         other.acquire()
@@ -68,7 +68,7 @@ def test_a_release_without_a_lock_is_harmless(lock: FairLock, other: FairLock) -
     other.acquire()
 
 
-def test_who_forgets_it_gives_it_back(lock: FairLock, other: FairLock) -> None:
+def test_forget_releases_the_lock(lock: FairLock, other: FairLock) -> None:
     lock.acquire()
     lock.forget()
     other.acquire()
@@ -81,14 +81,12 @@ def waited_for(lock: FairLock) -> str:
     return "gate" if "gate" in str(timeout.value) else "lock"
 
 
-def test_while_one_waits_inside_others_stay_at_the_gate(
-    path: Path, lock: FairLock, no_child_left: None
-) -> None:
-    """Who comes back finds the gate taken: it cannot overtake the one who waits."""
+def test_only_one_process_waits_inside_the_gate(path: Path, lock: FairLock, no_child_left: None) -> None:
+    """A process that returns finds the gate taken, so it cannot overtake the waiting process."""
     lock.acquire()
     waiting = children.start(lambda: FairLock(path, LONG_S).acquire())
     back = FairLock(path, AT_ONCE_S)
-    while waited_for(back) != "gate":  # until the child is inside, the wait is for the lock itself
+    while waited_for(back) != "gate":  # until the child has passed the gate, the wait is for the lock itself
         pass
     lock.release()
     children.wait(waiting)
@@ -96,7 +94,7 @@ def test_while_one_waits_inside_others_stay_at_the_gate(
     back.forget()
 
 
-def test_the_death_of_a_holder_frees_it(path: Path, lock: FairLock, no_child_left: None) -> None:
+def test_death_of_the_holder_releases_the_lock(path: Path, lock: FairLock, no_child_left: None) -> None:
     told, tell = os.pipe()
 
     def hold_for_ever() -> None:

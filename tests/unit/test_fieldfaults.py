@@ -47,9 +47,9 @@ def test_a_fault_is_one_plain_sentence(body: Any, sentence: str) -> None:
     assert field_fault(raised.value, "the body", Thing).startswith(sentence)
 
 
-def test_a_fault_that_is_not_known_keeps_its_words() -> None:
+def test_unknown_fault_keeps_its_text() -> None:
     error = msgspec.ValidationError("Something new - at `$.agent`")
-    assert field_fault(error, "the body", Thing) == "agent does not fit: Something new"
+    assert field_fault(error, "the body", Thing) == "agent is invalid: Something new"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_fault_that_is_not_known_keeps_its_words() -> None:
         ("\ud800", "it holds lone surrogates, which are not Unicode text"),
     ],
 )
-def test_what_json_cannot_hold_is_told_in_plain_words(value: Any, why: str) -> None:
+def test_unencodable_explains_values_that_json_cannot_hold(value: Any, why: str) -> None:
     with pytest.raises(InvalidMessage) as raised:
         encoded("the payload", value)
     assert str(raised.value) == f"the payload cannot be written as JSON: {why}"

@@ -1,4 +1,4 @@
-"""Every rule of the checker, by hand: what breaks it, and what only looks as if it did."""
+"""Every rule of the checker, with histories that violate it and histories that only seem to."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,7 +10,7 @@ import pytest
 from postroom.core import history_checker as module
 from postroom.core import message_checker
 from postroom.core.events import SCHEMA, AuditEvent, Contract, event_id
-from postroom.core.history_checker import History, Open, Verdict, Violation
+from postroom.core.history_checker import History, HistoryVerdict, Open, Violation
 
 S = 1_000_000
 FIRST_US = 1_700_000_000 * S
@@ -51,12 +51,12 @@ class Story:
         return self.tell("execution_completed", message_id, lease=lease)
 
     def pass_by(self, message_id: str) -> None:
-        """A whole life, in a queue of its own."""
+        """All events of one message, in a queue of its own."""
         self.accept(message_id, queue=message_id)
         self.complete(self.lease(message_id, queue=message_id), message_id)
 
 
-def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> Verdict:
+def verdict(*stories: Story, horizon_us: int | None = None, **options: Any) -> HistoryVerdict:
     history = History()
     for story in stories:
         for event in story.events:
@@ -89,7 +89,7 @@ def story() -> Story:
 # ---- lost --------------------------------------------------------------------------------------------
 
 
-def test_what_is_silent_for_too_long_is_lost(story: Story) -> None:
+def test_message_silent_beyond_the_horizon_is_lost(story: Story) -> None:
     created = story.accept()
     story.ts_us += HORIZON_US + 2 * S
     story.pass_by("other")
@@ -98,7 +98,7 @@ def test_what_is_silent_for_too_long_is_lost(story: Story) -> None:
     assert proof(only(story, horizon_us=HORIZON_US)) == ("lost", "m", (created, created + 1))
 
 
-def test_what_is_held_back_is_not_silent(story: Story) -> None:
+def test_delayed_message_is_not_silent(story: Story) -> None:
     story.tell("created", state="SCHEDULED", detail={"delay_s": 7_200})
     story.ts_us += HORIZON_US + 2 * S
     story.pass_by("other")
@@ -117,7 +117,7 @@ def test_a_retry_is_silent_from_when_it_is_due(story: Story) -> None:
     assert found(story, horizon_us=HORIZON_US) == []
 
 
-def test_what_is_not_in_the_store_is_lost(story: Story) -> None:
+def test_message_absent_from_the_store_is_lost(story: Story) -> None:
     story.accept("gone")
     story.accept("kept")
     story.pass_by("ended")
@@ -131,7 +131,7 @@ def test_what_is_not_in_the_store_is_lost(story: Story) -> None:
     assert asked == [Open("s", "tasks", "gone"), Open("s", "tasks", "kept")]
 
 
-def test_whoever_passes_a_lost_one_broke_no_order(story: Story) -> None:
+def test_overtaking_a_lost_message_is_no_order_violation(story: Story) -> None:
     story.accept("lost")
     story.accept("other")
     story.complete(story.lease("other"), "other")
@@ -142,7 +142,7 @@ def test_whoever_passes_a_lost_one_broke_no_order(story: Story) -> None:
 
 
 @pytest.mark.parametrize("contract", ["bus", "mail", "queue"])
-def test_a_message_of_a_file_may_stay(contract: Contract) -> None:
+def test_messages_of_files_are_never_lost(contract: Contract) -> None:
     story = Story(contract=contract)
     story.tell("created")
     story.ts_us += 2 * HORIZON_US
@@ -153,20 +153,20 @@ def test_a_message_of_a_file_may_stay(contract: Contract) -> None:
 # ---- unknown -----------------------------------------------------------------------------------------
 
 
-def test_what_nobody_accepted_cannot_be_delivered(story: Story) -> None:
+def test_delivery_of_an_unaccepted_message_is_a_violation(story: Story) -> None:
     story.pass_by("other")
     lease = story.lease()
     story.complete(lease)
     assert proof(only(story)) == ("unknown", "m", (lease,))
 
 
-def test_what_was_refused_cannot_be_delivered(story: Story) -> None:
+def test_delivery_of_a_rejected_message_is_a_violation(story: Story) -> None:
     story.tell("rejected")
     story.complete(story.lease())
     assert only(story).rule == "unknown"
 
 
-def test_a_stretch_begins_in_the_middle_of_lives() -> None:
+def test_messages_accepted_before_the_range_are_no_violation() -> None:
     story = Story(first=100)
     story.complete(57)
     story.tell("heartbeat", "b", lease=60)
@@ -175,7 +175,7 @@ def test_a_stretch_begins_in_the_middle_of_lives() -> None:
     assert found(story) == []
 
 
-def test_what_follows_in_a_stretch_is_judged() -> None:
+def test_violations_after_the_start_of_the_range_are_found() -> None:
     story = Story(first=100)
     story.tell("heartbeat", lease=60)
     story.tell("heartbeat", lease=61)
@@ -183,7 +183,7 @@ def test_what_follows_in_a_stretch_is_judged() -> None:
 
 
 @pytest.mark.parametrize("contract", ["mail", "queue"])
-def test_a_delivery_may_be_told_before_the_acceptance(contract: Contract) -> None:
+def test_delivery_may_be_shipped_before_the_acceptance(contract: Contract) -> None:
     reader, writer = Story("reader", contract), Story("writer", contract)
     reader.tell("delivered", recipient="a")
     assert proof(only(reader)) == ("unknown", "m", (1,))
@@ -195,7 +195,7 @@ def test_a_delivery_may_be_told_before_the_acceptance(contract: Contract) -> Non
     assert found(later, reader) == []
 
 
-def test_messages_of_two_stores_may_have_one_name() -> None:
+def test_two_stores_may_use_the_same_message_id() -> None:
     one, other = Story("one"), Story("other")
     one.accept()
     other.accept()
@@ -210,21 +210,21 @@ def test_messages_of_two_stores_may_have_one_name() -> None:
 @pytest.mark.parametrize(
     "kind", ["heartbeat", "execution_completed", "execution_failed", "lease_lapsed", "released"]
 )
-def test_a_word_names_its_lease(story: Story, kind: Any) -> None:
+def test_events_under_a_lease_must_name_it(story: Story, kind: Any) -> None:
     story.accept()
     lease = story.lease()
     word = story.tell(kind)
     assert proof(only(story)) == ("overlap", "m", (lease, word))
 
 
-def test_only_what_is_leased_has_words_under_a_lease() -> None:
+def test_contracts_without_leases_need_no_lease() -> None:
     mail = Story(contract="mail")
     mail.tell("created")
     mail.tell("heartbeat")
     assert found(mail) == []
 
 
-def test_two_leases_at_once(story: Story) -> None:
+def test_second_open_lease_is_an_overlap(story: Story) -> None:
     story.accept()
     first = story.lease()
     second = story.lease()
@@ -233,7 +233,7 @@ def test_two_leases_at_once(story: Story) -> None:
 
 
 @pytest.mark.parametrize("kind", ["heartbeat", "execution_failed", "released", "execution_completed"])
-def test_a_word_of_a_lease_that_is_over(story: Story, kind: Any) -> None:
+def test_event_of_an_expired_lease_is_an_overlap(story: Story, kind: Any) -> None:
     story.accept()
     stale = story.lease()
     story.tell("lease_lapsed", lease=stale)
@@ -243,7 +243,7 @@ def test_a_word_of_a_lease_that_is_over(story: Story, kind: Any) -> None:
     assert proof(only(story)) == ("overlap", "m", (current, word))
 
 
-def test_a_word_after_its_lease_was_given_back(story: Story) -> None:
+def test_event_after_release_is_an_overlap(story: Story) -> None:
     story.accept()
     lease = story.lease()
     story.tell("released", lease=lease)
@@ -254,7 +254,7 @@ def test_a_word_after_its_lease_was_given_back(story: Story) -> None:
 @pytest.mark.parametrize(
     "ways", [["released"], ["execution_failed", "retry_scheduled", "enqueued"], ["lease_lapsed", "enqueued"]]
 )
-def test_leases_that_follow_one_another(story: Story, ways: list[Any]) -> None:
+def test_consecutive_leases_are_no_violation(story: Story, ways: list[Any]) -> None:
     story.accept()
     lease = story.lease()
     story.tell("heartbeat", lease=lease)
@@ -268,14 +268,14 @@ def test_leases_that_follow_one_another(story: Story, ways: list[Any]) -> None:
 # ---- order -------------------------------------------------------------------------------------------
 
 
-def test_who_came_first_is_delivered_first(story: Story) -> None:
+def test_overtaking_is_an_order_violation(story: Story) -> None:
     first, second = story.accept("first"), story.accept("second")
     lease = story.lease("second")
     story.lease("first")
     assert proof(only(story)) == ("order", "second", (first, second, lease))
 
 
-def test_it_is_told_once_who_was_passed_over(story: Story) -> None:
+def test_overtaken_message_is_reported_once(story: Story) -> None:
     for name in ("a", "b", "c", "d"):
         story.accept(name)
     for name in ("b", "c", "d", "a"):
@@ -288,7 +288,7 @@ def test_it_is_told_once_who_was_passed_over(story: Story) -> None:
     [{"priority": 1}, {"queue": "other"}, {"detail": {"key": "other"}}],
     ids=lambda facts: next(iter(facts)),
 )
-def test_other_lanes_have_an_order_of_their_own(story: Story, facts: dict[str, Any]) -> None:
+def test_each_lane_has_its_own_order(story: Story, facts: dict[str, Any]) -> None:
     story.accept("first")
     story.accept("second", **facts)
     story.lease("second", **facts)
@@ -325,7 +325,7 @@ def leaves_replayed(story: Story) -> None:
 @pytest.mark.parametrize(
     "leave", [leaves_delayed, leaves_promoted, leaves_cancelled, leaves_leased, leaves_replayed]
 )
-def test_only_what_waits_undelayed_for_the_first_time_has_a_turn(
+def test_order_applies_only_to_first_deliveries_without_delay(
     story: Story, leave: Callable[[Story], None]
 ) -> None:
     leave(story)
@@ -334,7 +334,7 @@ def test_only_what_waits_undelayed_for_the_first_time_has_a_turn(
     assert found(story) == []
 
 
-def test_one_that_rose_is_not_judged_in_its_old_lane(story: Story) -> None:
+def test_promoted_message_leaves_its_lane(story: Story) -> None:
     story.accept("first")
     story.accept("second")
     story.lease("second", priority=1)
@@ -357,33 +357,33 @@ ENDS = ["execution_completed", "dead_letter", "cancelled", "expired", "quarantin
 
 
 @pytest.mark.parametrize(("one", "other"), [*pairwise(ENDS), ("execution_completed", "execution_completed")])
-def test_a_life_ends_once(story: Story, one: Any, other: Any) -> None:
+def test_second_end_is_a_violation(story: Story, one: Any, other: Any) -> None:
     story.accept()
     lease = story.lease()
     first, second = story.tell(one, lease=lease), story.tell(other, lease=lease)
     assert proof(only(story)) == ("terminal", "m", (first, second))
 
 
-def test_a_life_begins_once(story: Story) -> None:
+def test_second_acceptance_is_a_violation(story: Story) -> None:
     first = story.accept()
     second = story.tell("created", state="QUEUED")
     assert proof(only(story)) == ("terminal", "m", (first, second))
 
 
-def test_behind_a_hole_a_life_may_have_ended_and_begun_anew(story: Story) -> None:
+def test_message_may_be_accepted_again_after_a_gap(story: Story) -> None:
     story.accept()
     story.seq += 1
     story.tell("created", state="QUEUED")
     assert [one.rule for one in found(story)] == ["gap"]
 
 
-def test_what_has_not_ended_is_not_replayed(story: Story) -> None:
+def test_replay_of_an_open_message_is_a_violation(story: Story) -> None:
     accepted = story.accept()
     replayed = story.tell("replayed")
     assert proof(only(story)) == ("terminal", "m", (accepted, replayed))
 
 
-def test_a_replay_of_what_ended_before_the_stretch_or_in_a_hole_is_none() -> None:
+def test_replay_after_an_unseen_end_is_no_violation() -> None:
     later = Story(first=100)
     later.tell("replayed")
     assert found(later) == []
@@ -394,7 +394,7 @@ def test_a_replay_of_what_ended_before_the_stretch_or_in_a_hole_is_none() -> Non
     assert [one.rule for one in found(holey)] == ["gap"]
 
 
-def test_it_does_not_go_on_after_its_end(story: Story) -> None:
+def test_delivery_after_the_end_is_a_violation(story: Story) -> None:
     story.accept()
     end = story.tell("cancelled")
     lease = story.lease()
@@ -402,7 +402,7 @@ def test_it_does_not_go_on_after_its_end(story: Story) -> None:
     assert proof(only(story)) == ("terminal", "m", (end, lease))
 
 
-def test_a_replay_opens_a_new_life(story: Story) -> None:
+def test_replay_reopens_a_message(story: Story) -> None:
     story.accept()
     for end in ("dead_letter", "cancelled", "expired"):
         story.tell(end)
@@ -413,7 +413,7 @@ def test_a_replay_opens_a_new_life(story: Story) -> None:
     assert (result.violations, result.accepted, result.ended, result.open) == ([], 1, 1, 0)
 
 
-def test_what_may_follow_an_end(story: Story) -> None:
+def test_allowed_events_after_an_end_are_no_violation(story: Story) -> None:
     story.accept("task")
     story.complete(story.lease("task"), "task")
     story.tell("execution_started", "task", detail={"decision": "d"})
@@ -422,11 +422,11 @@ def test_what_may_follow_an_end(story: Story) -> None:
     story.tell("dead_letter", "bad")
     story.tell("quarantined", "bad")
     story.tell("deleted", "", detail={"records": 2})
-    story.accept("task")  # its record was forgotten, and its name is free again
+    story.accept("task")  # its record was removed, so its id may be used again
     assert found(story) == []
 
 
-def test_a_result_is_acted_on_once(story: Story) -> None:
+def test_second_delivery_of_a_result_is_a_violation(story: Story) -> None:
     story.accept()
     story.complete(story.lease())
     first, second = story.tell("delivered"), story.tell("delivered")
@@ -459,7 +459,9 @@ def test_a_queue_gives_each_reader_a_message_once() -> None:
     assert only(again).rule == "terminal"
 
 
-def test_ends_are_known_after_they_were_put_away(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_messages_are_recognised_after_compaction(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(message_checker, "ENDED_KEPT_MAX", 4)
     story.accept()
     end = story.complete(story.lease())
@@ -477,7 +479,7 @@ def test_ends_are_known_after_they_were_put_away(story: Story, monkeypatch: pyte
 # ---- gap ---------------------------------------------------------------------------------------------
 
 
-def test_a_number_that_is_missing(story: Story) -> None:
+def test_missing_sequence_number_is_a_gap(story: Story) -> None:
     for number in range(4):
         story.pass_by(f"m-{number}")
     del story.events[5:7]
@@ -486,7 +488,7 @@ def test_a_number_that_is_missing(story: Story) -> None:
     assert violation.sentence == "of source s, 6 to 7 are missing"
 
 
-def test_what_may_have_happened_in_a_hole_is_no_violation(story: Story) -> None:
+def test_events_possible_in_a_gap_are_no_violation(story: Story) -> None:
     story.accept()
     story.accept("b")
     first = story.lease()
@@ -499,7 +501,7 @@ def test_what_may_have_happened_in_a_hole_is_no_violation(story: Story) -> None:
     assert [one.rule for one in found(story)] == ["gap"]
 
 
-def test_what_follows_a_hole_is_judged(story: Story) -> None:
+def test_violations_after_a_gap_are_found(story: Story) -> None:
     story.accept()
     story.seq += 1
     story.lease()
@@ -518,7 +520,7 @@ def test_the_same_event_twice_is_harmless(story: Story) -> None:
 @pytest.mark.parametrize(
     "change", [{"ts_us": 1}, {"error": "x"}, {"detail": {"a": 1}}, {"message_id": "other"}], ids=str
 )
-def test_one_number_for_two_events(story: Story, change: dict[str, Any]) -> None:
+def test_two_events_with_one_number_are_a_gap(story: Story, change: dict[str, Any]) -> None:
     story.pass_by("a")
     story.events += [msgspec.structs.replace(story.events[1], **change)] * 2
     assert proof(only(story)) == ("gap", change.get("message_id", "a"), (2,))
@@ -532,7 +534,7 @@ def test_events_that_come_out_of_order_are_put_in_order(story: Story) -> None:
     assert found(story) == []
 
 
-def test_a_hole_is_not_waited_for_for_ever(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gap_is_skipped_after_the_reorder_limit(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REORDER_MAX", 10)
     for number in range(20):
         story.pass_by(f"m-{number}")
@@ -551,7 +553,7 @@ def test_repeats_are_compared_with_the_latest_events(story: Story, monkeypatch: 
     assert (result.violations, result.repeats, result.uncompared) == ([], 1, 1)
 
 
-def test_only_so_many_violations_are_kept(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_above_the_limit_are_only_counted(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VIOLATIONS_MAX", 3)
     for number in range(5):
         story.lease(f"m-{number}")
@@ -562,13 +564,13 @@ def test_only_so_many_violations_are_kept(story: Story, monkeypatch: pytest.Monk
 # ---- a stretch ---------------------------------------------------------------------------------------
 
 
-def test_a_stretch_ends_for_each_source_by_itself(story: Story) -> None:
+def test_source_ends_before_its_first_event_after_until(story: Story) -> None:
     story.accept()
     lease = story.lease()
     stepped_back_us = story.ts_us
     story.ts_us += 100 * S
     story.tell("heartbeat", lease=lease)
-    story.ts_us = stepped_back_us  # a clock that was set back makes no hole
+    story.ts_us = stepped_back_us  # a clock that was set back causes no gap
     story.complete(lease)
     history = History(since_us=FIRST_US + 2 * S, until_us=FIRST_US + 50 * S)
     for event in story.events:

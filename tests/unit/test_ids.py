@@ -1,4 +1,4 @@
-"""Ids of the bus: sortable as text, strictly increasing after the last one, whatever the clock does."""
+"""Ids of the bus: sortable as text and strictly increasing, even when the clock steps back."""
 
 import re
 from datetime import UTC, datetime
@@ -67,7 +67,7 @@ def test_the_last_nanosecond_carries_into_the_next_second(last: str, following: 
     "last",
     ["zzz", "MSG-99991231-235959-999999999-PID99999-9999", "MSG-99999999-999999-999999999-PID99999-9999"],
 )
-def test_an_id_that_nothing_can_follow_is_passed_over(last: str) -> None:
+def test_last_possible_id_is_ignored(last: str) -> None:
     assert made(NOON_NS, 1, 1, last) == made(NOON_NS, 1, 1)
 
 
@@ -92,7 +92,7 @@ def test_ids_strictly_increase_whatever_clock_pid_and_sequence_do(
     st.sampled_from(["", "zzz", "MSG-20260205-143054-999999999-PID99999-9999"]),
 )
 def test_a_batch_of_ids_is_made_as_one_by_one(epoch_ns: int, first: int, gaps: list[int], last: str) -> None:
-    """Gaps are numbers that another thread took in between."""
+    """Gaps are sequence numbers that another thread took."""
     sequences = [first]
     for gap in gaps:
         sequences.append(sequences[-1] + gap)

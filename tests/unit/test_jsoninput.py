@@ -54,7 +54,7 @@ def test_a_deep_event_is_one_bad_line(levels: int) -> None:
     assert len(decode_lines(deep_line(NESTING_MAX) * 2)) == 2
 
 
-def test_a_deep_field_that_nobody_knows_is_no_recursion_error() -> None:
+def test_deeply_nested_unknown_field_is_decoded_without_recursion_error() -> None:
     with pytest.raises(msgspec.DecodeError, match="nested deeper"):
         from_line(deep_line(200_000, b"unknown"))
 

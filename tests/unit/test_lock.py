@@ -1,4 +1,4 @@
-"""The one lock: exclusive, bounded in time, bound to the open file and gone with its holder."""
+"""The file lock: exclusive, with a timeout, bound to the open file, released when its holder dies."""
 
 import fcntl
 import os
@@ -107,7 +107,7 @@ def test_the_size_at_rest_is_known_only_while_nobody_writes(fd: int, other_fd: i
     assert lock.size_at_rest(other_fd) is None
     lock.release(fd)
     assert lock.size_at_rest(other_fd) == 5
-    lock.acquire(fd, AT_ONCE_S, path)  # looking took nothing away
+    lock.acquire(fd, AT_ONCE_S, path)  # reading the size did not keep the lock
 
 
 def test_two_readers_may_look_at_the_same_time(fd: int, other_fd: int) -> None:
@@ -120,7 +120,7 @@ def test_other_errors_are_not_taken_for_a_held_lock(path: Path) -> None:
         lock.acquire(NO_DESCRIPTOR, AT_ONCE_S, path)
 
 
-def test_who_wants_to_be_alone_gets_it_or_a_sentence(tmp_path: Path) -> None:
+def test_alone_holds_the_lock_or_raises_unavailable(tmp_path: Path) -> None:
     path = tmp_path / "new"
     with (
         lock.alone(path, "mine"),

@@ -1,4 +1,4 @@
-"""The files of a session: the lock, lines, cursors that a crash cannot turn back, compaction in one step."""
+"""The files of a session: lock, lines, cursors that no crash moves back, and atomic compaction."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from postroom.core.queuewire import TOPICS
 from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
-from postroom.logs.queuefile import Reading, SessionFiles
+from postroom.logs.queuefile import ReadProgress, SessionFiles
 
 SMALL_WINDOW_BYTES = 7
 
@@ -42,18 +42,18 @@ def add(files: SessionFiles, *lines: bytes) -> None:
         files.append(line, lambda: None)
 
 
-def place(files: SessionFiles, agent_id: str, reading: Reading) -> None:
+def place(files: SessionFiles, agent_id: str, reading: ReadProgress) -> None:
     with files.locked():
-        files.write_reading(agent_id, Reading(-1, {"": -1}, [-1]), reading)
+        files.write_progress(agent_id, ReadProgress(-1, {"": -1}, [-1]), reading)
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Simulates the death of the process."""
 
 
 @contextmanager
 def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterator[list[str]]:
-    """Instead of the n-th of these calls of `os` (counted from 0), nothing more happens."""
+    """Raise instead of the n-th of these `os` calls (counted from 0)."""
     made: list[str] = []
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,8 +75,8 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, call: int, *names: str) -> Iterato
 # ---- a reading -------------------------------------------------------------------------------------
 
 
-def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
-    reading = Reading(100, {"ask": 300}, [500])
+def test_all_topics_before_the_cursor_are_read() -> None:
+    reading = ReadProgress(100, {"ask": 300}, [500])
     assert reading.has_read("status", 99)
     assert not reading.has_read("status", 100)
     assert reading.has_read("ask", 299)
@@ -85,7 +85,7 @@ def test_what_is_before_the_cursor_is_read_whatever_its_topic() -> None:
 
 
 def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
-    reading = Reading(100, {"ask": 300, "answer": 200})
+    reading = ReadProgress(100, {"ask": 300, "answer": 200})
     assert reading.first_unread(None) == 100
     assert reading.first_unread(frozenset({"ask"})) == 300
     assert reading.first_unread(frozenset({"ask", "answer"})) == 200
@@ -93,8 +93,8 @@ def test_the_search_for_unread_starts_at_the_slowest_topic_asked_for() -> None:
     assert reading.first_unread(TOPICS) == 100
 
 
-def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor() -> None:
-    assert Reading(100, {"ask": 300}).first_unread(frozenset()) >= 100
+def test_empty_topic_set_starts_at_the_cursor() -> None:
+    assert ReadProgress(100, {"ask": 300}).first_unread(frozenset()) >= 100
 
 
 # ---- the lock --------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_filter_that_lets_nothing_through_has_nothing_unread_before_the_cursor
 def test_nothing_is_made_before_the_first_lock(files: SessionFiles, folder: Path) -> None:
     assert not files.exists()
     assert files.open_reader() == -1
-    assert files.reading_agents() == []
+    assert files.agents_with_cursors() == []
     assert not folder.parent.exists()
 
 
@@ -166,7 +166,7 @@ def test_a_refusal_does_not_keep_the_lock(files: SessionFiles, folder: Path) -> 
     assert files.messages.read_bytes() == b"two\n"
 
 
-def test_a_removed_session_starts_anew(files: SessionFiles, folder: Path) -> None:
+def test_removed_session_is_created_again(files: SessionFiles, folder: Path) -> None:
     add(files, b"one\n")
     files.messages.unlink()
     (folder / ".lock").unlink()
@@ -259,7 +259,7 @@ def test_the_high_water_mark_is_the_end_of_the_last_whole_line(
 
 
 def test_an_agent_without_files_starts_at_the_beginning(files: SessionFiles) -> None:
-    assert files.reading_of("a") == Reading()
+    assert files.progress_of("a") == ReadProgress()
 
 
 @pytest.mark.parametrize("text", [b"4\n", b"4", b" 4 \n", b"0004\n"])
@@ -268,19 +268,19 @@ def test_a_cursor_is_a_decimal_offset(files: SessionFiles, text: bytes) -> None:
     files.cursors.mkdir()
     (files.cursors / "a.cursor").write_bytes(text)
     with files.locked() as size:
-        assert files.trusted_reading("a", size) == Reading(4)
+        assert files.trusted_progress("a", size) == ReadProgress(4)
 
 
 @pytest.mark.parametrize(
     "text",
     [b"", b"\n", b"-1", b"1.5", b"four", b"\xb2", "٤".encode(), b"4 4", b"\0" * 8, b"9" * 19, b"3", b"5"],
 )
-def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
+def test_invalid_cursor_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
     files.cursors.mkdir()
     (files.cursors / "a.cursor").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 @pytest.mark.parametrize(
@@ -297,12 +297,12 @@ def test_another_cursor_is_damaged(files: SessionFiles, text: bytes) -> None:
         b"\xff",
     ],
 )
-def test_damaged_topic_places_are_noticed(files: SessionFiles, text: bytes) -> None:
+def test_invalid_topics_file_is_damaged_state(files: SessionFiles, text: bytes) -> None:
     add(files, b"one\n")
     files.cursors.mkdir()
     (files.cursors / "a.topics").write_bytes(text)
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 @pytest.mark.parametrize("name", ["a.cursor", "a.topics"])
@@ -316,62 +316,62 @@ def test_what_is_no_file_is_a_damaged_cursor(files: SessionFiles, name: str, kin
     else:
         path.mkdir()
     with files.locked() as size, pytest.raises(DamagedState, match="postroom queue repair"):
-        files.trusted_reading("a", size)
+        files.trusted_progress("a", size)
 
 
 def test_agents_are_found_by_their_cursors_alone(files: SessionFiles) -> None:
     add(files, b"one\n")
-    place(files, "a", Reading(4))
-    place(files, "b.cursor", Reading(0, {"ask": 4}))
+    place(files, "a", ReadProgress(4))
+    place(files, "b.cursor", ReadProgress(0, {"ask": 4}))
     for name in (".hidden.cursor", "c.cursor.12.tmp", "d.cursor.damaged-1", "e", "-f.cursor"):
         (files.cursors / name).touch()
-    assert files.reading_agents() == ["a", "b.cursor"]
+    assert files.agents_with_cursors() == ["a", "b.cursor"]
 
 
-def test_places_come_back(files: SessionFiles) -> None:
-    reading = Reading(4, {"ask": 8, "answer": 12}, [16, 20])
+def test_progress_round_trips(files: SessionFiles) -> None:
+    reading = ReadProgress(4, {"ask": 8, "answer": 12}, [16, 20])
     place(files, "a", reading)
-    assert files.reading_of("a") == reading
+    assert files.progress_of("a") == reading
     assert (files.cursors / "a.cursor").read_bytes() == b"4\n"
 
 
-def test_what_the_cursor_already_says_is_not_kept(files: SessionFiles) -> None:
-    place(files, "a", Reading(4, {"ask": 8}, [8]))
-    place(files, "a", Reading(12, {"ask": 8}, [8]))
+def test_entries_covered_by_the_cursor_are_dropped(files: SessionFiles) -> None:
+    place(files, "a", ReadProgress(4, {"ask": 8}, [8]))
+    place(files, "a", ReadProgress(12, {"ask": 8}, [8]))
     assert [path.name for path in files.cursors.iterdir()] == ["a.cursor"]
 
 
 OFFSETS = st.integers(0, 5).map(lambda line: line * 4)
 READINGS = st.builds(
-    Reading,
+    ReadProgress,
     OFFSETS,
     st.dictionaries(st.sampled_from(["ask", "answer"]), OFFSETS),
     st.lists(OFFSETS, max_size=2),
 )
 
 
-def passed(reading: Reading) -> set[tuple[str, int]]:
-    """What a reading says is read, in a file of six lines."""
+def passed(reading: ReadProgress) -> set[tuple[str, int]]:
+    """The messages that a progress marks as read, in a file of six lines."""
     return {(topic, at) for topic in TOPICS for at in range(0, 24, 4) if reading.has_read(topic, at)}
 
 
 @given(before=READINGS, further=READINGS)
-def test_no_crash_turns_a_place_back(
-    tmp_path_factory: pytest.TempPathFactory, before: Reading, further: Reading
+def test_crash_never_moves_progress_back(
+    tmp_path_factory: pytest.TempPathFactory, before: ReadProgress, further: ReadProgress
 ) -> None:
     topics = {
         topic: max(before.topics.get(topic, 0), further.topics.get(topic, 0))
         for topic in before.topics | further.topics
     }
-    after = Reading(max(before.cursor, further.cursor), topics, [*before.taken, *further.taken])
+    after = ReadProgress(max(before.cursor, further.cursor), topics, [*before.taken, *further.taken])
     folder = tmp_path_factory.mktemp("crash")
     for call in range(10):
         files = SessionFiles(folder / str(call), "os", 10.0)
         place(files, "a", before)
-        stored = files.reading_of("a")
+        stored = files.progress_of("a")
         with crash_at(pytest.MonkeyPatch(), call, "replace", "unlink") as made, files.locked():
-            files.write_reading("a", stored, after)
-        found = files.reading_of("a")
+            files.write_progress("a", stored, after)
+        found = files.progress_of("a")
         files.close()
         assert passed(before) <= passed(found) <= passed(after)
         if len(made) < call:
@@ -386,16 +386,16 @@ LINES = [b"keep-0\n", b"drop-1\n", b"\xff\x00 no text\n", b"drop-3\n", b"drop-4\
 STARTS = [sum(map(len, LINES[:index])) for index in range(len(LINES) + 1)]
 KEPT = b"".join(line for line in LINES if not line.startswith(b"drop"))
 READERS = {
-    "start": Reading(0),
-    "middle": Reading(STARTS[3]),
-    "end": Reading(STARTS[7]),
-    "topical": Reading(STARTS[1], {"ask": STARTS[4], "answer": STARTS[6]}, [STARTS[3], STARTS[6]]),
+    "start": ReadProgress(0),
+    "middle": ReadProgress(STARTS[3]),
+    "end": ReadProgress(STARTS[7]),
+    "topical": ReadProgress(STARTS[1], {"ask": STARTS[4], "answer": STARTS[6]}, [STARTS[3], STARTS[6]]),
 }
 MOVED = {
-    "start": Reading(0),
-    "middle": Reading(STARTS[3] - 7),
-    "end": Reading(STARTS[7] - 21),
-    "topical": Reading(STARTS[1], {"ask": STARTS[4] - 14, "answer": STARTS[6] - 21}, [STARTS[6] - 21]),
+    "start": ReadProgress(0),
+    "middle": ReadProgress(STARTS[3] - 7),
+    "end": ReadProgress(STARTS[7] - 21),
+    "topical": ReadProgress(STARTS[1], {"ask": STARTS[4] - 14, "answer": STARTS[6] - 21}, [STARTS[6] - 21]),
 }
 
 
@@ -421,8 +421,8 @@ def compact(files: SessionFiles) -> int:
         return files.compact(size, dropped)
 
 
-def places(files: SessionFiles) -> dict[str, Reading]:
-    return {agent_id: files.reading_of(agent_id) for agent_id in files.reading_agents()}
+def places(files: SessionFiles) -> dict[str, ReadProgress]:
+    return {agent_id: files.progress_of(agent_id) for agent_id in files.agents_with_cursors()}
 
 
 def leftovers(files: SessionFiles) -> set[str]:
@@ -455,12 +455,12 @@ def test_a_window_smaller_than_a_line_changes_nothing(
     test_compaction_keeps_every_other_byte_and_moves_every_place(files)
 
 
-def test_everything_can_go(files: SessionFiles) -> None:
+def test_compaction_can_remove_every_line(files: SessionFiles) -> None:
     add(files, b"drop-1\n", b"drop-2\n")
-    place(files, "a", Reading(7, {"ask": 14}, [7]))
+    place(files, "a", ReadProgress(7, {"ask": 14}, [7]))
     assert compact(files) == 2
     assert files.messages.read_bytes() == b""
-    assert places(files) == {"a": Reading(0)}
+    assert places(files) == {"a": ReadProgress(0)}
     add(files, b"keep\n")
     assert files.messages.read_bytes() == b"keep\n"
 
@@ -476,7 +476,7 @@ def test_a_handle_that_was_open_follows_to_the_new_file(files: SessionFiles, fol
     assert files.messages.read_bytes() == KEPT + b"keep-7\nkeep-8\nkeep-9\n"
 
 
-def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new(
+def test_interrupted_compaction_leaves_the_old_or_the_new_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = []
@@ -488,7 +488,7 @@ def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new
             compact(files)
         complete = len(made) < call
         sender = SessionFiles(folder, "os", 10.0)
-        add(sender, b"keep-7\n")  # a sender does not look at the journal
+        add(sender, b"keep-7\n")  # a sender ignores the journal
         with sender.locked():
             pass
         old = sender.messages.read_bytes() == b"".join(LINES) + b"keep-7\n"
@@ -497,7 +497,7 @@ def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new
         assert (sender.bodies / "keep-6.txt").exists()
         assert (sender.bodies / "drop-3.txt").exists() or not old
         assert not (folder / "expire.journal").exists()
-        # And it can be done (again), with nothing left behind.
+        # Compaction can be repeated, and leaves no files behind.
         compact(sender)
         assert sender.messages.read_bytes() == KEPT + b"keep-7\n"
         assert places(sender) == MOVED
@@ -513,7 +513,7 @@ def test_wherever_compaction_is_cut_off_the_next_holder_finds_the_old_or_the_new
     assert {True, False} <= set(outcomes)
 
 
-def test_a_journal_is_finished_as_often_as_it_is_cut_off(
+def test_interrupted_journal_is_completed_by_the_next_holder(
     files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(files)
@@ -523,7 +523,7 @@ def test_a_journal_is_finished_as_often_as_it_is_cut_off(
     assert journal.exists()
     step = 0
     while journal.exists():
-        # Every holder gets one step further than the one before, and then dies, too.
+        # Every holder gets one step further than the previous one, and then dies as well.
         with crash_at(monkeypatch, step, "replace", "unlink"), files.locked():
             pass
         files.close()
@@ -533,9 +533,7 @@ def test_a_journal_is_finished_as_often_as_it_is_cut_off(
     assert files.messages.read_bytes() == KEPT
 
 
-def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
-    files: SessionFiles, folder: Path
-) -> None:
+def test_unreadable_journal_blocks_all_cursor_moves(files: SessionFiles, folder: Path) -> None:
     filled(files)
     (folder / "expire.journal").write_bytes(b"")
     with pytest.raises(DamagedState, match=r"expire\.journal"), files.locked():
@@ -552,7 +550,7 @@ def test_a_journal_that_cannot_be_read_stops_everything_that_moves_a_cursor(
         {"epoch": -1},
     ],
 )
-def test_a_journal_is_believed_as_a_whole_or_not_at_all(
+def test_journal_with_an_invalid_value_is_refused_completely(
     files: SessionFiles, folder: Path, part: dict[str, object]
 ) -> None:
     add(files, b"one\n")
@@ -575,11 +573,11 @@ def test_a_damaged_cursor_stays_damaged(files: SessionFiles) -> None:
     with files.locked() as size:
         for agent_id in ("text", "beyond", "gap", "line"):
             with pytest.raises(DamagedState):
-                files.trusted_reading(agent_id, size)
-        assert files.trusted_reading("middle", size) == MOVED["middle"]
+                files.trusted_progress(agent_id, size)
+        assert files.trusted_progress("middle", size) == MOVED["middle"]
 
 
-def test_a_damaged_epoch_is_no_reason_to_lose_anything(files: SessionFiles, folder: Path) -> None:
+def test_damaged_epoch_loses_no_message(files: SessionFiles, folder: Path) -> None:
     filled(files)
     (folder / "epoch").write_bytes(b"one\n")
     with pytest.raises(DamagedState, match="epoch"):

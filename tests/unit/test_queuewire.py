@@ -1,4 +1,4 @@
-"""The queue's line format: what we write, what we accept, and what nobody can make us believe."""
+"""The queue's line format: what postroom writes, what it accepts, and what no other program can forge."""
 
 import json
 import zlib
@@ -127,13 +127,13 @@ OURS_ALONE = {"body_bytes": 4, "body_crc": "00000000", "_body_source": "side-fil
 
 @pytest.mark.parametrize("missing", ["to", "in_reply_to", "ttl_s"])
 @pytest.mark.parametrize("extra", OURS_ALONE)
-def test_eight_keys_are_not_yet_the_documented_eight(missing: str, extra: str) -> None:
+def test_eight_other_keys_are_completed(missing: str, extra: str) -> None:
     message = wire.decode_line(foreign(**{missing: ..., extra: OURS_ALONE[extra]}))
     assert message == wire.decode_line(foreign())
 
 
 @pytest.mark.parametrize("extra", OURS_ALONE)
-def test_a_foreign_line_cannot_say_what_only_we_say(extra: str) -> None:
+def test_reserved_keys_of_foreign_lines_are_removed(extra: str) -> None:
     assert wire.decode_line(foreign(**{extra: OURS_ALONE[extra]})) == wire.decode_line(foreign())
 
 
@@ -169,16 +169,16 @@ NO_MESSAGES = {
 
 
 @pytest.mark.parametrize("line", NO_MESSAGES.values(), ids=NO_MESSAGES.keys())
-def test_what_is_no_message_is_unreadable(line: bytes) -> None:
+def test_invalid_line_is_unreadable(line: bytes) -> None:
     assert wire.readable(line) is None
-    with pytest.raises(wire.Unreadable):
+    with pytest.raises(wire.UnreadableLine):
         wire.decode_line(line)
 
 
 # ---- side files ------------------------------------------------------------------------------------
 
 
-def test_a_line_follows_its_own_id_only() -> None:
+def test_line_refers_only_to_its_own_side_file() -> None:
     own = wire.decode_line(foreign(msg_id="f-1", body="@file:f-1.txt"))
     assert wire.in_side_file(own)
 
@@ -244,7 +244,7 @@ def test_zero_seconds_are_over_at_once() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [None, 1e308, 10**30])
-def test_never_is_never(ttl_s: float | None) -> None:
+def test_message_without_ttl_never_expires(ttl_s: float | None) -> None:
     assert not wire.is_expired(aged(ttl_s), 2**62)
 
 
@@ -279,7 +279,7 @@ def test_another_time_zone_is_the_same_instant() -> None:
         ("", "a", False),
     ],
 )
-def test_who_is_addressed(to: str | None, agent_id: str, addressed: bool) -> None:
+def test_is_for_matches_the_agent_and_everyone(to: str | None, agent_id: str, addressed: bool) -> None:
     assert wire.is_for(wire.decode_line(foreign(to=to)), agent_id) is addressed
 
 

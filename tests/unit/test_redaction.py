@@ -1,4 +1,4 @@
-"""What redaction takes out, what it leaves, and what it makes of it."""
+"""What redaction replaces, what it keeps, and the markers it writes."""
 
 import json
 import math
@@ -53,12 +53,12 @@ def test_the_default_is_full_and_none_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"level": "most"}, '"most" is no level of redaction: none, medium or full.'),
+        ({"level": "most"}, '"most" is not a level of redaction: use none, medium or full.'),
         (
             {"patterns": {"Staff": "x"}},
-            '"Staff" names no pattern: small letters, digits, - and _, at most 32.',
+            '"Staff" is not a name for a pattern: use lower-case letters, digits, - and _, at most 32.',
         ),
-        ({"patterns": {"staff": "("}}, 'The pattern "staff" is no regular expression: '),
+        ({"patterns": {"staff": "("}}, 'The pattern "staff" is not a regular expression: '),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
@@ -136,7 +136,7 @@ def test_a_lone_surrogate_is_replaced_because_sinks_write_utf_8() -> None:
     "name",
     ["password", "userPassword", "DB_PASSWORD", "X-Api-Key", "api.key", "APIKey", "apikeys", "ssn", "userPin"]
 )  # fmt: skip
-def test_the_value_of_such_a_field_goes_as_a_whole(name: str) -> None:
+def test_value_of_a_secret_field_is_redacted_completely(name: str) -> None:
     for value in ("x", "a b", 12, 1.5, 10**5):
         assert json.loads(medium.payload(json.dumps({"a": [{name: value}]}))) == {"a": [{name: "<redacted>"}]}
     below = {name: {"x": ["y", None, True, ""], "a@b.example": 1}}
@@ -147,7 +147,7 @@ def test_the_value_of_such_a_field_goes_as_a_whole(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["max_tokens", "tokens", "author", "secretary", "passwordless", "password_set_at", "spin", "key"]
 )  # fmt: skip
-def test_a_name_that_only_resembles_one_is_left(name: str) -> None:
+def test_similar_field_names_are_not_redacted(name: str) -> None:
     text = json.dumps({name: "some words"}, separators=(",", ":"))
     assert medium.payload(text) == text
     assert medium.value({name: "some words"}) == {name: "some words"}
@@ -188,16 +188,16 @@ def test_medium_leaves_the_text_of_a_payload_alone_apart_from_what_it_takes_out(
     assert medium.payload(text % "to a@b.example") == text % "to <email>"
 
 
-def test_two_names_that_become_one_are_kept_apart() -> None:
+def test_equal_redacted_names_are_numbered() -> None:
     text = '{"a@b.example":1,"c@b.example":2,"<email>#2":3}'
     assert medium.payload(text) == '{"<email>":1,"<email>#2":2,"<email>#2#2":3}'
 
 
-def test_a_name_given_twice_hides_nothing() -> None:
+def test_duplicate_json_names_are_redacted() -> None:
     assert "hunter2" not in medium.payload('{"password":"hunter2","password":null}')
 
 
-def test_a_card_as_a_number_goes_and_a_time_stays() -> None:
+def test_card_number_is_redacted_and_timestamp_is_not() -> None:
     assert medium.payload('{"n":[4111111111111111,1770000000000000]}') == '{"n":["<card>",1770000000000000]}'
     assert medium.payload('{"n":[4111111111111111, "a@b.example"]}') == '{"n":["<card>","<email>"]}'
 
@@ -222,7 +222,7 @@ def test_odd_payloads(text: str, redacted: str) -> None:
     assert medium.payload(text) == redacted
 
 
-def test_what_lies_too_deep_to_be_parsed_is_replaced() -> None:
+def test_too_deep_payload_is_replaced() -> None:
     assert medium.payload('[{"pin":1},' * 2_000 + "1" + "]" * 2_000) == '"<deep>"'
     assert "<deep>" in medium.payload('[{"pin":1},' * 200 + "1" + "]" * 200)
 
@@ -252,7 +252,7 @@ def test_what_json_does_not_know_becomes_other_and_subclasses_what_they_are() ->
 # ---- tokens ----------------------------------------------------------------------------------------
 
 
-def test_a_token_joins_what_is_the_same_value_and_needs_the_key() -> None:
+def test_token_is_equal_for_equal_values_and_needs_the_key() -> None:
     one = Redactor("medium", key=b"one")
     assert one.text("A@b.example") == one.text("a@B.example") == one.payload("a@b.example")
     assert one.text("4111 1111 1111 1111") == one.text("4111-1111-1111-1111") == one.text("4111111111111111")
@@ -330,7 +330,7 @@ def test_a_quotation_may_have_a_prefix(prefix: str) -> None:
     assert full.text(f"{{'token': {prefix}'s3cretval'}}").count("s3cretval") == 0
 
 
-def test_a_quotation_goes_on_behind_an_escaped_mark() -> None:
+def test_quotation_continues_after_an_escaped_quote() -> None:
     assert full.text(r"KeyError('it\'s my secret') end") == "KeyError(<quoted>) end"
 
 
@@ -366,7 +366,7 @@ def test_the_whole_value_of_an_assignment_goes(text: str, redacted: str) -> None
 
 
 @pytest.mark.parametrize("gap", [" ", "-", ".", "  ", "\u00a0", "\u2011", "\u202f", "\u2013", "\u00a0 "])
-def test_whatever_stands_between_the_digits_of_cards_and_phones(gap: str) -> None:
+def test_separators_in_cards_and_phones_are_recognised(gap: str) -> None:
     for kind, groups in (("card", ("4111", "1111", "1111", "1111")), ("phone", ("555", "234", "5678"))):
         text = f"it is {gap.join(groups)} ok"
         assert medium.text(text) == f"it is <{kind}> ok"
@@ -423,7 +423,7 @@ def test_a_card_behind_the_colour_of_a_terminal_goes() -> None:
 KNOWN_LEFT = 14  # docs/howto/redact.md names them
 
 
-def test_a_hundred_written_secrets_go_but_for_those_that_the_page_names() -> None:
+def test_number_of_missed_secrets_matches_the_docs() -> None:
     found = redactionsecrets.measured()
     assert len(redactionsecrets.SECRETS) >= 100
     assert len(found.left) == KNOWN_LEFT, [secret.text for secret in found.left]
@@ -473,7 +473,7 @@ def test_precision_and_recall_on_the_list_of_an_outsider() -> None:
         ('{"pass": 12}', '{"pass": 12}'),
     ],
 )
-def test_a_name_beside_its_value_is_a_name(payload: str, redacted: str) -> None:
+def test_value_next_to_a_secret_name_is_redacted(payload: str, redacted: str) -> None:
     assert medium.payload(payload) == redacted
     assert medium.payload(redacted) == redacted
 
@@ -542,13 +542,13 @@ def test_a_payload_with_something_in_it_keeps_its_spaces_and_numbers(text: str, 
     ],
 )  # fmt: skip
 def test_no_input_is_slow(piece: str) -> None:
-    """It comes to an end: a pattern that is not linear would run into the guard of all tests."""
+    """A pattern that is not linear would run into the timeout of the tests."""
     text = piece * (HOSTILE_CHARS // len(piece))
     full.text(text)  # has the rules of the others, and its own
     medium.payload(json.dumps({"a": text}))
 
 
-def test_a_pattern_that_never_rests_ends_in_the_shape() -> None:
+def test_pattern_that_keeps_matching_ends_in_the_shape() -> None:
     restless = Redactor("medium", patterns={"next": "(?<=>)x|^x"})
     assert restless.text("x" * 5) == "<next>" * 5
     assert restless.text("x" * (PASSES_MAX + 10)) == "<text:32>"
@@ -582,6 +582,6 @@ def test_the_files_stand_alone_in_their_order() -> None:
     assert done.stdout.split() == ["<email>", "False"]
 
 
-def test_a_redactor_travels() -> None:
+def test_redactor_can_be_pickled() -> None:
     travelled = pickle.loads(pickle.dumps(Redactor("medium", key=b"k", patterns={"x": "X+"})))  # noqa: S301 - ours
     assert travelled.text("XX") == Redactor("medium", key=b"k", patterns={"x": "X+"}).text("XX")

@@ -1,4 +1,4 @@
-"""Copies of segments: whole, once, in order, whatever happened on the way."""
+"""Published copies: complete, without duplicates and in order, after any error."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from postroom.sinks.chain import read_chain
 from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from postroom.testing import FIRST_WALL_US
 from tests import children
@@ -35,13 +35,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def copied(url: str, folder: Path) -> Path:
-    """The copy as a folder, to be judged as any other."""
+    """The copy as a local folder, for `verify`."""
     file_system, root = url_to_fs(url)
     file_system.get(root, str(folder), recursive=True)
     return folder
 
 
-def test_what_is_sealed_is_sent_once_and_what_grows_is_not(tmp_path: Path, url: str) -> None:
+def test_publish_sends_each_sealed_segment_once(tmp_path: Path, url: str) -> None:
     sealed_folder(tmp_path / "audit", 2)
     with SegmentSink(tmp_path / "audit") as sink:
         sink.write(events(41, 5))
@@ -81,7 +81,7 @@ def test_another_publisher_goes_on_where_one_ended(tmp_path: Path, url: str) -> 
 
 @pytest.mark.parametrize("method", ["pipe_file", "mv", "makedirs", "cat_file"])
 @pytest.mark.parametrize("fails_at", range(7))
-def test_an_error_anywhere_is_made_up_for_by_the_next_try(
+def test_next_publish_completes_after_any_error(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, method: str, fails_at: int
 ) -> None:
     sealed_folder(tmp_path / "audit", 2)
@@ -152,7 +152,7 @@ def test_a_copy_that_begins_after_retention_has_its_checkpoint(tmp_path: Path, u
     assert seqs(list(Segments(copy).events())) == list(range(41, 61))
 
 
-def test_what_was_removed_before_it_was_sent_is_said(tmp_path: Path, url: str) -> None:
+def test_publish_reports_segments_removed_before_sending(tmp_path: Path, url: str) -> None:
     folder = tmp_path / "audit"
     sealed_folder(folder, 1)
     Publisher(folder, url).publish()
@@ -167,18 +167,18 @@ def test_two_folders_do_not_share_a_copy(tmp_path: Path, url: str) -> None:
     sealed_folder(tmp_path / "one", 2)
     grown(tmp_path / "two", 1, 7)
     Publisher(tmp_path / "one", url).publish()
-    with pytest.raises(StoreDamaged, match="are not of"):
+    with pytest.raises(StoreDamaged, match="segments of another stream than"):
         Publisher(tmp_path / "two", url).publish()
 
 
-def test_what_was_changed_here_is_not_sent(tmp_path: Path, url: str) -> None:
+def test_publish_refuses_a_changed_segment(tmp_path: Path, url: str) -> None:
     files = sealed_folder(tmp_path / "audit", 2)
     files[1].write_bytes(files[1].read_bytes()[:-9])
-    with pytest.raises(StoreDamaged, match="is not what was sealed"):
+    with pytest.raises(StoreDamaged, match="was changed after sealing"):
         Publisher(tmp_path / "audit", url).publish()
     assert files_of(tmp_path / "audit") == files
 
 
-def test_an_address_that_leads_nowhere(tmp_path: Path) -> None:
+def test_invalid_url_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="cannot be reached"):
         Publisher(tmp_path, "nosuch://bucket/x")

@@ -23,9 +23,9 @@ def test_by_default_there_are_three_retries_after_1_2_and_4_seconds() -> None:
 
 
 @pytest.mark.parametrize("wish_s", [0, 0.5, 3_600])
-def test_the_wish_of_a_caller_wins(wish_s: float) -> None:
+def test_retry_in_s_overrides_the_policy(wish_s: float) -> None:
     assert RetryPolicy().delay_ns(2, wish_s) == wish_s * NANOS_PER_S
 
 
-def test_many_retries_do_not_run_over() -> None:
+def test_delay_of_many_retries_does_not_overflow() -> None:
     assert RetryPolicy().delay_ns(1_000, None) == 300 * NANOS_PER_S

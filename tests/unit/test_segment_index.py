@@ -1,4 +1,4 @@
-"""The index of a segment, and finding by it, with it damaged, and without it."""
+"""The index of a segment, and searches with a valid, a damaged and a missing index."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from postroom.sinks import index as index_module
 from postroom.sinks.index import BLOCK_WORDS, Index, IndexBuilder, IndexDamaged, key_of
 from postroom.sinks.layout import INDEX
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.testing import FIRST_WALL_US
 from tests.segmentstories import SOURCE, events, sealed_folder, seqs
 
@@ -50,7 +50,7 @@ def test_two_ids_with_one_hash_share_their_places(tmp_path: Path, monkeypatch: p
     index.close()
 
 
-def test_every_flipped_bit_is_seen_or_does_not_matter(tmp_path: Path) -> None:
+def test_flipped_bit_is_detected_or_harmless(tmp_path: Path) -> None:
     ids = [f"m{n // 3}" for n in range(BLOCK_WORDS + 100)]
     path = tmp_path / "i.idx"
     built(path, ids).close()
@@ -139,7 +139,7 @@ def damaged(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, damaged])
 @pytest.mark.parametrize("wanted", IDS)
-def test_without_a_good_index_the_segment_is_read_and_that_is_told(
+def test_find_reads_the_segment_without_a_valid_index_and_reports_it(
     tmp_path: Path, wanted: str, damage: Any
 ) -> None:
     sealed_folder(tmp_path)
@@ -148,10 +148,10 @@ def test_without_a_good_index_the_segment_is_read_and_that_is_told(
     assert seqs(Segments(tmp_path, on_trouble=told.append).find([wanted])) == expected(wanted)
     [sentence] = told
     assert "00000002-" in sentence
-    assert "read from end to end" in sentence
+    assert "read completely" in sentence
 
 
-def test_swapped_indexes_are_not_believed(tmp_path: Path) -> None:
+def test_find_ignores_swapped_indexes(tmp_path: Path) -> None:
     sealed_folder(tmp_path)
     second, third = (tmp_path / INDEX / f"0000000{n}.idx" for n in (2, 3))
     data = second.read_bytes(), third.read_bytes()
@@ -197,7 +197,7 @@ def test_an_id_with_quotes_and_umlauts_is_found_by_scanning_too(tmp_path: Path) 
 # ---- reading ---------------------------------------------------------------------------------------
 
 
-def test_a_stretch_of_time_and_a_choice_of_sources(tmp_path: Path) -> None:
+def test_events_filters_by_time_and_sources(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write(events(1, 20))
         sink.seal()
@@ -214,7 +214,7 @@ def test_a_stretch_of_time_and_a_choice_of_sources(tmp_path: Path) -> None:
         ]
 
 
-def test_segments_that_hold_none_of_it_are_not_opened(tmp_path: Path) -> None:
+def test_events_opens_only_matching_segments(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     for path in (files[0], files[1], files[3]):
         path.unlink()
@@ -243,7 +243,7 @@ def with_one_more(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [emptied, without_a_line, without_its_end, with_one_more])
-def test_a_segment_of_another_length_is_told_of_once(tmp_path: Path, change: Any) -> None:
+def test_changed_segment_length_is_reported_once(tmp_path: Path, change: Any) -> None:
     files = sealed_folder(tmp_path)
     files[1].write_bytes(change(files[1].read_bytes()))
     told: list[str] = []

@@ -1,4 +1,4 @@
-"""Defaults < postroom.toml < environment, and a clear refusal of what does not fit."""
+"""Defaults < postroom.toml < environment, and clear errors for invalid values."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def test_the_environment_is_stronger_than_the_file(tmp_path: Path) -> None:
     assert settings.queue == QueueSettings(root=Path("zos"), session="s", durability="fsync")
 
 
-def test_the_folder_of_the_queue_is_looked_for_in_order() -> None:
+def test_queue_root_follows_the_order_of_variables() -> None:
     environ = {
         "POSTROOM_QUEUE_ROOT": "1",
         "ZOS_MQ_ROOT": "2",
@@ -111,16 +111,14 @@ def test_without_a_home_the_folder_must_be_given(monkeypatch: pytest.MonkeyPatch
     assert Queue(tmp_path).root == tmp_path
 
 
-def test_what_is_given_is_stronger_than_a_bad_variable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_argument_overrides_an_invalid_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POSTROOM_QUEUE_BODY_THRESHOLD", "-1")
     assert Queue(tmp_path, 5).body_threshold == 5
     with pytest.raises(InvalidSetting, match="POSTROOM_QUEUE_BODY_THRESHOLD"):
         Queue(tmp_path)
 
 
-def test_our_own_variables_are_stronger_than_those_of_the_original() -> None:
+def test_postroom_variables_override_zos_variables() -> None:
     for key in ("ROOT", "SESSION", "AGENT_ID", "BODY_THRESHOLD", "DISABLED"):
         both = {f"ZOS_MQ_{key}": "0", f"POSTROOM_QUEUE_{key}": "1", **HOME}
         only_theirs = {f"ZOS_MQ_{key}": "1", f"POSTROOM_QUEUE_{key}": "", **HOME}  # empty is not set
@@ -128,7 +126,7 @@ def test_our_own_variables_are_stronger_than_those_of_the_original() -> None:
         assert str(getattr(load(None, only_theirs).queue, key.lower())) in ("1", "True")
 
 
-def test_what_is_looked_up_in_every_call() -> None:
+def test_queue_lookups_read_the_environment() -> None:
     assert (queue_disabled({}), queue_session({}), queue_agent_id({})) == (False, "default", "anonymous")
     environ = {"ZOS_MQ_DISABLED": "1", "ZOS_MQ_SESSION": "s", "ZOS_MQ_AGENT_ID": "a"}
     assert (queue_disabled(environ), queue_session(environ), queue_agent_id(environ)) == (True, "s", "a")

@@ -1,4 +1,4 @@
-"""What a terminal could obey is shown and not sent."""
+"""Control characters are shown as escapes and never sent to a terminal."""
 
 import json
 import unicodedata
@@ -34,7 +34,7 @@ def test_one_line_has_no_newline_and_no_tab() -> None:
 
 
 @given(ANY_TEXT)
-def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+def test_visible_escapes_all_terminal_controls(text: str) -> None:
     for char in visible_line(text):
         assert unicodedata.category(char) not in ("Cc", "Cs")
         assert unicodedata.bidirectional(char) not in (
@@ -57,7 +57,7 @@ def test_json_escapes_are_those_of_json() -> None:
 
 
 @given(ANY_TEXT)
-def test_json_means_the_same_and_is_harmless(text: str) -> None:
+def test_visible_json_keeps_the_value_and_escapes_controls(text: str) -> None:
     encoded = visible_json(json.dumps(text, ensure_ascii=False))
     encoded.encode("utf-8")
     assert visible_line(encoded) == encoded

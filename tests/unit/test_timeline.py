@@ -23,13 +23,13 @@ def test_the_latest_are_in_the_order_of_time() -> None:
     assert [one.event_id for one in latest.events()] == ["b#1", "b#2", "a#2"]
 
 
-def test_an_event_without_a_time_stays_behind_the_one_before_it() -> None:
+def test_event_without_a_time_gets_that_of_its_predecessor() -> None:
     latest = Latest(3, Timeline())
     latest.add([event("a", 1, 50), event("a", 2, 0), event("b", 1, 10), event("b", 2, 60)])
     assert [one.event_id for one in latest.events()] == ["a#1", "a#2", "b#2"]
 
 
-def test_nothing_is_kept_when_nothing_is_wanted() -> None:
+def test_latest_of_zero_keeps_nothing() -> None:
     latest = Latest(0, Timeline())
     latest.add([event("a", 1, 50)])
     assert latest.events() == []

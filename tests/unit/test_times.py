@@ -1,4 +1,4 @@
-"""Instants as text: RFC 3339 in, UTC out, every digit kept."""
+"""Times as text: RFC 3339 is parsed, and UTC is written with every digit."""
 
 from datetime import UTC, datetime, timedelta, timezone
 

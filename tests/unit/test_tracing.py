@@ -34,7 +34,7 @@ def test_a_request_is_a_tree_in_the_order_of_time() -> None:
     assert [event.seq for event in a.events] == [1, 2, 5, 9]
 
 
-def test_a_parent_that_is_not_there_does_not_hide_its_children() -> None:
+def test_children_of_a_missing_parent_are_shown() -> None:
     [span] = spans([event(1, "created", "b", "gone")])
     assert (span.depth, span.parent_message_id, span.outcome, span.wait_us) == (0, "gone", "open", None)
 
@@ -55,7 +55,7 @@ def test_a_replay_opens_a_message_again() -> None:
     assert spans([*dead, event(3, "replayed", "a")])[0].outcome == "open"
 
 
-def test_what_is_related_goes_in_both_directions() -> None:
+def test_related_finds_parents_and_children() -> None:
     found = [event(1, "created", "a", "root", trace_id="t"), event(2, "created", "b", "a")]
     assert related(found, {"a"}) == {"root", "b", "t"}
 
@@ -79,7 +79,7 @@ def test_every_failed_attempt_is_told_with_its_error() -> None:
     assert span.due_us == 7_000 + 2_000_000
 
 
-def test_a_try_that_began_is_no_longer_due() -> None:
+def test_started_attempt_is_no_longer_due() -> None:
     delayed = event(1, "created", "a", detail={"delay_s": 30})
     assert [span.due_us for span in spans([delayed])] == [30_001_000]
     assert [span.due_us for span in spans([delayed, event(2, "enqueued", "a")])] == [None]

@@ -1,4 +1,4 @@
-"""`postroom audit`: the stream of everything that happened."""
+"""`postroom audit`: the stream of all events."""
 
 import threading
 import time
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
     from postroom.core.tracing import Span
     from postroom.settings import AuditSettings
-    from postroom.sinks.heads import Head
+    from postroom.sinks.heads import StreamHead
 
 DATABASE = "queue.db"
 TAIL_DEFAULT = 20
 FOLLOW_EVERY_S = 0.5
 PROGRESS_EVERY_S = 2.0
 KEEP_DAYS_MAX = 365_000.0  # a thousand years
-STEPS_MAX = 10  # that a message of a trace is moved to the right; behind them a number says how deep it is
+STEPS_MAX = 10  # deepest indent of a message in a trace; a deeper message shows its depth as a number
 PATH = click.Path(path_type=Path)
 COLUMNS = ("time", "kind", "queue", "message_id", "worker_id", "error")
 CONTRACTS = ("bus", "queue", "mail", "tasks", "engine", "audit")
@@ -58,7 +58,7 @@ folder_argument = click.argument(
 key_option = path_option(
     "--key-file",
     metavar="FILE",
-    text="The keys, to read encrypted payloads.  [default: the setting audit.key_file]",
+    text="The keys of encrypted payloads.  [default: the setting audit.key_file]",
 )
 
 
@@ -66,7 +66,7 @@ key_option = path_option(
 def audit() -> None:
     """The audit stream: every event of every contract, in sealed and chained files.
 
-    FOLDER is where `ship` writes to.  [default: the setting audit.folder]
+    FOLDER is the folder that `ship` writes to.  [default: the setting audit.folder]
 
     \b
     Example:
@@ -80,7 +80,7 @@ def audit() -> None:
 
 
 @audit.command()
-@path_option("--to", "folder", metavar="FOLDER", text="Where the stream is kept.")
+@path_option("--to", "folder", metavar="FOLDER", text="The folder of the stream.")
 @click.option(
     "--data",
     type=PATH,
@@ -99,8 +99,10 @@ def audit() -> None:
 )
 @click.option("--bus", "buses", type=PATH, multiple=True, metavar="FILE", help="A bus file.")
 @click.option("--mail", type=PATH, multiple=True, metavar="DIR", help="A mail server's data folder.")
-@click.option("--once", is_flag=True, help="Ship what is there, seal it and end.")
-@click.option("--while-stdin", is_flag=True, hidden=True, help="End when stdin does: its parent is gone.")
+@click.option("--once", is_flag=True, help="Ship the events of now, seal them and end.")
+@click.option(
+    "--while-stdin", is_flag=True, hidden=True, help="End at the end of stdin, when the parent has gone."
+)
 @click.pass_obj
 def ship(
     shell: Shell,
@@ -113,10 +115,10 @@ def ship(
     once: bool,
     while_stdin: bool,
 ) -> None:
-    """Take events to the stream, as they are committed, until SIGTERM.
+    """Ship events to the stream as they are committed, until SIGTERM.
 
-    Nothing is lost when it is killed: the next one goes on where the stream ends. Secrets and personal data
-    are taken out first, as the settings audit.environment and audit.redaction say; the default is everything.
+    No event is lost when the shipper is killed: the next one continues where the stream ends. Secrets and
+    personal data are redacted as the settings audit.environment and audit.redaction say; the default is full.
 
     \b
     Example:
@@ -124,12 +126,12 @@ def ship(
     """
     from postroom.runtime.shipping import Sources, opened
 
-    _check_there("bus", buses)
+    _check_exists("bus", buses)
     for path in buses:
         shell.bus(path).need_bus()
-    _check_there("queue", roots)
-    _check_there("mail server's data folder", mail)
-    stores = (*map(_known, store), *(f"sqlite:///{_database(path)}" for path in data))
+    _check_exists("queue", roots)
+    _check_exists("mail server's data folder", mail)
+    stores = (*map(_existing, store), *(f"sqlite:///{_database(path)}" for path in data))
     if not (stores or roots or buses or mail):
         raise click.UsageError(
             "say what to ship: --data DIR, --store URL, --queue ROOT, --bus FILE or --mail DIR"
@@ -152,7 +154,7 @@ def ship(
 @click.option("--store", metavar="URL", help="A store, such as sqlite:///run/queue.db.")
 @click.pass_obj
 def detach(shell: Shell, data: Path | None, store: str | None) -> None:
-    """Tell a store that nobody ships its events any more: it stops waiting for that.
+    """Mark a store as no longer shipped: it keeps no events for a shipper, and waits for none.
 
     \b
     Example:
@@ -163,21 +165,21 @@ def detach(shell: Shell, data: Path | None, store: str | None) -> None:
 
     if (data is None) == (store is None):
         raise click.UsageError("say which store: --data DIR, or --store URL")
-    opened = open_store(f"sqlite:///{_database(data)}" if data is not None else _known(str(store)))
+    opened = open_store(f"sqlite:///{_database(data)}" if data is not None else _existing(str(store)))
     set_outbox(opened, None)
     opened.close()
     shell.output.facts({"store": "detached"}, "the store waits for no shipper any more")
 
 
-def _known(url: str) -> str:
-    """A store is not made by looking at it."""
+def _existing(url: str) -> str:
+    """Refuse a store that does not exist: opening it would make it."""
     scheme, _, path = url.partition("sqlite:///")
     if not scheme and not Path(path).exists():
         raise click.ClickException(f"there is no store at {path}")
     return url
 
 
-def _check_there(what: str, paths: tuple[Path, ...]) -> None:
+def _check_exists(what: str, paths: tuple[Path, ...]) -> None:
     for path in paths:
         if not path.exists():
             raise click.ClickException(f"there is no {what} at {path}")
@@ -191,7 +193,7 @@ def _database(data: Path) -> Path:
 
 
 def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callable[[float], bool]:
-    """Waits, and says on a terminal how far it is. A signal ends the wait at once."""
+    """A wait that ends at once at a signal, and prints the progress on a terminal."""
     import signal
     import sys
 
@@ -205,12 +207,12 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
         threading.Thread(target=watch_parent, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    told_at = time.monotonic()
+    noted_at = time.monotonic()
 
     def stopped(wait_s: float) -> bool:
-        nonlocal told_at
-        if time.monotonic() >= told_at + PROGRESS_EVERY_S:
-            told_at = time.monotonic()
+        nonlocal noted_at
+        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
+            noted_at = time.monotonic()
             shell.note(f"{progress.shipped} events shipped, {progress.waiting} waiting")
         return stop.wait(wait_s)
 
@@ -225,13 +227,13 @@ def _until_stopped(shell: Shell, progress: Any, *, while_stdin: bool) -> Callabl
     callback=lambda _c, _p, days: _number(days),
     required=True,
     metavar="N",
-    help="How long they stay.",
+    help="How many days segments are kept.",
 )
 @click.pass_obj
 def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
-    """Remove segments that were sealed longer ago than that, the oldest first. `verify` stays clean.
+    """Remove segments that were sealed more than N days ago, the oldest first. `verify` stays clean.
 
-    When it removes none it says why.
+    When no segment is removed, the output says why.
 
     \b
     Example:
@@ -251,9 +253,9 @@ def retain(shell: Shell, folder: Path | None, keep_days: float) -> None:
 @click.argument("name", metavar="NAME")
 @click.pass_obj
 def key(shell: Shell, file: Path, name: str) -> None:
-    """Make a new key of that name, and encrypt payloads with it from now on.
+    """Add a key to FILE, and encrypt payloads with it from now on.
 
-    The earlier keys of the file stay, to read what was written with them.
+    The earlier keys stay in the file, to read payloads that were encrypted with them.
 
     \b
     Example:
@@ -277,13 +279,13 @@ def key(shell: Shell, file: Path, name: str) -> None:
     default=TAIL_DEFAULT,
     show_default=True,
     metavar="N",
-    help="How many.",
+    help="How many events.",
 )
-@click.option("--follow", is_flag=True, help="Go on with what comes.")
+@click.option("--follow", is_flag=True, help="Then print new events as they arrive.")
 @key_option
 @click.pass_obj
 def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: Path | None) -> None:
-    """The last events, and with --follow those that come.
+    """Print the last events, and with --follow new ones as they arrive.
 
     \b
     Example:
@@ -299,37 +301,45 @@ def tail(shell: Shell, folder: Path | None, count: int, follow: bool, key_file: 
             _print(shell, next(followed))
             time.sleep(FOLLOW_EVERY_S)
     except Stopped:
-        return  # a follower has no other end
+        return  # the normal end of a follower
 
 
 @audit.command()
 @folder_argument
 @click.option(
-    "--since", metavar="TIME", callback=lambda _c, _p, text: _moment(text), help="From this time on."
+    "--since",
+    metavar="TIME",
+    callback=lambda _c, _p, text: _moment(text),
+    help="Only events from this time on.",
 )
 @click.option(
-    "--until", metavar="TIME", callback=lambda _c, _p, text: _moment(text), help="Before this time."
+    "--until",
+    metavar="TIME",
+    callback=lambda _c, _p, text: _moment(text),
+    help="Only events before this time.",
 )
 @click.option(
     "--kind",
     callback=lambda _c, _p, text: _kind(text),
     metavar="KIND",
-    help="Of this kind, such as dead_letter.",
+    help="Only this kind, such as dead_letter.",
 )
 @click.option(
     "--contract",
     type=click.Choice(CONTRACTS),
     metavar="NAME",
-    help="Of bus, queue, mail, tasks, engine or audit.",
+    help="Only bus, queue, mail, tasks, engine or audit.",
 )
-@click.option("--queue", metavar="NAME", help="Of this queue, bus or session.")
-@click.option("--org", "org_id", metavar="ID", help="Of this organization.")
-@click.option("--agent", "agent_id", metavar="ID", help="Of this agent.")
-@click.option("--goal", "goal_id", metavar="ID", help="Of this goal.")
-@click.option("--message", "message_id", metavar="ID", help="Of one message; uses the index.")
-@click.option("--type", "type_", metavar="TYPE", help="Of messages of this type; `created` alone tells it.")
-@click.option("--error-type", metavar="NAME", help="With an error of this class.")
-@click.option("--limit", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most so many.")
+@click.option("--queue", metavar="NAME", help="Only this queue, bus or session.")
+@click.option("--org", "org_id", metavar="ID", help="Only this organization.")
+@click.option("--agent", "agent_id", metavar="ID", help="Only this agent.")
+@click.option("--goal", "goal_id", metavar="ID", help="Only this goal.")
+@click.option("--message", "message_id", metavar="ID", help="Only this message; uses the index.")
+@click.option(
+    "--type", "type_", metavar="TYPE", help="Only this type of message; only `created` events have it."
+)
+@click.option("--error-type", metavar="NAME", help="Only events with an error of this class.")
+@click.option("--limit", type=click.IntRange(1, COUNT_MAX), metavar="N", help="Print at most N events.")
 @key_option
 @click.pass_obj
 def query(
@@ -343,7 +353,7 @@ def query(
     type_: str | None,
     **equal: str | None,
 ) -> None:
-    """Events by time and by what they are about.
+    """Print events by time and by their fields.
 
     \b
     Example:
@@ -351,8 +361,8 @@ def query(
     """
     from itertools import islice
 
-    wanted = {name: value for name, value in {**equal, "type": type_}.items() if value is not None}
-    found = _audit(shell, folder, key_file).query(since=since, until=until, **wanted)
+    filters = {name: value for name, value in {**equal, "type": type_}.items() if value is not None}
+    found = _audit(shell, folder, key_file).query(since=since, until=until, **filters)
     _print(shell, islice(found, limit))
 
 
@@ -362,10 +372,10 @@ def query(
 @key_option
 @click.pass_obj
 def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | None) -> None:
-    """One request through all its messages, with times: audit trace [FOLDER] MESSAGE.
+    """Show one request through all its messages, with times: audit trace [FOLDER] MESSAGE.
 
-    MESSAGE is the id of any of them. Each attempt that failed is shown with its error, and a message that
-    waits for its next try with the time at which it is due.
+    MESSAGE is the id of any of these messages. A failed attempt is shown with its error, and a message that
+    waits for a retry with the time of the retry.
 
     \b
     Example:
@@ -382,22 +392,21 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
 
 @audit.command()
 @folder_argument
-@click.option(
-    "--head", metavar="HASH", help="A head that was noted earlier: tells whether the end was cut off."
-)
+@click.option("--head", metavar="HASH", help="A head that was noted earlier, to detect a truncated stream.")
 @click.option(
     "--store",
     "stores",
     multiple=True,
     metavar="URL",
-    help="A store that is shipped to this stream: it knows the head, too.",
+    help="A store that is shipped to this stream: it also keeps the head.",
 )
 @click.pass_obj
 def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[str, ...]) -> None:
-    """Whether every segment is as it was sealed. Exits with 1 and names each file that is not.
+    """Check that no segment was changed after it was sealed.
 
-    The shipper notes the last sealed segment in FOLDER.head, beside the folder. Where that file is, a folder
-    that was wiped, cut at its end or begun anew is named as well.
+    Prints every changed file; the exit code is then 1. The shipper notes the last sealed segment in
+    FOLDER.head, beside the folder. With that file, a folder that was emptied, truncated or replaced is
+    detected, too.
 
     \b
     Example:
@@ -414,18 +423,18 @@ def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[st
         raise click.exceptions.Exit(EXIT_RUNTIME)
     facts = audit.summary()
     is_known = bool(head or noted) or audit.head_is_noted()
-    unknown = "" if is_known else "; the head is unknown, so a missing end would not show"
+    unknown = "" if is_known else "; the head is unknown, so a truncated stream would not be noticed"
     shell.output.facts(
         {**facts, "head_known": is_known},
-        f"{facts['segments']} segments, {facts['events']} events: all as they were sealed{unknown}",
+        f"{facts['segments']} segments, {facts['events']} events: unchanged since they were sealed{unknown}",
     )
 
 
-def _head_in(url: str) -> "Head | None":
+def _head_in(url: str) -> "StreamHead | None":
     from postroom.contracts.feeds import head_in
     from postroom.stores.open import open_store
 
-    store = open_store(_known(url))
+    store = open_store(_existing(url))
     try:
         return head_in(store)
     finally:
@@ -436,7 +445,7 @@ def _head_in(url: str) -> "Head | None":
 
 
 def _folder_and_message(shell: Shell, first: str | None, second: str | None) -> tuple[Path | None, str]:
-    """A single argument is the message, if the settings say which folder it is in."""
+    """A single argument is the message, if the settings name the folder."""
     if first is None or (second is None and shell.settings.audit.folder is None):
         raise click.UsageError("say which message to trace: [FOLDER] MESSAGE")
     message = first if second is None else second
@@ -471,7 +480,7 @@ def _cipher(key_file: Path | None, settings: "AuditSettings") -> Any:
 
 
 def _kind(text: str | None) -> str | None:
-    """The kinds are known to a module that a command line does without until it needs it."""
+    """Check a kind. The module of the kinds is imported only when a kind is given."""
     from typing import get_args
 
     from postroom.message import EventKind
@@ -483,7 +492,7 @@ def _kind(text: str | None) -> str | None:
 
 
 def _number(days: float) -> float:
-    if days != days:  # noqa: PLR0124 - the one that is in no range
+    if days != days:  # noqa: PLR0124 - only NaN differs from itself
         raise click.BadParameter("nan is not a number of days")
     return days
 
@@ -510,7 +519,7 @@ def _plain(struct: Any) -> Any:
 
 
 def _time_text(ts_us: int) -> str:
-    """A time for people; the number itself where no calendar has it."""
+    """A time as text; the number itself when it is outside of the calendar."""
     from postroom.core.times import utc_text
 
     try:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from postroom.message import BusMessage
 
 TAIL_DEFAULT = 10
-LONG_WORK_BYTES = 64 * 1024 * 1024  # reading this much can take long enough for a person to wonder
+LONG_WORK_BYTES = 64 * 1024 * 1024  # from this size on, `verify` says what it is doing
 
 _UNITS = {
     "": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3,
@@ -49,7 +49,7 @@ def parse_size(text: str) -> int:
 
 
 bus_option = path_option("--bus", "path", metavar="PATH", text="The bus file.  [default: $POSTROOM_BUS]")
-archives_option = click.option("--archives", is_flag=True, help="Look into the rotated files as well.")
+archives_option = click.option("--archives", is_flag=True, help="Read the archives, too.")
 limit_option = click.option("--limit", type=COUNT, metavar="N", help="Stop after the first N messages.")
 since_option = click.option(
     "--since", "since_id", metavar="MSG_ID", default="", help="Start after this message."
@@ -60,7 +60,7 @@ since_option = click.option(
 def bus() -> None:
     """The append-only message log.
 
-    One YAML file with many writers, in which every reader knows its own place.
+    One YAML file with many writers. Every reader keeps its own position.
 
     \b
     Example:
@@ -81,18 +81,18 @@ def bus() -> None:
     "parents",
     multiple=True,
     metavar="MSG_ID",
-    help="A message this one answers. May be repeated.",
+    help="A message that this one answers. May be repeated.",
 )
 @click.option(
     "--attachment", metavar="PATH", help="A file below the folder of the bus, relative to that folder."
 )
-@click.option("--ts", metavar="TIME", help="The time to keep, RFC 3339.  [default: now]")
-@click.option("--body", metavar="TEXT", help="The body; - reads it from stdin, as does giving none.")
-@click.option("--body-file", metavar="FILE", help="Take the body from a file; - is stdin.")
+@click.option("--ts", metavar="TIME", help="The time of the message, RFC 3339.  [default: now]")
+@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
+@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
 @click.option(
     "--durability",
     type=click.Choice(["os", "group", "fsync"]),
-    help="When it counts as stored: in the page cache, or after an fsync.  "
+    help="When the message counts as stored: in the page cache, or after an fsync.  "
     "[default: from the settings, else os]",
 )
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
@@ -135,7 +135,7 @@ def post(
 @archives_option
 @click.pass_obj
 def read(shell: Shell, path: Path | None, since_id: str, limit: int | None, archives: bool) -> None:
-    """Print the messages, oldest first, all or those after one.
+    """Print all messages, or those after --since, oldest first.
 
     \b
     Example:
@@ -149,7 +149,7 @@ def read(shell: Shell, path: Path | None, since_id: str, limit: int | None, arch
 
 @bus.command()
 @bus_option
-@click.option("-n", "count", type=COUNT, default=TAIL_DEFAULT, show_default=True, help="How many.")
+@click.option("-n", "count", type=COUNT, default=TAIL_DEFAULT, show_default=True, help="How many messages.")
 @click.pass_obj
 def tail(shell: Shell, path: Path | None, count: int) -> None:
     """Print the last messages, oldest first.
@@ -172,7 +172,7 @@ def tail(shell: Shell, path: Path | None, count: int) -> None:
     cls=TimeoutOption,
     type=parse_wait,
     metavar="S",
-    help="Stop after this many seconds.  [default: never]",
+    help="Stop after S seconds.  [default: never]",
 )
 @click.option("-n", "count", type=COUNT, metavar="N", help="Start with the last N messages instead of all.")
 @click.option("--new", "only_new", is_flag=True, help="Start with the next message, as -n 0 does.")
@@ -188,10 +188,10 @@ def follow(
     only_new: bool,
     kind: str | None,
 ) -> None:
-    """Print messages as they come.
+    """Print the stored messages, then new ones as they arrive.
 
-    First those that are there, then new ones, also across rotations. Ends at a signal, after --timeout-s, or
-    when nobody reads its output any more.
+    Follows the file across rotations. Ends at a signal, after --timeout-s, or when the reader of its output
+    has gone.
 
     \b
     Example:
@@ -219,23 +219,23 @@ def follow(
             shell.output.bus_message(message)
             shell.output.flush()
     except Stopped:
-        return  # a follower has no other end
+        return  # the normal end of a follower
 
 
 @bus.command()
 @bus_option
-@click.option("--type", metavar="TYPE", help="Only of this type.")
-@click.option("--project", "project_id", metavar="ID", help="Only of this project.")
-@click.option("--task", "task_id", metavar="ID", help="Only of this task.")
-@click.option("--run", "run_id", metavar="ID", help="Only of this run.")
-@click.option("--since", metavar="TIME", help="Only from this time on, RFC 3339.")
-@click.option("--until", metavar="TIME", help="Only before this time, RFC 3339.")
+@click.option("--type", metavar="TYPE", help="Only messages of this type.")
+@click.option("--project", "project_id", metavar="ID", help="Only messages of this project.")
+@click.option("--task", "task_id", metavar="ID", help="Only messages of this task.")
+@click.option("--run", "run_id", metavar="ID", help="Only messages of this run.")
+@click.option("--since", metavar="TIME", help="Only messages from this time on, RFC 3339.")
+@click.option("--until", metavar="TIME", help="Only messages before this time, RFC 3339.")
 @click.option("--parent", metavar="MSG_ID", help="Only answers to this message.")
 @limit_option
 @archives_option
 @click.pass_obj
-def query(shell: Shell, /, path: Path | None, **wanted: Any) -> None:
-    """Print the messages that fit every given field.
+def query(shell: Shell, /, path: Path | None, **filters: Any) -> None:
+    """Print the messages that match every given field.
 
     Reads the whole file.
 
@@ -246,14 +246,14 @@ def query(shell: Shell, /, path: Path | None, **wanted: Any) -> None:
     """
     log = shell.bus(path)
     check_is_bus(shell, log)
-    print_messages(shell, log.query(**wanted))
+    print_messages(shell, log.query(**filters))
 
 
 @bus.command()
 @bus_option
 @click.pass_obj
 def count(shell: Shell, path: Path | None) -> None:
-    """Print how many messages the file holds.
+    """Print the number of messages in the file.
 
     \b
     Example:
@@ -276,13 +276,13 @@ def count(shell: Shell, path: Path | None) -> None:
     "--max-size",
     type=parse_size,
     metavar="SIZE",
-    help="Leave files below this size, such as 10MB, as they are.",
+    help="Rotate only files of at least this size, such as 10MB.",
 )
 @click.pass_obj
 def rotate(shell: Shell, path: Path | None, root: Path | None, max_size: int | None) -> int:
     """Rename the file to an archive.
 
-    The next message starts a new file. Safe while writers and followers of postroom are at work; not while
+    The next message starts a new file. Safe while writers and followers of postroom are running; not while
     the original conductor-loop writes.
 
     \b
@@ -306,10 +306,10 @@ def rotate(shell: Shell, path: Path | None, root: Path | None, max_size: int | N
 @bus_option
 @click.pass_obj
 def verify(shell: Shell, path: Path | None) -> int:
-    """Check every record and list the damage, and ids that come twice.
+    """Check every record, and list damage and duplicate ids.
 
-    The exit code is 1 when there is any. Nothing is changed: damaged bytes stay where they are, and readers
-    pass over them. Bytes of an unfinished record at the end are counted, and are no damage.
+    The exit code is 1 when there are any. The file is not changed: damaged bytes stay where they are, and
+    readers skip them. An unfinished record at the end is reported, but is no damage.
 
     \b
     Example:
@@ -336,7 +336,7 @@ def verify(shell: Shell, path: Path | None) -> int:
 )
 @click.pass_obj
 def discover(shell: Shell, root: Path) -> None:
-    """List the bus files below a folder, archives left out.
+    """List the bus files below a folder, without archives.
 
     \b
     Example:
@@ -352,19 +352,19 @@ add_json_option(bus)
 
 
 def check_is_bus(shell: Shell, log: "Bus") -> None:
-    """Refuse a file that is something else, and say when there is none."""
+    """Refuse a file that is no bus, and warn when there is no file."""
     note_missing(shell, log.path)
     log.need_bus()
 
 
 def before_last(log: "Bus", count: int, kind: str | None) -> str:
-    """The id after which the last `count` messages of a type follow; empty when that is the whole file."""
+    """The id of the message before the last `count` messages of a type; empty for the whole file."""
     window = count + 1
     while True:
         messages = log.tail(window)
-        places = [at for at, message in enumerate(messages) if kind is None or message.type == kind]
+        matching = [at for at, message in enumerate(messages) if kind is None or message.type == kind]
         whole = len(messages) < window
-        first = len(messages) if count == 0 else places[-count] if len(places) >= count else 0
+        first = len(messages) if count == 0 else matching[-count] if len(matching) >= count else 0
         if first > 0:
             return messages[first - 1].msg_id
         if whole:
@@ -387,7 +387,7 @@ def print_report(shell: Shell, report: "BusReport") -> None:
         shell.output.json_line({**msgspec.to_builtins(report), "ok": report.ok})
         return
     damaged = [{"offset": d.offset, "length": d.length, "reason": d.reason} for d in report.damaged]
-    twice = [
+    duplicates = [
         {"offset": d.offset, "first_offset": d.first_offset, "msg_id": d.msg_id} for d in report.duplicates
     ]
     verdict = (
@@ -398,22 +398,22 @@ def print_report(shell: Shell, report: "BusReport") -> None:
     shell.output.sentence(report.path)
     shell.output.text(
         f"{verdict}: {report.messages:,} messages in {report.bytes:,} bytes, "
-        f"{report.checked:,} with a checksum that fits, {report.unchecked:,} without one"
+        f"{report.checked:,} with a correct checksum, {report.unchecked:,} without one"
     )
     if report.torn_tail_bytes:
         shell.output.text(f"{report.torn_tail_bytes:,} bytes of an unfinished record at the end")
     if damaged:
         shell.output.rows(["offset", "length", "reason"], damaged, empty="")
-    if twice:
-        shell.output.text(f"{len(twice):,} records with the id of an earlier one")
-        shell.output.rows(["offset", "first_offset", "msg_id"], twice, empty="")
+    if duplicates:
+        shell.output.text(f"{len(duplicates):,} records with the id of an earlier one")
+        shell.output.rows(["offset", "first_offset", "msg_id"], duplicates, empty="")
 
 
 # ---- rotating ----------------------------------------------------------------------------------
 
 
 def rotate_all(shell: Shell, paths: list[Path], max_size: int | None) -> int:
-    """One that fails does not keep the others from being rotated."""
+    """Rotate every file. A failure does not stop the others."""
     worst = EXIT_OK
     for path in paths:
         try:
@@ -435,7 +435,7 @@ def rotate_one(shell: Shell, path: Path, min_bytes: int) -> dict[str, Any]:
 
 def rotation_sentence(facts: dict[str, Any]) -> str:
     if facts["archive"] is None:
-        return f"{facts['path']} stays as it is ({facts['bytes']:,} bytes)"
+        return f"{facts['path']} is not rotated ({facts['bytes']:,} bytes)"
     return f"{facts['path']} is now {facts['archive']} ({facts['bytes']:,} bytes)"
 
 

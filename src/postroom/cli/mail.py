@@ -1,4 +1,4 @@
-"""`postroom mail`: the server of mailboxes, and what a person or a script does with any such server."""
+"""`postroom mail`: the mail server, and commands for any mq9 server."""
 
 import os
 import time
@@ -25,9 +25,9 @@ from postroom.cli.shell import (
 from postroom.errors import InvalidMessage, InvalidSetting
 
 if TYPE_CHECKING:
+    from postroom.client.mail import Mail, Subscription
     from postroom.contracts.mail.options import MailOptions
     from postroom.core.mailcalls import MailMessage
-    from postroom.mailclient import Mail, Subscription
     from postroom.runtime.natsoptions import ServerOptions
 
 SERVER_VARIABLE = "POSTROOM_MAIL_SERVER"
@@ -42,9 +42,9 @@ PORT = click.IntRange(0, 65535)
 AT_LEAST_ONE = click.IntRange(1, COUNT_MAX)
 STORAGES = click.Choice(["memory", "os", "group"])
 PRIORITIES = ("critical", "urgent", "high", "normal", "low")
-BODY_BYTES_MAX = 64 << 20  # what a server takes is its own affair, and less
+BODY_BYTES_MAX = 64 << 20  # that the command line reads; a server accepts less
 ID_FILE_BYTES_MAX = 64 << 10
-LOOK_EVERY_S = 0.5  # at whether somebody still reads what is printed
+CHECK_EVERY_S = 0.5  # whether the reader of the output has gone
 LIST_COLUMNS = ("msg_id", "priority", "time")
 PUBLIC_COLUMNS = ("mail_id", "ttl_s", "desc")
 
@@ -54,31 +54,33 @@ def _count_option(name: str, default: int, text: str) -> Callable[[Decorated], D
     return click.option(name, type=amount, default=default, show_default=True, metavar="N", help=text)
 
 
-user_option = click.option("--user", default="", metavar="NAME", help="Who may come in, or who we are.")
+user_option = click.option("--user", default="", metavar="NAME", help="The user of the login.")
 password_option = click.option(
     "--password",
     default="",
     metavar="TEXT",
-    help=f"The password of --user. Shown in lists of processes.  [default: ${PASSWORD_VARIABLE}]",
+    help="The password of --user. Other users can see it in the list of processes.  "
+    f"[default: ${PASSWORD_VARIABLE}]",
 )
 token_option = click.option(
     "--token",
     default="",
     metavar="TEXT",
-    help=f"A token instead of a user. Shown in lists of processes.  [default: ${TOKEN_VARIABLE}]",
+    help="A token instead of a user. Other users can see it in the list of processes.  "
+    f"[default: ${TOKEN_VARIABLE}]",
 )
 place_options = together(
     click.option(
         "--server",
         metavar="URL",
-        help=f"Any mq9 server that speaks NATS; several with commas.  [default: ${SERVER_VARIABLE}, else "
+        help=f"An mq9 server that speaks NATS; several with commas.  [default: ${SERVER_VARIABLE}, else "
         f"nats://{HOST_DEFAULT}:{PORT_DEFAULT}]",
     ),
     user_option,
     password_option,
     token_option,
     path_option(
-        "--tls-ca", metavar="FILE", text="Trust servers whose certificate is signed by one of these."
+        "--tls-ca", metavar="FILE", text="Trust servers whose certificate is signed by a CA of this file."
     ),
 )
 
@@ -103,14 +105,18 @@ count_option = click.option(
     "--count",
     type=click.IntRange(1, COUNT_MAX),
     metavar="N",
-    help="At most N messages.  [default: all]",
+    help="Print at most N messages.  [default: all]",
 )
 mail_argument = click.argument("mail_id", metavar="MAIL_ID")
 priority_option = click.option(
-    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="Who goes first."
+    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="How urgent it is."
 )
 only_option = click.option(
-    "--priority", type=click.Choice([*PRIORITIES, "*"]), default="*", show_default=True, help="Only these."
+    "--priority",
+    type=click.Choice([*PRIORITIES, "*"]),
+    default="*",
+    show_default=True,
+    help="Only this priority.",
 )
 
 
@@ -118,8 +124,8 @@ only_option = click.option(
 def mail() -> None:
     """Mailboxes over the NATS protocol, as in the mq9 design.
 
-    MAIL_ID is the id of a private mailbox, the name of a public one, or @FILE with what `create` printed:
-    others can see what stands on a command line, and the id of a private mailbox is its only key.
+    MAIL_ID is the id of a private mailbox, the name of a public one, or @FILE with the output of `create`.
+    Use a file for a private mailbox: other users can see a command line, and the id is the only key.
 
     \b
     Example:
@@ -134,7 +140,7 @@ def mail() -> None:
 
 
 @mail.command()
-@path_option("--data", metavar="DIR", text="Where everything is kept.", required=True)
+@path_option("--data", metavar="DIR", text="The data folder of the server.", required=True)
 @click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
 @click.option(
     "--port",
@@ -145,22 +151,32 @@ def mail() -> None:
     help="The port; 0 takes a free one.",
 )
 @path_option("--tls-cert", metavar="FILE", text="Speak TLS with this certificate.")
-@path_option("--tls-key", metavar="FILE", text="Its key, when it is in another file.")
-@click.option("--tls-first", is_flag=True, help="Begin with TLS; clients have to be told.")
+@path_option("--tls-key", metavar="FILE", text="The key of the certificate, if it is in another file.")
+@click.option(
+    "--tls-first", is_flag=True, help="Start with the TLS handshake; clients have to be configured for it."
+)
 @user_option
 @password_option
-@path_option("--users-file", metavar="FILE", text="Who may come in: lines of user:password.")
+@path_option("--users-file", metavar="FILE", text="The users of the server: lines of user:password.")
 @token_option
-@click.option("--durable-normal", is_flag=True, help="Sync normal and low messages, too: --normal group.")
-@click.option("--critical", type=STORAGES, default="group", show_default=True, help="When they are stored.")
-@click.option("--urgent", type=STORAGES, default="group", show_default=True, help="The same; also for high.")
-@click.option("--normal", type=STORAGES, help="The same; also for low.  [default: os]")
+@click.option("--durable-normal", is_flag=True, help="Also fsync normal and low messages: --normal group.")
+@click.option(
+    "--critical", type=STORAGES, default="group", show_default=True, help="Durability of critical messages."
+)
+@click.option(
+    "--urgent",
+    type=STORAGES,
+    default="group",
+    show_default=True,
+    help="Durability of urgent and high messages.",
+)
+@click.option("--normal", type=STORAGES, help="Durability of normal and low messages.  [default: os]")
 @click.option(
     "--envelope",
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
     show_default=True,
-    help="Who gets messages in an envelope: auto is the published SDK.",
+    help="Which clients get messages in an envelope; auto: those of the published SDK.",
 )
 @click.option(
     "--default-ttl-s",
@@ -168,39 +184,43 @@ def mail() -> None:
     default=86_400.0,
     show_default=True,
     metavar="S",
-    help="The life of a mailbox that asks for none; 0 is for ever.",
+    help="The lifetime of a mailbox that is created without one; 0 is for ever.",
 )
-@_count_option("--mailboxes-max", 1_000_000, "Mailboxes of the server.")
-@_count_option("--stored-bytes-max", 1 << 30, "Memory for all messages and mailboxes, in bytes.")
-@_count_option("--quota-messages", 0, "Messages of one mailbox; 0 is no quota.")
-@_count_option("--quota-bytes", 128 << 20, "Memory for the messages of one mailbox, in bytes; 0 is no quota.")
+@_count_option("--mailboxes-max", 1_000_000, "The most mailboxes of the server.")
+@_count_option("--stored-bytes-max", 1 << 30, "The most memory for all messages and mailboxes, in bytes.")
+@_count_option("--quota-messages", 0, "The most messages of one mailbox; 0 is no quota.")
+@_count_option("--quota-bytes", 128 << 20, "The most memory for one mailbox, in bytes; 0 is no quota.")
 @_count_option(
-    "--client-quota-bytes", 256 << 20, "The same for what one client has stored: a login, or an address."
+    "--client-quota-bytes",
+    256 << 20,
+    "The same for the messages of one client, which is a login or an address.",
 )
-@_count_option("--client-quota-mailboxes", 100_000, "Mailboxes of one client; 0 is no quota.")
-@_count_option("--client-quota-agents", 1_000, "Registered agents of one client; 0 is no quota.")
-@_count_option("--group-window", 32, "Undeleted messages of one member of a queue group; 0 is no limit.")
+@_count_option("--client-quota-mailboxes", 100_000, "The most mailboxes of one client; 0 is no quota.")
+@_count_option("--client-quota-agents", 1_000, "The most registered agents of one client; 0 is no quota.")
+@_count_option("--group-window", 32, "The most messages in flight to one member of a group; 0 is no limit.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
-@click.option("--receipts", is_flag=True, help="Tell each delivery as an event.")
-@click.option("--extend", is_flag=True, help="Let the creator of a mailbox give it more time.")
-@_count_option("--payload-bytes-max", 1 << 20, "Bytes of one message.")
-@_count_option("--pending-bytes-max", 64 << 20, "Bytes that wait for a connection before it is cut off.")
-@_count_option("--connections-max", 65_536, "Connections at once.")
-@_count_option("--subscriptions-max", 100_000, "Subscriptions of one connection.")
+@click.option("--receipts", is_flag=True, help="Emit an event for each delivery.")
+@click.option("--extend", is_flag=True, help="Let the creator of a mailbox extend its lifetime.")
+@_count_option("--payload-bytes-max", 1 << 20, "The most bytes of one message.")
+@_count_option(
+    "--pending-bytes-max", 64 << 20, "The most unsent bytes of a connection; beyond them it is closed."
+)
+@_count_option("--connections-max", 65_536, "The most connections.")
+@_count_option("--subscriptions-max", 100_000, "The most subscriptions of one connection.")
 @click.option(
     "--ping-interval-s",
     type=click.FloatRange(min=0.1),
     default=120.0,
     show_default=True,
     metavar="S",
-    help="How long a client may be silent before it is asked.",
+    help="How long a client may be silent before the server sends a ping.",
 )
 @click.pass_obj
 def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
     """Run the server: mailboxes, and plain NATS on every other subject.
 
-    Clients of mq9 and of NATS come as they are. One line says where it listens; SIGTERM ends it within two
-    seconds. Its events stand in DIR/events.jsonl; `postroom audit ship --mail DIR` takes them to the stream.
+    Clients of mq9 and of NATS work unchanged. The address is printed once the server listens; SIGTERM ends it
+    within two seconds. Events are in DIR/events.jsonl; `postroom audit ship --mail DIR` ships them.
 
     \b
     Example:
@@ -209,7 +229,7 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
     """
     from postroom.runtime.mailserver import serve as run_server
 
-    def say_where(port: int) -> None:
+    def print_address(port: int) -> None:
         scheme = "tls" if chosen["tls_cert"] else "nats"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         facts = {"url": url, "data": str(data), "pid": os.getpid()}
@@ -217,7 +237,7 @@ def serve(shell: Shell, /, data: Path, host: str, **chosen: Any) -> None:
         shell.output.flush()
 
     shell.show_warnings()
-    run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=say_where)
+    run_server(data, _server_options(host, chosen), _mail_options(chosen), ready=print_address)
 
 
 def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
@@ -250,30 +270,26 @@ def _server_options(host: str, chosen: dict[str, Any]) -> "ServerOptions":
 def _mail_options(chosen: dict[str, Any]) -> "MailOptions":
     from postroom.contracts.mail.options import MailOptions
 
-    wanted = {name: value for name, value in chosen.items() if name in MailOptions.__struct_fields__}
+    options = {name: value for name, value in chosen.items() if name in MailOptions.__struct_fields__}
     if chosen["durable_normal"]:
         if chosen["normal"] not in (None, "group"):
             raise click.UsageError(f"--durable-normal and --normal {chosen['normal']} exclude each other")
-        wanted["normal"] = "group"
-    return MailOptions(**{name: value for name, value in wanted.items() if value is not None})
+        options["normal"] = "group"
+    return MailOptions(**{name: value for name, value in options.items() if value is not None})
 
 
 # ---- mailboxes -----------------------------------------------------------------------------------------
 
 
 @mail.command()
-@click.option(
-    "--name", default="", metavar="NAME", help="What it is called; needs --public.  [default: a random id]"
-)
-@click.option("--public", is_flag=True, help="Let everybody find it; needs --name.")
-@click.option(
-    "--ttl-s", type=parse_wait, metavar="S", help="How long it lives.  [default: as the server says]"
-)
+@click.option("--name", default="", metavar="NAME", help="Its name; needs --public.  [default: a random id]")
+@click.option("--public", is_flag=True, help="List it for all clients; needs --name.")
+@click.option("--ttl-s", type=parse_wait, metavar="S", help="Its lifetime.  [default: that of the server]")
 @click.option("--desc", default="", metavar="TEXT", help="What it is for.")
 @server_options
 @click.pass_obj
 def create(shell: Shell, /, name: str, public: bool, ttl_s: float | None, desc: str, **where: Any) -> None:
-    """Make a mailbox, and print its id and whether it is new. One that exists is left as it is.
+    """Create a mailbox, and print its id and whether it is new. An existing mailbox is not changed.
 
     \b
     Example:
@@ -285,18 +301,18 @@ def create(shell: Shell, /, name: str, public: bool, ttl_s: float | None, desc: 
     with _mail(shell, where) as client:
         made = client.ensure(name, ttl_s=ttl_s, public=public, desc=desc)
     facts = {"mail_id": made.mail_id, "is_new": made.is_new}
-    if made.is_new is None:  # another server, which does not say it
+    if made.is_new is None:  # another mq9 server, which does not report it
         del facts["is_new"]
     shell.output.facts(facts, f"{made.mail_id} exists already" if made.is_new is False else made.mail_id)
 
 
 @mail.command()
 @mail_argument
-@click.option("--body", metavar="TEXT", help="What it says; - is stdin.  [default: stdin]")
-@click.option("--body-file", metavar="FILE", help="Take it from a file; - is stdin.")
+@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
+@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
 @priority_option
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
-@click.option("--no-wait", is_flag=True, help="Do not wait until it is stored.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until the message is stored.")
 @server_options
 @click.pass_obj
 def send(
@@ -321,8 +337,8 @@ def send(
 
 @mail.command()
 @mail_argument
-@click.option("--body", metavar="TEXT", help="What it says; - is stdin.  [default: stdin]")
-@click.option("--body-file", metavar="FILE", help="Take it from a file; - is stdin.")
+@click.option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
+@click.option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
 @priority_option
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="A header. May be repeated.")
 @_timeout_option(ASK_TIMEOUT_S, "How long to wait for the answer to the message.")
@@ -334,8 +350,8 @@ def ask(
 ) -> None:  # fmt: skip
     """Send a message, wait for the answer, and print it.
 
-    The answer is the first message in a private mailbox, made for this. Its id is in the message's header
-    Mq9-Reply-To: whoever answers sends to it. Without an answer in time it exits with 1; the message stays.
+    The answer is the first message in a private mailbox that is made for it. The id of that mailbox is in the
+    header Mq9-Reply-To of the message. Without an answer in time the exit code is 1; the message stays.
 
     \b
     Example:
@@ -359,12 +375,12 @@ def _headers(texts: tuple[str, ...]) -> dict[str, str]:
 @mail.command()
 @mail_argument
 @only_option
-@click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
+@click.option("--delete", "take", is_flag=True, help="Delete each message after it was printed.")
 @count_option
 @server_options
 @click.pass_obj
 def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, count: int | None, **where: Any) -> None:
-    """What a mailbox holds now, in the order of priority. It stays there.
+    """Print the messages of a mailbox by priority. They stay there.
 
     \b
     Example:
@@ -384,19 +400,21 @@ def read(shell: Shell, /, mail_id: str, priority: Any, take: bool, count: int | 
 @mail.command()
 @mail_argument
 @only_option
-@click.option("--group", default="", metavar="NAME", help="Share the messages with the others of this group.")
-@click.option("--delete", "take", is_flag=True, help="Delete each one after it was printed.")
+@click.option(
+    "--group", default="", metavar="NAME", help="Share the messages with the members of this group."
+)
+@click.option("--delete", "take", is_flag=True, help="Delete each message after it was printed.")
 @count_option
-@_timeout_option(None, "Stop after this many seconds.  [default: never]")
+@_timeout_option(None, "Stop after S seconds.  [default: never]")
 @place_options
 @click.pass_obj
 def follow(
     shell: Shell, /, mail_id: str, priority: Any, group: str, take: bool, count: int | None,
     timeout_s: float | None, **where: Any,
 ) -> None:  # fmt: skip
-    """What a mailbox holds, and then what comes. A lost connection is made again.
+    """Print the messages of a mailbox, then new ones as they arrive. Reconnects when the connection is lost.
 
-    Ends at a signal, after --timeout-s, after -n messages, or when nobody reads its output any more.
+    Ends at a signal, after --timeout-s, after -n messages, or when the reader of its output has gone.
 
     \b
     Example:
@@ -419,13 +437,13 @@ def follow(
                 if take:
                     client.delete(box, message.msg_id)
         except Stopped:
-            return  # whatever it does: a follower has no other end
+            return  # the normal end of a follower
 
 
 def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | None":
-    """The next message; None when the time is over, or nobody reads what we print any more."""
+    """The next message; None after the timeout, or when the reader of the output has gone."""
     while not reader_gone():
-        left_s = LOOK_EVERY_S if ends_at is None else min(LOOK_EVERY_S, ends_at - time.monotonic())
+        left_s = CHECK_EVERY_S if ends_at is None else min(CHECK_EVERY_S, ends_at - time.monotonic())
         message = messages.next(max(0.0, left_s))
         if message is not None or left_s <= 0:
             return message
@@ -438,7 +456,7 @@ def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | Non
 @server_options
 @click.pass_obj
 def delete(shell: Shell, /, mail_id: str, msg_ids: tuple[int, ...], **where: Any) -> None:
-    """Delete messages of a mailbox. One that is not there is no error.
+    """Delete messages of a mailbox. A missing message is no error.
 
     \b
     Example:
@@ -457,7 +475,7 @@ def delete(shell: Shell, /, mail_id: str, msg_ids: tuple[int, ...], **where: Any
 @server_options
 @click.pass_obj
 def list_command(shell: Shell, /, mail_id: str, **where: Any) -> None:
-    """What a mailbox holds, without what it says: the first thousand.
+    """List the first thousand messages of a mailbox, without their bodies.
 
     \b
     Example:
@@ -481,7 +499,7 @@ def list_command(shell: Shell, /, mail_id: str, **where: Any) -> None:
 @server_options
 @click.pass_obj
 def discover(shell: Shell, /, **where: Any) -> None:
-    """The public mailboxes.
+    """List the public mailboxes.
 
     \b
     Example:
@@ -496,7 +514,7 @@ def discover(shell: Shell, /, **where: Any) -> None:
 
 
 def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
-    from postroom.mailclient import DEFAULT_SERVER, Mail
+    from postroom.client.mail import DEFAULT_SERVER, Mail
 
     shell.show_warnings()
     return Mail(
@@ -504,13 +522,13 @@ def _mail(shell: Shell, where: dict[str, Any]) -> "Mail":
         user=where["user"],
         password=where["password"] or os.environ.get(PASSWORD_VARIABLE, ""),
         token=where["token"] or os.environ.get(TOKEN_VARIABLE, ""),
-        tls=_trusting(where["tls_ca"]) if where["tls_ca"] else None,
+        tls=_tls_context(where["tls_ca"]) if where["tls_ca"] else None,
         timeout_s=where.get("timeout_s", CALL_TIMEOUT_S),
         name="postroom-cli",
     )
 
 
-def _trusting(authorities: Path) -> Any:
+def _tls_context(authorities: Path) -> Any:
     import ssl
 
     try:
@@ -521,7 +539,7 @@ def _trusting(authorities: Path) -> Any:
 
 
 def _mail_id(text: str) -> str:
-    """The id itself, or what stands in a file: one line, or the JSON that `create` prints."""
+    """The id itself, or with @ the content of a file: one line, or the JSON that `create` prints."""
     if not text.startswith("@"):
         return text
     import msgspec

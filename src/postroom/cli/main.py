@@ -28,8 +28,8 @@ PROGRAM = "postroom"
 def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
     """Mailboxes, logs and task queues for AI agents.
 
-    Results are JSON lines when they go to a pipe or a file, and readable text on a terminal. The exit code
-    is 0 when the work was done, 1 when it failed, 2 when the call was wrong.
+    Results are JSON lines in a pipe or a file, and readable text on a terminal. The exit code is 0 after
+    success, 1 after a failure, 2 after a wrong call.
 
     \b
     Example:
@@ -51,7 +51,6 @@ cli.add_command(verify_command)
 
 
 def main() -> None:
-    """The installed command."""
     leave(run(cli, PROGRAM))
 
 

@@ -1,4 +1,4 @@
-"""`postroom pipeline`: work on the audit stream as a whole."""
+"""`postroom pipeline`: tables, checks and reports of the whole audit stream."""
 
 import re
 import time
@@ -45,7 +45,7 @@ def _local_path(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def folder_option(*names: str, text: str, required: bool) -> Callable[[Command], Command]:
-    """An option that names a folder of this machine, and no address."""
+    """An option that names a folder on this machine; an address is refused."""
     return click.option(
         *names, type=click.Path(), callback=_local_path, required=required, metavar="DIR", help=text
     )
@@ -53,7 +53,7 @@ def folder_option(*names: str, text: str, required: bool) -> Callable[[Command],
 
 @click.group(context_settings=HELP_OPTIONS)
 def pipeline() -> None:
-    """Work on the audit stream as a whole.
+    """Tables, checks and reports of the whole audit stream.
 
     \b
     Example:
@@ -64,18 +64,20 @@ def pipeline() -> None:
 
 
 @pipeline.command()
-@click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages it has.")
+@click.option("--messages", type=MESSAGES, required=True, metavar="N", help="How many messages to generate.")
 @click.option("--seed", type=SEED, required=True, metavar="S", help="The same seed gives the same bytes.")
-@folder_option("--out", "folder", text="A new or empty folder for its segments.", required=True)
+@folder_option("--out", "folder", text="A new or empty folder for the segments.", required=True)
 @click.option(
-    "--faults", is_flag=True, help="Break every rule at some places, and list them in DIR/_faults.jsonl."
+    "--faults",
+    is_flag=True,
+    help="Break every rule at some places, and list the places in DIR/_faults.jsonl.",
 )
 @click.pass_obj
 def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool) -> None:
-    """Make up a history, with everything that happens to messages of a global queue.
+    """Generate an audit stream with all kinds of events of a global queue.
 
-    Organisations of very different size, goals with trees of messages, priorities and promotions, retries,
-    dead letters with recurring errors, tokens and cost; lines that come twice, and lines that come late.
+    It has organisations of very different size, goals with trees of messages, priorities and promotions,
+    retries, dead letters with recurring errors, tokens and cost, duplicate lines and late lines.
 
     \b
     Example:
@@ -88,7 +90,7 @@ def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool)
 
     from postroom.pipeline.generator.generate import generate as make
 
-    gc.disable()  # nothing that it makes is part of a cycle, and there are millions of them
+    gc.disable()  # the millions of objects have no cycles, so collections would only cost time
     try:
         made = make(folder, messages, seed, faults=faults, progress=_progress(shell, messages))
     finally:
@@ -101,14 +103,14 @@ def generate(shell: Shell, messages: int, seed: int, folder: Path, faults: bool)
 
 
 def _progress(shell: Shell, messages: int) -> Callable[[int, int], None]:
-    """Says now and then, on a terminal, how far it is."""
-    began = told_at = time.monotonic()
+    """A callback that prints the progress on a terminal from time to time."""
+    began = noted_at = time.monotonic()
 
     def progress(made: int, lines: int) -> None:
-        nonlocal told_at
+        nonlocal noted_at
         now = time.monotonic()
-        if now >= told_at + PROGRESS_EVERY_S:
-            told_at = now
+        if now >= noted_at + PROGRESS_EVERY_S:
+            noted_at = now
             share = made / messages
             left_s = (now - began) * (1 - share) / share
             shell.note(f"{share:.0%}: {made:,} messages, {lines:,} lines, {left_s:.0f} s to go")
@@ -123,7 +125,7 @@ EVERY_S = click.FloatRange(0.1, 86_400.0)
 
 def events_option(*, required: bool = True) -> Callable[[Command], Command]:
     return folder_option(
-        "--events", text="The folder of the audit stream: its sealed segments are read.", required=required
+        "--events", text="The folder of the audit stream. Only sealed segments are read.", required=required
     )
 
 
@@ -149,10 +151,9 @@ spark_options = together(
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _c, _p, texts: _settings(texts),
-        help="A setting of Spark; may be repeated.",
+        help="A setting of Spark. May be repeated.",
     ),
 )
-"""Where a job runs."""
 
 
 def _settings(texts: tuple[str, ...]) -> dict[str, str]:
@@ -169,7 +170,7 @@ def redaction_option(command: Command) -> Command:
         type=click.Choice(["none", "medium", "full"]),
         default="medium",
         show_default=True,
-        help="What is taken out of payloads and errors that the stream still holds.",
+        help="How much is redacted in payloads and errors of the stream.",
     )(command)
 
 
@@ -177,7 +178,7 @@ def skip_option(command: Command) -> Command:
     return click.option(
         "--skip-missing",
         is_flag=True,
-        help="Give up segments that are missing while later ones are there, and say which.",
+        help="Skip segments that are missing although later ones exist, and name them.",
     )(command)
 
 
@@ -185,7 +186,7 @@ def skip_option(command: Command) -> Command:
 def spark_of(
     master: str, remote: str | None, conf: dict[str, str], *, is_small: bool = False
 ) -> "Iterator[SparkSession]":
-    """The one session of a command."""
+    """The Spark session of a command."""
     from postroom.pipeline.session import spark_session
 
     with starting:
@@ -197,7 +198,7 @@ def spark_of(
 
 
 def told(shell: Shell) -> Callable[[str], None]:
-    """Progress on stderr, with the seconds since the beginning."""
+    """A callback that prints progress on stderr, with the seconds since the start."""
     began = time.monotonic()
     return lambda text: warn(shell.program, f"{time.monotonic() - began:6.1f} s  {text}")
 
@@ -212,7 +213,7 @@ def _pipeline(
     events: Path | None = None,
     follows: bool = False,
 ) -> "Iterator[Pipeline]":
-    """Spark with the tables. The session fits the size of the data, unless it `follows` what may grow."""
+    """The tables on Spark. Small data gets a small session, unless the command `follows` a growing stream."""
     from postroom.pipeline.paths import is_small
 
     say = told(shell)
@@ -231,7 +232,7 @@ def _print_summary(shell: Shell, summary: "Summary") -> None:
 
     shell.output.facts(
         msgspec.to_builtins(summary),
-        f"{summary.segments} new segments, {summary.lines:,} lines, {summary.rejects:,} of them no events; "
+        f"{summary.segments} new segments, {summary.lines:,} lines, {summary.rejects:,} of them rejected; "
         f"{summary.rows.get('silver_messages', 0):,} messages in all"
         f"{summary.note and '; '}{summary.note}",
     )
@@ -278,11 +279,11 @@ def prepare(shell: Shell, anew: bool) -> None:
 def run(
     shell: Shell, /, events: Path, tables: Path, skip_missing: bool, redaction: str, **where: Any
 ) -> None:
-    """Take the segments that are new, and bring every table up to them.
+    """Ingest new segments and update every table.
 
-    What was taken before is not read again. A run that was interrupted is simply started again. Segments are
-    taken in the order of their numbers: where one is missing, those behind it wait for it. If it is lost for
-    good, --skip-missing goes on without it.
+    Segments that were ingested before are not read again. After an interrupted run, run the command again.
+    Segments are ingested in the order of their numbers: later segments wait for a missing one. If that is
+    lost for good, --skip-missing continues without it.
 
     \b
     Example:
@@ -307,10 +308,10 @@ def run(
 @click.pass_obj
 @beside_spark
 def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str, **where: Any) -> None:
-    """Make the silver and gold tables anew from all of bronze.
+    """Rebuild the silver and gold tables from bronze.
 
     For tables of an earlier version, or after a change of the redaction. Readers see the old rows of a table
-    until its new ones are complete.
+    until the new ones are complete.
 
     \b
     Example:
@@ -336,7 +337,7 @@ def backfill(shell: Shell, /, events: Path | None, tables: Path, redaction: str,
     "every_s",
     type=EVERY_S,
     metavar="SECONDS",
-    help="Go on for ever, with a batch so often. Without it: all that is there, then the end.",
+    help="Run for ever, with a batch every SECONDS.  [default: ingest the present segments and end]",
 )
 @skip_option
 @spark_options
@@ -354,10 +355,10 @@ def stream(
     redaction: str,
     **where: Any,
 ) -> None:
-    """Follow the audit stream: a batch of new segments, and the tables up to it, again and again.
+    """Follow the audit stream: ingest new segments in batches, and update the tables after each batch.
 
-    As with `run`, segments behind one that is missing wait for it. Behind Spark Connect it does not work: a
-    server would call back into a process of its own.
+    As with `run`, later segments wait for a missing one. Does not work with --remote: a Spark Connect server
+    would run the batches in a process of its own.
 
     \b
     Example:
@@ -365,7 +366,7 @@ def stream(
       postroom pipeline stream --events /data/audit --tables /data/tables --every 10
     """
     if where["remote"] is not None:
-        raise click.UsageError("a stream has no --remote: give `run` again and again, or use --master")
+        raise click.UsageError("a stream has no --remote: repeat `run`, or use --master")
     from postroom.pipeline.paths import need_apart, need_stream, need_writable
 
     need_stream(events)
@@ -380,11 +381,11 @@ def stream(
 @tables_option
 @click.pass_obj
 def status(shell: Shell, events: Path | None, tables: Path) -> None:
-    """How far each table has come. It needs no Spark.
+    """Show how far each table is. Needs no Spark.
 
-    `behind` counts the commits of its source that a silver table has not seen; where nobody counts them, as
-    for bronze and gold, it is empty. With --events, the first line counts the segments that nobody took so
-    far, and a sentence on stderr names those that the others wait for.
+    `behind` is the number of commits of its source that a silver table has not processed; for bronze and gold
+    it is empty. With --events, the first line counts the segments that are not ingested yet, and a line on
+    stderr names missing segments that others wait for.
 
     \b
     Example:
@@ -413,15 +414,15 @@ def status(shell: Shell, events: Path | None, tables: Path) -> None:
 
 @pipeline.command("tables")
 @tables_option
-@click.option("--compact", is_flag=True, help="Join small files first. Rows stay as they are.")
+@click.option("--compact", is_flag=True, help="Merge small files first. Rows do not change.")
 @click.option(
     "--vacuum",
     is_flag=True,
-    help="Delete files that no version of the last week names, and what killed jobs left.",
+    help="Delete files that no version of the last week uses, and files that killed jobs left.",
 )
 @click.pass_obj
 def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None:
-    """The tables and their columns. It needs no Spark.
+    """List the tables and their columns. Needs no Spark.
 
     \b
     Example:
@@ -448,12 +449,12 @@ def list_tables(shell: Shell, tables: Path, compact: bool, vacuum: bool) -> None
 @click.pass_obj
 @beside_spark
 def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
-    """Ask the tables with the SQL of Spark; prints JSON lines.
+    """Query the tables with Spark SQL; prints JSON lines.
 
-    Queries over the tables of the folder, and SHOW TABLES, SHOW COLUMNS, DESCRIBE and EXPLAIN. Whatever else
-    Spark could do is refused: statements that change something, files that are named by their path,
-    functions that run code. With --remote it does not work: a query is checked by Spark's own parser, which a
-    Spark Connect client does not have.
+    Allowed are queries over the tables of the folder, and SHOW TABLES, SHOW COLUMNS, DESCRIBE and EXPLAIN.
+    Everything else is refused: statements that change data, files named by their path, functions that run
+    code. Does not work with --remote: Spark's own parser checks the query, and a Spark Connect client has no
+    parser.
 
     \b
     Example:
@@ -474,11 +475,11 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
 @path_option(
     "--out",
     metavar="FILE",
-    text="The HTML file to write. It stands alone: nothing is loaded from anywhere.",
+    text="The HTML file to write. It is self-contained and loads nothing.",
     required=True,
 )
 @path_option(
-    "--speedscope", metavar="FILE", text="Also write the goals' flame graphs as a file for speedscope."
+    "--speedscope", metavar="FILE", text="Also write the flame graphs of the goals as a speedscope file."
 )
 @click.option(
     "--target",
@@ -486,17 +487,17 @@ def sql(shell: Shell, /, tables: Path, query: str, **where: Any) -> None:
     multiple=True,
     metavar="PRIORITY=TIME",
     callback=lambda _c, _p, texts: _targets(texts),
-    help="How long messages of a priority may wait, as in P0=10ms; may be repeated.  [default: no targets]",
+    help="How long messages of a priority may wait, such as P0=10ms. May be repeated.  [default: no targets]",
 )
 @click.pass_obj
 def report(
     shell: Shell, /, tables: Path, out: Path, speedscope: Path | None, targets: dict[int, int]
 ) -> None:
-    """Draw what the tables say, as one HTML file. It needs no Spark.
+    """Write a report of the tables as one HTML file. Needs no Spark.
 
-    Latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, who talks to
-    whom, and flame graphs of the largest goals. With --target, how many messages were delivered in time. It
-    can be read offline, and has no script in it.
+    It shows latency, throughput, queue depth, errors, dead letters and their patterns, tokens and cost, which
+    agents talk to each other, and flame graphs of the largest goals; with --target also how many messages
+    were delivered in time. The file works offline and has no script.
 
     \b
     Example:
@@ -519,7 +520,7 @@ def report(
     facts = write_report(Tables(tables), out, speedscope, targets_us=targets, progress=told(shell))
     shell.output.facts(
         {"report": str(out), "messages": facts.messages, "events": facts.events, "goals": len(facts.goals)},
-        f"{out} tells of {facts.messages:,} messages",
+        f"{out} is a report of {facts.messages:,} messages",
     )
 
 
@@ -531,19 +532,19 @@ def report(
     default=CHECK_HORIZON_S,
     show_default=True,
     metavar="S",
-    help="How long an open message may be silent before it counts as lost.",
+    help="How long an open message may have no event before it counts as lost.",
 )
 @spark_options
 @click.pass_obj
 @beside_spark
 def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
-    """Check the whole history in the tables, and print the violations that it proves.
+    """Check all events of the tables, and print every violation of a guarantee.
 
-    Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
-    a life ends once, and no number of a source is missing or stands for two events. One line for each
-    violation, at most a thousand of each rule, with the events that prove it. What `retain` let leave is not
-    missing. The exit code is 0 when there is none, and 1 otherwise. Tables of up to 200,000 events, from
-    which nothing was let leave, are checked without Spark.
+    The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
+    message never overlap, a message ends once, and no number of a source is missing or used twice. The output
+    is a line for each violation, at most a thousand per rule, with the events that prove it. Messages that
+    `retain` removed are not missing. The exit code is 0 without violations, and 1 otherwise. Tables of up to
+    200,000 events, from which nothing was removed, are checked without Spark.
 
     \b
     Example:
@@ -579,7 +580,7 @@ def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]
 
 
 def _targets(texts: tuple[str, ...]) -> dict[int, int]:
-    """The targets of --target, in microseconds by priority."""
+    """The targets in microseconds, by priority."""
     found = {}
     for text in texts:
         match = re.fullmatch(r"[Pp]?(\d{1,3})=(\d{1,9}(?:\.\d{1,6})?)(us|ms|s)", text)
@@ -599,28 +600,28 @@ DAYS = click.IntRange(1, 36_500)
     type=DAYS,
     required=True,
     metavar="N",
-    help="How long messages stay: 7, 30, 90 or any other.",
+    help="How many days messages are kept: 7, 30, 90 or any other number.",
 )
 @path_option(
     "--org-days",
     metavar="FILE",
-    text="Organizations with a tier of their own: lines of an id and a number of days.",
+    text="Organizations with a number of days of their own: lines of an id and a number.",
 )
 @click.option(
     "--failures-days",
     type=DAYS,
     metavar="N",
-    help="Dead letters and quarantined messages stay at least so long.",
+    help="Keep dead letters and quarantined messages at least N days.",
 )
 @click.option(
     "--gold-days",
     type=DAYS,
     metavar="N",
-    help="Days of gold tables leave after so long.  [default: never]",
+    help="Remove days of gold tables after N days.  [default: never]",
 )
-@path_option("--hold", metavar="FILE", text="What stays whatever its age: lines of `org ID` or `goal ID`.")
-@click.option("--archive", metavar="PATH", help="Write what leaves to this Hadoop path first.")
-@click.option("--dry-run", is_flag=True, help="Only count.")
+@path_option("--hold", metavar="FILE", text="Legal holds, kept at any age: lines of `org ID` or `goal ID`.")
+@click.option("--archive", metavar="PATH", help="Write removed rows to this Hadoop path first.")
+@click.option("--dry-run", is_flag=True, help="Only count, change nothing.")
 @spark_options
 @click.pass_obj
 @beside_spark
@@ -637,11 +638,12 @@ def retain(
     dry_run: bool,
     **where: Any,
 ) -> None:
-    """Let messages leave the tables that ended or last moved longer ago than they are kept.
+    """Remove messages from the tables whose end or last event is older than their time to keep.
 
-    A message leaves as a whole, with its events. Rows are counted before any is deleted, and with --archive
-    read back from there. Gold tables keep what they counted, for --gold-days. Files stay on the disk for a
-    week, and then until the next `retain`, or `tables --vacuum`; those of gold until `tables --vacuum`.
+    A message is removed as a whole, with its events. Rows are counted before they are deleted, and with
+    --archive first read back from the archive. Gold tables keep their figures for --gold-days. Deleted files
+    stay on the disk for a week, and then until the next `retain` or `tables --vacuum`; those of gold until
+    `tables --vacuum`.
 
     \b
     Example:
@@ -685,22 +687,28 @@ def retain(
 @tables_option
 @click.option("--where", "condition", required=True, metavar="SQL", help="A condition on silver_messages.")
 @click.option(
-    "--since", metavar="TIME", callback=lambda _c, _p, text: _micros(text), help="Created from then on."
+    "--since",
+    metavar="TIME",
+    callback=lambda _c, _p, text: _micros(text),
+    help="Only messages created from then on.",
 )
-@click.option("--until", metavar="TIME", callback=lambda _c, _p, text: _micros(text), help="Created before.")
-@click.option("--to", required=True, metavar="URL", help="The store they go to, or a new one as a sandbox.")
-@click.option("--store", metavar="URL", help="The store that still has the payloads.")
-@path_option("--key-file", metavar="FILE", text="The keys of payloads that the stream holds encrypted.")
 @click.option(
-    "--rate", type=click.FloatRange(0.1, 1e6), metavar="N", help="At most so many messages a second."
+    "--until",
+    metavar="TIME",
+    callback=lambda _c, _p, text: _micros(text),
+    help="Only messages created before.",
 )
+@click.option("--to", required=True, metavar="URL", help="The store to submit to; a new one is a sandbox.")
+@click.option("--store", metavar="URL", help="The store that still has the payloads.")
+@path_option("--key-file", metavar="FILE", text="The keys of encrypted payloads.")
+@click.option("--rate", type=click.FloatRange(0.1, 1e6), metavar="N", help="At most N messages per second.")
 @click.option(
     "--replay-id",
     default="",
     metavar="NAME",
-    help="The name it is remembered by.  [default: made of --where, --since, --until and --to]",
+    help="The name of the replay.  [default: made of --where, --since, --until and --to]",
 )
-@click.option("--dry-run", is_flag=True, help="Only count.")
+@click.option("--dry-run", is_flag=True, help="Only count, change nothing.")
 @spark_options
 @click.pass_obj
 @beside_spark
@@ -719,12 +727,11 @@ def replay(
     dry_run: bool,
     **where: Any,
 ) -> None:
-    """Submit messages of the past again, in the order in which they were created.
+    """Submit past messages again, in the order in which they were created.
 
-    A message whose payload is only known redacted is refused and counted, and so is one with a queue or
-    an id that no task can have; then the command ends with 1. The same command given again submits what is
-    missing, and nothing twice within the 30 days for which a store remembers it. With --remote it does not
-    work: the condition is checked by Spark's own parser.
+    A message is refused and counted if only its redacted payload is known, or if no task can have its queue
+    or id; the exit code is then 1. Running the same command again submits only missing messages: a store
+    remembers a replay for 30 days. Does not work with --remote: Spark's own parser checks the condition.
 
     \b
     Example:
@@ -758,7 +765,7 @@ def replay(
     shell.output.facts(
         msgspec.to_builtins(found),
         f"{found.replay_id}: {found.submitted:,} of {found.selected:,} messages {word}, "
-        f"{found.known:,} were there, {found.refused - found.unfit:,} refused because only a redacted "
+        f"{found.known:,} were known, {found.refused - found.unfit:,} refused because only a redacted "
         f"payload is left, {found.unfit:,} because no task can have their queue or id",
     )
     if found.refused and not dry_run:

@@ -1,10 +1,11 @@
-"""Any program as an agent, or as what executes decisions: JSON on its stdin, JSON on its stdout.
+"""Runs a program as an agent or as the executor of decisions: JSON on its stdin, JSON on its stdout.
 
-Rule 1: its files are temporary ones, no pipes: a program that reads nothing or prints a lot blocks nobody.
-Rule 2: it is a process group of its own, and the whole group ends when its work is no longer wanted.
-Rule 3: none outlives us: `end_programs` is the last thing that its caller does, and a guard in the group ends
-        it when we are killed.
-Rule 4: it inherits the environment without our token.
+Rule 1: stdin, stdout and stderr are temporary files and not pipes, so that a program that reads nothing or
+        prints a lot blocks nothing.
+Rule 2: a program has its own process group, and the whole group is ended when its task is lost.
+Rule 3: no program outlives this process: callers end with `end_programs`, and a guard in the group ends the
+        program when this process is killed.
+Rule 4: a program inherits the environment without the token.
 """
 
 import os
@@ -18,34 +19,35 @@ from typing import IO, Any
 
 from postroom.errors import reason
 
-OUTPUT_BYTES_MAX = 1024 * 1024  # what a result may have
-ERROR_LINES = 10  # of stderr that tell why it failed
+OUTPUT_BYTES_MAX = 1024 * 1024  # of a result
+ERROR_LINES = 10  # of stderr that go into the error
 ERROR_BYTES = 4_000
-LOOK_EVERY_S = 0.2  # at whether its work is still wanted
+CHECK_EVERY_S = 0.2  # whether the task is lost, or the output too long
 TERM_GRACE_S = 5.0
 TOKEN_VARIABLE = "POSTROOM_TOKEN"  # noqa: S105 - the name of a variable
 SHELL = "/bin/sh"
-# The guard reads a pipe of ours. A line says that the program has ended, the pipe's end says that we have. It
-# is no child of the program, which may wait for all of its children.
+# The guard reads a pipe from this process. A line means that the program has ended; the end of the pipe means
+# that this process has. The guard is no child of the program, which may wait for all of its children.
 GUARD = '( (if read -r _ < "/dev/fd/$2"; then exit 0; fi; kill -KILL 0) & ); exec /bin/sh -c "$1"'
-CANNOT_RUN = (126, 127)  # exit codes of a shell: the program cannot be executed, or is not there
+CANNOT_RUN = (126, 127)  # exit codes of a shell: the program cannot be executed, or does not exist
 
 
 _running: set[subprocess.Popen[bytes]] = set()
 
 
 class ProgramFailed(Exception):
-    """It ended with a failure, was ended, or printed what is not JSON."""
+    """The program failed, was ended, or printed something that is not JSON."""
 
 
 class CannotRun(ProgramFailed):
-    """The shell could not execute it, or did not find it."""
+    """The shell could not execute or find the program."""
 
 
-def run_program(command: str, given: Any, unwanted: threading.Event | None = None) -> Any:
-    """Run a command line of the shell with `given` as JSON on its stdin; what it printed, decoded.
+def run_program(command: str, task: Any, lost: threading.Event | None = None) -> Any:
+    """Run a shell command with `task` as JSON on its stdin, and return the JSON value that it printed.
 
-    Nothing printed is null. Raises `ProgramFailed`, and `CannotRun` when there is no such program.
+    No output is null. Ends the program when `lost` is set. Raises `ProgramFailed`, and `CannotRun` when there
+    is no such program.
     """
     import msgspec
 
@@ -54,34 +56,34 @@ def run_program(command: str, given: Any, unwanted: threading.Event | None = Non
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as out,
         tempfile.TemporaryFile() as errors,
-        _guard_pipe() as guarded,
+        _guard_pipe() as guard_fd,
     ):
-        stdin.write(msgspec.json.encode(given) + b"\n")
+        stdin.write(msgspec.json.encode(task) + b"\n")
         stdin.seek(0)
         process = subprocess.Popen(  # noqa: S603 - running what the user names is the purpose
-            [SHELL, "-c", GUARD, SHELL, command, str(guarded)],
+            [SHELL, "-c", GUARD, SHELL, command, str(guard_fd)],
             stdin=stdin,
             stdout=out,
             stderr=errors,
             env=environ,
             start_new_session=True,
-            pass_fds=(guarded,),
+            pass_fds=(guard_fd,),
         )
         _running.add(process)
         try:
-            _wait(process, out, unwanted)
+            _wait(process, out, lost)
         finally:
             _end(process)
             _running.discard(process)
         if process.returncode != 0:
             kind = CannotRun if process.returncode in CANNOT_RUN else ProgramFailed
-            raise kind(_why(process.returncode, errors))
+            raise kind(_failure(process.returncode, errors))
         return _decoded(out)
 
 
 @contextmanager
 def _guard_pipe() -> Iterator[int]:
-    """The reading end of a pipe whose other end only this process has. A line in it lets the guard go."""
+    """The reading end of a pipe whose writing end only this process has. A line ends the guard."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -92,24 +94,24 @@ def _guard_pipe() -> Iterator[int]:
 
 
 def end_programs() -> None:
-    """End what still runs in other threads."""
+    """End the programs that other threads still run."""
     for process in list(_running):
         _end(process)
 
 
-def _wait(process: subprocess.Popen[bytes], out: IO[bytes], unwanted: threading.Event | None) -> None:
+def _wait(process: subprocess.Popen[bytes], out: IO[bytes], lost: threading.Event | None) -> None:
     while True:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_EVERY_S)
+            process.wait(CHECK_EVERY_S)
             return
-        if unwanted is not None and unwanted.is_set():
-            raise ProgramFailed("it was ended, because the task is no longer ours")
+        if lost is not None and lost.is_set():
+            raise ProgramFailed("it was ended, because the lease of its task is over")
         if os.fstat(out.fileno()).st_size > OUTPUT_BYTES_MAX:
             raise ProgramFailed(f"it printed more than {OUTPUT_BYTES_MAX} bytes")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Politely first; a no-op for one that has ended."""
+    """SIGTERM first, then SIGKILL. Does nothing when the process has ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -119,12 +121,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(TERM_GRACE_S)
 
 
-def _why(code: int, errors: IO[bytes]) -> str:
-    end = f"exit code {code}" if code > 0 else f"signal {-code}"
+def _failure(code: int, errors: IO[bytes]) -> str:
+    how = f"exit code {code}" if code > 0 else f"signal {-code}"
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_BYTES))
     lines = errors.read().decode("utf-8", "replace").splitlines()
-    said = "\n".join(lines[-ERROR_LINES:]).strip()
-    return f"{end}: {said}" if said else end
+    last_lines = "\n".join(lines[-ERROR_LINES:]).strip()
+    return f"{how}: {last_lines}" if last_lines else how
 
 
 def _decoded(out: IO[bytes]) -> Any:
@@ -137,4 +139,4 @@ def _decoded(out: IO[bytes]) -> Any:
     try:
         return msgspec.json.decode(text) if text.strip() else None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProgramFailed(f"what it printed is not JSON: {reason(error)}") from None
+        raise ProgramFailed(f"its output is not JSON: {reason(error)}") from None

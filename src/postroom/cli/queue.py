@@ -1,7 +1,7 @@
 """`postroom queue`, and the commands that `zos-mq` shares with it.
 
-Each command is one function. `zos-mq` gives it the options of the original and no others; `postroom queue`
-gives it a few more. What is printed in which form is the business of `render.Output`.
+Each command is one function. `zos-mq` gives it the options of the original program; `postroom queue` adds a
+few. `render.Output` chooses the form of the output.
 """
 
 import inspect
@@ -38,11 +38,11 @@ TOPICS = (
     "broadcast",
     "spawn-request",
     "status",
-)  # as the contract has them, without importing it
+)  # as in the contract, which --help must not import
 
 
 def parse_seconds(text: str) -> float | int:
-    """Seconds that stay whole when they are: they are stored the way they were given."""
+    """A number of seconds. Whole numbers stay whole, because the queue stores them as given."""
     try:
         return int(text)
     except ValueError:
@@ -54,7 +54,7 @@ def parse_seconds(text: str) -> float | int:
 
 
 def option(*names: str, **facts: Any) -> Callable[[], click.Option]:
-    """An option that several commands have: each gets its own copy."""
+    """An option of several commands. Each command gets its own copy."""
     return lambda: click.Option(list(names), **facts)
 
 
@@ -72,21 +72,25 @@ session_option = option(
     help="The session.  [default: $POSTROOM_QUEUE_SESSION, $ZOS_MQ_SESSION, else default]",
 )
 every_session_option = option("--session", metavar="NAME", help="One session only.  [default: every session]")
-agent_option = option("--agent", "agent_id", required=True, metavar="ID", help="Who reads.")
-body_option = option("--body", metavar="TEXT", help="The body; - reads it from stdin, as does giving none.")
-body_file_option = option("--body-file", metavar="FILE", help="Take the body from a file; - is stdin.")
+agent_option = option("--agent", "agent_id", required=True, metavar="ID", help="The agent that reads.")
+body_option = option("--body", metavar="TEXT", help="The body; - is stdin.  [default: stdin]")
+body_file_option = option("--body-file", metavar="FILE", help="Read the body from a file; - is stdin.")
 ttl_option = option(
-    "--ttl", "ttl_s", type=parse_seconds, metavar="S", help="Seconds until it expires.  [default: never]"
+    "--ttl",
+    "ttl_s",
+    type=parse_seconds,
+    metavar="S",
+    help="Seconds until the message expires.  [default: never]",
 )
 sender_option = option(
     "--sender",
     metavar="ID",
-    help="Who sends.  [default: $POSTROOM_QUEUE_AGENT_ID, $ZOS_MQ_AGENT_ID, else anonymous]",
+    help="The agent that sends.  [default: $POSTROOM_QUEUE_AGENT_ID, $ZOS_MQ_AGENT_ID, else anonymous]",
 )
 durability_option = option(
     "--durability",
     type=click.Choice(["os", "group", "fsync"]),
-    help="When it counts as stored: in the page cache, or after an fsync.  "
+    help="When the message counts as stored: in the page cache, or after an fsync.  "
     "[default: from the settings, else os]",
 )
 
@@ -136,9 +140,9 @@ def poll(
     durability: str | None = None,
     limit: int | None = None,
 ) -> None:
-    """Print what is new for an agent.
+    """Print the new messages of an agent.
 
-    It then counts as read. The agent's place is stored before anything is printed: a crash loses messages
+    They then count as read. The agent's cursor is stored before anything is printed: a crash loses messages
     rather than repeating them.
     """
     name = chosen_session(shell, session)
@@ -154,7 +158,7 @@ def poll(
 def tail(
     shell: Shell, /, count: int, session: str | None, include_expired: bool, root: Path | None = None
 ) -> None:
-    """Print the last messages of a session, and change nothing."""
+    """Print the last messages of a session, without marking them as read."""
     name = chosen_session(shell, session)
     with shell.queue(root) as mailbox:
         messages = mailbox.tail(count, name, include_expired=include_expired)
@@ -192,11 +196,11 @@ def send_options() -> list[click.Parameter]:
             ["--topic"], required=True, type=click.Choice(TOPICS), help="What kind of message it is."
         ),
         body_option(),
-        click.Option(["--to"], metavar="ID", help="The agent it is for.  [default: everyone]"),
+        click.Option(["--to"], metavar="ID", help="The recipient.  [default: every agent]"),
         ttl_option(),
         session_option(),
         sender_option(),
-        click.Option(["--reply-to"], metavar="MSG_ID", help="The message it answers."),
+        click.Option(["--reply-to"], metavar="MSG_ID", help="The message that this one answers."),
     ]
 
 
@@ -205,7 +209,7 @@ def poll_options() -> list[click.Parameter]:
         ["--topic", "topics"],
         multiple=True,
         type=click.Choice(TOPICS),
-        help="Only this topic; what is left out is passed over for good. May be repeated.",
+        help="Only this topic; messages of other topics are skipped for good. May be repeated.",
     )
     return [agent_option(), topic, session_option()]
 
@@ -216,26 +220,26 @@ def tail_options() -> list[click.Parameter]:
         type=COUNT,
         default=TAIL_DEFAULT,
         show_default=True,
-        help="How many.",
+        help="How many messages.",
     )
-    expired = click.Option(["--include-expired"], is_flag=True, help="Also those that have expired.")
+    expired = click.Option(["--include-expired"], is_flag=True, help="Also print expired messages.")
     return [count, session_option(), expired]
 
 
-# ---- the commands that are ours -----------------------------------------------------------------
+# ---- the commands of postroom alone -------------------------------------------------------------
 
 
 def inbox(shell: Shell, /, agent_id: str, session: str | None, root: Path | None) -> None:
-    """Say how far an agent has read.
+    """Show how far an agent has read.
 
-    `empty` is true only when no line holds anything new for the agent: silence is proved, not assumed.
+    `empty` is true only when every line was read and none holds a new message for the agent.
     """
     name = chosen_session(shell, session)
     with shell.queue(root) as mailbox:
         facts = mailbox.inbox(agent_id, name)
         note_missing(shell, mailbox.root)
         note_nothing_to_read(shell, mailbox, name, agent_id)
-    state = "nothing is waiting" if facts["empty"] else "something is waiting"
+    state = "no message is waiting" if facts["empty"] else "messages are waiting"
     place = f"{facts['cursor']} of {facts['high_water']} bytes in epoch {facts['epoch']}"
     shell.output.facts({"agent_id": agent_id, **facts}, f"{agent_id}: {state}; it has read {place}")
 
@@ -252,7 +256,7 @@ def ask(
     session: str | None,
     root: Path | None,
 ) -> None:
-    """Send a question, wait for its answer and print that."""
+    """Send a question, wait for the answer and print it."""
     with shell.queue(root) as mailbox:
         answer = mailbox.ask(
             queue_body(shell, body, body_file),
@@ -268,9 +272,9 @@ def ask(
 
 
 def register(shell: Shell, /, agent_id: str, session: str | None, root: Path | None) -> None:
-    """Make an agent known.
+    """Register an agent.
 
-    Once one is, messages to names that are not known are reported when they are sent.
+    Once an agent is registered, `send` warns about recipients that are not.
     """
     with shell.queue(root) as mailbox:
         name = chosen_session(shell, session)
@@ -282,13 +286,13 @@ def agents(shell: Shell, /, session: str | None, root: Path | None) -> None:
     """List the registered agents."""
     with shell.queue(root) as mailbox:
         rows = [{"agent_id": name} for name in mailbox.agents(chosen_session(shell, session))]
-    shell.output.rows(["agent_id"], rows, empty="nobody is registered")
+    shell.output.rows(["agent_id"], rows, empty="no agent is registered")
 
 
 def check(shell: Shell, /, session: str | None, root: Path | None) -> int:
-    """Read everything and list the damage.
+    """Check every file of a session and list the damage.
 
-    The exit code is 1 when there is any. Nothing is changed.
+    The exit code is 1 when there is any. No file is changed.
     """
     with shell.queue(root) as mailbox:
         names = mailbox.sessions() if session is None else [session]
@@ -312,11 +316,11 @@ def repair(
     session: str | None,
     root: Path | None,
 ) -> None:
-    """Mend a damaged cursor or side file.
+    """Repair a damaged cursor or side file.
 
-    An agent's cursor is set to a place that you choose: "start" hands everything out again, "end" nothing
-    that is there now. A side file is put back from a copy, which has to fit the checksum in the message. What
-    was there before is kept under another name.
+    A cursor is set to a position that you choose: "start" delivers all messages again, "end" none of the
+    present ones. A side file is restored from a copy, which has to match the checksum in the message. The
+    damaged file is kept under another name.
     """
     if (agent_id is None) == (msg_id is None):
         raise click.UsageError("say what to repair: --agent with --to, or --message with its body")
@@ -324,15 +328,15 @@ def repair(
     with shell.queue(root) as mailbox:
         if msg_id is not None:
             mailbox.repair_body(msg_id, queue_body(shell, body, body_file), name)
-            shell.output.facts({"msg_id": msg_id}, f"the side file of {msg_id} is back")
+            shell.output.facts({"msg_id": msg_id}, f"the side file of {msg_id} is restored")
             return
         if to is None:
             raise click.UsageError("--agent needs --to: start, end or an offset")
-        offset = mailbox.repair_cursor(str(agent_id), parse_place(to), name)
-    shell.output.facts({"agent_id": agent_id, "cursor": offset}, f"{agent_id} goes on at offset {offset}")
+        offset = mailbox.repair_cursor(str(agent_id), parse_position(to), name)
+    shell.output.facts({"agent_id": agent_id, "cursor": offset}, f"{agent_id} continues at offset {offset}")
 
 
-def parse_place(text: str) -> Literal["start", "end"] | int:
+def parse_position(text: str) -> Literal["start", "end"] | int:
     match text:
         case "start" | "end":
             return text
@@ -341,11 +345,11 @@ def parse_place(text: str) -> Literal["start", "end"] | int:
     raise click.BadParameter(f"{text!r} is not start, end or an offset in bytes", param_hint="'--to'")
 
 
-# ---- what they share ----------------------------------------------------------------------------
+# ---- shared parts -------------------------------------------------------------------------------
 
 
 def note_nothing_to_read(shell: Shell, mailbox: "Queue", session: str, agent_id: str) -> None:
-    """No message is no error, but a slip in the session or in the agent's name should not look like that."""
+    """Warn about a session without messages and an unregistered agent: both may be typing errors."""
     note_empty(shell, mailbox, session)
     known = mailbox.agents(session)
     if known and agent_id not in known and shell.output.form != "zos":
@@ -356,7 +360,7 @@ def note_nothing_to_read(shell: Shell, mailbox: "Queue", session: str, agent_id:
 
 
 def note_empty(shell: Shell, mailbox: "Queue", session: str) -> None:
-    """Name the sessions that hold messages, if this one holds none. The original prints no such sentence."""
+    """Warn about a session without messages, and name those that have some. `zos-mq` prints no warning."""
     if shell.output.form == "zos" or not mailbox.root.exists() or mailbox.holds_messages(session):
         return
     found = [name for name in mailbox.sessions() if mailbox.holds_messages(name)]
@@ -365,7 +369,7 @@ def note_empty(shell: Shell, mailbox: "Queue", session: str) -> None:
 
 
 def shortened(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -424,7 +428,7 @@ def print_report(shell: Shell, report: "QueueReport") -> None:
 def queue(shell: Shell, root: Path | None) -> None:
     """The mailbox of the agents on one machine.
 
-    Messages have a topic and perhaps a recipient; each reader has a cursor that the queue keeps.
+    A message has a topic, and may have a recipient. The queue keeps a cursor for each reader.
 
     \b
     Example:
@@ -438,7 +442,7 @@ def queue(shell: Shell, root: Path | None) -> None:
 def command(
     name: str, callback: Callable[..., Any], params: list[click.Parameter], *examples: str
 ) -> click.Command:
-    """A command whose help ends in examples."""
+    """A command whose help is the callback's docstring and examples."""
     text = f"{inspect.getdoc(callback)}\n\n\b\nExample:\n" + "\n".join(f"  {example}" for example in examples)
     return click.Command(
         name,
@@ -475,16 +479,16 @@ add(
             type=parse_wait,
             default=0.0,
             metavar="S",
-            help="Wait up to this many seconds for the first message.",
+            help="Wait up to S seconds for the first message.",
         ),
         click.Option(
-            ["--keep-filtered"], is_flag=True, help="Keep what --topic leaves out for a later poll."
+            ["--keep-filtered"], is_flag=True, help="Keep messages of other topics for a later poll."
         ),
         click.Option(
             ["--limit"],
             type=COUNT,
             metavar="N",
-            help="At most N messages; the rest stays for the next poll.  [default: all]",
+            help="Print at most N messages; the next poll gets the rest.  [default: all]",
         ),
         durability_option(),
     ],
@@ -525,9 +529,9 @@ add(
     repair,
     [
         click.Option(["--agent", "agent_id"], metavar="ID", help="The agent whose cursor to set."),
-        click.Option(["--to"], metavar="PLACE", help="start, end, or an offset at which a line starts."),
+        click.Option(["--to"], metavar="POSITION", help="start, end, or an offset at which a line starts."),
         click.Option(
-            ["--message", "msg_id"], metavar="MSG_ID", help="The message whose side file to put back."
+            ["--message", "msg_id"], metavar="MSG_ID", help="The message whose side file to restore."
         ),
         body_option(),
         body_file_option(),

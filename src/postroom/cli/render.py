@@ -1,10 +1,10 @@
-"""What the command line prints: JSON lines for programs, tables and records for people.
+"""The output of the command line: JSON lines for programs, tables and records for people.
 
-Rule 1: a terminal gets the readable form, everything else (and --json) gets one JSON value a line.
+Rule 1: a terminal gets the readable form; pipes, files and --json get one JSON value per line.
 Rule 2: colours only on a terminal, and not when NO_COLOR is set.
-Rule 3: whatever comes out of a message or a path is made visible first: nothing in it reaches the terminal
-        as a command, in a header field as little as in a body.
-Rule 4: bytes that are no UTF-8 survive: in JSON as escapes of lone surrogates, which Python reads back.
+Rule 3: control characters of messages and paths are shown as escapes, so that no header field and no body
+        reaches the terminal as a command.
+Rule 4: bytes that are not UTF-8 are kept: in JSON they are escaped lone surrogates, which Python reads back.
 """
 
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Style = Literal["bold", "dim", "red", "green", "cyan"]
 Form = Literal["auto", "json", "zos"]
-"""auto: by where stdout goes; json: always; zos: what `zos-mq` prints, wherever it goes."""
+"""auto: readable on a terminal, else JSON; json: always JSON; zos: the output of `zos-mq`."""
 
 BODY_INDENT = "    "
 COLUMN_GAP = "  "
@@ -41,14 +41,14 @@ _STYLES: dict[Style, dict[str, Any]] = {
 
 
 class OutputFailed(Unavailable):
-    """What was to be printed could not be, and somebody may be waiting for it."""
+    """The output could not be written, for example because the disk is full."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(f"cannot write the output: {cause.strerror or cause}")
 
 
 class Output:
-    """One stream of results, in the form that fits where it goes."""
+    """Prints results to a stream, in the form that fits the stream."""
 
     def __init__(self, stream: TextIO, form: Form = "auto", environ: Mapping[str, str] = os.environ) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class Output:
 
     @property
     def readable(self) -> bool:
-        """Whether a person reads this."""
+        """Whether the output is for a person."""
         return self._terminal and self.form == "auto"
 
     def style(self, text: str, *styles: Style) -> str:
@@ -81,7 +81,7 @@ class Output:
             self.json_line(message)
 
     def record(self, head: Sequence[str], details: Mapping[str, Any], body: str) -> None:
-        """Something with a name, its facts below it, and a body. For people only."""
+        """Print a heading, details below it, and a body. For people only."""
         shown = (
             (name.replace("_", " "), _cell(value))
             for name, value in details.items()
@@ -90,25 +90,25 @@ class Output:
         self._record(head, shown, body)
 
     def msg_id(self, msg_id: str, *, bare: bool = False) -> None:
-        """The id of what was stored."""
+        """Print the id of a stored message."""
         if bare or self.readable or self.form == "zos":
             self.text(visible_line(msg_id))
         else:
             self.json_line({"msg_id": msg_id})
 
     def number(self, value: int, sentence: str = "") -> None:
-        """A number, which is a JSON value as it is; in words on a terminal when there are some."""
+        """Print a number, which is JSON, too; on a terminal the sentence, if there is one."""
         self.text(sentence if sentence and self.readable else str(value))
 
     def facts(self, facts: Mapping[str, Any], sentence: str) -> None:
-        """An object for programs, a sentence for people."""
+        """Print an object for programs, a sentence for people."""
         if self.readable:
             self.sentence(sentence)
         else:
             self.json_line(facts)
 
     def rows(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str) -> None:
-        """A table for people, one object a line for programs. `columns` are keys of the rows."""
+        """Print a table for people, one object per line for programs. `columns` are keys of the rows."""
         if not self.readable:
             for row in rows:
                 self.json_line(row)
@@ -125,15 +125,15 @@ class Output:
         self.text(json_text(value))
 
     def pretty(self, value: object) -> None:
-        """One JSON document over several lines."""
+        """Print one indented JSON document."""
         self.text(visible_json(json.dumps(value, indent=2, sort_keys=False, default=str)))
 
     def sentence(self, text: str) -> None:
-        """Words for a person, made safe."""
+        """Print a line of text, its control characters escaped."""
         self.text(visible_line(text))
 
     def text(self, line: str) -> None:
-        """One line that is safe already. Bytes, because stdout may be set to an encoding that lacks some."""
+        """Print a line that holds no control characters."""
         self._write(line + "\n")
 
     def flush(self) -> None:
@@ -147,7 +147,7 @@ class Output:
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
         if not self.readable:
-            encoding = "utf-8"  # JSON has one encoding
+            encoding = "utf-8"  # JSON is always UTF-8
         try:
             self._stream.buffer.write(text.encode(encoding, "backslashreplace"))
         except BrokenPipeError:
@@ -162,7 +162,6 @@ class Output:
             self.text(_aligned(row, widths))
 
     def _record(self, head: Sequence[str], details: Iterable[tuple[str, str]], body: str) -> None:
-        """A message as a person reads it: who and what, then the body, indented."""
         first, *rest = map(visible_line, head)
         self.text(COLUMN_GAP.join([self.style(first, "bold", "cyan"), *rest]))
         for name, value in details:
@@ -173,7 +172,7 @@ class Output:
 
 
 def bus_object(message: "BusMessage") -> dict[str, Any]:
-    """A bus message with the names it has in the file."""
+    """A bus message with the field names of the file."""
     fields: dict[str, Any] = {
         "msg_id": message.msg_id,
         "ts": rfc3339(message.ts),
@@ -215,7 +214,7 @@ def rfc3339(moment: datetime) -> str:
 
 
 def json_text(value: object) -> str:
-    """One line of JSON in which nothing can command a terminal."""
+    """One line of JSON, its control characters escaped."""
     return visible_json(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
@@ -235,7 +234,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def width(text: str) -> int:
-    """How many columns a terminal needs for a line."""
+    """The width of a text in columns of a terminal."""
     if text.isascii():
         return len(text)
     return sum(_char_width(char) for char in text)
@@ -248,7 +247,7 @@ def _char_width(char: str) -> int:
 
 
 def warn(program: str, text: str) -> None:
-    """One line on stderr. Work that can be done is not given up because nobody listens."""
+    """Print a line on stderr. A closed stderr does not stop the work."""
     with suppress(OSError):
         sys.stderr.write(f"{program}: {visible_line(text)}\n")
         sys.stderr.flush()

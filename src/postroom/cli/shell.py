@@ -1,8 +1,8 @@
-"""What every command shares: settings, output, opening a bus or a queue, signals, exit codes.
+"""The parts that all commands share: settings, output, opening a bus or a queue, signals, exit codes.
 
-Rule 1: an error is one sentence on stderr; 0 is done, 1 is a failure, 2 is a wrong call.
+Rule 1: an error is one sentence on stderr; exit code 0 is success, 1 a failure, 2 a wrong call.
 Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower that is its normal end.
-Rule 3: a reader that goes away is no error: nobody is left to tell.
+Rule 3: a closed pipe behind stdout is no error.
 """
 
 import atexit
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "postroom.toml"
 CONFIG_VARIABLE = "POSTROOM_CONFIG"
 TRACE_VARIABLE = "POSTROOM_TRACEBACK"
-COUNT_MAX = 1_000_000_000  # of messages in one answer
+COUNT_MAX = 1_000_000_000  # of messages in one result
 COUNT = click.IntRange(0, COUNT_MAX)
 _PLAIN_WORDS = (
     (re.compile(r"\s*\n\s*"), " "),
@@ -54,7 +54,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT. Not an Exception, so that no handler of errors takes it for one."""
+    """SIGTERM or SIGINT. Not an `Exception`, so that no error handler catches it."""
 
 
 class Shell:
@@ -64,12 +64,12 @@ class Shell:
         self.program = program
         self.config = config
         self.queue_root: Path | None = None
-        """What --root said in front of the command."""
+        """The value of --root in front of the command."""
         self.output = Output(sys.stdout, form)
 
     @cached_property
     def settings(self) -> "Settings":
-        """What the file and the environment say. Read when first asked for: --help must not fail on it."""
+        """The settings of the file and the environment. Loaded on first use: --help must not fail on them."""
         from postroom.settings import load
 
         return load(self._config_file(), os.environ)
@@ -114,7 +114,7 @@ class Shell:
         )
 
     def show_warnings(self) -> None:
-        """What the library logs, such as damage that it skipped, one line each on stderr."""
+        """Print what the library logs, such as skipped damage, as lines on stderr."""
         import logging
 
         program = self.program
@@ -126,7 +126,7 @@ class Shell:
         logging.getLogger("postroom").handlers = [Lines()]
 
     def note(self, text: str) -> None:
-        """Something that a person at a terminal wants to know, and nobody else."""
+        """Print a line on stderr if that is a terminal."""
         if sys.stderr.isatty():
             warn(self.program, text)
 
@@ -135,7 +135,7 @@ class Shell:
 
 
 def read_body(shell: Shell, body: str | None, body_file: str | None, bytes_max: int) -> str:
-    """The text to send, its bytes kept: what is no UTF-8 becomes surrogate escapes."""
+    """The body from an option, a file or stdin. Bytes that are not UTF-8 become surrogate escapes."""
     if body is not None and body_file is not None:
         raise click.UsageError("give the body once: --body or --body-file, not both")
     if body is not None and body != "-":
@@ -162,7 +162,7 @@ def _read_stdin(shell: Shell, bytes_max: int) -> bytes:
 
 
 def reader_gone() -> bool:
-    """Whether whoever read our output closed it. A follower would else wait for a line to find out."""
+    """Whether the reader of stdout has closed it. A follower would else notice only at its next line."""
     try:
         watched = select.poll()
         watched.register(sys.stdout.fileno(), 0)
@@ -177,7 +177,7 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a sig
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Both signals mean the same; a handler that the caller's program set is put back."""
+    """Raise `Stopped` at SIGTERM and SIGINT, and restore the previous handlers afterwards."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     try:
         before = [signal.signal(number, _stop) for number in numbers]
@@ -197,17 +197,17 @@ def _stoppable() -> Iterator[None]:
 def leave(code: int) -> NoReturn:
     """End the process.
 
-    Threads of Arrow and Delta may still run when a signal has cut a command short. They crash when the
-    interpreter is taken apart under them, so then the process ends without that.
+    After a signal, threads of Arrow and Delta may still run. They crash while the interpreter shuts down, so
+    then the process exits without that shutdown.
     """
     if "pyarrow" not in sys.modules and "deltalake" not in sys.modules:
         sys.exit(code)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()  # noqa: SLF001 - what `os._exit` leaves out
+    atexit._run_exitfuncs()  # noqa: SLF001 - `os._exit` does not run them
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+        with suppress(OSError, ValueError):  # a closed pipe, or a closed stream
             stream.flush()
     os._exit(code)
 
@@ -218,7 +218,7 @@ def run(command: click.Command, program: str, arguments: list[str] | None = None
     try:
         with _stoppable():
             return _finished(_guarded(command, program, arguments), program)
-    except Stopped:  # between two statements of ours
+    except Stopped:  # the signal came outside of `_guarded`
         return EXIT_RUNTIME
 
 
@@ -241,7 +241,7 @@ def _guarded(command: click.Command, program: str, arguments: list[str] | None) 
 
 
 def _invoke(command: click.Command, program: str, arguments: list[str]) -> object:
-    """As `command.main` without its own ideas of exit codes, one of which is 1 for a closed pipe."""
+    """As `command.main`, but without its exit codes: it returns 1 for a closed pipe."""
     if f"_{program.upper().replace('-', '_')}_COMPLETE" in os.environ:
         return command.main(arguments, prog_name=program)
     with command.make_context(program, arguments) as context:
@@ -249,30 +249,30 @@ def _invoke(command: click.Command, program: str, arguments: list[str]) -> objec
 
 
 def _finished(code: int, program: str) -> int:
-    """Flush what was printed: a full disk behind stdout is an error, a closed pipe is not."""
+    """Flush the output: a full disk behind stdout is an error, a closed pipe is not."""
     failure = _flush(sys.stdout)
-    if failure is not None and code == EXIT_OK:  # one reason for a failure is enough
+    if failure is not None and code == EXIT_OK:  # else a failure was already reported
         code = _failed(program, str(OutputFailed(failure)))
     _flush(sys.stderr)
     return code
 
 
 def _flush(stream: TextIO) -> OSError | None:
-    """What cannot be written is dropped; the interpreter would complain about it on its way out."""
+    """Flush, or drop the buffer: the interpreter would print an error about it at exit."""
     try:
         stream.flush()
     except OSError as error:
         with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
             stream.flush()
         return None if isinstance(error, BrokenPipeError) else error
     return None
 
 
 def _open_missing_descriptors() -> None:
-    """A program started without stdin, stdout or stderr must not get a bus file under that number."""
+    """Open missing standard descriptors, so that no bus file gets the number 0, 1 or 2."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -285,13 +285,13 @@ def _open_missing_descriptors() -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An error as one sentence: the system's name their file first, one that is our bug says so."""
+    """An error as one sentence. An unexpected error is a bug in postroom, and its sentence says so."""
     if isinstance(error, OSError) and not isinstance(error, PostroomError) and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, PostroomError):
         return str(error)
     if isinstance(error, UnicodeDecodeError):
-        return f"what was read is not text: {reason(error)}"
+        return f"the input is not text: {reason(error)}"
     return f"unexpected {type(error).__name__}: {error} (set {TRACE_VARIABLE}=1 to see where)"
 
 
@@ -311,7 +311,7 @@ def _misused(program: str, error: click.ClickException) -> int:
 
 
 def plain(message: str) -> str:
-    """What click says of a wrong call, on one line and without the names of its types."""
+    """A usage error of click, on one line and without the names of click's types."""
     for pattern, words in _PLAIN_WORDS:
         message = pattern.sub(words, message)
     return message
@@ -323,7 +323,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def together(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
-    """Several options as one decorator, in the order they are named."""
+    """Combine options into one decorator, in the given order."""
 
     def decorate(function: Decorated) -> Decorated:
         for option in reversed(options):
@@ -334,9 +334,9 @@ def together(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 
 def as_path(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001 - click's
-    """An empty path would mean the current folder, and comes from a variable that is not set.
+    """Refuse an empty path, which would mean the current folder and usually comes from an unset variable.
 
-    An address would become a folder of that name in the current one.
+    Refuse an address, which would become a folder of that name.
     """
     if value is None:
         return None
@@ -357,7 +357,7 @@ def path_option(
 
 
 def parse_wait(text: str) -> float:
-    """How long to wait: a number of seconds that ends."""
+    """A finite number of seconds, 0 or more."""
     try:
         seconds = float(text)
     except ValueError:
@@ -368,7 +368,7 @@ def parse_wait(text: str) -> float:
 
 
 class TimeoutOption(click.Option):
-    """`--timeout-s`, how long a command waits. Its earlier name `--timeout` works, and is not shown."""
+    """`--timeout-s`. Its earlier name `--timeout` still works, but is not shown in the help."""
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         super().add_to_parser(parser, ctx)
@@ -392,12 +392,12 @@ def _choose_json(context: click.Context, parameter: click.Parameter, value: bool
 
 
 def add_json_option(group: click.Group) -> None:
-    """Every command of a group takes --json, besides the program itself."""
+    """Give every command of a group the option --json."""
     for command in group.commands.values():
         command.params.append(json_option())
 
 
 def note_missing(shell: Shell, path: Path) -> None:
-    """Nothing there reads as empty, but a slip in the path should not look like that."""
+    """Warn about a path that does not exist: it reads as empty, but may be a typing error."""
     if not path.exists():
         warn(shell.program, f"warning: there is nothing at {path} yet")

@@ -1,16 +1,16 @@
-"""Commands that wait for a JVM, and end with it at the first signal.
+"""Commands that use a JVM, and end it at the first signal.
 
-Rule 1: the main thread never waits for the JVM. It could not be stopped there: its connection would be busy,
-        and whatever it then says to Spark, also that it shall stop, would wait behind the answer.
-Rule 2: a JVM that is being started is waited for. Left alone, it would not notice that nobody wants it.
-        Whoever is impatient meanwhile, and sends another signal, is not heard.
+Rule 1: the main thread never waits for the JVM. Its connection would be busy then, so that a request to stop
+        Spark would queue behind the pending answer.
+Rule 2: when a signal arrives while a JVM starts, the command waits for the start and then ends the JVM. An
+        abandoned JVM would not notice that its parent has gone. Further signals are ignored meanwhile.
 """
 
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, TypeVar
 
 from postroom.cli.shell import Stopped
@@ -18,19 +18,20 @@ from postroom.cli.shell import Stopped
 T = TypeVar("T")
 
 starting = threading.Lock()
-"""Held while a JVM is started, and for good once none shall be."""
-LOOK_S: Final = 0.1
+"""Held while a JVM starts, and for good once no JVM may start any more."""
+RETRY_EVERY_S: Final = 0.1
 
 
 def beside_spark(command: Callable[..., T]) -> Callable[..., T]:
-    """Let a command do its work in a thread of its own. Behind Spark Connect there is no JVM to end."""
+    """Run a command in its own thread. With --remote (Spark Connect) there is no JVM to end."""
 
     @wraps(command)
-    def waiting(*words: Any, **options: Any) -> T:
+    def run_beside(*arguments: Any, **options: Any) -> T:
         if options.get("remote") is not None:
-            return command(*words, **options)
+            return command(*arguments, **options)
         done: Future[T] = Future()
-        worker = threading.Thread(target=_work, args=(done, lambda: command(*words, **options)), daemon=True)
+        work = partial(command, *arguments, **options)
+        worker = threading.Thread(target=_run, args=(done, work), daemon=True)
         try:
             worker.start()
             return done.result()
@@ -38,27 +39,27 @@ def beside_spark(command: Callable[..., T]) -> Callable[..., T]:
             _end_jvm()
             raise
 
-    return waiting
+    return run_beside
 
 
 def follower(command: Callable[..., None]) -> Callable[..., None]:
-    """Of a command that goes on for ever, with a turn `every_s` seconds, a signal is the normal end."""
+    """Make a signal the normal end of a command that runs for ever, with a batch every `every_s` seconds."""
 
     @wraps(command)
-    def following(*words: Any, **options: Any) -> None:
+    def follow(*arguments: Any, **options: Any) -> None:
         try:
-            command(*words, **options)
+            command(*arguments, **options)
         except Stopped:
             if options["every_s"] is None:
                 raise
 
-    return following
+    return follow
 
 
-def _work(done: "Future[T]", work: Callable[[], T]) -> None:
+def _run(done: "Future[T]", work: Callable[[], T]) -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+    except BaseException as error:  # noqa: BLE001 - the main thread raises it
         done.set_exception(error)
 
 
@@ -66,9 +67,9 @@ def _end_jvm() -> None:
     from postroom.pipeline.jvm import end_jvm
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Not SIG_IGN: a JVM that is yet to start would inherit it, and not hear that it shall end.
+        # Not SIG_IGN: a JVM that starts later would inherit it, and ignore the signal that is to end it.
         signal.signal(number, lambda *_: None)
-    # As soon as there is one it can be ended, also while it looks for a cluster that does not answer.
+    # A JVM can be ended as soon as it exists, also while it waits for a cluster that does not answer.
     is_held = False
     while not end_jvm() and not is_held:
-        is_held = starting.acquire(timeout=LOOK_S)
+        is_held = starting.acquire(timeout=RETRY_EVERY_S)

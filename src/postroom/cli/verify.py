@@ -1,4 +1,4 @@
-"""`postroom verify`: which promises a stretch of the audit stream shows to be broken."""
+"""`postroom verify`: checks the guarantees of the contracts against a part of the audit stream."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage, Unavailable
 
 if TYPE_CHECKING:
     from postroom.core.events import AuditEvent
-    from postroom.core.history_checker import History, Open, Verdict
+    from postroom.core.history_checker import History, HistoryVerdict, Open
     from postroom.sinks.reader import Segments
     from postroom.stores.store import Store
 
 HORIZON_S = 86_400.0
 PROGRESS_EVERY_S = 2.0
 MICROS_PER_S = 1_000_000
-PAGE = 1_000  # events of the store that are read at once
+PAGE = 1_000  # events of the store per read
 COLUMNS = ("rule", "message_id", "event_ids", "sentence")
 
 
@@ -29,18 +29,18 @@ COLUMNS = ("rule", "message_id", "event_ids", "sentence")
 @click.option(
     "--store",
     metavar="URL",
-    help="The store that the stream tells of, such as sqlite:///run/queue.db. What is open in the stream has "
-    "to be in it.",
+    help="The store that was shipped to the stream, such as sqlite:///run/queue.db. Messages that are open "
+    "in the stream have to be in the store.",
 )
 @click.option(
     "--horizon-s",
     type=parse_wait,
     metavar="S",
-    help="How long an open message may be silent before it counts as lost; 0 never counts one.  "
+    help="How long an open message may have no event before it counts as lost; 0 is for ever.  "
     f"[default: {HORIZON_S:g}, with --store 0]",
 )
-@click.option("--since", metavar="TIME", help="Begin there: an RFC 3339 time such as 2026-02-05T14:30:00Z.")
-@click.option("--until", metavar="TIME", help="End there.")
+@click.option("--since", metavar="TIME", help="Start at this RFC 3339 time, such as 2026-02-05T14:30:00Z.")
+@click.option("--until", metavar="TIME", help="End at this time.")
 @click.pass_obj
 def verify_command(
     shell: Shell,
@@ -50,11 +50,11 @@ def verify_command(
     since: str | None,
     until: str | None,
 ) -> int:
-    """Check the history in DIR, and print every violation that it proves.
+    """Check the audit stream in DIR, and print every violation of a guarantee.
 
-    Nothing accepted is lost, nothing is delivered that was not accepted, leases of one message never overlap,
-    first deliveries are in order, and a life ends once. One line for each violation, with the events that
-    prove it. The exit code is 0 when there is none, and 1 otherwise.
+    The guarantees: no accepted message is lost, no message is delivered that was not accepted, leases of one
+    message never overlap, first deliveries are in order, and a message ends once. The output is a line for
+    each violation, with the events that prove it. The exit code is 0 without violations, and 1 otherwise.
 
     \b
     Example:
@@ -65,7 +65,7 @@ def verify_command(
     from postroom.core.history_checker import History
 
     if store is not None and until is not None:
-        raise click.UsageError("--store says how things stand now, so it does not go with --until")
+        raise click.UsageError("--store compares with the present, so it cannot be used with --until")
     since_us, until_us = _time_us("--since", since), _time_us("--until", until)
     history = History(since_us=since_us, until_us=until_us)
     _read(shell, folder, history, since_us, until_us)
@@ -102,34 +102,36 @@ def _read(shell: Shell, folder: Path, history: "History", since_us: int | None, 
         raise Unavailable(f"{segments.folder} holds no audit stream")
     add = history.add
     n = 0
-    told_at = time.monotonic()
+    noted_at = time.monotonic()
     for events in _blocks(segments, since_us, until_us):
         for event in events:
             add(event)
         n += len(events)
-        if time.monotonic() >= told_at + PROGRESS_EVERY_S:
-            told_at = time.monotonic()
+        if time.monotonic() >= noted_at + PROGRESS_EVERY_S:
+            noted_at = time.monotonic()
             shell.note(f"{n:,} events read")
 
 
 def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) -> "Iterator[list[AuditEvent]]":
-    """Whole segments: where a stretch begins and ends within one is for the history to say."""
+    """The events of whole segments. `History` cuts them to --since and --until."""
     from postroom.sinks.reader import StreamPosition
 
     entries = segments.entries()
     first = next((entry.n for entry in entries if since_us is None or entry.max_ts_us >= since_us), None)
-    if first is None:  # only what still grows can be in it
+    if first is None:  # only the open segment can hold such events
         first = entries[-1].n + 1 if entries else 0
-    behind = [entry.n for entry in entries if until_us is not None and entry.min_ts_us > until_us]
+    later = [entry.n for entry in entries if until_us is not None and entry.min_ts_us > until_us]
     for events, place in segments.after(StreamPosition(first, 0)):
-        if place.n not in behind:
+        if place.n not in later:
             yield events
 
 
 # ---- the store beside it -----------------------------------------------------------------------------
 
 
-def _beside_store(history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool) -> "Verdict":
+def _beside_store(
+    history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
+) -> "HistoryVerdict":
     """What is open in the stream has to be in the store, unless it ended after the stream did."""
     from postroom.stores.open import SQLITE, open_store
 
@@ -151,18 +153,18 @@ def _source_of(history: "History", store: "Store", url: str) -> str:
     for source in history.sources():
         if source.endswith(f":{identity}"):
             return source
-    raise click.ClickException(f"the stream does not tell of {url}: none of its sources is {identity}")
+    raise click.ClickException(f"{url} was not shipped to this stream: none of its sources is {identity}")
 
 
 def _read_on(history: "History", store: "Store", source: str) -> None:
-    """What the store has told since, and nobody has shipped so far."""
+    """Add the events of the store that are not shipped yet."""
     from postroom.core.events import of_store
 
     contract, last = history.sources()[source]
     while found := store.events(last, PAGE):
         if found[0].seq != last + 1:
             raise click.ClickException(
-                f"the stream ends at event {last}, and the store has forgotten what came next"
+                f"the stream ends at event {last}, and the store has purged the events after it"
             )
         for event in found:
             history.add(of_store(event, source, contract))
@@ -176,10 +178,10 @@ def _absent(store: "Store", source: str) -> "Callable[[Open], bool]":
     return absent
 
 
-# ---- what is shown -----------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------
 
 
-def _show(shell: Shell, verdict: "Verdict") -> int:
+def _show(shell: Shell, verdict: "HistoryVerdict") -> int:
     rows: list[dict[str, Any]] = [
         {
             "rule": violation.rule,

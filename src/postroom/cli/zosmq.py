@@ -1,4 +1,4 @@
-"""The command `zos-mq`: the queue with exactly the options, the output and the exit codes of the original."""
+"""The command `zos-mq`: the queue with the options, the output and the exit codes of the original program."""
 
 import sys
 from pathlib import Path
@@ -16,9 +16,9 @@ PROGRAM = "zos-mq"
 def cli(context: click.Context, root: Path | None) -> None:
     """A mailbox for the agents of one machine, in plain files.
 
-    `send` prints the id of the message, `poll` and `tail` print one JSON object a line, `status` prints one
-    JSON document, `expire` a number. The exit code is 0 when the work was done, 1 when it failed (also when
-    the kill switch ZOS_MQ_DISABLED=1 stops a send), 2 when the call was wrong.
+    `send` prints the id of the message, `poll` and `tail` print one JSON object per line, `status` prints one
+    JSON document, `expire` a number. The exit code is 0 after success, 1 after a failure (also when the kill
+    switch ZOS_MQ_DISABLED=1 stops a send), 2 after a wrong call.
 
     \b
     Example:
@@ -52,7 +52,6 @@ cli.add_command(
 
 
 def main() -> None:
-    """The installed command."""
     sys.exit(run(cli, PROGRAM))
 
 

@@ -19,8 +19,8 @@ from postroom.core.timeline import Latest, Timeline
 from postroom.core.times import epoch_ns_of
 from postroom.errors import InvalidMessage, Unavailable, UnknownMessage
 from postroom.sinks import retention, verify
-from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, Unreadable
-from postroom.sinks.heads import Head, head_path, noted_head
+from postroom.sinks.cipher import KEY_ID_CHARS_MAX, PREFIX, Cipher, UnreadablePayload
+from postroom.sinks.heads import StreamHead, head_path, noted_head
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.reader import Segments, StreamPosition
 
@@ -124,7 +124,9 @@ class Audit:
             raise UnknownMessage(message_id, self.folder)
         return tracing.spans(self._revealed(events))
 
-    def verify(self, head: str | None = None, *, noted: Iterable[Head] = ()) -> list[verify.Finding]:
+    def verify(
+        self, head: str | None = None, *, noted: Iterable[StreamHead] = ()
+    ) -> list[verify.IntegrityFinding]:
         """What is wrong with the chain of segments; nothing, when they are as they were sealed.
 
         `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
@@ -162,8 +164,8 @@ class Audit:
 
     def _reveal(self, cipher: Cipher, event: AuditEvent) -> AuditEvent:
         try:
-            return cipher.reveal(event)
-        except Unreadable as error:
+            return cipher.decrypt(event)
+        except UnreadablePayload as error:
             self._tell_of_key(event, str(error))
             return event
 

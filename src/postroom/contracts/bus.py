@@ -1,7 +1,7 @@
 """`Bus`: an append-only YAML log that many processes write and read without a server.
 
-Who remembers what was read: the reader, by the id of the last message it saw. An append is the commit point;
-what it returned an id for is in the file, in the order of the ids.
+Each reader keeps its own position: the id of the last message it has seen. The append is the commit point:
+once it has returned an id, the message is in the file, and messages are in the order of their ids.
 """
 
 import itertools
@@ -29,19 +29,19 @@ from postroom.system.atomic import absolute_path, is_path, open_safely, sync_fol
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
-FILE_MODE = 0o644  # as the original: other users may read a bus
+FILE_MODE = 0o644  # as in conductor-loop: other users may read a bus
 FOLDER_MODE = 0o755
-DISCOVERY_BYTES = 4096  # of a file that `discover` looks at, and a writer that finds no id in it
-REOPENS_MAX = 1000  # a name that changes its file this often under one append is not a bus
+DISCOVERY_BYTES = 4096  # examined to decide whether a file is a bus
+REOPENS_MAX = 1000  # times that one append follows a path whose file keeps being replaced
 DURABILITIES = ("os", "group", "fsync")
 
 _log = logging.getLogger("postroom.bus")
-_UNKNOWN = -2  # equal to no size, and not to -1, which says that the file is gone
+_UNKNOWN = -2  # differs from every size and from -1, which means that the file was replaced
 _sequence = itertools.count(1)
 
 
 class Duplicate(msgspec.Struct, frozen=True):
-    """A record with the id of an earlier one: a reader that goes on after that id passes what is between."""
+    """A record with the id of an earlier one. A reader that resumes after this id skips those in between."""
 
     msg_id: str
     offset: int
@@ -49,35 +49,35 @@ class Duplicate(msgspec.Struct, frozen=True):
 
 
 class BusReport(msgspec.Struct, frozen=True):
-    """What `Bus.verify` found."""
+    """The result of `Bus.verify`."""
 
     path: str
     bytes: int
     messages: int
     checked: int
-    """Messages whose checksum was there and fitted."""
+    """Messages with a valid checksum."""
     unchecked: int
-    """Messages of the original program, which writes no checksum, and legacy lines."""
+    """Messages without a checksum: written by conductor-loop, or legacy lines."""
     damaged: tuple[Damage, ...]
     torn_tail_bytes: int
-    """Bytes at the end that are not (yet) a whole record."""
+    """Bytes at the end that are not (yet) a complete record."""
     duplicates: tuple[Duplicate, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged and no id comes twice. A torn tail was never acknowledged: no damage."""
+        """Whether nothing is damaged and every id is unique. A torn tail, never acknowledged, is fine."""
         return not (self.damaged or self.duplicates)
 
 
 class Bus(Closing):
     """An append-only message log in one YAML file.
 
-    `root` is the folder that attachments must lie in (default: the bus file's own folder). `rotate_bytes`
-    archives the file before a write would exceed that size. `durability` says when an append counts as
-    stored: "os" (page cache), "group" (an fsync shared by the threads that wait), "fsync" (its own).
-    `clock` returns an aware datetime; ids and timestamps come from it.
+    `root` is the folder that must contain all attachments (default: the bus file's folder). The file is
+    archived before a write would make it larger than `rotate_bytes`. `durability` says when an append counts
+    as stored: "os" (page cache), "group" (an fsync shared by the waiting threads), "fsync" (one per append).
+    `clock` returns an aware datetime, used for ids and timestamps.
 
-    Safe to share between threads, and across fork.
+    A handle may be shared between threads and used after a fork.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Bus(Closing):
             raise InvalidMessage(f"rotate_bytes must be positive, not {rotate_bytes!r}")
         if durability not in DURABILITIES:
             raise InvalidMessage(f"durability must be one of {', '.join(DURABILITIES)}, not {durability!r}")
-        # `path` is as given, for people; `_at` means the same file after the process has changed its folder.
+        # `path` is as given, for messages; `_at` stays valid when the process changes its working folder.
         self._at = absolute_path("the bus path", path)
         self.path = Path(path)
         self.root = absolute_path("the root", root) if root is not None else self._at.parent
@@ -142,7 +142,7 @@ class Bus(Closing):
         )
         if self._rotate_bytes is not None:
             return self._write(buswire.batch([draft]))[0]
-        # The steps of `_write`, spelled out for one message: every call on this path shows in its speed.
+        # The steps of `_write`, inlined for one message: every function call on this path costs speed.
         file = self._file
         with self._mutex:
             try:
@@ -164,7 +164,7 @@ class Bus(Closing):
         return msg_id
 
     def append_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Append messages, each given by `append`'s keywords, under one lock and with one write."""
+        """Append messages, each given as a mapping of `append`'s keywords, with one lock and one write."""
         try:
             messages = list(messages)
         except TypeError:
@@ -194,7 +194,7 @@ class Bus(Closing):
             normal_utc(ts) if ts is not None else "",
         )
 
-    def _write(self, batch: buswire.Batch) -> list[str]:
+    def _write(self, batch: buswire.DraftBatch) -> list[str]:
         file = self._file
         with self._mutex:
             try:
@@ -204,7 +204,7 @@ class Bus(Closing):
                     self._rotate_locked()
                     size = self._lock_current()
                     msg_ids, data = self._encode(batch)
-                # Before the write: a reader may see the id even if the write fails, so it is not given again.
+                # Set before the write: a reader may see the id even if the write fails, so it is not reused.
                 self._last_id = msg_ids[-1]
                 ticket = file.append(data, size)
                 self._known_end = size + len(data)
@@ -216,19 +216,19 @@ class Bus(Closing):
             self._settle(ticket)
         return msg_ids
 
-    def _encode(self, batch: buswire.Batch) -> tuple[list[str], bytes]:
-        """Ids and bytes, made while the lock is held."""
+    def _encode(self, batch: buswire.DraftBatch) -> tuple[list[str], bytes]:
+        """The ids and bytes of a batch, made under the lock."""
         sequences = list(itertools.islice(_sequence, len(batch.bodies)))
         msg_ids, ts = ids.bus_ids(self._now_ns(), self._origin, sequences, self._last_id)
         return msg_ids, buswire.encode_batch(batch, msg_ids, ts, self._separator)
 
     def _lock_current(self) -> int:
-        """Take the lock of the file that the name means now; returns its size."""
+        """Lock the file that the path currently names; returns its size."""
         size = self._file.lock_end(self._lock_timeout_s)
         return size if size == self._known_end else self._catch_up(size)
 
     def _catch_up(self, size: int) -> int:
-        """Another process wrote to the file, or (-1) it is new to us, or its name now means another one."""
+        """Update the known end after another process wrote; reopen the file when `size` is -1."""
         if size < 0:
             self._known_end = _UNKNOWN
             size = self._lock_opened()
@@ -236,7 +236,7 @@ class Bus(Closing):
         return size
 
     def _lock_opened(self) -> int:
-        """Open what has the name now, and take its lock before the name means yet another file."""
+        """Open and lock the file that the path names; repeat when it is replaced in between."""
         file = self._file
         for _ in range(REOPENS_MAX):
             file.close()
@@ -247,7 +247,7 @@ class Bus(Closing):
         raise Unavailable(f"{self.path} is replaced faster than it can be locked")
 
     def _learn_end(self, size: int) -> None:
-        """Another process wrote last: take over its id, and fence off a line that it left unfinished."""
+        """Learn the last id and the separator needed: an unfinished last line gets a newline of its own."""
         if size:
             found, last_byte = busfile.last_id_and_byte(self._file.fd, size)
             if not found and self._known_end == _UNKNOWN:
@@ -261,11 +261,11 @@ class Bus(Closing):
         self._known_end = size
 
     def _refuse_other_files(self) -> None:
-        """A slip in the path must not write into somebody's document. Called with the lock held."""
+        """Raise when the file is no bus, so that a wrong path does not damage it. The lock is held."""
         try:
             _need_bus(self.path, self._file.fd)
         except UnsafePath:
-            self._file.close()  # so that the next append looks again
+            self._file.close()  # so that the next append checks again
             raise
 
     def _settle(self, ticket: int) -> None:
@@ -278,7 +278,7 @@ class Bus(Closing):
             raise WriteFailed(self.path, error, rolled_back=rolled_back) from error
 
     def _attachment(self, attachment: str | os.PathLike[str]) -> str:
-        """The attachment's path relative to `root`, which it must not leave, symlinks included."""
+        """The attachment's path relative to `root`. It must be inside `root` after resolving symlinks."""
         try:
             text = os.fspath(attachment)
         except TypeError:
@@ -299,11 +299,11 @@ class Bus(Closing):
     def read(
         self, since_id: str = "", limit: int | None = None, *, archives: bool = False
     ) -> list[BusMessage]:
-        """Messages after `since_id` (all, without one), at most the first `limit`."""
+        """Messages after `since_id` (all, when it is empty), at most the first `limit`."""
         return list(itertools.islice(self.scan(since_id, archives=archives), _most(limit)))
 
     def scan(self, since_id: str = "", *, archives: bool = False) -> Iterator[BusMessage]:
-        """As `read`, one by one and in bounded memory."""
+        """As `read`, but an iterator with bounded memory."""
         reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives)
         return self._scan(reader)
 
@@ -315,7 +315,7 @@ class Bus(Closing):
             reader.close()
 
     def tail(self, n: int = 100) -> list[BusMessage]:
-        """The last n messages, at the cost of those and not of the file."""
+        """The last n messages. The cost depends on n, not on the size of the file."""
         n = _checked_limit("n", n)
         try:
             fd = open_safely(self._at, os.O_RDONLY)
@@ -327,13 +327,13 @@ class Bus(Closing):
             os.close(fd)
 
     def count(self) -> int:
-        """How many messages the current file holds."""
+        """The number of messages in the current file."""
         return sum(1 for _ in self.scan())
 
     def poll(
         self, last_id: str = "", timeout_s: float | None = None, *, archives: bool = False
     ) -> list[BusMessage]:
-        """Wait for messages after `last_id`; an empty list when `timeout_s` passed without any."""
+        """Wait for messages after `last_id`; an empty list when none came within `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
         for batches in self._passes(last_id, deadline, None, archives=archives):
             messages = list(itertools.chain.from_iterable(batches))
@@ -351,9 +351,9 @@ class Bus(Closing):
     ) -> Iterator[BusMessage]:
         """Messages after `since_id`, then new ones as they come, across rotations, until `stop()` is true.
 
-        `stop` is called after each window of the file, and once in a poll interval while nothing comes.
-        `on_gap` is called with the last id when the file of that message was removed: messages that were
-        archived behind it may be missing from what follows.
+        `stop` is called after each window of the file, and once per poll interval while nothing comes.
+        `on_gap` is called with the last id when the file of that message was removed: messages archived
+        after it may be missing from the following ones.
         """
         for batches in self._passes(since_id, None, stop, archives=archives, on_gap=on_gap):
             for batch in batches:
@@ -370,7 +370,7 @@ class Bus(Closing):
         archives: bool,
         on_gap: Callable[[str], None] | None = None,
     ) -> Iterator[Iterator[list[BusMessage]]]:
-        """What is new, each time something is: batches to be taken before the next pass."""
+        """One iterator of batches per wake-up. Exhaust it before the next pass."""
         reader = busfile.BusReader(self._at, since_id, self._report, search_archives=archives, on_gap=on_gap)
         watch = Watch(self._at, self._poll_interval_s)
         try:
@@ -398,7 +398,7 @@ class Bus(Closing):
         limit: int | None = None,
         archives: bool = False,
     ) -> list[BusMessage]:
-        """Messages that fit every given field, with `since` <= ts < `until`. Reads the whole file."""
+        """Messages that match every given field, with `since` <= ts < `until`. Reads the whole file."""
         fields = {"type": type, "project_id": project_id, "task_id": task_id, "run_id": run_id}
         wanted = [(name, value) for name, value in fields.items() if value is not None]
         begin, end = _instant(since), _instant(until)
@@ -413,7 +413,7 @@ class Bus(Closing):
         return list(itertools.islice(hits, _most(limit)))
 
     def need_bus(self) -> None:
-        """Raise `UnsafePath` when the file has contents that are not a bus. A missing file is fine."""
+        """Raise `UnsafePath` when the file holds something other than a bus. A missing file is fine."""
         try:
             fd = open_safely(self._at, os.O_RDONLY)
         except FileNotFoundError:
@@ -424,7 +424,7 @@ class Bus(Closing):
         finally:
             os.close(fd)
 
-    # ---- keeping -------------------------------------------------------------------------------
+    # ---- maintenance ---------------------------------------------------------------------------
 
     def archives(self) -> list[Path]:
         """The rotated files, oldest first."""
@@ -444,7 +444,7 @@ class Bus(Closing):
                     lock.release(self._file.fd)
 
     def _rotate_locked(self) -> Path:
-        """Rename under the lock: a writer that waits for it sees the new name's file before it writes."""
+        """Rename under the lock. A writer that waits for the lock notices the new file before it writes."""
         stamp = second_texts(self._now_ns() // NANOS_PER_S)[0]
         archive = busfile.next_archive(self._at, stamp)
         os.rename(self._at, archive)
@@ -455,7 +455,7 @@ class Bus(Closing):
         return self.path.with_name(archive.name)
 
     def verify(self) -> BusReport:
-        """Read everything and say what is whole, what is damaged and where."""
+        """Read the whole file and report counts, and any damage with its location."""
         try:
             fd = open_safely(self._at, os.O_RDONLY)
         except FileNotFoundError:
@@ -472,7 +472,7 @@ class Bus(Closing):
         largest, unordered = "", set()
         for part in busfile.decode_from(fd, 0, 0):
             for message in part.messages:
-                if message.msg_id > largest:  # no duplicate: all ids before are smaller
+                if message.msg_id > largest:  # not a duplicate: all earlier ids are smaller
                     largest = message.msg_id
                 else:
                     unordered.add(message.msg_id)
@@ -497,7 +497,7 @@ class Bus(Closing):
         )
 
     def _report(self, damaged: list[Damage]) -> None:
-        """Say once per handle what was skipped."""
+        """Log each skipped part once per handle."""
         for damage in damaged:
             if damage not in self._reported:
                 self._reported.add(damage)
@@ -506,24 +506,24 @@ class Bus(Closing):
                     self.path, damage.length, damage.offset, damage.reason,
                 )  # fmt: skip
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- opening and closing -------------------------------------------------------------------
 
     def reopen(self) -> BusReport:
-        """Start afresh after a failed fsync: forget the dead descriptor and verify the file."""
-        with self._mutex:  # threads may all have seen the failure, and all come here
+        """Continue after a failed fsync: drop the dead descriptor and verify the file."""
+        with self._mutex:  # several threads may see the failure and call this
             self._file.close()
             self._file.forget()
             self._known_end = _UNKNOWN
         return self.verify()
 
     def close(self) -> None:
-        """Close the file. The bus can be used again; it opens it anew."""
+        """Close the file. The next call opens it again."""
         with self._mutex:
             self._file.close()
             self._known_end = _UNKNOWN
 
     def after_fork(self) -> None:
-        """A child starts with its own descriptor and lock."""
+        """Reset in a forked child, which needs its own descriptor and lock."""
         self._mutex = threading.Lock()
         self._file.forget()
         self._known_end = _UNKNOWN
@@ -531,7 +531,7 @@ class Bus(Closing):
 
 
 def discover(root: str | os.PathLike[str]) -> list[Path]:
-    """The bus files below a folder, archives left out."""
+    """The bus files below a folder, without archives."""
     found = []
     for folder, _, names in os.walk(root):
         for name in names:
@@ -542,7 +542,7 @@ def discover(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def _duplicates(fd: int, suspects: set[str]) -> Iterator[Duplicate]:
-    """Records whose id is a suspect and has been seen before. Memory is taken for the suspects alone."""
+    """Records that repeat the id of an earlier record. Only ids in `suspects` are kept in memory."""
     first_offsets: dict[str, int] = {}
     for part in busfile.decode_from(fd, 0, 0):
         for message, offset in zip(part.messages, part.starts, strict=True):
@@ -553,7 +553,7 @@ def _duplicates(fd: int, suspects: set[str]) -> Iterator[Duplicate]:
 
 
 def _need_bus(path: Path, fd: int) -> None:
-    """For a file in which no id was found."""
+    """Raise `UnsafePath` unless a file in which no id was found can still be a bus."""
     if not buswire.may_be_bus(os.pread(fd, DISCOVERY_BYTES, 0)):
         raise UnsafePath(f"{path} is not a bus file: it is not empty and holds no bus record")
 
@@ -565,7 +565,7 @@ def _looks_like_bus(path: Path) -> bool:
         return False
     try:
         return buswire.opens_like_bus(os.pread(fd, DISCOVERY_BYTES, 0))
-    except OSError:  # a special file system that lets a file be opened but not read
+    except OSError:  # on some special file systems a file can be opened but not read
         return False
     finally:
         os.close(fd)

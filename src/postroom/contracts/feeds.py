@@ -23,7 +23,7 @@ from postroom.core.redaction import Redactor
 from postroom.errors import ShippedElsewhere, SinkAhead
 from postroom.logs import busfile, eventfiles
 from postroom.message import Event
-from postroom.sinks.heads import Head
+from postroom.sinks.heads import StreamHead
 from postroom.stores.base import Outbox
 from postroom.stores.store import Store
 from postroom.system.atomic import open_safely
@@ -130,7 +130,7 @@ class StoreFeed:
             self._outbox = msgspec.structs.replace(self._outbox, shipped=up_to)
             set_outbox(self._store, self._outbox)
 
-    def noted_head(self) -> Head | None:
+    def noted_head(self) -> StreamHead | None:
         """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
         return _head_of(self._outbox)
 
@@ -144,7 +144,7 @@ class StoreFeed:
         self._store.close()
 
 
-def head_in(store: Store) -> Head | None:
+def head_in(store: Store) -> StreamHead | None:
     """The last sealed segment of the stream that a store's events go to; None before there is one."""
     return _head_of(outbox_of(store))
 
@@ -159,8 +159,10 @@ def set_outbox(store: Store, outbox: Outbox | None) -> None:
     store.write(lambda transaction: transaction.set_outbox(outbox), makes_room=True)
 
 
-def _head_of(outbox: Outbox | None) -> Head | None:
-    return Head(outbox.stream, outbox.segment, outbox.head) if outbox is not None and outbox.head else None
+def _head_of(outbox: Outbox | None) -> StreamHead | None:
+    return (
+        StreamHead(outbox.stream, outbox.segment, outbox.head) if outbox is not None and outbox.head else None
+    )
 
 
 def _put_back(source: str) -> ShippedElsewhere:

@@ -1,7 +1,7 @@
-"""`Queue`: a brokerless mailbox in JSON lines, with closed topics, cursors, sessions and a kill switch.
+"""`Queue`: a brokerless mailbox in JSON lines, with fixed topics, cursors, sessions and a kill switch.
 
-Who remembers what was read: the library, in one cursor file per agent. The cursor is the acknowledgement: it
-is on disk before the messages are returned, so a crash loses a hand-over rather than repeating it.
+The library stores each agent's read position in a cursor file. The cursor is the acknowledgement: it is on
+disk before the messages are returned, so a crash can lose a delivery but never repeat it.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from postroom.errors import (
     QueueError,
 )
 from postroom.logs.auditfile import AuditFile
-from postroom.logs.queuefile import Reading, SessionFiles
+from postroom.logs.queuefile import ReadProgress, SessionFiles
 from postroom.message import Durability, QueueMessage
 from postroom.nudges.watch import Watch
 from postroom.settings import (
@@ -47,11 +47,11 @@ from postroom.system.atomic import absolute_path, make_folder, replace_file
 from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 
-POLL_BYTES_MAX = 64 * 1024 * 1024  # of lines in one poll; the next one goes on from there
+POLL_BYTES_MAX = 64 * 1024 * 1024  # bytes of lines in one poll; the next poll continues from there
 POLL_MESSAGES_MAX = 10_000_000
-POLL_INTERVAL_S = 0.2  # what a lost wake-up costs
+POLL_INTERVAL_S = 0.2  # the longest delay after a lost wake-up
 TAIL_FIRST_BYTES = 64 * 1024
-TAKEN_MAX = 1000  # answers that `ask` took ahead of others that nobody polled
+TAKEN_MAX = 1000  # answers taken by `ask` ahead of unread answers
 SESSIONS_OPEN_MAX = 64
 DURABILITIES = ("os", "group", "fsync")
 
@@ -103,12 +103,12 @@ class ExpireEntry(msgspec.Struct, frozen=True):
 class Queue(Closing):
     """A file-backed mailbox for the agents of one machine.
 
-    `root` is the folder (default: from the environment, else a per-user folder), `body_threshold` the number
-    of UTF-8 bytes above which a body goes to a side file. `durability` says when a send counts as stored
-    and a cursor as written: "os" (page cache), "group" (an fsync shared by the threads that wait), "fsync".
-    `disabled` is a kill switch for this handle, besides that of the environment.
+    `root` is the folder (default: from the environment, else a per-user folder). A body of more UTF-8 bytes
+    than `body_threshold` goes to a side file. `durability` says when a send counts as stored and a cursor as
+    written: "os" (page cache), "group" (an fsync shared by the waiting threads), "fsync". `disabled` is a
+    kill switch for this handle, in addition to the one in the environment.
 
-    Safe to share between threads, and across fork.
+    A handle may be shared between threads and used after a fork.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Queue(Closing):
 
     @property
     def audit_path(self) -> Path:
-        """Metadata of every send, poll and expire; never a body."""
+        """The log with the metadata of every send, poll and expire; it never holds a body."""
         return self.root / "audit.jsonl"
 
     # ---- sending -------------------------------------------------------------------------------
@@ -190,12 +190,12 @@ class Queue(Closing):
                 files.settle(ticket)
         except PostroomError as error:
             if externalized and getattr(error, "rolled_back", True):
-                files.remove_body(msg_id)  # no line names it
+                files.remove_body(msg_id)  # no line refers to it
             raise
         return msg_id
 
     def _externalize(self, files: SessionFiles, line: wire.Line, raw: bytes) -> bytes:
-        """The body is on disk before the line that names it."""
+        """Write the side file, and return the line that refers to it."""
         mark, checksum = wire.side_file_mark(line.msg_id), wire.body_checksum(raw)
         named = msgspec.structs.replace(line, body=mark, body_bytes=len(raw), body_crc=checksum)
         data = wire.encode_line(named)
@@ -216,8 +216,9 @@ class Queue(Closing):
     ) -> list[QueueMessage]:
         """New messages for `agent_id`; its cursor is on disk before they are returned.
 
-        A topic filter passes over what it leaves out, for good, unless `keep_filtered` keeps that for a later
-        poll. `wait_s` waits for the first message. At most `limit` messages are returned, the rest later.
+        Messages that a topic filter excludes are skipped for good, unless `keep_filtered` keeps them for a
+        later poll. `wait_s` is how long to wait for a first message. At most `limit` messages are returned;
+        the next poll returns the rest.
         """
         agent = checked_name("agent", agent_id)
         chosen = wire.checked_topics(topics)
@@ -236,18 +237,18 @@ class Queue(Closing):
         self, files: SessionFiles, agent_id: str, topics: frozenset[str] | None, *, keep: bool, limit: int
     ) -> list[QueueMessage]:
         with files.locked() as size:
-            before = files.trusted_reading(agent_id, size)
+            before = files.trusted_progress(agent_id, size)
             start = before.first_unread(topics) if keep else before.cursor
-            # With the side files: an error or too little memory must show before the cursor moves.
+            # Side files are read here too, so that any error is raised before the cursor moves.
             found, end = self._scan(files, agent_id, topics, before, start, size, limit)
             if keep and topics is not None:
-                # A long backlog is read in parts: a topic that is further along already stays there.
+                # A long backlog is read in parts: a topic that is already further along must not move back.
                 ahead = {topic: max(end, before.topics.get(topic, 0)) for topic in topics}
-                after = Reading(before.cursor, before.topics | ahead, before.taken)
+                after = ReadProgress(before.cursor, before.topics | ahead, before.taken)
             else:
-                after = Reading(end, before.topics, before.taken)
+                after = ReadProgress(end, before.topics, before.taken)
             if after != before:
-                files.write_reading(agent_id, before, after)
+                files.write_progress(agent_id, before, after)
             matched = None if topics is None else sorted(topics)
             now = utc_text(self._now_ns())
             self._audit.write(PollEntry(now, "poll", files.name, agent_id, matched, len(found), start, end))
@@ -258,30 +259,30 @@ class Queue(Closing):
         files: SessionFiles,
         agent_id: str,
         topics: frozenset[str] | None,
-        reading: Reading,
+        progress: ReadProgress,
         start: int,
         size: int,
         limit: int,
     ) -> tuple[list[QueueMessage], int]:
-        """Unread messages for this agent from `start`, with their bodies, and the offset behind them.
+        """Unread messages for this agent from `start` on, with their bodies, and the offset after them.
 
-        It stops early at `limit` messages, or when the long bodies together reach `POLL_BYTES_MAX`.
+        The scan stops early at `limit` messages, or when the side files together exceed `POLL_BYTES_MAX`.
         """
         data = files.read(start, min(size, start + POLL_BYTES_MAX))
         *lines, torn = data.split(b"\n")
         if len(torn) >= POLL_BYTES_MAX:
             raise DamagedState(
                 f"{files.messages} has a line of more than {POLL_BYTES_MAX} bytes at offset {start}: "
-                "step over it with `postroom queue repair`"
+                "move the cursor past it with `postroom queue repair`"
             )
         found: list[QueueMessage] = []
         body_bytes = 0
         now_ns = self._now_ns()
-        offsets = _offsets(lines, start) if reading.topics or reading.taken else None
+        offsets = _offsets(lines, start) if progress.topics or progress.taken else None
         for index, line in enumerate(lines):
             try:
                 message = wire.decode_line(line)
-            except wire.Unreadable as error:
+            except wire.UnreadableLine as error:
                 offsets = offsets or _offsets(lines, start)
                 self._report(files, offsets[index], line, str(error))
                 continue
@@ -290,7 +291,7 @@ class Queue(Closing):
                 (to is None or to == agent_id or to in wire.EVERYONE)
                 and (topics is None or message["topic"] in topics)
                 and (message["ttl_s"] is None or not wire.is_expired(message, now_ns))
-                and (offsets is None or not reading.has_read(message["topic"], offsets[index]))
+                and (offsets is None or not progress.has_read(message["topic"], offsets[index]))
             ):
                 if message["body"][:6] == wire.SIDE_FILE_MARK and wire.in_side_file(message):
                     body_bytes += files.body_size(message["msg_id"])
@@ -303,7 +304,7 @@ class Queue(Closing):
         return found, start + len(data) - len(torn)
 
     def _with_body(self, files: SessionFiles, message: QueueMessage) -> QueueMessage:
-        """The message as its receiver sees it, with the body of its side file if it has one."""
+        """The message as its receiver gets it: with the body from its side file, if it has one."""
         if not wire.in_side_file(message):
             return message
         fault, body = files.side_body(message)
@@ -317,7 +318,7 @@ class Queue(Closing):
         return message
 
     def _await(self, files: SessionFiles, wait_s: float, attempt: Callable[[], T]) -> T | None:
-        """Repeat an attempt whenever the queue file changes, until it gives something or time is over."""
+        """Repeat `attempt` whenever the queue file changes, until it has a result or `wait_s` is over."""
         deadline = time.monotonic() + wait_s
         make_folder(files.folder, self._durability)
         watch = Watch(files.messages, POLL_INTERVAL_S)
@@ -350,7 +351,7 @@ class Queue(Closing):
     ) -> QueueMessage | None:
         """Send an `ask` and wait for the `answer` that replies to it; None when none came in time.
 
-        The answer counts as delivered to the sender; everything else stays for its polls.
+        The answer counts as delivered to the sender. All other messages stay for its polls.
         """
         agent_id = checked_name("sender", _default_agent_id() if sender is None else sender)
         checked_seconds("timeout_s", timeout_s)
@@ -366,57 +367,59 @@ class Queue(Closing):
         self, files: SessionFiles, agent_id: str, msg_id: str, start: int, epoch: int
     ) -> QueueMessage | None:
         with files.locked() as size:
-            before = files.trusted_reading(agent_id, size)
+            before = files.trusted_progress(agent_id, size)
             if files.epoch() != epoch:
                 start = 0  # compaction moved every offset
             found = self._find_answer(files, agent_id, msg_id, before, start, size)
             if found is None:
                 return None
             offset, message = found
-            after = Reading(before.cursor, before.topics, [*before.taken, offset])
+            after = ReadProgress(before.cursor, before.topics, [*before.taken, offset])
             if len(after.taken) > TAKEN_MAX:
                 after = self._caught_up(files, agent_id, after, size)
-            files.write_reading(agent_id, before, after)
+            files.write_progress(agent_id, before, after)
             return self._with_body(files, message)
 
-    def _caught_up(self, files: SessionFiles, agent_id: str, reading: Reading, size: int) -> Reading:
-        """Move the place among the answers up to the first one that is still unread."""
+    def _caught_up(
+        self, files: SessionFiles, agent_id: str, progress: ReadProgress, size: int
+    ) -> ReadProgress:
+        """Move the position of the topic `answer` up to the first unread answer."""
         only = frozenset({"answer"})
-        start = reading.first_unread(only)
-        unread, end = self._scan(files, agent_id, only, reading, start, size, 1)
+        start = progress.first_unread(only)
+        unread, end = self._scan(files, agent_id, only, progress, start, size, 1)
         if unread:
             first = unread[0]["msg_id"].encode()
             end = next(offset for offset, line in files.lines(start, size) if first in line)
-        taken = [offset for offset in reading.taken if offset >= end]
+        taken = [offset for offset in progress.taken if offset >= end]
         if len(taken) > TAKEN_MAX:
-            raise QueueError(f"{agent_id!r} has {TAKEN_MAX} answers taken ahead of unread ones: poll first")
-        return Reading(reading.cursor, reading.topics | {"answer": end}, taken)
+            raise QueueError(f"{agent_id!r} took {TAKEN_MAX} answers ahead of unread ones: poll first")
+        return ReadProgress(progress.cursor, progress.topics | {"answer": end}, taken)
 
     def _find_answer(
-        self, files: SessionFiles, agent_id: str, msg_id: str, reading: Reading, start: int, size: int
+        self, files: SessionFiles, agent_id: str, msg_id: str, progress: ReadProgress, start: int, size: int
     ) -> tuple[int, QueueMessage] | None:
         wanted = msg_id.encode()
         for offset, line in files.lines(start, size):
             if wanted not in line:
                 continue
-            with suppress(wire.Unreadable):
+            with suppress(wire.UnreadableLine):
                 message = wire.decode_line(line)
                 if (
                     message["in_reply_to"] == msg_id
                     and message["topic"] == "answer"
                     and wire.is_for(message, agent_id)
                     and not wire.is_expired(message, self._now_ns())
-                    and not reading.has_read("answer", offset)
+                    and not progress.has_read("answer", offset)
                 ):
                     return offset, message
         return None
 
-    # ---- looking -------------------------------------------------------------------------------
+    # ---- inspection ----------------------------------------------------------------------------
 
     def tail(
         self, n: int = 10, session: str | None = None, *, include_expired: bool = False
     ) -> list[QueueMessage]:
-        """The last n messages that are not expired. Moves no cursor, leaves no trace."""
+        """The last n messages that are not expired. It moves no cursor and writes no audit line."""
         n = _checked_limit(n)
         files = self._session(session)
         fd = files.open_reader() if n else -1
@@ -428,13 +431,13 @@ class Queue(Closing):
             os.close(fd)
 
     def _last(self, fd: int, n: int, include_expired: bool) -> list[QueueMessage]:
-        """Backwards, a window at a time, each line decoded once."""
+        """Read backward, a window at a time; each line is decoded once."""
         begin = os.fstat(fd).st_size
         window = TAIL_FIRST_BYTES
         now_ns = self._now_ns()
-        behind = b""  # the start of the file's later part, whose line may begin further in front
+        behind = b""  # the end of a line whose start is in the next window
         live: list[QueueMessage] = []
-        torn = True  # what stands behind the last newline is no line yet
+        torn = True  # the bytes after the last newline are not yet a line
         while begin > 0 and len(live) < n:
             end, begin = begin, max(0, begin - window)
             data = os.pread(fd, end - begin, begin) + behind
@@ -465,7 +468,7 @@ class Queue(Closing):
         return sorted(name for name in names if is_name(name))
 
     def holds_messages(self, session: str | None = None) -> bool:
-        """Whether a session holds any line, read or unread. It costs one look at the file's size."""
+        """Whether a session holds any line, read or unread. Only the file's size is checked."""
         try:
             return self._session(session).messages.stat().st_size > 0
         except FileNotFoundError:
@@ -476,7 +479,7 @@ class Queue(Closing):
             return _counts()
         now_ns = self._now_ns()
 
-        def look(view: SessionFiles, size: int) -> dict[str, Any]:
+        def count(view: SessionFiles, size: int) -> dict[str, Any]:
             counts = _counts()
             counts["queue_bytes"] = size
             for _, line in view.lines(0, size):
@@ -488,46 +491,46 @@ class Queue(Closing):
                 counts["expired"] += wire.is_expired(message, now_ns)
                 topic = message["topic"]
                 counts["by_topic"][topic] = counts["by_topic"].get(topic, 0) + 1
-            for agent_id in view.reading_agents():
+            for agent_id in view.agents_with_cursors():
                 with suppress(DamagedState):
-                    counts["cursors"][agent_id] = view.reading_of(agent_id).cursor
+                    counts["cursors"][agent_id] = view.progress_of(agent_id).cursor
             return counts
 
-        return files.look(look, lambda counts: not counts["unreadable"])
+        return files.inspect(count, lambda counts: not counts["unreadable"])
 
     def inbox(self, agent_id: str, session: str | None = None) -> dict[str, Any]:
-        """A proof of how far an agent has read: `empty` is true only when no line has anything for it.
+        """How far an agent has read. `empty` is true only when the queue holds no unread message for it.
 
-        Offsets can be compared while `epoch` stays the same; compaction raises it.
+        Offsets are comparable only within one `epoch`; every compaction increments it.
         """
         checked_name("agent", agent_id)
         files = self._session(session)
         if not files.exists():
             return {"cursor": 0, "high_water": 0, "epoch": 0, "topics": {}, "empty": True}
-        return files.look(partial(self._inbox, agent_id), lambda _: True)
+        return files.inspect(partial(self._inbox, agent_id), lambda _: True)
 
     def _inbox(self, agent_id: str, files: SessionFiles, size: int) -> dict[str, Any]:
-        reading = files.trusted_reading(agent_id, size)
+        progress = files.trusted_progress(agent_id, size)
         high_water = files.high_water(size)
-        start = reading.cursor
+        start = progress.cursor
         waiting = False
         while not waiting and start < high_water:
-            found, start = self._scan(files, agent_id, None, reading, start, size, 1)
+            found, start = self._scan(files, agent_id, None, progress, start, size, 1)
             waiting = bool(found)
-        if files.reading_of(agent_id) != reading:
-            raise DamagedState(f"the cursor of {agent_id!r} moved while it was looked at")
+        if files.progress_of(agent_id) != progress:
+            raise DamagedState(f"the cursor of {agent_id!r} moved while it was inspected")
         return {
-            "cursor": reading.cursor,
+            "cursor": progress.cursor,
             "high_water": high_water,
             "epoch": files.epoch(),
-            "topics": dict(reading.topics),
+            "topics": dict(progress.topics),
             "empty": not waiting,
         }
 
     # ---- agents --------------------------------------------------------------------------------
 
     def register(self, agent_id: str, session: str | None = None) -> None:
-        """Make an agent known. Once one is, messages to unknown recipients are reported when sent."""
+        """Register an agent. Once any agent is registered, a send to an unknown recipient logs a warning."""
         checked_name("agent", agent_id)
         if self._disabled():
             raise QueueDisabledError("the queue is disabled by its kill switch: nobody was registered")
@@ -549,10 +552,10 @@ class Queue(Closing):
         registry = files.agents_name
         return os.path.isdir(registry) and not os.path.exists(f"{registry}/{agent_id}")
 
-    # ---- keeping -------------------------------------------------------------------------------
+    # ---- maintenance ---------------------------------------------------------------------------
 
     def expire(self, session: str | None = None) -> int:
-        """Remove expired messages of a session and their side files; returns how many."""
+        """Remove a session's expired messages and their side files; returns their number."""
         files = self._session(session)
         if self._disabled() or not files.exists():
             return 0
@@ -561,7 +564,7 @@ class Queue(Closing):
         def dropped(line: bytes) -> str | None:
             message = wire.readable(line)
             if message is None or not wire.is_expired(message, now_ns):
-                return None  # also what cannot be read: it is kept
+                return None  # unreadable lines are kept as well
             return message["msg_id"] if wire.in_side_file(message) else ""
 
         with files.locked() as size:
@@ -570,42 +573,42 @@ class Queue(Closing):
         return count
 
     def check(self, session: str | None = None) -> QueueReport:
-        """Read everything in a session and say what is damaged and where."""
+        """Read a whole session and report any damage with its location."""
         return queuecheck.check(self._session(session))
 
     def repair_cursor(
         self, agent_id: str, to: Literal["start", "end"] | int, session: str | None = None
     ) -> int:
-        """Set an agent's place by hand: "start" hands everything out again, "end" nothing that is there now.
+        """Set an agent's cursor: "start" redelivers all messages, "end" skips all current ones.
 
-        The files it had are kept beside under a new name. Returns the new offset.
+        The old cursor files are kept in the same folder under a new name. Returns the new offset.
         """
         checked_name("agent", agent_id)
         return queuecheck.repair_cursor(self._session(session), agent_id, to, self._now_ns())
 
     def repair_body(self, msg_id: str, body: str, session: str | None = None) -> None:
-        """Put back a side file that is missing or damaged, from a copy that fits the line's checksum."""
+        """Restore a missing or damaged side file from a copy that matches the line's checksum."""
         checked_name("message id", msg_id)
         queuecheck.repair_body(self._session(session), msg_id, _encoded_body(body), self._now_ns())
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- opening and closing -------------------------------------------------------------------
 
     def reopen(self) -> None:
-        """Start afresh after a failed fsync: forget the dead descriptors."""
+        """Continue after a failed fsync: drop the dead descriptors."""
         with self._opening:
             for files in self._sessions.values():
                 files.reopen()
             self._audit.close()
 
     def close(self) -> None:
-        """Close every file. The queue can be used again; it opens them anew."""
+        """Close every file. The next call opens them again."""
         with self._opening:
             for files in self._sessions.values():
                 files.close()
             self._audit.close()
 
     def after_fork(self) -> None:
-        """A child starts with its own descriptors, locks and ids."""
+        """Reset in a forked child, which needs its own descriptors, locks and ids."""
         self._opening = threading.Lock()
         self._token = os.urandom(4).hex()
         self._audit.after_fork()
@@ -613,7 +616,7 @@ class Queue(Closing):
             files.after_fork()
 
     def _disabled(self) -> bool:
-        """Whether a kill switch is on now: this handle's own, or that of the environment."""
+        """Whether a kill switch is on: this handle's, or the one in the environment."""
         return self._switched_off or (_is_set(_DISABLED) and queue_disabled(os.environ))
 
     def _session(self, session: str | None) -> SessionFiles:
@@ -634,18 +637,18 @@ class Queue(Closing):
     def _report(self, files: SessionFiles, offset: int, line: bytes, reason: str) -> None:
         if line.strip():
             _log.warning(
-                "%s: passed over an unreadable line of %d bytes at offset %d: %s",
+                "%s: skipped an unreadable line of %d bytes at offset %d: %s",
                 files.messages, len(line), offset, reason,
             )  # fmt: skip
 
 
-# A miss through os.environ raises inside and costs as much as the write of a line: every send and poll first
-# asks its dict directly whether a variable is there at all.
+# Looking up a missing variable in os.environ costs as much as writing a line. So every send and poll first
+# checks in its underlying dict whether the variable exists.
 _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 
 
 def _keys(suffix: str) -> tuple[Any, Any]:
-    """The two names of a variable, as the environment's dict has them."""
+    """The two names of a variable, encoded as in the environment's dict."""
     names = (f"POSTROOM_QUEUE_{suffix}", f"ZOS_MQ_{suffix}")
     encode = os.environ.encodekey if _environment is not os.environ else str
     return encode(names[0]), encode(names[1])
@@ -659,23 +662,23 @@ def _is_set(keys: tuple[Any, Any]) -> bool:
 
 
 def _default_agent_id() -> str:
-    """Who sends when nobody says who."""
+    """The sender for a call that names none."""
     return queue_agent_id(os.environ) if _is_set(_AGENT_ID) else DEFAULT_AGENT_ID
 
 
 def _default_session() -> str:
-    """The session of a call that names none."""
+    """The session for a call that names none."""
     return queue_session(os.environ) if _is_set(_SESSION) else DEFAULT_SESSION
 
 
 def _offsets(lines: list[bytes], start: int) -> list[int]:
-    """Where each line starts. Only what is unusual needs to know."""
+    """The offset of each line. Computed only when needed, because most polls do not need it."""
     return list(itertools.accumulate((len(line) + 1 for line in lines), initial=start))
 
 
 def _checked_limit(limit: object) -> int:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise InvalidMessage(f"a number of messages must be 0 or more, not {limit!r}")
+        raise InvalidMessage(f"the number of messages must be a whole number of 0 or more, not {limit!r}")
     return min(limit, POLL_MESSAGES_MAX)
 
 
@@ -692,7 +695,7 @@ def _encoded_body(body: str) -> bytes:
 
 
 def _counts() -> dict[str, Any]:
-    """What `status` counts, before anything is counted."""
+    """The result of `status` for an empty session."""
     return {
         "messages": 0, "expired": 0, "by_topic": {}, "queue_bytes": 0, "cursors": {}, "unreadable": 0,
     }  # fmt: skip

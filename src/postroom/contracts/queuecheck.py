@@ -1,4 +1,4 @@
-"""Looking after a queue session: what is damaged, and putting it right without throwing anything away."""
+"""Checking and repairing a queue session. A repair keeps every damaged file under a new name."""
 
 import os
 from collections.abc import Iterator
@@ -10,44 +10,44 @@ import msgspec
 
 from postroom.core import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage
-from postroom.logs.queuefile import BODY_SUFFIX, CURSOR_SUFFIX, TOPICS_SUFFIX, Reading, SessionFiles
+from postroom.logs.queuefile import BODY_SUFFIX, CURSOR_SUFFIX, TOPICS_SUFFIX, ReadProgress, SessionFiles
 from postroom.message import Damage, QueueMessage
 
 
 class BodyFault(msgspec.Struct, frozen=True):
-    """A side file that is missing, damaged, or that no line names."""
+    """A side file that is missing or damaged."""
 
     msg_id: str
     reason: str
 
 
 class QueueReport(msgspec.Struct, frozen=True):
-    """What `Queue.check` found in one session."""
+    """The result of `Queue.check` for one session."""
 
     session: str
     messages: int
     unreadable: tuple[Damage, ...]
     cursors: dict[str, str]
-    """Agents whose place cannot be trusted, and why."""
+    """Agents with a damaged cursor, and the reason."""
     bodies: tuple[BodyFault, ...]
     unused_bodies: tuple[str, ...]
-    """Side files that no line names: a sender died before its line, or they are for a line being sent."""
+    """Side files that no line refers to: the sender died before writing the line, or is writing it now."""
     state: tuple[str, ...] = ()
-    """What is wrong with the files that hold the session together."""
+    """Damage of the session's own files, such as its journal or epoch."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged. Unused side files are no damage."""
+        """Whether nothing is damaged. Unused side files do not count as damage."""
         return not (self.unreadable or self.cursors or self.bodies or self.state)
 
 
 def check(files: SessionFiles) -> QueueReport:
-    """Read everything in a session and say what is damaged and where."""
+    """Read a whole session and report any damage with its location."""
     if not files.exists():
         return QueueReport(files.name, 0, (), {}, (), ())
     try:
-        return files.look(_check, lambda report: report.ok)
-    except DamagedState as error:  # without its journal or epoch nothing else can be judged
+        return files.inspect(_check, lambda report: report.ok)
+    except DamagedState as error:  # with a damaged journal or epoch nothing else can be checked
         return QueueReport(files.name, 0, (), {}, (), (), (str(error),))
 
 
@@ -60,7 +60,7 @@ def _check(files: SessionFiles, size: int) -> QueueReport:
         messages += 1
         try:
             message = wire.decode_line(line)
-        except wire.Unreadable as error:
+        except wire.UnreadableLine as error:
             unreadable.append(Damage(offset, len(line) + 1, str(error)))
             continue
         if wire.in_side_file(message):
@@ -76,9 +76,9 @@ def _check(files: SessionFiles, size: int) -> QueueReport:
 
 
 def _damaged_cursors(files: SessionFiles, size: int) -> Iterator[tuple[str, str]]:
-    for agent_id in files.reading_agents():
+    for agent_id in files.agents_with_cursors():
         try:
-            files.trusted_reading(agent_id, size)
+            files.trusted_progress(agent_id, size)
         except DamagedState as error:
             yield agent_id, str(error)
 
@@ -101,20 +101,20 @@ def _body_ids(files: SessionFiles) -> set[str]:
 
 
 def repair_cursor(files: SessionFiles, agent_id: str, to: Literal["start", "end"] | int, now_ns: int) -> int:
-    """Set an agent's place, keeping the files that it had beside."""
+    """Set an agent's cursor, and keep its old cursor files under a new name."""
     _refuse_unknown_session(files)
     with files.locked() as size:
         offset = _chosen_offset(files, to, size)
-        # The old cursor keeps its name until the new one takes it: a crash in between, with no cursor at all,
-        # would hand everything out again.
-        _keep_beside(files.cursors / f"{agent_id}{CURSOR_SUFFIX}", now_ns)
-        files.write_reading(agent_id, Reading(-1), Reading(offset))
-        _set_aside(files.cursors / f"{agent_id}{TOPICS_SUFFIX}", now_ns)
+        # The old cursor keeps its name until the new one replaces it: after a crash in between, a missing
+        # cursor would cause every message to be redelivered.
+        _keep_copy(files.cursors / f"{agent_id}{CURSOR_SUFFIX}", now_ns)
+        files.write_progress(agent_id, ReadProgress(-1), ReadProgress(offset))
+        _move_aside(files.cursors / f"{agent_id}{TOPICS_SUFFIX}", now_ns)
     return offset
 
 
 def _refuse_unknown_session(files: SessionFiles) -> None:
-    """Repair must not create what it was asked to mend."""
+    """Raise when the session does not exist: a repair must not create it."""
     if not files.exists():
         raise InvalidMessage(f"there is no session {files.name!r} here")
 
@@ -131,34 +131,34 @@ def _chosen_offset(files: SessionFiles, to: Literal["start", "end"] | int, size:
     return to
 
 
-def _set_aside(path: Path, now_ns: int) -> None:
-    """Keep a damaged file under another name."""
+def _move_aside(path: Path, now_ns: int) -> None:
+    """Rename a damaged file, so that it is kept."""
     with suppress(FileNotFoundError):
-        path.rename(_name_beside(path, now_ns))
+        path.rename(_damaged_name(path, now_ns))
 
 
-def _keep_beside(path: Path, now_ns: int) -> None:
-    """Give a damaged file a second name, which stays when the first goes to its successor."""
+def _keep_copy(path: Path, now_ns: int) -> None:
+    """Hard-link a damaged file to a second name, which remains when the first is replaced."""
     try:
-        os.link(path, _name_beside(path, now_ns), follow_symlinks=False)
+        os.link(path, _damaged_name(path, now_ns), follow_symlinks=False)
     except FileNotFoundError:
         return
     except OSError:
-        _set_aside(path, now_ns)  # not a file, or a file system without second names
+        _move_aside(path, now_ns)  # not a regular file, or a file system without hard links
 
 
-def _name_beside(path: Path, now_ns: int) -> Path:
+def _damaged_name(path: Path, now_ns: int) -> Path:
     return path.with_name(f"{path.name}.damaged-{now_ns}")
 
 
 def repair_body(files: SessionFiles, msg_id: str, body: bytes, now_ns: int) -> None:
-    """Put back a side file from a copy that fits the line's checksum, keeping the damaged one beside."""
+    """Restore a side file from a copy that matches the line's checksum; the damaged file is kept."""
     _refuse_unknown_session(files)
     with files.locked() as size:
         fault = wire.body_fault(_line_with_side_file(files, msg_id, size), body)
         if fault:
             raise InvalidMessage(f"this is not the body of {msg_id}: {fault}")
-        _set_aside(files.body_path(msg_id), now_ns)
+        _move_aside(files.body_path(msg_id), now_ns)
         files.write_body(msg_id, body)
 
 

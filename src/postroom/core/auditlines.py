@@ -1,6 +1,6 @@
-"""The lines of queues and mail servers and the messages of a bus, as events of the audit stream.
+"""Conversion of queue audit lines, mail event lines and bus messages into events of the audit stream.
 
-A line that cannot be read becomes an `alert` that says so: a hole in the numbers would look like a loss.
+An unreadable line becomes an `alert` event, because a gap in the sequence numbers would look like a loss.
 """
 
 from typing import Annotated, Any, TypeAlias
@@ -15,11 +15,11 @@ from postroom.message import BusMessage, EventKind
 
 TS_US_MAX = 253_402_300_799_999_999  # the last microsecond of the year 9999, which a datetime can hold
 Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""A number that every reader of the stream can hold."""
+"""A 64-bit integer, which every reader of the stream can represent."""
 
 
 class AuditLine(msgspec.Struct, rename={"sender": "from"}):
-    """A line of a queue's audit, of any operation."""
+    """A line of a queue's audit log, for any operation."""
 
     ts: str
     op: str
@@ -42,7 +42,7 @@ class AuditLine(msgspec.Struct, rename={"sender": "from"}):
 
 
 class MailLine(msgspec.Struct):
-    """A line of a mail server's events. A private mailbox stands in it as a hash."""
+    """A line of a mail server's event file. A private mailbox is named by its hash."""
 
     kind: EventKind
     ts_us: Annotated[int, msgspec.Meta(ge=0, le=TS_US_MAX)]
@@ -71,12 +71,12 @@ _decode_mail_line = guarded(msgspec.json.Decoder(MailLine).decode, lambda line: 
 
 
 def of_audit_line(line: bytes, source: str, seq: int) -> AuditEvent:
-    """A line of a queue's audit, in the stream."""
+    """The event for a line of a queue's audit log."""
     try:
         entry = _decode_line(line)
         ts_us, kind = epoch_ns_of(parse_utc(entry.ts)) // 1000, _kind_of(entry.op)
         if kind != "created" and not (entry.matched or entry.dropped):
-            kind = "heartbeat"  # it looked, and there was nothing
+            kind = "heartbeat"  # a poll or expire that found nothing
     except (msgspec.DecodeError, InvalidMessage) as error:
         return _unreadable(line, source, seq, str(error))
     facts = {name: getattr(entry, name) for name in _FACTS[entry.op]}
@@ -107,20 +107,20 @@ def _kind_of(operation: str) -> EventKind:
 
 
 def of_mail_line(line: bytes, source: str, seq: int) -> AuditEvent:
-    """A line of a mail server's events, in the stream."""
+    """The event for a line of a mail server's event file."""
     try:
         entry = _decode_mail_line(line)
     except msgspec.DecodeError as error:
         return _unreadable(line, source, seq, str(error), "mail")
-    told = msgspec.structs.asdict(entry)
+    fields = msgspec.structs.asdict(entry)
     return AuditEvent(
         event_id=event_id(source, seq), seq=seq, contract="mail", source=source, schema=SCHEMA,
-        agent_id=entry.sender, **told,
+        agent_id=entry.sender, **fields,
     )  # fmt: skip
 
 
 def _unreadable(line: bytes, source: str, seq: int, reason: str, contract: Contract = "queue") -> AuditEvent:
-    """The line itself stays where it is. When it happened is not known."""
+    """The alert for an unreadable line, which stays in its file. The time is unknown, so it is 0."""
     return AuditEvent(
         event_id=event_id(source, seq), seq=seq, ts_us=0, kind="alert", contract=contract, source=source,
         schema=SCHEMA, error_type="UnreadableLine", error=reason, body_bytes=len(line),
@@ -128,7 +128,7 @@ def _unreadable(line: bytes, source: str, seq: int, reason: str, contract: Contr
 
 
 def of_bus_message(message: BusMessage, bus: str, source: str, seq: int) -> AuditEvent:
-    """A message of a bus, in the stream. Further parents stand in the detail."""
+    """The event for a bus message. Parents after the first are in `detail`."""
     facts = {
         "project_id": message.project_id,
         "run_id": message.run_id,

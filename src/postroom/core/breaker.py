@@ -1,7 +1,7 @@
 """The circuit breaker of one service, as a value.
 
-Rule 1: CLOSED counts failures in a window. OPEN lets nothing through. After the cooldown, one message probes
-        the service (HALF_OPEN): its success closes the breaker, its failure opens it again.
+Rule 1: closed, it counts failures in a window. Open, it lets nothing through. After the cooldown, one
+        message probes the service (half open): its success closes the breaker, its failure opens it again.
 Rule 2: nothing here reads a clock. Times are nanoseconds of the store's clock.
 """
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from postroom.core.lifecycle import NANOS_PER_S
 
-BreakerState: TypeAlias = Literal["CLOSED", "OPEN", "HALF_OPEN"]
+BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 PROBE_WAIT_NS = NANOS_PER_S  # how long messages are deferred while a probe is under way
 
 
@@ -29,7 +29,7 @@ class Breaker(msgspec.Struct, frozen=True, kw_only=True):
 class Circuit(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one service's breaker."""
 
-    state: BreakerState = "CLOSED"
+    state: BreakerState = "closed"
     failed_at: tuple[int, ...] = ()
     """When the failures in the window happened."""
     open_until: int = 0
@@ -46,34 +46,34 @@ def failed(circuit: Circuit, rule: Breaker, message_id: str, now_ns: int) -> Cir
     """A call of the service failed."""
     window = round(rule.window_s * NANOS_PER_S)
     recent = (*(at for at in circuit.failed_at if now_ns - at < window), now_ns)[-rule.failures :]
-    if circuit.state == "OPEN" or (circuit.state == "HALF_OPEN" and circuit.probe != message_id):
+    if circuit.state == "open" or (circuit.state == "half_open" and circuit.probe != message_id):
         return circuit  # a call that began before the breaker opened
-    if circuit.state == "HALF_OPEN" or len(recent) >= rule.failures:
-        return Circuit("OPEN", (), now_ns + round(rule.cooldown_s * NANOS_PER_S))
+    if circuit.state == "half_open" or len(recent) >= rule.failures:
+        return Circuit("open", (), now_ns + round(rule.cooldown_s * NANOS_PER_S))
     return replace(circuit, failed_at=recent)
 
 
 def succeeded(circuit: Circuit, message_id: str) -> Circuit:
     """A call of the service succeeded. Only the probe closes a breaker."""
-    return CLOSED if circuit.state == "HALF_OPEN" and circuit.probe == message_id else circuit
+    return CLOSED if circuit.state == "half_open" and circuit.probe == message_id else circuit
 
 
 def admits(circuit: Circuit, message_id: str, now_ns: int) -> bool:
     """Whether a message may call the service now, perhaps as the probe."""
     match circuit.state:
-        case "CLOSED":
+        case "closed":
             return True
-        case "OPEN":
+        case "open":
             return now_ns >= circuit.open_until
-        case "HALF_OPEN":
+        case "half_open":
             return circuit.probe == message_id or now_ns >= circuit.probe_until
 
 
 def probed(circuit: Circuit, message_id: str, now_ns: int, lease_ns: int) -> Circuit:
     """The message that `admits` let through an open breaker is its probe."""
-    if circuit.state == "CLOSED":
+    if circuit.state == "closed":
         return circuit
-    return Circuit("HALF_OPEN", (), circuit.open_until, message_id, now_ns + lease_ns)
+    return Circuit("half_open", (), circuit.open_until, message_id, now_ns + lease_ns)
 
 
 def wait_ns(circuit: Circuit, now_ns: int) -> int:

@@ -1,13 +1,13 @@
-"""The bus file format: YAML documents that a person can read and that no body can forge.
+"""The bus file format: YAML documents that a person can read and that no message body can forge.
 
-Rule 1: a record starts at a separator line `---` whose following lines are a header: `msg_id: ` comes first
-        (what conductor-loop and we write), or a YAML key comes first and `msg_id:` further down.
-Rule 2: a separator right behind a checksum line never starts a record: it closes a header, and the body
-        happens to begin like one. No body that we write holds a separator line, so none forges a record.
-Rule 3: what we write carries `body_bytes` and `crc`, always both. A record with one of them alone, or
-        with a checksum that does not fit, is damage: it is named, skipped and left where it is.
-Rule 4: a record without either is foreign (conductor-loop wrote it): its body runs to the next record.
-Rule 5: a record that the data ends in is not judged; it may still be on its way.
+Rule 1: a record starts at a separator line `---` that is followed by a header. The header begins with
+        `msg_id: ` (as conductor-loop and postroom write it), or with another YAML key before `msg_id:`.
+Rule 2: a separator directly after a checksum line closes a header and never starts a record, even when the
+        body begins like a header. Separator lines in bodies are escaped, so no body can forge a record.
+Rule 3: postroom writes both `body_bytes` and `crc` into every record. A record with only one of them, or with
+        a wrong checksum, is damaged: it is reported, skipped and left in place.
+Rule 4: a record with neither is foreign (written by conductor-loop): its body extends to the next record.
+Rule 5: an incomplete record at the end of the data is not reported as damage; a writer may still be at it.
 """
 
 import json
@@ -31,24 +31,24 @@ from postroom.errors import InvalidMessage
 from postroom.message import BusMessage, Damage
 
 HEADER_BYTES_MAX = 64 * 1024
-FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # leaves room for the id, the time, the length and the checksum
+FIELDS_BYTES_MAX = HEADER_BYTES_MAX - 256  # the rest holds the id, the time, the length and the checksum
 BODY_BYTES_MAX = 64 * 1024 * 1024
 RECORD_BYTES_MAX = HEADER_BYTES_MAX + BODY_BYTES_MAX
-YAML_DEPTH_MAX = 16  # the original nests three levels; deeper headers are not worth the stack
+YAML_DEPTH_MAX = 16  # conductor-loop nests three levels
 
-_COMMON_BYTES_MAX = 512  # of the four lines that all messages of a run share: longer ones are not remembered
+_COMMON_BYTES_MAX = 512  # longer type, project, task and run lines are not cached
 
 START = b"---\nmsg_id: "
 MARKER = b"\n" + START
 LEGACY_PREFIX = "LEGACY-LINE-"
 CHECKSUM_LINE_BYTES = len(b"\ncrc: 01234567")
-OPENING_BYTES = 256  # by which a reader finds a record again that starts in another way
-_PASSED_BEHIND_BODY = b"\n-"  # the dash: a record's first line that is glued to a body is not one
+OPENING_BYTES = 256  # identify a record that does not begin with `START` and its id
+_PASSED_BEHIND_BODY = b"\n-"  # a dash: the newline is missing and the next record's separator follows
 _SEPARATOR = b"---\n"
 _ID_KEY = b"msg_id: "
 _CHECKSUM_LINE = re.compile(rb"(?:\A|\n)crc: [0-9a-f]{8}")
 
-# A separator line, a line that can begin a header, and the lines that say that a header is meant.
+# A separator line, the first line of a header, and the keys that identify a header.
 _SEPARATOR_LINE = re.compile(rb"---\r?\n")
 _NEXT_SEPARATOR = re.compile(rb"\n---\r?\n")
 _NEXT_OPENING = re.compile(rb"""\n---\r?\n(?=[A-Za-z_"'{#%])""")
@@ -57,9 +57,9 @@ _ID_CLAIM = re.compile(rb"""(?m)^[ \t{?]*["']?msg_id["']?[ \t]*:""")
 _FIELD_CLAIM = re.compile(rb"(?m)^(ts|type|project_id):[ \t]")
 _FIELDS_CLAIMED_MIN = 2
 _ID_LINE = re.compile(rb"(?m)^msg_id:.*$")
-_DAMAGED_ID_LINE = re.compile(rb"(?m)^msg_id: ")  # also where the separator line in front of it is damaged
+_DAMAGED_ID_LINE = re.compile(rb"(?m)^msg_id: ")  # matches even when the separator line before it is damaged
 
-# A body line that a reader could take for a separator, and the same line after escaping.
+# A body line that looks like a separator, and the same line after escaping.
 _BARE_SEPARATOR = re.compile(rb"(?m)^---\r*$")
 _SEPARATOR_LIKE = re.compile(rb"(?m)^---(?= *\r*$)")
 _ESCAPED = re.compile(rb"(?m)^--- (?= *\r*$)")
@@ -74,7 +74,7 @@ _EVERYDAY_KEYWORDS = (*_EVERYDAY_HEADER, "body")
 _everyday_header = operator.itemgetter(*_EVERYDAY_HEADER)
 _ID_START = len("msg_id: ")
 _ID_END = len("msg_id: MSG-20260205-143052-000123456-PID12345-0042")
-_UTF8_BYTES_MAX = 4  # of one character
+_UTF8_BYTES_MAX = 4  # per character
 _NEWLINE = 0x0A
 
 _OUR_LAYOUT = (
@@ -84,12 +84,12 @@ _OUR_LAYOUT = (
     rb"body_bytes: (\d{1,9})\ncrc: ([0-9a-f]{8})\n---\n"
 )
 _OURS = re.compile(_OUR_LAYOUT)
-_OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # behind a record, where a blank line parts it from the next
-_MSG_ID, _CRC = 1, 8  # groups of both
+_OURS_NEXT = re.compile(b"\n" + _OUR_LAYOUT)  # after another record: a blank line separates the two
+_MSG_ID, _CRC = 1, 8  # group numbers in both patterns
 _OUR_KEYS = re.compile(rb"(?m)^(?:body_bytes|crc):")
 
-# The plain header of conductor-loop's writer. Every key and value in it is text that YAML gives back
-# unchanged: words of letters and digits, or a quoted text without anything to unquote.
+# The plain header that conductor-loop writes. YAML returns each of its keys and values unchanged: they are
+# words of letters and digits, or quoted strings without escapes.
 _PLAIN_KEY = rb"(?>[A-Za-z_][A-Za-z0-9_-]*|\"[ !#-\[\]-~]*\")"
 _PLAIN_WORDS = rb"[A-Za-z0-9](?:(?:[A-Za-z0-9_./ -]|:(?=[A-Za-z0-9/]))*[A-Za-z0-9_./-])?"
 _PLAIN_VALUE = rb"(?>" + _PLAIN_WORDS + rb"|\"[ !#-\[\]-~]*\"|'[ -&(-~]*')"
@@ -107,7 +107,7 @@ _PLAIN_LAYOUT = _plain_pattern(
     rb"(type: V\nproject_id: V\ntask_id: V\nrun_id: V\n)(?:issue_id: (V)\n)?"
     rb"(?:parents:\nLIST)?(?:links:\nLIST)?(?:meta:\n((?:    K: V\n)+))?---\n(?!msg_id: )"
 )
-_PLAIN_LINE = _plain_pattern(rb"    (- |  )?(?:(K): )?(V)\n")  # of a list or of a mapping
+_PLAIN_LINE = _plain_pattern(rb"    (- |  )?(?:(K): )?(V)\n")  # one line of a list or of a mapping
 _LEGACY_TYPE = re.compile(r"[A-Za-z0-9_/-]+", re.ASCII)
 _LEGACY_TIME_CHARS_MAX = 64
 _KNOWN_KEYS = frozenset(
@@ -115,15 +115,16 @@ _KNOWN_KEYS = frozenset(
 )
 
 
-_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C part
+_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # PyYAML can be built without its C extension
 
 
 # ---- writing ---------------------------------------------------------------------------------
 
 
 Draft = tuple[str, bytes, str]
-"""A checked message without its id and time, which are decided while the lock is held: its own header
-lines, its stored body, and the time that the caller preset, or an empty text."""
+"""A validated message: its header lines, its stored body, and the timestamp set by the caller, or "".
+
+The id and the default timestamp are assigned later, under the file lock."""
 
 
 def draft(
@@ -136,18 +137,18 @@ def draft(
     body: str,
     preset_ts: str = "",
 ) -> Draft:
-    """Check a message and lay out everything but its id and time."""
+    """Validate a message and encode everything except its id and timestamp."""
     try:
         stored = body.encode()
     except (UnicodeEncodeError, AttributeError):
         stored = _encode_unusual(body)
     try:
         fields = _common_fields(kind, project_id, task_id, run_id)
-    except TypeError:  # what cannot be hashed is no text either
+    except TypeError:  # an unhashable argument is no text: the uncached call names it in its error
         fields = _common_fields.__wrapped__(kind, project_id, task_id, run_id)
     if parents or attachment_path:
         fields = _more_fields(fields, parents, attachment_path)
-    if "---" in body and _SEPARATOR_LIKE.search(stored):  # text is searched faster than bytes are
+    if "---" in body and _SEPARATOR_LIKE.search(stored):  # `in` is faster on text than on bytes
         stored = _SEPARATOR_LIKE.sub(b"--- ", stored)
         fields += _ESCAPE_LINE
     if len(stored) > BODY_BYTES_MAX:
@@ -157,7 +158,7 @@ def draft(
 
 
 def encode(message: Draft, msg_id: str, ts: str, before: bytes = b"") -> bytes:
-    """The bytes of one record, behind those that part it from what stands before it."""
+    """The bytes of one record, after `before`, which separates it from the previous record."""
     fields, body, preset_ts = message
     head = f"msg_id: {msg_id}\nts: {preset_ts or ts}\n{fields}body_bytes: {len(body)}\n".encode()
     end = b"" if body and body[-1] == _NEWLINE else b"\n"
@@ -167,7 +168,7 @@ def encode(message: Draft, msg_id: str, ts: str, before: bytes = b"") -> bytes:
 def encode_next(
     message: Draft, epoch_ns: int, process: str, sequence: int, last: str, before: bytes = b""
 ) -> tuple[str, bytes]:
-    """The next id, and its record: `bus_id` and `encode` in one pass, because every append comes by here."""
+    """The next id and its record: `bus_id` and `encode` merged into one pass, for the speed of appends."""
     fields, body, preset_ts = message
     in_id, in_ts = second_stems(epoch_ns // NANOS_PER_S)
     digits = str(epoch_ns)
@@ -184,27 +185,26 @@ def encode_next(
     return msg_id, b"%b---\n%bcrc: %08x\n---\n%b%b" % (before, raw, zlib.crc32(raw + body), body, end)
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """Drafts in columns: one step over a whole column costs a fraction of that step for each message."""
+class DraftBatch(msgspec.Struct, frozen=True):
+    """Drafts stored by column: processing a whole column at once is much faster than message by message."""
 
     runs: list[tuple[str, str, int]]
-    """Header lines, preset time, and how many messages in a row have these."""
+    """Header lines, preset timestamp, and the number of consecutive messages that share them."""
     bodies: list[bytes]
 
 
-def batch(drafts: Iterable[Draft]) -> Batch:
-    """Any drafts, as one batch."""
+def batch(drafts: Iterable[Draft]) -> DraftBatch:
     runs, bodies = [], []
     for fields, body, preset_ts in drafts:
         runs.append((fields, preset_ts, 1))
         bodies.append(body)
-    return Batch(runs, bodies)
+    return DraftBatch(runs, bodies)
 
 
-def everyday_batch(messages: list[Mapping[str, Any]]) -> Batch | None:
-    """A batch whose messages all have the everyday keywords, and bodies without anything to escape.
+def everyday_batch(messages: list[Mapping[str, Any]]) -> DraftBatch | None:
+    """A batch of messages that all have the usual keywords and a body without `---`; None for any other.
 
-    Checked as a whole, and so in half the time. None when one of them differs: then `draft` looks at each.
+    Such a batch is validated as a whole, which takes half the time. Otherwise the caller uses `draft`.
     """
     try:
         if set(map(len, messages)) != {len(_EVERYDAY_KEYWORDS)}:
@@ -217,13 +217,13 @@ def everyday_batch(messages: list[Mapping[str, Any]]) -> Batch | None:
             (_common_fields(*header), "", len(list(run)))
             for header, run in groupby(map(_everyday_header, messages))
         ]
-        return Batch(runs, [text.encode() for text in texts])
+        return DraftBatch(runs, [text.encode() for text in texts])
     except (KeyError, TypeError, UnicodeEncodeError):
         return None
 
 
-def encode_batch(messages: Batch, msg_ids: list[str], ts: str, before: bytes = b"") -> bytes:
-    """The bytes of several records, each as `encode` makes it and behind an empty line."""
+def encode_batch(messages: DraftBatch, msg_ids: list[str], ts: str, before: bytes = b"") -> bytes:
+    """The bytes of several records, each as `encode` writes it, separated by blank lines."""
     bodies = messages.bodies
     middles = chain.from_iterable(
         repeat(f"\nts: {preset_ts or ts}\n{fields}body_bytes: ", count)
@@ -236,7 +236,7 @@ def encode_batch(messages: Batch, msg_ids: list[str], ts: str, before: bytes = b
     crcs = map(zlib.crc32, map(operator.add, heads, bodies))
     crc_digits = struct.pack(f">{len(bodies)}I", *crcs).hex("|", 4)
     crc_lines = ("crc: " + crc_digits.replace("|", "\n---\n|crc: ") + "\n---\n").encode().split(b"|")
-    # What closes a body also opens the record behind it.
+    # Each end also holds the separator of the next record; the last one has no next record.
     ends = [b"\n---\n" if body and body[-1] == _NEWLINE else b"\n\n---\n" for body in bodies]
     ends[-1] = ends[-1][: -len(b"\n---\n")]
     pieces = zip(heads, crc_lines, bodies, ends, strict=True)
@@ -244,7 +244,7 @@ def encode_batch(messages: Batch, msg_ids: list[str], ts: str, before: bytes = b
 
 
 def _encode_unusual(body: str) -> bytes:
-    """Bytes that are not UTF-8 travel as surrogate escapes, the way Python reads file names."""
+    """Encode a body with surrogate escapes, which stand for bytes that are not UTF-8, as in file names."""
     if not isinstance(body, str):
         msg = f"the body must be text, not {type(body).__name__}"
         raise InvalidMessage(msg)
@@ -292,12 +292,12 @@ def _parents_field(parents: Iterable[str]) -> str:
     except TypeError:
         msg = f"parents must be a list of message ids, not {type(parents).__name__}"
         raise InvalidMessage(msg) from None
-    # An iterator says only here that it is empty, and a key without items would read as damage.
+    # An empty iterator is only noticed here. A `parents:` key without items would read as damage.
     return "parents:\n" + "".join(items) if items else ""
 
 
 def _scalar(field: str, text: str, *, required: bool = False) -> str:
-    """One YAML scalar on one line, quoted whenever any reader could take it for something else."""
+    """One YAML scalar on one line, quoted unless every YAML reader returns it unchanged."""
     if not isinstance(text, str):
         msg = f"{field} must be text, not {type(text).__name__}"
         raise InvalidMessage(msg)
@@ -319,21 +319,22 @@ def _scalar(field: str, text: str, *, required: bool = False) -> str:
 
 
 class Decoded(msgspec.Struct):
-    """What one stretch of a bus file holds."""
+    """The decoded content of one part of a bus file."""
 
     messages: list[BusMessage] = []
     damaged: list[Damage] = []
     consumed: int = 0
-    """Bytes that are settled. What follows them is shown again, with more behind it."""
+    """Number of bytes that are fully decoded. The caller passes the rest again, with more data."""
     starts: list[int] = []
-    """File offsets of the messages."""
+    """File offset of each message."""
     last_opening: bytes = b""
-    """The first bytes of the last message's record, when they are not `START` and its id."""
+    """The first bytes of the last record, unless they are `START` and its id."""
     legacy_line: int | None = None
-    """Lines already seen of the part before the first record; None once that part is over."""
+    """Number of lines read before the first record; None once the first record was found."""
     unchecked: int = 0
+    """Number of messages without a checksum."""
     held_back: bool = False
-    """The data ends in a foreign record that may still grow; see `settled_tail`."""
+    """The data ends with a foreign record that may still grow; see `settled_tail`."""
 
 
 class _Damaged(Exception):
@@ -344,8 +345,8 @@ class _Unfinished(Exception):
     """The data ends inside the record."""
 
 
-class _Growing(_Unfinished):
-    """The data ends in a foreign record, which has no length."""
+class _UnendedForeign(_Unfinished):
+    """The data ends inside a foreign record. Its length is unknown, so it may still grow."""
 
 
 def decode(
@@ -356,9 +357,9 @@ def decode(
     at_file_end: bool = True,
     settled_tail: bool = True,
 ) -> Decoded:
-    """Decode `data`, which starts at a record's start, or at the file's own start with `legacy_line=0`.
+    """Decode `data`, which starts at a record, or at the start of the file when `legacy_line` is 0.
 
-    `settled_tail` says that no writer is at work, so that a foreign record at the very end is whole.
+    `settled_tail`: no writer is active, so a foreign record at the end of the file is complete.
     """
     out = Decoded(legacy_line=legacy_line)
     position = 0
@@ -383,13 +384,13 @@ def decode(
 def _decode_any(
     data: bytes, start: int, offset: int, out: Decoded, at_file_end: bool, settled_tail: bool
 ) -> int:
-    """Decode the record at `start`, or skip it; returns its end, or -1 when only more data can tell.
+    """Decode or skip the record at `start`; returns its end, or -1 when more data is needed.
 
-    Plain foreign records that follow each other are decoded together.
+    Consecutive plain foreign records are decoded together.
     """
     try:
         return _decode_record(data, start, offset, out, at_file_end, settled_tail)
-    except _Growing:
+    except _UnendedForeign:
         return -1
     except _Unfinished:
         if _start_behind(data, start, at_file_end) < 0:
@@ -401,9 +402,9 @@ def _decode_any(
 
 
 def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
-    """Whole records of ours that follow each other, which is what most files are made of.
+    """Decode consecutive complete records written by postroom: the fast path for most files.
 
-    Returns the end of the last of them. What stands there is for the general way to judge.
+    Returns the end of the last one. `_decode_any` handles what follows.
     """
     messages, starts = out.messages, out.starts
     while match := _OURS_NEXT.match(data, position):
@@ -421,13 +422,13 @@ def _decode_ours(data: bytes, position: int, offset: int, out: Decoded) -> int:
 
 
 def _next_start(data: bytes, position: int, at_file_end: bool, floor: int | None = None) -> int:
-    """Offset of the next record start from `position` on; -1 when there is none, or none yet.
+    """Offset of the first record start at or after `position`; -1 when there is none, or none yet.
 
-    Bytes before `floor` (default: `position`) belong to an earlier record and say nothing about a separator.
+    Bytes before `floor` (default: `position`) belong to an earlier record and are not examined.
     """
     if floor is None:
         if data.startswith(START, position):
-            return position  # right behind a whole record, also when the newline between them is gone
+            return position  # directly after a complete record, even when the newline between them is lost
         floor = position
         if not position and _SEPARATOR_LINE.match(data) and _opens_record(data, 0, at_file_end):
             return 0
@@ -446,7 +447,7 @@ def _next_start(data: bytes, position: int, at_file_end: bool, floor: int | None
 
 
 def _start_behind(data: bytes, start: int, at_file_end: bool) -> int:
-    """Offset of the record start behind a record at `start` that cannot be read; -1 when there is none."""
+    """Offset of the record after the unreadable record at `start`; -1 when there is none."""
     try:
         body_start = _header_closing(data, start, at_file_end).end()
     except (_Unfinished, _Damaged):
@@ -455,9 +456,9 @@ def _start_behind(data: bytes, start: int, at_file_end: bool) -> int:
 
 
 def _opens_record(data: bytes, start: int, at_file_end: bool) -> bool | None:
-    """Whether the separator line at `start` has a header behind it; None when the data ends too early.
+    """Whether a header follows the separator line at `start`; None when the data ends too early.
 
-    A header that cannot be read counts: it is damage to report, and no part of the body in front of it.
+    An unreadable header counts as one: it is reported as damage, not added to the previous body.
     """
     begin = data.index(b"\n", start) + 1
     if data.startswith(_ID_KEY, begin):
@@ -474,18 +475,18 @@ def _opens_record(data: bytes, start: int, at_file_end: bool) -> bool | None:
 
 
 def opens_like_bus(data: bytes) -> bool:
-    """Whether the first bytes of a file are the start of a record."""
+    """Whether a file with these first bytes starts with a record."""
     return _SEPARATOR_LINE.match(data) is not None and bool(_opens_record(data, 0, at_file_end=True))
 
 
 def may_be_bus(data: bytes) -> bool:
-    """Whether a file with these first bytes can be a bus, and is not some other text or data.
+    """Whether a file with these first bytes can be a bus file rather than some other file.
 
-    They are blank, begin a record (also a torn or damaged one), or hold a legacy line.
+    True for blank bytes, the start of a record (even torn or damaged), or a legacy line.
     """
     begun = data.lstrip()
     return (
-        begun.startswith(b"\0")  # what a power cut can leave of a record
+        begun.startswith(b"\0")  # a power cut can leave NUL bytes in place of a record
         or may_grow_into_record(begun)
         or _DAMAGED_ID_LINE.search(begun) is not None
         or any(_legacy_message(line, 0) is not None for line in begun.split(b"\n"))
@@ -493,7 +494,7 @@ def may_be_bus(data: bytes) -> bool:
 
 
 def may_grow_into_record(rest: bytes) -> bool:
-    """Whether the last bytes of a file are blank or the beginning of a record."""
+    """Whether these last bytes of a file are blank or the beginning of a record."""
     begun = rest.lstrip(b"\r\n")
     return START.startswith(begun[: len(START)]) or (
         _SEPARATOR_LINE.match(begun) is not None and bool(_opens_record(begun, 0, at_file_end=True))
@@ -501,10 +502,10 @@ def may_grow_into_record(rest: bytes) -> bool:
 
 
 def closes_header(data: bytes, marker: int) -> bool:
-    """Whether the separator at `marker` ends one of our headers, with a body behind it like `msg_id: ...`."""
+    """Whether the separator at `marker` closes a header written by postroom (a checksum line precedes it)."""
     end = marker - data.endswith(b"\r", 0, marker)
     if data.endswith(b"\n", 0, end):
-        return False  # a blank line stands before every record that we write
+        return False  # postroom writes a blank line before every record
     return _CHECKSUM_LINE.fullmatch(data, max(0, end - CHECKSUM_LINE_BYTES), end) is not None
 
 
@@ -525,7 +526,7 @@ def _decode_record(
         message, end, checked = _foreign(data, start, at_file_end)
         if end == len(data) and not settled_tail and not checked:
             out.held_back = True
-            raise _Growing
+            raise _UnendedForeign
         out.unchecked += not checked
     out.messages.append(message)
     out.starts.append(offset + start)
@@ -534,7 +535,7 @@ def _decode_record(
 
 
 def _unusual_opening(data: bytes, start: int) -> bytes:
-    """The first bytes of a record; empty when they are those that `START` and its id make."""
+    """The first bytes of a record; empty when it begins with `START` and its id."""
     return b"" if data.startswith(START, start) else data[start : start + OPENING_BYTES]
 
 
@@ -543,20 +544,20 @@ def _ours(data: bytes, match: re.Match[bytes]) -> tuple[BusMessage, int]:
     body_start = match.end()
     body_end = body_start + int(size)
     if body_end - body_start > BODY_BYTES_MAX:
-        raise _Damaged("the length is over the limit")
+        raise _Damaged(f"the body length is over {BODY_BYTES_MAX} bytes")
     body = data[body_start:body_end]
     end = body_end if body.endswith(b"\n") else body_end + 1
     if end > len(data):
         raise _Unfinished
     if end > body_end and data[body_end] not in _PASSED_BEHIND_BODY:
-        end = body_end  # the message is whole; the byte behind it is damage of its own
+        end = body_end  # the message is complete; the byte after it is separate damage
     head = data[match.start(_MSG_ID) - len(b"msg_id: ") : match.start(_CRC) - len(b"crc: ")]
     if zlib.crc32(head + body) != int(crc, 16):
-        # No body holds a record's start: one inside means that the writer was killed and others went on.
+        # A body never holds a record start. One inside means that its writer was killed and others appended.
         cut = _start_between(data, body_start, end)
-        raise _Damaged("cut short" if cut else "the checksum does not fit")
+        raise _Damaged("cut short" if cut else "the checksum does not match")
     if b"---" in body and _BARE_SEPARATOR.search(body):
-        # We never write that. Whoever did wants readers that come from the end to see another record here.
+        # Postroom escapes these lines. This record was forged, so that a backward reader finds a false start.
         raise _Damaged("a record starts inside it")
     if escaped is not None:
         body = _ESCAPED.sub(b"---", body)
@@ -583,7 +584,7 @@ def _texts(fields: bytes) -> tuple[str, str, str, str]:
     return kind, project, task, run
 
 
-# Few tasks write many messages: the same four lines come again and again.
+# Few tasks write many messages, so the same four lines repeat.
 _common_texts = lru_cache(maxsize=1024)(_texts)
 
 
@@ -604,7 +605,7 @@ def _moment(raw: bytes) -> datetime:
 
 
 def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: str, at_file_end: bool) -> int:
-    """The end of a damaged record is the next record's start, or unknown (-1) until there is one."""
+    """Record the damage and return its end: the next record's start, or -1 while that is unknown."""
     following = _start_behind(data, start, at_file_end)
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
         return -1
@@ -614,26 +615,26 @@ def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: st
 
 
 def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
-    """More bytes than any record may have, and no end: not a record. Memory stays bounded."""
+    """Report more bytes than a record may have as damage, so that memory stays bounded."""
     end = len(data) - len(MARKER)
     out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record in sight"))
     out.consumed = end
 
 
-# ---- foreign records: what conductor-loop itself writes -------------------------------------------
+# ---- foreign records: written by conductor-loop ----------------------------------------------------
 
 
 def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
-    """Records in the plain shape of conductor-loop's writer, one after the other, without a YAML parser.
+    """Decode consecutive records in conductor-loop's plain layout without a YAML parser.
 
-    Returns the start of the first record with another shape, or of the last one in the data.
+    Returns the start of the first record with another layout, or of the last record in the data.
     """
     messages, starts = out.messages, out.starts
     before = len(messages)
     while match := _PLAIN_LAYOUT.match(data, start, start + HEADER_BYTES_MAX):
         body_start = match.end()
         if body_start - start > HEADER_BYTES_MAX - len(_ID_KEY):
-            break  # the pattern did not see how the body begins
+            break  # the pattern could not examine the start of the body
         marker = data.find(b"\n---", body_start - 1)
         if not data.startswith(b"\nmsg_id: ", marker + 4) or marker < 0:
             break
@@ -653,7 +654,7 @@ def _decode_plain(data: bytes, start: int, offset: int, out: Decoded) -> int:
 
 
 def _plain_message(match: re.Match[bytes], body: bytes) -> BusMessage | None:
-    """The message of a plain header; None when its time does not exist, or a parent has no id."""
+    """The message with a plain header; None when its timestamp is invalid or a parent has no id."""
     msg_id, ts, fields, issue_id, parents, links, meta = match.groups()
     try:
         moment = datetime.fromisoformat(ts.decode())
@@ -690,7 +691,7 @@ def _plain_text(raw: bytes) -> str:
 
 
 def _plain_items(lines: bytes) -> list[Any]:
-    """A list of texts, and of mappings whose lines stand below each other."""
+    """The items of a YAML list: strings, and mappings that span several lines."""
     items: list[Any] = []
     for mark, key, value in _PLAIN_LINE.findall(lines):
         if not key:
@@ -703,18 +704,18 @@ def _plain_items(lines: bytes) -> list[Any]:
 
 
 def _plain_parents(lines: bytes) -> tuple[list[str], dict[str, Any]]:
-    """Parent ids, and what `extra` says of parents that are objects."""
+    """Parent ids, and the `extra` fields that keep parents given as objects."""
     items = _plain_items(lines)
     parents, detailed = _parents(items)
     return parents, {"parents": items} if detailed else {}
 
 
 def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, int, bool]:
-    """The message of a foreign record, its end, and whether a checksum covers it."""
+    """The message of a foreign record, its end, and whether it has a valid checksum."""
     closing = _header_closing(data, start, at_file_end)
     following = _next_start(data, closing.end(), at_file_end, closing.end())
     if following < 0 and not (at_file_end and data.endswith(b"\n")):
-        raise _Growing
+        raise _UnendedForeign
     end = following if following >= 0 else len(data)
     if data.startswith(b"---\r", start):
         message, checked = _converted(data[start:end], followed=following >= 0)
@@ -727,7 +728,7 @@ def _foreign(data: bytes, start: int, at_file_end: bool) -> tuple[BusMessage, in
 
 
 def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[bytes]:
-    """The separator line that closes the header of the record at `start` and starts no record itself."""
+    """The separator line that closes the header of the record at `start`."""
     closing = _NEXT_SEPARATOR.search(data, data.index(b"\n", start))
     if closing is None and len(data) - start <= HEADER_BYTES_MAX:
         raise _Unfinished
@@ -736,7 +737,7 @@ def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[byte
     marker = closing.start()
     if data.startswith(_ID_KEY, closing.end()) and not closes_header(data, marker):
         raise _Damaged("the header has no end")
-    if data.endswith((b"\n", b"\n\r"), start, marker):  # a blank line: writers put one in front of a record
+    if data.endswith((b"\n", b"\n\r"), start, marker):  # a blank line: writers put one before each record
         opens = _opens_record(data, marker + 1, at_file_end)
         if opens is None:
             raise _Unfinished
@@ -746,16 +747,16 @@ def _header_closing(data: bytes, start: int, at_file_end: bool) -> re.Match[byte
 
 
 def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
-    """A record whose lines end in CRLF, because a program that converts text files went over the whole file.
+    """A record whose lines end in CRLF because another program converted the line ends of the file.
 
-    It is read with the conversion undone, and a record of ours has to fit its checksum then.
+    The conversion is undone before decoding; a record of postroom must then match its checksum.
     """
     record = record.replace(b"\r\n", b"\n")
     match = _OURS.match(record)
     if match is not None:
         message, end = _ours(record, match)
         if record[end:].strip():
-            raise _Damaged("text that is no record follows it")
+            raise _Damaged("text that is not a record follows it")
         return message, True
     closing = _NEXT_SEPARATOR.search(record)
     if closing is None:
@@ -767,7 +768,7 @@ def _converted(record: bytes, *, followed: bool) -> tuple[BusMessage, bool]:
 
 
 def _without_blank_line(body: bytes, *, converted: bool) -> bytes:
-    """A body without the blank line in front of the next record, whose lines may end in CRLF."""
+    """The body without the blank line before the next record, which may end in CRLF."""
     if converted and (body.endswith(b"\n\r\n") or body == b"\r\n"):
         return body.removesuffix(b"\r\n")
     return body.removesuffix(b"\n")
@@ -775,7 +776,7 @@ def _without_blank_line(body: bytes, *, converted: bool) -> bytes:
 
 def _foreign_message(header: bytes, body: bytes) -> BusMessage:
     if _OUR_KEYS.search(header):
-        raise _Damaged("length and checksum do not stand where we write them")
+        raise _Damaged("the length and the checksum are not in their places")
     fields = _yaml_header(header)
     try:
         parents, detailed = _parents(fields.get("parents"))
@@ -797,7 +798,7 @@ def _foreign_message(header: bytes, body: bytes) -> BusMessage:
     except (KeyError, TypeError, InvalidMessage) as error:
         raise _Damaged(f"a header field is missing or malformed: {error}") from error
     if _ID_LINE.findall(header) != [_ID_KEY + message.msg_id.encode("utf-8", "surrogateescape")]:
-        raise _Damaged("the id is not written plainly, so that no reader could go on from it")
+        raise _Damaged("the id is not written plainly, so no reader could continue from it")
     return message
 
 
@@ -810,7 +811,7 @@ def _as_text(value: Any) -> str:
 
 
 def _parents(value: Any) -> tuple[list[str], bool]:
-    """Parent ids, from a list of ids or of objects with `msg_id`; and whether there were objects."""
+    """Parent ids, from a list of ids or of objects with `msg_id`; and whether any is an object."""
     if value is None or value == "":
         return [], False
     if not isinstance(value, list):
@@ -823,9 +824,9 @@ def _parents(value: Any) -> tuple[list[str], bool]:
 def _yaml_header(header: bytes) -> dict[str, Any]:
     """A YAML mapping in which every scalar is text: no implicit types, aliases or deep nesting."""
     if len(header) > HEADER_BYTES_MAX:
-        raise _Damaged("the header is over the limit")
+        raise _Damaged(f"the header is longer than {HEADER_BYTES_MAX} bytes")
     try:
-        fields = _built(yaml.parse(header, Loader=_Loader))
+        fields = _document(yaml.parse(header, Loader=_Loader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _Damaged("the header is not YAML") from error
     if not isinstance(fields, dict):
@@ -833,8 +834,8 @@ def _yaml_header(header: bytes) -> dict[str, Any]:
     return fields
 
 
-def _built(events: Iterable[yaml.Event]) -> Any:
-    """The one document of a YAML stream, built in a loop that limits its depth, with every scalar as text."""
+def _document(events: Iterable[yaml.Event]) -> Any:
+    """The only document of a YAML stream, built iteratively to limit its depth, with every scalar as text."""
     documents: list[Any] = []
     stack: list[tuple[list[Any], bool]] = [(documents, False)]
     for event in events:
@@ -855,17 +856,17 @@ def _built(events: Iterable[yaml.Event]) -> Any:
 
 
 def _mapping(items: list[Any]) -> dict[str, Any]:
-    """Keys and values that alternate. The last value of a repeated key counts."""
+    """A mapping from alternating keys and values. The last value of a repeated key wins."""
     if not all(isinstance(key, str) for key in items[::2]):
         raise _Damaged("the header is not YAML")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-# ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` in front of the first record --------------------
+# ---- legacy lines: `[2026-02-05 14:30:52] TYPE: text` before the first record --------------------------
 
 
 def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool) -> int:
-    """Read the part before the first record; returns where it ends."""
+    """Decode the lines before the first record; returns the offset at which they end."""
     position = 0
     while out.legacy_line is not None:
         end = data.find(b"\n", position) + 1
@@ -874,14 +875,14 @@ def _decode_legacy(data: bytes, offset: int, out: Decoded, *, at_file_end: bool)
         line = data[position:end]
         if line.rstrip(b"\r\n") == b"---":
             if at_file_end and len(data) - position < len(START):
-                break  # perhaps the first bytes of a record
+                break  # possibly the first bytes of a record
             out.legacy_line = None
             break
         if _CHECKSUM_LINE.fullmatch(line.rstrip(b"\n")):
             if len(data) - end < len(_SEPARATOR) and _SEPARATOR.startswith(data[end:]):
-                break  # perhaps the end of a header: that takes its next line to say
+                break  # possibly the end of a header; the next line decides
             if data.startswith(_SEPARATOR, end):
-                # A record whose first line is damaged: its body is not what stands before the first record.
+                # A record whose first line is damaged: its body must not be read as legacy lines.
                 out.damaged.append(Damage(offset + position, len(line) + len(_SEPARATOR), "not a record"))
                 position = end + len(_SEPARATOR)
                 out.legacy_line = None

@@ -1,9 +1,10 @@
-"""One event of the audit stream: the closed schema that every contract's events become.
+"""The event of the audit stream: one closed schema for the events of every contract.
 
-Rule 1: `seq` has no gap within a `source`, and `event_id` is made of both: reading a log again repeats ids.
-Rule 2: a line holds what is known. A field that has its default is left out, and the first seven never are.
-Rule 3: a field may be added, with a default; one is never removed, renamed or given another meaning. A change
-that breaks this gets a new `schema`.
+Rule 1: `seq` has no gap within a `source`, and `event_id` consists of both, so reading a log again gives the
+        same ids.
+Rule 2: a line omits fields that have their default value. The first seven fields are always present.
+Rule 3: fields may be added with a default, but never removed, renamed or given another meaning. A change that
+        breaks this needs a new `schema`.
 """
 
 from decimal import Decimal
@@ -15,10 +16,10 @@ from postroom.core.jsoninput import TOO_DEEP, guarded, is_deep
 from postroom.message import Event, EventKind, State, org_of
 
 SCHEMA = 1
-TS_US_MAX: Final = (1 << 53) - 1  # in the year 2255; a JSON number above it is not exact in every reader
+TS_US_MAX: Final = (1 << 53) - 1  # the year 2255; a larger JSON number is not exact in every reader
 
 Contract: TypeAlias = Literal["bus", "queue", "mail", "tasks", "engine", "audit"]
-"""Who tells it; "audit" is the stream itself, about its own doings."""
+"""The contract that emits an event; "audit" is the stream itself."""
 
 
 OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
@@ -92,16 +93,16 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
     },
     "audit": {},
 }
-"""What each contract's operations are told as. The last two come with their contracts."""
+"""The kinds of events that each contract's operations emit. Those of "engine" come with that contract."""
 
 
 class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
-    """What happened, once, in any contract."""
+    """One thing that happened, in any contract."""
 
     event_id: str
     seq: int
     ts_us: int
-    """Microseconds of UTC, for people and for time ranges; the order within a source is `seq`."""
+    """Microseconds of UTC, for display and time ranges. The order within a source is given by `seq`."""
     kind: EventKind
     contract: Contract
     source: str
@@ -128,24 +129,24 @@ class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_o
     tokens_in: int = 0
     tokens_out: int = 0
     cost_usd: Decimal | None = None
-    """An exact amount: it is written as a JSON number, and never passes through a float."""
+    """An exact amount: written as a JSON number and never converted to a float."""
     body_bytes: int = 0
     payload: str = ""
-    """The body as text, redacted; encrypted when it begins with `enc:`."""
+    """The body as redacted text, or encrypted when it begins with `enc:`."""
     sender: str = ""
     recipient: str = ""
     service: str = ""
     lease: int = 0
     prior: State | None = None
-    """The state before, of kinds that can follow several: an end, and a replay."""
+    """The state before the event, for kinds that can follow several states: ends and replays."""
     detail: dict[str, Any] = {}
-    """Facts of one kind of event."""
+    """Further facts, depending on the kind of event."""
 
 
 _encoder = msgspec.json.Encoder(decimal_format="number")
 _decoder = msgspec.json.Decoder(AuditEvent)
 encode_lines = _encoder.encode_lines
-"""Many lines of a segment at once, in half the time."""
+"""Encodes many lines of a segment at once, in half the time."""
 
 
 def _detail(event: AuditEvent) -> dict[str, Any]:
@@ -153,13 +154,13 @@ def _detail(event: AuditEvent) -> dict[str, Any]:
 
 
 from_line = guarded(_decoder.decode, _detail)
-"""The event in a line; a `msgspec.DecodeError` when it is none."""
+"""The event in a line; `msgspec.DecodeError` for any other line."""
 _FLAT = frozenset((str, int, float, bool, type(None)))
 _decode_lines = guarded(_decoder.decode_lines)
 
 
 def decode_lines(block: bytes) -> list[AuditEvent]:
-    """The events of whole lines; a `msgspec.DecodeError` when one of them cannot be decoded."""
+    """The events of complete lines; `msgspec.DecodeError` when one of them cannot be decoded."""
     events = _decode_lines(block)
     for event in events:
         detail = event.detail
@@ -169,12 +170,12 @@ def decode_lines(block: bytes) -> list[AuditEvent]:
 
 
 def event_id(source: str, seq: int) -> str:
-    """The name of an event: the same for everybody who reads that source."""
+    """The id of an event: the same for every reader of the source."""
     return f"{source}#{seq}"
 
 
 def to_line(event: AuditEvent) -> bytes:
-    """One line of a segment, with its newline."""
+    """One line of a segment, including its newline."""
     return _encoder.encode(event) + b"\n"
 
 

@@ -1,7 +1,7 @@
-"""What is wrong with a field, in plain words: msgspec names its own types, and a path such as `$.limit`.
+"""msgspec's validation errors as sentences for users, without its type names and paths such as `$.limit`.
 
-Rule 1: the field is named as the caller wrote it, and comes first.
-Rule 2: a text of msgspec that is not known here is given as it is: no reason is lost.
+Rule 1: a sentence begins with the field, named as the caller wrote it.
+Rule 2: an error text that is not known here is quoted unchanged, so that no reason is lost.
 """
 
 import re
@@ -25,7 +25,7 @@ _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 def field_fault(error: msgspec.ValidationError, whole: str, kind: Any = None) -> str:
-    """Why a value does not fit: one sentence. `whole` names the value, `kind` is the type it should have."""
+    """Why a value is invalid, as one sentence. `whole` names the value, `kind` is its expected type."""
     text = str(error)
     found = _PLACE.search(text)
     path = found[1] if found else ""
@@ -33,7 +33,7 @@ def field_fault(error: msgspec.ValidationError, whole: str, kind: Any = None) ->
     for pattern, sentence in _SENTENCES:
         if match := re.fullmatch(pattern, said, re.DOTALL):
             return f"{path or whole} {sentence(match)}{_choices(kind, path)}"
-    return f"{path or whole} does not fit: {said}"
+    return f"{path or whole} is invalid: {said}"
 
 
 def _wrong_type(match: re.Match[str]) -> str:
@@ -63,7 +63,7 @@ _SENTENCES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 
 
 def _choices(kind: Any, path: str) -> str:
-    """What the field may be, where its type is a list of words."""
+    """The allowed values of the field, when its type is a list of words."""
     if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return ""
     info = msgspec.inspect.type_info(kind)

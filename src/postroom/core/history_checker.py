@@ -1,10 +1,10 @@
-"""The checker of histories: reads a stretch of the audit stream, and says which promises were broken in it.
+"""The history checker: reads a part of the audit stream and reports which delivery guarantees were violated.
 
-Rule 1: within a source the order is `seq`; between sources there is none.
-Rule 2: the same event twice is no violation. Two events under one number are one.
-Rule 3: what is missing is told once; what it may have been is taken to have been right.
+Rule 1: events of one source are ordered by `seq`; events of different sources are not ordered.
+Rule 2: a repeated event is no violation. Two different events with the same number are one.
+Rule 3: a gap is reported once, and missing events are assumed to have been correct.
 
-`core.lives` judges what happened to the messages. `RULES` are the promises.
+`message_checker` checks what happened to each message. `RULES` lists the guarantees.
 """
 
 from array import array
@@ -18,26 +18,26 @@ from postroom.core.message_checker import LEASED, MICROS_PER_S, Life, Lives, Rul
 
 RULES: Final[dict[Rule, str]] = {
     "lost": "it was accepted, did not end, and is gone: absent from its store, or silent for too long",
-    "unknown": "it was delivered, and nobody had accepted it",
-    "overlap": "two leases of it were open at once, or a word counted under none or one that was over",
-    "order": "it was delivered before one that had waited longer in the same queue, key and priority",
-    "terminal": "a life of it began or ended twice, or went on after its end",
-    "gap": "a number of a source is missing, or stands for two different events",
+    "unknown": "it was delivered without having been accepted",
+    "overlap": "it had two leases at once, or an operation succeeded without a lease or after it ended",
+    "order": "it was delivered before a message that had waited longer in the same queue, key and priority",
+    "terminal": "it was accepted twice or ended twice, or something happened after its end",
+    "gap": "a sequence number of a source is missing, or belongs to two different events",
 }
 
-REORDER_MAX: Final = 10_000  # events of a source that are held back until a missing one comes
-DIGESTS_MAX: Final = 1 << 20  # latest events of a source that a repeated one is compared with
-VIOLATIONS_MAX: Final = 100_000  # that are kept; the rest is counted
+REORDER_MAX: Final = 10_000  # events of a source that are held back until a missing one arrives
+DIGESTS_MAX: Final = 1 << 20  # latest events of a source with which a repeated one is compared
+VIOLATIONS_MAX: Final = 100_000  # violations that are kept; the rest is only counted
 
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """A broken promise, and the events that prove it."""
+    """A violated guarantee, and the events that prove it."""
 
     rule: Rule
     message_id: str
-    """Empty where no message can be named: in a hole."""
+    """Empty for a gap, where the message is unknown."""
     event_ids: tuple[str, ...]
     sentence: str
 
@@ -50,26 +50,26 @@ class Open(msgspec.Struct, frozen=True):
     message_id: str
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """What a stretch of the stream proves."""
+class HistoryVerdict(msgspec.Struct, frozen=True):
+    """The result of checking a part of the stream."""
 
     violations: list[Violation]
     more: int
     """Violations that were only counted."""
     events: int
     repeats: int
-    """Events that came once more, and said the same."""
+    """Events that were repeated with the same content."""
     uncompared: int
-    """Numbers that came once more, too late to be compared."""
+    """Events that were repeated too late to be compared."""
     accepted: int
     ended: int
     open: int
     sources: dict[str, int]
-    """The last number of each source."""
+    """The last sequence number of each source."""
 
 
 class _Source:
-    """How far one source was read."""
+    """The state of reading one source."""
 
     def __init__(self, name: str, first: int, lives: Lives) -> None:
         self.name = name
@@ -82,10 +82,10 @@ class _Source:
 
 
 class History:
-    """Feed it events with `add`, in the order a stream gives them, then ask for the `verdict`.
+    """Checks a history: call `add` for each event in the order of the stream, then `verdict`.
 
-    With `since_us` a source begins with its first event at or after that time, and with `until_us` it ends
-    before its first event after that time: a stretch has no hole, whatever the clocks did.
+    With `since_us`, a source begins with its first event at or after that time. With `until_us`, it ends
+    before its first event after that time. So the checked part has no gaps, even when clocks stepped.
     """
 
     def __init__(self, *, since_us: int | None = None, until_us: int | None = None) -> None:
@@ -139,14 +139,14 @@ class History:
         self._events += 1
         source.lives.take(event)
 
-    # ---- numbers that do not follow one another ----------------------------------------------------
+    # ---- gaps and repetitions ----------------------------------------------------------------------
 
     def _hold(self, source: _Source, event: AuditEvent) -> None:
         if source.is_over:
             return
         source.held[event.seq] = event
         if len(source.held) > REORDER_MAX:
-            self._leap(source)
+            self._skip_gap(source)
 
     def _catch_up(self, source: _Source) -> None:
         while (event := source.held.pop(source.next, None)) is not None:
@@ -154,8 +154,8 @@ class History:
         if source.is_over:
             source.held.clear()
 
-    def _leap(self, source: _Source) -> None:
-        """What is missing will not come any more: go on behind the hole."""
+    def _skip_gap(self, source: _Source) -> None:
+        """Report the missing events, which are not expected any more, and continue after the gap."""
         first, behind = source.next, min(source.held)
         n = behind - first
         which = f"{first} is" if n == 1 else f"{first} to {behind - 1} are"
@@ -178,7 +178,7 @@ class History:
         elif known == _digest(event):
             self._repeats += 1
         else:
-            source.digests[at] = 0  # told once
+            source.digests[at] = 0  # reported only once
             name = event_id(source.name, event.seq)
             self._report(
                 Violation("gap", event.message_id, (name,), f"{name} stands for two different events")
@@ -199,29 +199,29 @@ class History:
             self._more += 1
 
     def sources(self) -> dict[str, tuple[Contract, int]]:
-        """The contract of each source, and its last number so far."""
+        """The contract of each source, and its last sequence number so far."""
         return {source.name: (source.lives.contract, source.next - 1) for source in self._sources.values()}
 
     def settle(self) -> None:
-        """Nothing more will come: what is still held back stands behind a hole."""
+        """Process the events that are still held back, as no more events will come."""
         for source in self._sources.values():
             while source.held:
-                self._leap(source)
+                self._skip_gap(source)
 
     def _open(self) -> Iterator[tuple[Lives, Life]]:
         self.settle()
         return ((lives, life) for lives in self._lives.values() for life in lives.open())
 
     def open(self) -> list[Open]:
-        """What was accepted and has not ended, of contracts whose messages end."""
+        """Messages that were accepted and have not ended, in contracts whose messages end."""
         return [Open(life.source, lives.contract, life.message_id) for lives, life in self._open()]
 
     def verdict(
         self, *, horizon_us: int | None = None, absent: Callable[[Open], bool] | None = None
-    ) -> Verdict:
-        """What was found. `absent` says whether an open message is gone from its store.
+    ) -> HistoryVerdict:
+        """The result. `absent` tells whether an open message is missing from its store.
 
-        Without it, and without a horizon, nothing is lost: the stream alone cannot tell.
+        Without `absent` and without a horizon no message is reported as lost: the stream alone cannot tell.
         """
         still_open = list(self._open())
         lost = {}
@@ -229,9 +229,9 @@ class History:
             reason = _gone(lives, life, horizon_us, absent)
             if reason:
                 lost[id(life)] = _lost(life, reason)
-        # Whatever came behind a lost one has passed it: that is no second violation.
+        # Messages delivered before a lost one violate the order only because it is lost: not reported again.
         found = [violation for violation, passed in self._found if id(passed) not in lost]
-        return Verdict(
+        return HistoryVerdict(
             [*found, *map(_never_accepted, self._unaccepted()), *lost.values()],
             self._more,
             self._events,
@@ -248,12 +248,12 @@ class History:
 
 
 def _digest(event: AuditEvent) -> int:
-    """Equal for events that say the same; never 0."""
+    """Equal for events with equal content; never 0."""
     fields = msgspec.structs.astuple(event)
-    told = hash(fields[:-1])
+    digest = hash(fields[:-1])
     if event.detail:
-        told ^= hash(_encode(event.detail))
-    return told or 1
+        digest ^= hash(_encode(event.detail))
+    return digest or 1
 
 
 def _ids(source: str, seqs: tuple[int, ...]) -> tuple[str, ...]:

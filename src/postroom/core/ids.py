@@ -3,8 +3,8 @@
     MSG-20260205-143052-000123456-PID12345-0042
         date     time   nanoseconds pid   sequence
 
-Rule: ids are made while the file's lock is held and are larger than the last one in the file,
-also when the clock stepped back or the sequence wrapped.
+Rule: ids are made under the file's lock and are larger than the last id in the file, even when the clock
+stepped back or the sequence wrapped.
 """
 
 import re
@@ -27,14 +27,14 @@ def origin(pid: int) -> str:
 
 
 def is_ordered(msg_id: str) -> bool:
-    """Whether an id has a place in our order; a foreign one may sort anywhere and says nothing."""
+    """Whether an id has the format of this module. Other ids may sort anywhere."""
     return _BUS_ID.fullmatch(msg_id) is not None
 
 
 def bus_id(epoch_ns: int, process: str, sequence: int, last: str) -> tuple[str, str]:
-    """The next id after `last`, and its timestamp: at `epoch_ns` if that is later, else just after `last`.
+    """The next id and its timestamp: the id of `epoch_ns`, or the smallest id after `last` if that is larger.
 
-    On the path of every append. Digits cut from a longer number keep their zeros, faster than by a format.
+    Every append calls this. Slicing the digits of a larger number keeps leading zeros, faster than a format.
     """
     in_id, in_ts = second_stems(epoch_ns // NANOS_PER_S)
     nanos = str(epoch_ns if epoch_ns >= NANOS_PER_S else NANOS_PER_S + epoch_ns % NANOS_PER_S)[-9:]
@@ -46,20 +46,20 @@ def bus_id(epoch_ns: int, process: str, sequence: int, last: str) -> tuple[str, 
 
 @lru_cache(maxsize=64)
 def second_stems(epoch_s: int) -> tuple[str, str]:
-    """How the ids and the timestamps of one second begin."""
+    """The common beginnings of the ids and of the timestamps of one second."""
     in_id, in_ts = second_texts(epoch_s)
     return f"MSG-{in_id}-", f"{in_ts}."
 
 
 def bus_ids(epoch_ns: int, process: str, sequences: list[int], last: str) -> tuple[list[str], str]:
-    """As `bus_id`, one id for each of `sequences`, which increase, all with the same timestamp."""
+    """As `bus_id`, with one id for each of the increasing `sequences` and one timestamp for all."""
     msg_id, ts = bus_id(epoch_ns, process, sequences[0], last)
     begin = sequences[0] % SEQUENCE_MODULUS
     end = begin + len(sequences)
     if sequences[-1] - sequences[0] == len(sequences) - 1 and end <= SEQUENCE_MODULUS:
         stem = msg_id[:-SEQUENCE_DIGITS]
         return [stem + digits for digits in _sequence_texts()[begin:end]], ts
-    msg_ids = [msg_id]  # the sequence wrapped, or another thread took numbers in between
+    msg_ids = [msg_id]  # the sequence wrapped, or another thread took some numbers
     for sequence in sequences[1:]:
         msg_ids.append(bus_id(epoch_ns, process, sequence, msg_ids[-1])[0])
     return msg_ids, ts
@@ -67,15 +67,15 @@ def bus_ids(epoch_ns: int, process: str, sequences: list[int], last: str) -> tup
 
 @cache
 def _sequence_texts() -> list[str]:
-    """Every sequence as it stands in an id: half a megabyte, made when the first batch is written."""
+    """Every sequence number as text: half a megabyte, made for the first batch."""
     return [f"{sequence:04d}" for sequence in range(SEQUENCE_MODULUS)]
 
 
 def _after(last: str, tail: str, candidate: str) -> str:
-    """The clock has not moved past `last`: keep its instant, or go one nanosecond on."""
+    """The clock is not past `last`: use the instant of `last`, or one nanosecond later."""
     match = _BUS_ID.fullmatch(last)
     if match is None:
-        return candidate  # a foreign id, which has no place in our order
+        return candidate  # a foreign id, which may sort anywhere
     same_instant = f"MSG-{match[1]}-{match[2]}-{tail}"
     if same_instant > last:
         return same_instant

@@ -1,9 +1,9 @@
 """Decoders for JSON that other programs wrote.
 
-Rule 1: input that cannot be decoded raises `msgspec.DecodeError` with a plain reason, whatever is wrong: the
-        syntax, a type, the encoding or the nesting. A `RecursionError` never leaves this module.
-Rule 2: what was decoded is nested at most `NESTING_MAX` levels deep where its type allows anything, so that
-        every later step (redaction, encoding, printing) can walk it.
+Rule 1: input that cannot be decoded raises `msgspec.DecodeError` with a plain reason: wrong syntax, types,
+        encoding or nesting. A `RecursionError` never leaves this module.
+Rule 2: a decoded value of an open type is nested at most `NESTING_MAX` levels deep, so that every later step
+        (redaction, encoding, printing) can walk it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def guarded(
     decode: Callable[[bytes], T], open_part: Callable[[T], Any] | None = None
 ) -> Callable[[bytes], T]:
-    """The same decoder, with one kind of error. `open_part` names the value that may be nested freely."""
+    """The decoder with `DecodeError` as its only error. `open_part` returns the value of an open type."""
 
     def decoded(data: bytes) -> T:
         try:
@@ -38,7 +38,7 @@ def guarded(
 
 
 def is_deep(value: Any, levels: int = NESTING_MAX) -> bool:
-    """Whether lists and objects are nested more than `levels` deep. It needs no stack."""
+    """Whether lists and objects are nested more than `levels` deep. Computed without recursion."""
     inner = [value]
     for _ in range(levels + 1):
         nested = [one for one in inner if isinstance(one, (dict, list))]

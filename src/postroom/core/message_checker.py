@@ -1,9 +1,9 @@
-"""The lives of messages, as their events tell them: what is open, and which promises were broken.
+"""Checks the events of each message: which messages are open, and which guarantees were violated.
 
-Rule 1: it judges what the events prove. What may have happened before the first of them, or in a hole
-        between two, is taken to have happened rightly.
-Rule 2: events of one source come in by their numbers.
-Rule 3: memory grows with what is open; of a life that ended, two numbers stay.
+Rule 1: only violations that the events prove are reported. Whatever may have happened before the first event,
+        or in a gap, is assumed to have been correct.
+Rule 2: events of one source arrive in the order of their `seq`.
+Rule 3: memory grows with the number of open messages; of an ended message, two numbers are kept.
 """
 
 from array import array
@@ -18,10 +18,10 @@ from postroom.message import EventKind
 Rule: TypeAlias = Literal["lost", "unknown", "overlap", "order", "terminal", "gap"]
 
 LEASED: Final[frozenset[Contract]] = frozenset({"tasks", "engine"})
-"""Their messages live in a store, which is one source. Those of the others may be told of by several."""
+"""Contracts whose messages are in a store, which is one source. Other messages may have several sources."""
 ENDLESS: Final[frozenset[Contract]] = frozenset({"bus", "queue", "mail", "audit"})
-"""A message of theirs may stay for ever, or its end is not told: a poll names a cursor, and no messages."""
-ENDED_KEPT_MAX: Final = 200_000  # lives that ended, until they are put away as two numbers each
+"""Contracts whose messages may stay forever or end without an event: a poll names a cursor, not messages."""
+ENDED_KEPT_MAX: Final = 200_000  # ended messages that are kept whole; older ones are kept as two numbers
 MICROS_PER_S: Final = 1_000_000
 
 ENDS: Final[dict[EventKind, str]] = {
@@ -35,22 +35,22 @@ ENDS: Final[dict[EventKind, str]] = {
 }
 MAY_FOLLOW: Final = frozenset(
     {
-        ("execution_completed", "delivered"),  # its result was acted on
+        ("execution_completed", "delivered"),  # its result was delivered
         ("dead_letter", "quarantined"),
-        ("delivered", "expired"),  # a file's old messages are swept out, read or not
+        ("delivered", "expired"),  # expired messages are removed from a file, read or not
     }
 )
 _UNDER_LEASE: Final[frozenset[EventKind]] = frozenset(
     {"heartbeat", "execution_completed", "execution_failed", "lease_lapsed", "released"}
 )
-"""Words of who holds a lease, or about it: each names that lease."""
+"""Kinds of events that belong to a lease: each names that lease."""
 _ANY_LEASE: Final = -1
-_TOLD: Final = -1
+_REPORTED: Final = -1
 _EARLIER: Final = -2
 
 
-class Lane:
-    """What waits for its first delivery in one queue, key and priority, in order."""
+class FifoLane:
+    """The messages of one queue, key and priority that wait for their first delivery, in order."""
 
     __slots__ = ("place", "waiting")
 
@@ -60,7 +60,7 @@ class Lane:
 
 
 class Life:
-    """One message between its acceptance and its end."""
+    """The state of one message between its acceptance and its end."""
 
     __slots__ = (
         "accepted", "end", "ended", "fresh", "holes", "lane", "leased", "message_id", "quiet_us", "reader",
@@ -70,32 +70,32 @@ class Life:
     def __init__(self, message_id: str, accepted: int, token: int, holes: int) -> None:
         self.message_id = message_id
         self.accepted = accepted
-        """The number of its `created`; 0 when that was not seen."""
+        """The `seq` of its `created` event; 0 when that was not seen."""
         self.token = token
-        """Of the lease that is open; 0 for none, `_ANY_LEASE` when nothing has said so far."""
+        """The token of the open lease; 0 for none, `_ANY_LEASE` when unknown."""
         self.leased = 0
-        """The number of its last delivery."""
+        """The `seq` of its last delivery."""
         self.ended = 0
         self.end: EventKind | None = None
-        self.lane: Lane | None = None
+        self.lane: FifoLane | None = None
         self.fresh = False
-        """Accepted without a delay, and not enqueued so far."""
+        """Accepted without a delay, and not yet enqueued."""
         self.holes = holes
         self.unsure = False
-        """Whether it may have been replayed in a hole."""
+        """Whether it may have been replayed in a gap."""
         self.reader = ""
         self.source = ""
         self.seq = 0
         self.quiet_us = 0
-        """Since when it has said nothing, though it could have."""
+        """The time since which an event of it would have been possible, but none came."""
 
     @property
     def is_open(self) -> bool:
-        return not self.ended and self.accepted != _TOLD
+        return not self.ended and self.accepted != _REPORTED
 
 
-class PutAway:
-    """Lives that are over: the hash of an id and the number of its end, sixteen bytes each."""
+class EndedIds:
+    """Ended messages in sixteen bytes each: the hash of the id, and the `seq` of the end."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[array[int], array[int]]] = []
@@ -105,7 +105,7 @@ class PutAway:
         self._runs.append((array("q", [pair[0] for pair in pairs]), array("q", [pair[1] for pair in pairs])))
 
     def find(self, message_id: str) -> int:
-        """The number of the event that ended it; 0 for none."""
+        """The `seq` of the event that ended the message; 0 for none."""
         wanted = hash(message_id)
         for hashes, numbers in reversed(self._runs):
             at = bisect_left(hashes, wanted)
@@ -115,59 +115,59 @@ class PutAway:
 
 
 Report: TypeAlias = Callable[[Rule, str, Life, tuple[int, ...], str, Life | None], None]
-"""Rule, source, whose life, the numbers of the events that prove it, what is said, who was passed over."""
+"""Rule, source, message, the `seq` of the events that prove it, the predicate, the message overtaken."""
 
 
 class Lives:
-    """Messages that are known by their id: those of a store, or of all sources of another contract."""
+    """The messages of one store, or of all sources of a contract without stores, by id."""
 
     def __init__(self, contract: Contract, report: Report) -> None:
         self.contract = contract
         self.newest_us = 0
         self.whole = True
-        """Whether its sources are here from their first event on, without a hole."""
+        """Whether its sources were read from their first event on, without a gap."""
         self.accepted = 0
         self.ended = 0
         self._report = report
         self._leased = contract in LEASED
         self._lives: dict[str, Life] = {}
         self._over: deque[Life] = deque()
-        self._put_away = PutAway()
-        self._lanes: dict[tuple[str, str, int | None], Lane] = {}
+        self._ended_ids = EndedIds()
+        self._lanes: dict[tuple[str, str, int | None], FifoLane] = {}
         self._holes = 0
 
     def take(self, event: AuditEvent) -> None:
-        """The next event of a source."""
-        if event.ts_us > self.newest_us:  # noqa: PLR1730 - every event comes by, and a call costs more
+        """Check the next event of a source."""
+        if event.ts_us > self.newest_us:  # noqa: PLR1730 - faster than a call, and run for every event
             self.newest_us = event.ts_us
         if event.message_id:
-            judge = self._judges.get(event.kind)
-            if judge is not None:
-                judge(self, event, self._lives.get(event.message_id))
+            check = self._checks.get(event.kind)
+            if check is not None:
+                check(self, event, self._lives.get(event.message_id))
 
     def skip(self) -> None:
-        """Events are missing: whoever is open may have done anything in between."""
+        """Handle a gap: anything may have happened to the open messages in it."""
         self._holes += 1
         self.whole = False
         self._lanes = {}
 
     def open(self) -> Iterator[Life]:
-        """What was accepted and has not ended; nothing of a contract whose messages may stay."""
+        """Messages that were accepted and have not ended; none for contracts in `ENDLESS`."""
         return iter(()) if self.contract in ENDLESS else filter(_is_open, self._lives.values())
 
     def never_accepted(self) -> Iterator[Life]:
-        """Deliveries in files that nobody told the acceptance of, at the end of the stream."""
+        """At the end of the stream: messages in files that were delivered but never accepted."""
         if self.whole and not self._leased:
             yield from (life for life in self._lives.values() if not life.accepted and life.leased)
 
-    # ---- in ------------------------------------------------------------------------------------------
+    # ---- acceptance ----------------------------------------------------------------------------------
 
     def _life(self, event: AuditEvent, life: Life | None) -> Life:
-        """The life that an event is about. One that nobody told of began earlier, or in a hole."""
+        """The message of an event. An unknown message was accepted before the first event or in a gap."""
         if life is None:
             message_id = event.message_id
             life = self._lives[message_id] = Life(message_id, 0, 0 if self.whole else _ANY_LEASE, self._holes)
-            life.ended = self._put_away.find(message_id)
+            life.ended = self._ended_ids.find(message_id)
             if life.ended:
                 life.accepted, life.token = _EARLIER, 0
         elif life.holes != self._holes:
@@ -182,9 +182,9 @@ class Lives:
         if life is not None and not life.ended:
             if self._leased and life.accepted > 0 and life.holes == self._holes:
                 self._prove("terminal", event, life, life.accepted, "was accepted again before it ended")
-            life.accepted = life.accepted or event.seq  # another source was faster to tell of its delivery
+            life.accepted = life.accepted or event.seq  # another source reported its delivery first
             return
-        if life is not None and not life.accepted:  # the same, and that was its end
+        if life is not None and not life.accepted:  # the same, and the delivery was its end
             life.accepted = event.seq
             self.accepted += 1
             return
@@ -208,21 +208,21 @@ class Lives:
             place = (event.queue, str(detail.get("key", "")) if detail else "", event.priority)
             lane = self._lanes.get(place)
             if lane is None:
-                lane = self._lanes[place] = Lane(place)
+                lane = self._lanes[place] = FifoLane(place)
             life.lane = lane
             lane.waiting.append(life)
 
     # ---- delivery ------------------------------------------------------------------------------------
 
     def _moved(self, event: AuditEvent, life: Life | None) -> None:
-        """It left its lane without being delivered."""
+        """The message left its lane without being delivered."""
         life = self._life(event, life)
         self._leave(life)
         if event.kind == "retry_scheduled":
             life.quiet_us += _delay_us(event)
 
     def _deferred(self, event: AuditEvent, life: Life | None) -> None:
-        """It left its lane, or its holder gave it back, and it waits."""
+        """The message left its lane or was released by the lease holder, and waits for a delay."""
         life = self._life(event, life)
         if event.lease:
             self._check_lease(event, life)
@@ -239,13 +239,13 @@ class Lives:
             self._revive(life)
         if life.token > 0:
             self._prove("overlap", event, life, life.leased, f"was leased while lease {life.token} was open")
-        self._depart(event, life)
+        self._check_order(event, life)
         life.unsure = False
         life.token = event.lease or event.seq
         life.leased = event.seq
 
-    def _spoken(self, event: AuditEvent, life: Life | None) -> None:
-        """A word that counts under its lease only."""
+    def _under_lease(self, event: AuditEvent, life: Life | None) -> None:
+        """An event that is only valid under the current lease."""
         life = self._life(event, life)
         self._check_lease(event, life)
         if event.kind not in ("heartbeat", "execution_started"):
@@ -265,8 +265,8 @@ class Lives:
             "overlap", event, life, life.leased or life.accepted, f"was held under lease {lease}, {open_one}"
         )
 
-    def _depart(self, event: AuditEvent, life: Life) -> None:
-        """It was delivered for the first time; it has to have been its turn."""
+    def _check_order(self, event: AuditEvent, life: Life) -> None:
+        """Check on the first delivery that no message of the lane waited longer."""
         life.fresh = False
         lane = life.lane
         if lane is None:
@@ -277,7 +277,7 @@ class Lives:
         head = waiting[0]
         self._leave(life)
         if head is not life and event.priority == lane.place[2]:
-            head.lane = None  # it is told once who was passed over
+            head.lane = None  # an overtaken message is reported only once
             proof = (head.accepted, life.accepted, event.seq)
             said = f"was delivered before {head.message_id}"
             self._report("order", event.source, life, proof, said, head)
@@ -295,10 +295,10 @@ class Lives:
 
     def _check_accepted(self, event: AuditEvent, life: Life) -> None:
         if not life.accepted and self.whole:
-            life.accepted = _TOLD
+            life.accepted = _REPORTED
             self._prove("unknown", event, life, 0, "was delivered, and nobody had accepted it")
 
-    # ---- ends, and the way back ------------------------------------------------------------------------
+    # ---- ends and replays ------------------------------------------------------------------------------
 
     def _completed(self, event: AuditEvent, life: Life | None) -> None:
         life = self._life(event, life)
@@ -313,19 +313,19 @@ class Lives:
         life = self._life(event, life)
         if self._leased:
             self._check_accepted(event, life)
-            self._depart(event, life)
+            self._check_order(event, life)
             self._end(event, life)
             return
         life.leased = event.seq
         reader = event.recipient or event.agent_id
         if self.contract == "mail" or (life.ended and (reader != life.reader or not reader)):
-            return  # a mail stays, and one reader's delivery does not end another's
+            return  # a mail stays after delivery, and each reader of a queue has its own delivery
         self._end(event, life)
         life.reader = reader
 
     def _deleted(self, event: AuditEvent, life: Life | None) -> None:
         if life is not None and life.ended and self._leased:
-            return  # its record is forgotten
+            return  # retention removed its record
         self._end(event, self._life(event, life))
 
     def _replayed(self, event: AuditEvent, life: Life | None) -> None:
@@ -352,7 +352,7 @@ class Lives:
         life.ended, life.end, life.unsure = event.seq, event.kind, False
 
     def _keep(self, life: Life) -> None:
-        """Lives that ended are kept for a while, the oldest of them as two numbers only."""
+        """Keep an ended message, and reduce the oldest ones to two numbers each."""
         over = self._over
         over.append(life)
         if len(over) <= ENDED_KEPT_MAX:
@@ -361,25 +361,25 @@ class Lives:
         gone = {
             done.message_id: done for done in oldest if done.ended and self._lives[done.message_id] is done
         }
-        self._put_away.put(gone.values())
+        self._ended_ids.put(gone.values())
         for message_id in gone:
             del self._lives[message_id]
 
     def _prove(self, rule: Rule, event: AuditEvent, life: Life, earlier: int, said: str) -> None:
         self._report(rule, event.source, life, (earlier, event.seq), said, None)
 
-    _judges: ClassVar[dict[EventKind, Callable[["Lives", AuditEvent, Life | None], None]]] = {
+    _checks: ClassVar[dict[EventKind, Callable[["Lives", AuditEvent, Life | None], None]]] = {
         "created": _created,
         "enqueued": _enqueued,
         "promoted": _moved,
         "retry_scheduled": _moved,
         "deferred": _deferred,
         "dequeued": _dequeued,
-        "heartbeat": _spoken,
-        "execution_started": _spoken,
-        "execution_failed": _spoken,
-        "lease_lapsed": _spoken,
-        "released": _spoken,
+        "heartbeat": _under_lease,
+        "execution_started": _under_lease,
+        "execution_failed": _under_lease,
+        "lease_lapsed": _under_lease,
+        "released": _under_lease,
         "execution_completed": _completed,
         "dead_letter": _finished,
         "cancelled": _finished,

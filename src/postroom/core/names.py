@@ -1,10 +1,10 @@
 """Names: those that become file names (agents, sessions, recipients), and those that are any text.
 
-Rule 1: a name that becomes a file name is ASCII, so nothing in it looks like something else.
-Rule 2: a name that may be any text (a mailbox, an agent's card) is refused when it can be taken for another
-        one: characters that nobody sees or that have a more usual form, letters of two alphabets, or of
-        another alphabet that all look like ASCII letters.
-Rule 3: only new names are checked. What is stored already stays readable.
+Rule 1: a name that becomes a file name is ASCII, so that it cannot be confused with another.
+Rule 2: a name that may be any text (a mailbox, an agent's card) is refused when it could be confused with
+        another: with invisible or non-normalized characters, letters of two alphabets, or only letters of
+        another alphabet that look like ASCII letters.
+Rule 3: only new names are checked. Stored names stay readable.
 """
 
 import re
@@ -13,17 +13,16 @@ from functools import lru_cache
 
 from postroom.errors import InvalidName
 
-NAME_CHARS_MAX = 128  # leaves room for every suffix we add below the usual limit of 255
+NAME_CHARS_MAX = 128  # with every suffix added to it, a file name stays below the usual limit of 255
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SCRIPT = re.compile(r"[A-Z]+")
-# Scripts whose letters look like nothing in another of them, so that one name may hold several.
+# Scripts without letters that look alike, so that one name may mix them.
 _TOGETHER = frozenset({"LATIN", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO"})
 _UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"})
-# Characters that are usually not shown, as Unicode says (Default_Ignorable_Code_Point), and are in other
-# categories; and the blank of Braille.
+# Invisible characters (Unicode's Default_Ignorable_Code_Point) in other categories, and the Braille blank.
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-_MARK = "COMBINING "  # begins the names of marks that belong to no script
+_MARK = "COMBINING "  # the start of the Unicode names of marks that belong to no script
 _TWINS = frozenset(
     # dashes, quotes, slashes and a colon
     "\u02d7\u2010\u2012\u2013\u2014\u2015\u2043\u2212\u02bc\u02c8\u2018\u2019\u201a\u2032\u2044\u2215\u2236"
@@ -49,12 +48,12 @@ _LIKE_ASCII = frozenset(
 
 
 def plain(text: str) -> str:
-    """The text itself. A member of a `str` enumeration would otherwise be written by its own name."""
+    """The text as a plain `str`. A member of a `str` enumeration would be formatted by its own name."""
     return text if type(text) is str else str.__str__(text)
 
 
 def checked_name(kind: str, name: object) -> str:
-    """`name` itself when it is safe as a file name on every system, else `InvalidName`."""
+    """`name` when it is a safe file name on every system, else `InvalidName`."""
     if type(name) is str and is_name(name):
         return name
     if not isinstance(name, str) or not is_name(name):
@@ -62,14 +61,14 @@ def checked_name(kind: str, name: object) -> str:
     return plain(name)
 
 
-@lru_cache(maxsize=1024)  # every send and poll asks, and the agents of a machine are few
+@lru_cache(maxsize=1024)  # every send and poll checks a name, and a machine has few agents
 def is_name(text: str) -> bool:
     """Whether the whole text is a name."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None
 
 
 def look_alike_fault(text: str) -> str:
-    """Why a name of any text could be taken for another one; empty when it could not."""
+    """Why a name could be confused with another; empty when it could not."""
     if text != text.strip(" ") or "  " in text:
         return "begins or ends with a blank, or has several in a row"
     if text.isascii():
@@ -100,11 +99,11 @@ def _script_fault(text: str) -> str:
 
 
 def _has_script(char: str) -> bool:
-    """Letters, marks, and digits other than the usual ones."""
+    """Whether it is a letter, a mark, or a digit other than 0 to 9."""
     return unicodedata.category(char)[0] == "M" or (char.isalnum() and not "0" <= char <= "9")
 
 
 def _script(char: str) -> str:
-    """The first word of a character's name, which is that of its script."""
+    """The first word of a character's Unicode name, which names its script."""
     match = _SCRIPT.match(unicodedata.name(char, ""))
     return match[0] if match is not None else ""

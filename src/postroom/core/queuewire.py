@@ -1,10 +1,10 @@
-"""The queue's line format: one JSON object a line, checked when it carries our checksum.
+"""The queue's line format: one JSON object per line, verified when it carries a checksum.
 
-Rule 1: a line of ours ends in `,"crc":"xxxxxxxx"}`, the CRC-32 of everything before that suffix.
-Rule 2: a line without a `crc` key is foreign and taken as it is; one with that key anywhere else, or with a
-        checksum that does not fit, is unreadable.
-Rule 3: a body stands in a side file only when it is exactly `@file:` and the line's own id: no text that
-        anybody sends can make a reader open a file.
+Rule 1: a line written by postroom ends in `,"crc":"xxxxxxxx"}`: the CRC-32 of everything before that suffix.
+Rule 2: a line without a `crc` key is foreign and accepted as it is. A line with that key anywhere else, or
+        with a wrong checksum, is unreadable.
+Rule 3: a body is read from a side file only when it is exactly `@file:`, the line's own id and `.txt`. No
+        text that a sender chooses can make a reader open another file.
 """
 
 from collections.abc import Iterable
@@ -26,13 +26,13 @@ REPLY_TO_CHARS_MAX = 256
 SIDE_FILE_MARK = "@file:"
 
 _SUFFIX_BYTES = 18  # ,"crc":"xxxxxxxx"}
-_CRC_KEY = b'"crc":'  # never part of a text: a quote inside one is written with a backslash
+_CRC_KEY = b'"crc":'  # never inside a JSON string: there a quote is escaped with a backslash
 _SEED_KEYS = 8
 _NANOS_PER_S = 1_000_000_000
 
 
 class Line(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
-    """A message on its way to disk. The order of the fields is the order of the keys."""
+    """A message to be written. The order of the fields is the order of the JSON keys."""
 
     msg_id: str
     ts: str
@@ -46,8 +46,8 @@ class Line(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"s
     body_crc: str = ""
 
 
-class Unreadable(Exception):
-    """A complete line that is no message."""
+class UnreadableLine(Exception):
+    """A complete line that is not a message."""
 
 
 _encode_json = msgspec.json.Encoder().encode
@@ -55,7 +55,7 @@ _decode_json = msgspec.json.Decoder(QueueMessage).decode
 
 
 def encode_line(line: Line) -> bytes:
-    """The bytes of one line, with its checksum and newline."""
+    """The bytes of one line, including its checksum and newline."""
     try:
         text = _encode_json(line)[:-1]
     except UnicodeEncodeError:
@@ -65,29 +65,29 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode_line(line: bytes) -> QueueMessage:
-    """A line without its newline; `Unreadable` says why it is no message."""
+    """The message in a line without its newline; raises `UnreadableLine` with the reason."""
     if line[-_SUFFIX_BYTES:] != b',"crc":"%08x"}' % crc32(line[:-_SUFFIX_BYTES]) and _CRC_KEY in line:
-        raise Unreadable("the checksum does not fit, or does not stand where we write it")
+        raise UnreadableLine("the checksum does not match, or is not at the end of the line")
     try:
         message = _decode_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"not a message: {reason(error)}") from None
-    # The keys that may be missing and those that only we may say: eight of both are not the eight.
+        raise UnreadableLine(f"not a message: {reason(error)}") from None
+    # Exactly the eight standard keys: no optional key is missing, and no reserved key is present.
     if len(message) == _SEED_KEYS and "to" in message and "in_reply_to" in message and "ttl_s" in message:
         return message
     return _completed(message)
 
 
 def readable(line: bytes) -> QueueMessage | None:
-    """As `decode_line`, with None for what is no message."""
+    """As `decode_line`, but None for an unreadable line."""
     try:
         return decode_line(line)
-    except Unreadable:
+    except UnreadableLine:
         return None
 
 
 def _completed(message: QueueMessage) -> QueueMessage:
-    """A line that left out what may be left out, or says what only we may say."""
+    """Add the optional keys that are missing, and remove the keys that only postroom may set."""
     message.setdefault("to", None)
     message.setdefault("in_reply_to", None)
     message.setdefault("ttl_s", None)
@@ -100,12 +100,12 @@ def _completed(message: QueueMessage) -> QueueMessage:
 
 
 def side_file_mark(msg_id: str) -> str:
-    """What the line carries instead of a body that lies in a side file."""
+    """The body that a line carries when its real body is in a side file."""
     return f"{SIDE_FILE_MARK}{msg_id}.txt"
 
 
 def in_side_file(message: QueueMessage) -> bool:
-    """Whether the body lies in the side file of this very message."""
+    """Whether the body is in the side file of this message."""
     body = message["body"]
     if not body.startswith(SIDE_FILE_MARK) or body != side_file_mark(message["msg_id"]):
         return False
@@ -117,21 +117,21 @@ def in_side_file(message: QueueMessage) -> bool:
 
 
 def body_fault(message: QueueMessage, body: bytes) -> str:
-    """What is wrong with a side file's bytes; empty when nothing is."""
+    """Why the bytes of a side file are not the message's body; empty when they are."""
     if len(body) != message.get("body_bytes", len(body)):
         return f"the side file has {len(body)} bytes instead of {message['body_bytes']}"
     if message.get("body_crc", "") not in ("", body_checksum(body)):
-        return "the side file's checksum does not fit"
+        return "the side file's checksum does not match"
     return ""
 
 
 def body_checksum(body: bytes) -> str:
-    """The checksum that a line keeps of its side file."""
+    """The side file's checksum, as the line stores it."""
     return f"{crc32(body):08x}"
 
 
 def is_expired(message: QueueMessage, now_ns: int) -> bool:
-    """Whether now >= ts + ttl_s. A line whose time cannot be read never expires."""
+    """Whether now >= ts + ttl_s. A line with an unreadable `ts` never expires."""
     ttl_s = message["ttl_s"]
     if ttl_s is None:
         return False
@@ -139,21 +139,21 @@ def is_expired(message: QueueMessage, now_ns: int) -> bool:
         sent_ns = epoch_ns_of(parse_utc(message["ts"]))
     except InvalidMessage:
         return False
-    # Whole nanoseconds: a float of them at today's size is only good to a quarter of a microsecond.
+    # In whole nanoseconds: as a float, today's time is only exact to a quarter of a microsecond.
     return now_ns >= sent_ns + round(min(max(ttl_s, 0), SECONDS_MAX) * _NANOS_PER_S)
 
 
 def is_for(message: QueueMessage, agent_id: str) -> bool:
-    """Whether this agent is addressed."""
+    """Whether the message is addressed to this agent, or to everyone."""
     to = message["to"]
     return to is None or to == agent_id or to in EVERYONE
 
 
-# ---- what callers may say ----------------------------------------------------------------------------
+# ---- checks of callers' arguments --------------------------------------------------------------------
 
 
 def checked_topics(topics: str | Iterable[str] | None) -> frozenset[str] | None:
-    """A topic filter, None for all."""
+    """A topic filter; None stands for all topics."""
     if topics is None:
         return None
     try:
@@ -170,7 +170,7 @@ def checked_topics(topics: str | Iterable[str] | None) -> frozenset[str] | None:
 
 
 def checked_topic(topic: object) -> str:
-    """A member of the closed set."""
+    """The topic itself when it is one of `TOPICS`, else `TopicError`."""
     if not isinstance(topic, str) or topic not in TOPICS:
         msg = f"topic {topic!r} is not one of {', '.join(sorted(TOPICS))}"
         raise TopicError(msg)
@@ -178,14 +178,14 @@ def checked_topic(topic: object) -> str:
 
 
 def checked_ttl(ttl_s: Any) -> float | int | None:
-    """None for never, or a finite number of seconds that is not negative."""
+    """A finite number of seconds of 0 or more; None stands for no expiry."""
     if ttl_s is None:
         return None
     return checked_seconds("ttl_s", ttl_s)
 
 
 def checked_reply_to(reply_to: object) -> str | None:
-    """An earlier message id, of any writer."""
+    """The id of an earlier message, written by any program."""
     if reply_to is None:
         return None
     if not isinstance(reply_to, str) or not 0 < len(reply_to) <= REPLY_TO_CHARS_MAX:

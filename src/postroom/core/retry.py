@@ -15,7 +15,7 @@ RATE_LIMIT_S: Final = 60.0  # after a rate limit that names no time
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
-    """How often, and with which pauses."""
+    """The number of retries, and an exponential delay between them."""
 
     max_retries: int = 3
     first_delay_s: float = 1.0
@@ -23,7 +23,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     delay_s_max: float = DELAY_S_MAX_DEFAULT
 
     def delay_ns(self, retries: int, retry_in_s: float | None) -> int:
-        """The pause after the failure that follows `retries` earlier ones; a caller's own wish wins."""
+        """The delay after a failure with `retries` retries before it; `retry_in_s` overrides the policy."""
         if retry_in_s is None:
             retry_in_s = min(self.first_delay_s * self.factor**retries, self.delay_s_max)
         return round(retry_in_s * NANOS_PER_S)

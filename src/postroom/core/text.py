@@ -1,8 +1,8 @@
-"""Text made safe to show: control characters become visible and are never executed by a terminal.
+"""Text made safe for display: control characters are shown as escapes, so that no terminal executes them.
 
-Rule 1: escaped is what a terminal obeys (C0, DEL and C1 controls), what turns the reading direction, what is
-        no Unicode text (surrogates), and the tag characters, which hide text from people but not from models.
-Rule 2: a newline and a tab stay, unless one line is wanted.
+Rule 1: these are escaped: C0, DEL and C1 controls, characters that change the reading direction, surrogates,
+        and tag characters, which hide text from people but not from models.
+Rule 2: newlines and tabs stay, except in `visible_line`.
 """
 
 import re
@@ -16,7 +16,7 @@ _BMP_END = 0x10000
 
 
 def visible(text: str) -> str:
-    """`text` with every control, direction-changing or undecodable character written as an escape."""
+    """`text` with every unsafe character written as an escape."""
     return _UNSAFE.sub(_escape, text)
 
 
@@ -26,9 +26,9 @@ def visible_line(text: str) -> str:
 
 
 def visible_json(encoded: str) -> str:
-    """One line of JSON that means the same, with those characters as JSON escapes."""
+    """An equivalent line of JSON, with unsafe characters as JSON escapes."""
     if encoded.isascii() and "\x7f" not in encoded:
-        return encoded  # JSON itself has escaped the rest, and most messages end here
+        return encoded  # JSON has escaped the other controls; most messages take this path
     return _UNSAFE.sub(_json_escape, encoded)
 
 
@@ -43,5 +43,5 @@ def _json_escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < _BMP_END:
         return f"\\u{code:04x}"
-    high, low = divmod(code - _BMP_END, 0x400)  # JSON writes these as a pair of surrogates
+    high, low = divmod(code - _BMP_END, 0x400)  # JSON escapes these as a surrogate pair
     return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"

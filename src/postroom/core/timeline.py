@@ -1,6 +1,6 @@
-"""Events of several sources in the order of time.
+"""Ordering the events of several sources by time.
 
-Shippers write what they find source by source, so the order of writing says nothing between two sources.
+Shippers write source by source, so the order of writing says nothing about events of different sources.
 """
 
 import heapq
@@ -10,11 +10,11 @@ from typing import TypeAlias
 from postroom.core.events import AuditEvent
 
 Timed: TypeAlias = tuple[int, int, AuditEvent]
-"""When it happened, how many events were seen before it, and the event: a key that sorts."""
+"""The time, the number of events seen before, and the event: sortable."""
 
 
 class Timeline:
-    """Gives every event a time. One that has none, an unreadable line, has that of the one before it."""
+    """Gives every event a time. An event without one (an unreadable line) gets that of its predecessor."""
 
     def __init__(self) -> None:
         self._last_us: dict[str, int] = {}
@@ -31,7 +31,7 @@ class Timeline:
 
 
 class Latest:
-    """The `count` latest of many events."""
+    """Keeps the `count` latest of many events."""
 
     def __init__(self, count: int, timeline: Timeline) -> None:
         self._count = count
@@ -46,5 +46,5 @@ class Latest:
                 heapq.heappushpop(self._heap, one)
 
     def events(self) -> list[AuditEvent]:
-        """The earliest first."""
+        """The kept events, earliest first."""
         return [event for _, _, event in sorted(self._heap)]

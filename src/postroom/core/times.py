@@ -1,6 +1,6 @@
-"""Instants as text: RFC 3339 in, UTC out.
+"""Times as text: parsing RFC 3339, and writing UTC.
 
-Rule: nothing here reads a clock; an instant is always an argument.
+Rule: nothing here reads a clock; a time is always an argument.
 """
 
 import re
@@ -11,24 +11,24 @@ from postroom.errors import InvalidMessage
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NANOS_PER_S = 1_000_000_000
-SECONDS_MAX = 10**12  # for ever: 30,000 years, and still a number that JSON and every clock can hold
+SECONDS_MAX = 10**12  # 30,000 years, and still exact in JSON and every clock
 MICROSECOND = timedelta(microseconds=1)
-SHOWN_CHARS = 60  # of a wrong value, in an error
+SHOWN_CHARS = 60  # characters of a wrong value that an error shows
 
 _RFC3339 = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
 @lru_cache(maxsize=64)
 def second_texts(epoch_s: int) -> tuple[str, str]:
-    """One second of UTC as it stands in a message id and as it stands in a timestamp."""
+    """One second of UTC, in the formats of a message id and of a timestamp."""
     moment = EPOCH + timedelta(seconds=epoch_s)
-    in_ts = moment.isoformat()[: len("2026-02-05T14:30:52")]  # strftime writes the year 1 without its zeros
+    in_ts = moment.isoformat()[: len("2026-02-05T14:30:52")]  # strftime omits leading zeros of a year
     return in_ts.replace("-", "").replace(":", "").replace("T", "-"), in_ts
 
 
 def utc_text(epoch_ns: int) -> str:
     """RFC 3339 with microseconds, the resolution of a datetime."""
-    # Digits cut from a longer number keep their zeros, faster than by a format.
+    # Slicing the digits of a larger number keeps leading zeros, faster than a format.
     digits = str(epoch_ns if epoch_ns >= NANOS_PER_S else NANOS_PER_S + epoch_ns % NANOS_PER_S)
     return f"{second_texts(epoch_ns // NANOS_PER_S)[1]}.{digits[-9:-3]}Z"
 
@@ -42,7 +42,7 @@ def epoch_ns_of(moment: datetime) -> int:
 
 
 def parse_utc(text: str) -> datetime:
-    """RFC 3339 text as an aware UTC datetime. Digits below a microsecond are cut off."""
+    """RFC 3339 text as an aware UTC datetime, truncated to microseconds."""
     match = _RFC3339.fullmatch(text)
     if match is None:
         msg = f"{text!r} is not an RFC 3339 time such as 2026-02-05T14:30:52.123456Z"
@@ -65,7 +65,7 @@ def _instant_text(moment: datetime) -> str:
 def checked_seconds(
     name: str, seconds: object, longest_s: float = SECONDS_MAX, *, shortest_s: float = 0
 ) -> float:
-    """A length of time within its limits."""
+    """`seconds` when it is a number within the limits, else `InvalidMessage`."""
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, int | float)
@@ -77,7 +77,7 @@ def checked_seconds(
 
 
 def _shown(value: object) -> str:
-    """A value that was refused. A long text is cut, and so is a number of more digits than Python prints."""
+    """A refused value for an error message. Long texts are truncated, and huge numbers are not printed."""
     if isinstance(value, int) and abs(value) > SECONDS_MAX:
         return "a larger number" if value > 0 else "a smaller number"
     text = repr(value)
@@ -85,7 +85,7 @@ def _shown(value: object) -> str:
 
 
 def normal_utc(value: datetime | str) -> str:
-    """A preset time as it is stored: moved to UTC, with every digit the caller gave."""
+    """A caller's timestamp as it is stored: converted to UTC, with all given digits."""
     if isinstance(value, datetime):
         return _instant_text(value)
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""One request through all its messages: from a heap of events to a tree with times."""
+"""Tracing one request through all its messages: from a set of events to a tree with times."""
 
 from collections.abc import Iterable
 
@@ -19,9 +19,9 @@ OUTCOMES: dict[EventKind, str] = {
 }
 OPEN = "open"
 FAILED: frozenset[EventKind] = frozenset(("execution_failed", "lease_lapsed", "rejected"))
-"""What ends an attempt without success."""
+"""Kinds of events that end an attempt without success."""
 DELAYED: frozenset[EventKind] = frozenset(("retry_scheduled", "created"))
-"""What may say, as `delay_s`, when the message is due."""
+"""Kinds of events whose `delay_s` may say when the message is due."""
 MICROS_PER_S = 1_000_000
 
 
@@ -31,7 +31,7 @@ class Failure(msgspec.Struct, frozen=True):
     attempt: int
     ts_us: int
     offset_us: int
-    """The same, from the start of the request."""
+    """The same time, relative to the start of the request."""
     error_type: str
     error: str
 
@@ -42,29 +42,29 @@ class Span(msgspec.Struct, frozen=True):
     message_id: str
     parent_message_id: str
     depth: int
-    """How many messages it is away from the first."""
+    """The number of messages between it and the root, plus one; 0 for the root."""
     type: str
     queue: str
     start_us: int
-    """Its first event, UTC."""
+    """The time of its first event, UTC."""
     offset_us: int
-    """The same, from the start of the request."""
+    """The same time, relative to the start of the request."""
     wait_us: int | None
-    """From its enqueue to its first delivery; None when there was none."""
+    """From its enqueue to its first delivery; None when it was never delivered."""
     total_us: int
     """From its first event to its last."""
     attempts: int
     outcome: str
     error: str
-    """The last one."""
+    """The last error."""
     failures: list[Failure]
     due_us: int | None
-    """When the next try is due, while the message waits for it; UTC."""
+    """When the next attempt is due, while the message waits for it; UTC."""
     events: list[AuditEvent]
 
 
 def related(events: Iterable[AuditEvent], known: set[str]) -> set[str]:
-    """Ids that these events tie to what is known, in either direction, and that are not known yet."""
+    """The ids of messages, parents and traces in these events that are not yet known."""
     found = set()
     for event in events:
         found |= {event.message_id, event.parent_message_id, event.trace_id}
@@ -72,7 +72,7 @@ def related(events: Iterable[AuditEvent], known: set[str]) -> set[str]:
 
 
 def spans(events: Iterable[AuditEvent]) -> list[Span]:
-    """The messages of a request, each behind the one that it comes from, siblings by their start."""
+    """The messages of a request, each after its parent, siblings in the order of their start."""
     by_message = _by_message(events)
     parents = {name: _first(own, "parent_message_id") for name, own in by_message.items()}
     children: dict[str, list[str]] = {}
@@ -80,12 +80,12 @@ def spans(events: Iterable[AuditEvent]) -> list[Span]:
         children.setdefault(parent if parent in by_message else "", []).append(name)
     start_us = min((own[0].ts_us for own in by_message.values()), default=0)
     ordered: dict[str, Span] = {}
-    # Messages that name each other as parents have no first one: then the earliest is taken for it.
+    # Messages that form a cycle of parents have no root: the earliest one serves as root.
     for root in [
         *_by_start(children.get("", []), by_message)[::-1],
         *_by_start([*by_message], by_message)[::-1],
     ]:
-        waiting = [(root, 0)]  # no recursion: a chain of messages can be longer than Python's stack
+        waiting = [(root, 0)]  # no recursion: a chain of messages can be deeper than Python's stack
         while waiting:
             name, depth = waiting.pop()
             if name not in ordered:
@@ -95,7 +95,7 @@ def spans(events: Iterable[AuditEvent]) -> list[Span]:
 
 
 def _by_message(events: Iterable[AuditEvent]) -> dict[str, list[AuditEvent]]:
-    """Each message's events in their order, the repeated ones left out."""
+    """The events of each message in order, without repeated ones."""
     unique = {event.event_id: event for event in events if event.message_id}
     by_message: dict[str, list[AuditEvent]] = {}
     for event in sorted(unique.values(), key=lambda event: (event.ts_us, event.source, event.seq)):
@@ -104,7 +104,7 @@ def _by_message(events: Iterable[AuditEvent]) -> dict[str, list[AuditEvent]]:
 
 
 def _by_start(names: list[str], by_message: dict[str, list[AuditEvent]]) -> list[str]:
-    """The last first: they are taken from the end."""
+    """Sorted latest first, because the caller pops from the end."""
     return sorted(names, key=lambda name: (by_message[name][0].ts_us, name), reverse=True)
 
 
@@ -141,7 +141,7 @@ def _failure(event: AuditEvent, start_us: int) -> Failure:
 
 
 def _due_us(events: list[AuditEvent]) -> int | None:
-    """When a delay ends that is still running: nothing has happened to the message since it began."""
+    """The end of a delay that is still running: the last event is the one that started it."""
     last = events[-1]
     delay_s = last.detail.get("delay_s") if last.kind in DELAYED else None
     if isinstance(delay_s, bool) or not isinstance(delay_s, (int, float)) or not 0 <= delay_s <= SECONDS_MAX:
@@ -150,7 +150,7 @@ def _due_us(events: list[AuditEvent]) -> int | None:
 
 
 def _outcome(events: list[AuditEvent]) -> str:
-    """The last end, unless a replay or a retry opened it again."""
+    """The last outcome, unless a replay or a retry reopened the message."""
     outcome = OPEN
     for event in events:
         if event.kind in ("replayed", "retry_scheduled", "enqueued"):

@@ -1,6 +1,6 @@
-"""One file that several processes append to, each append whole or not at all.
+"""One file that several processes append to; each append is written completely or not at all.
 
-The caller holds the lock that belongs to the file while it calls `current_size` and `append`.
+The caller holds the file's lock while it calls `current_size` and `append`.
 """
 
 import errno
@@ -22,7 +22,7 @@ from postroom.system.atomic import make_folder, open_safely, sync_folder, write_
 
 
 class _Unsynced(NamedTuple):
-    """An append that waits for the group's fsync."""
+    """An append that is not yet covered by a group fsync."""
 
     ticket: int
     start: int
@@ -30,7 +30,7 @@ class _Unsynced(NamedTuple):
 
 
 class AppendFile:
-    """A kept descriptor, the identity of its file, and what a failed write leaves behind."""
+    """Keeps the descriptor open, notices when the file was replaced, and rolls back failed writes."""
 
     fd = -1
 
@@ -40,7 +40,7 @@ class AppendFile:
         self._device = self._inode = -1
         self.dead = False
         self._name = os.fspath(path)
-        self._encoded_name = os.fsencode(path)  # spares the encoding at every look
+        self._encoded_name = os.fsencode(path)  # encoded once, because every append calls lstat
         self._durability = durability
         self._file_mode = file_mode
         self._folder_mode = folder_mode
@@ -50,10 +50,10 @@ class AppendFile:
         self._turn_ends = 0.0
 
     def __del__(self) -> None:
-        self._drop()  # nobody closed it: as a file object would
+        self._drop()  # as a file object does when it was not closed
 
     def open(self) -> int:
-        """Open (and create) the file unless it is open already."""
+        """Open the file, and create it if necessary, unless it is open already."""
         if self.dead:
             raise HandleDead(self.path)
         if self.fd >= 0:
@@ -73,7 +73,7 @@ class AppendFile:
             self._sync_name()
 
     def _sync_name(self) -> None:
-        """Also when another process made the file: it may not have come to this yet."""
+        """Sync the folder, even when another process made the file: it may not have synced the folder yet."""
         try:
             sync_folder(self.path.parent)
         except OSError as error:
@@ -82,9 +82,9 @@ class AppendFile:
             raise WriteFailed(self.path, error) from error
 
     def lock_end(self, timeout_s: float) -> int:
-        """Take the file's own lock. Returns the size, or -1 as `current_size` does, or when nothing is open.
+        """Take the file's lock. Returns the size, or -1 as `current_size` does, or when no file is open.
 
-        Both steps are spelled out here, because every append comes by.
+        Both steps are inlined, because every append calls this.
         """
         fd = self.fd
         if fd < 0:
@@ -104,7 +104,7 @@ class AppendFile:
         return info.st_size if same_file else self.current_size()
 
     def current_size(self) -> int:
-        """The file's size, or -1 when its name now means another file (it was rotated or replaced)."""
+        """The file's size, or -1 when the path now names another file (after a rotation or replacement)."""
         try:
             info = os.lstat(self._encoded_name)
         except FileNotFoundError:
@@ -117,11 +117,11 @@ class AppendFile:
         return -1
 
     def has_name(self) -> bool:
-        """Whether the name means a file at all: not removed, and not moved away."""
+        """Whether the path names a file: it was neither removed nor moved away."""
         return os.access(self._encoded_name, os.F_OK)
 
     def append(self, data: bytes, size: int) -> int:
-        """Write `data` at the end, which is at `size`. Returns a ticket for `settle`."""
+        """Write `data` at the end of the file, at offset `size`. Returns a ticket for `settle`, or 0."""
         try:
             if os.write(self.fd, data) != len(data):
                 self._write_rest(data, size)
@@ -142,7 +142,7 @@ class AppendFile:
         return ticket
 
     def _write_rest(self, data: bytes, size: int) -> None:
-        """The first write was short: a full disk says so only when asked for the rest."""
+        """Continue after a short write. On a full disk this second write raises the error."""
         written = os.fstat(self.fd).st_size - size
         write_all(self.fd, data[written:])
 
@@ -155,7 +155,7 @@ class AppendFile:
             raise
 
     def sync(self) -> None:
-        """Make all that stands in the file durable, whoever wrote it. After a failure the handle is dead."""
+        """Make the whole file durable, whichever process wrote it. After a failure the handle is dead."""
         try:
             self._sync_now()
         except OSError:
@@ -170,7 +170,7 @@ class AppendFile:
         return True
 
     def settle(self, ticket: int) -> None:
-        """Return when the append is durable in its class. Call without the lock: others may join."""
+        """Return when the append is durable in its class. Call without the lock, so that others can join."""
         if ticket:
             group = self._group
             if ticket < group.first_ticket:
@@ -180,39 +180,40 @@ class AppendFile:
     def roll_back_group(
         self, lock_fd: int, timeout_s: float, was_read: Callable[[int], bool] = lambda _offset: False
     ) -> bool:
-        """After a failed group fsync: remove what was never durable, if that is all there is at the end.
+        """After a failed group fsync: remove the unsynced appends if nothing was written after them.
 
-        `was_read` says whether somebody holds a position behind an offset; then it stays.
+        `was_read` tells whether a reader's position is behind an offset; such appends stay.
         """
-        if self.fd >= 0 and self.dead:  # not when another thread has reopened it meanwhile
-            with suppress(LockTimeout):  # somebody writes behind it
+        if self.fd >= 0 and self.dead:  # not when another thread has reopened it since
+            with suppress(LockTimeout):  # another process is writing after them
                 lock.acquire(lock_fd, timeout_s, self.path)
                 try:
-                    self._group_rolled_back = self._take_back_unsynced(was_read)
+                    self._group_rolled_back = self._remove_unsynced(was_read)
                 finally:
                     lock.release(lock_fd)
             self._drop()
         return self._group_rolled_back
 
-    def _take_back_unsynced(self, was_read: Callable[[int], bool]) -> bool:
-        """Never what an earlier fsync covered, and never what another process wrote."""
-        ours = [append for append in self._unsynced if not self._group.covers(append.ticket)]
-        unbroken = all(earlier.end == later.start for earlier, later in pairwise(ours))
-        if not ours or not unbroken or self.current_size() != ours[-1].end or was_read(ours[0].start):
+    def _remove_unsynced(self, was_read: Callable[[int], bool]) -> bool:
+        """Remove only this process's appends that no fsync has covered."""
+        unsynced = [append for append in self._unsynced if not self._group.covers(append.ticket)]
+        unbroken = all(earlier.end == later.start for earlier, later in pairwise(unsynced))
+        if not unsynced or not unbroken or self.current_size() != unsynced[-1].end:
             return False
-        return self._roll_back(ours[0].start)
+        start = unsynced[0].start
+        return not was_read(start) and self._roll_back(start)
 
     def close(self) -> None:
-        """Close the descriptor; what was written through it is made durable first if its class says so."""
+        """Close the descriptor, after a last group fsync where the durability class requires it."""
         if self.fd < 0:
             return
         if not self.dead:
-            with suppress(OSError):  # those who wait for it are told by the group
+            with suppress(OSError):  # the group raises it in the threads that wait
                 self._group.flush(self._sync_now)
         self._drop()
 
     def forget(self) -> None:
-        """Drop everything that a forked child shares with its parent, and every memory of a failure."""
+        """Drop everything that a forked child shares with its parent, and the state of an earlier failure."""
         self._drop()
         self._group = GroupSync(self._group.next_ticket)
         self._unsynced.clear()

@@ -1,8 +1,8 @@
-"""Reading a bus file and its archives: forward in bounded memory, backward at the cost of what is new.
+"""Reading a bus file and its archives: forward in bounded memory, backward from the end to what is new.
 
-Rule 1: no reader takes the writers' lock. (A look whether it is free decides one case: a foreign record at
-        the very end, which carries no length and could still be growing.)
-Rule 2: a position is only believed while the record it was taken from is still where it was.
+Rule 1: readers do not take the writers' lock. The one exception is a foreign record at the end of the file:
+        it has no length, so the reader tests whether the lock is free, that is, whether it may still grow.
+Rule 2: a saved position is valid only while its record is still at the same offset.
 Rule 3: after a rotation a reader finishes the old file before it opens the next.
 """
 
@@ -60,7 +60,7 @@ def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Dec
         if len(data) < wanted:
             return
         carried = len(data) - decoded.consumed
-        # A record longer than the window: look further each time, so that the work stays linear.
+        # A record longer than the window: double the window, so that the total work stays linear.
         window = min(window * 2, RECORD_BYTES_MAX) if decoded.consumed == 0 else WINDOW_BYTES
         position += decoded.consumed
         legacy_line = decoded.legacy_line
@@ -70,7 +70,7 @@ def _decode_window(fd: int, position: int, wanted: int, legacy_line: int | None)
     data = os.pread(fd, wanted, position)
     decoded = _decode(data, position, wanted, legacy_line, settled=False)
     if decoded.damaged:
-        # A failed append that was rolled back and overwritten while we read looks like damage: look again.
+        # An append that was rolled back and overwritten during this read looks like damage: read again.
         data = os.pread(fd, wanted, position)
         decoded = _decode(data, position, wanted, legacy_line, settled=False)
     if decoded.held_back:
@@ -78,7 +78,7 @@ def _decode_window(fd: int, position: int, wanted: int, legacy_line: int | None)
         if settled_size is not None:
             readable = max(0, min(wanted, settled_size - position))
             data = os.pread(fd, readable, position)
-            # The file may have outgrown the window meanwhile: then this is not its end.
+            # The file may have outgrown the window since; then the window does not end at the file's end.
             beyond = readable + 1 if readable < wanted else wanted
             decoded = _decode(data, position, beyond, legacy_line, settled=True)
     return data, decoded
@@ -95,7 +95,7 @@ def _decode(data: bytes, position: int, wanted: int, legacy_line: int | None, *,
 
 
 def _settled_size(fd: int) -> int | None:
-    """The size of the file at a moment when nobody was writing; None when writers never paused."""
+    """The size of the file at a moment without an active writer; None when writers never paused."""
     deadline = time.monotonic() + SETTLE_PATIENCE_S
     while True:
         size = lock.size_at_rest(fd)
@@ -107,7 +107,7 @@ def _settled_size(fd: int) -> int | None:
 
 
 def find_record(fd: int, msg_id: str) -> int:
-    """Offset of the record with this id, searched from the end; -1 when there is none."""
+    """Offset of the record with this id, searched backward; -1 when there is none."""
     start = _start_line(msg_id)
     marker = b"\n" + start
     for begin, data in _backward(fd, len(marker) - 1):
@@ -121,10 +121,10 @@ def find_record(fd: int, msg_id: str) -> int:
 
 
 def find_unusual_record(fd: int, msg_id: str) -> int:
-    """Offset of a record whose lines end in CRLF, or whose id stands further down; -1 when there is none.
+    """Offset of a record whose lines end in CRLF or whose id is not its first key; -1 when there is none.
 
-    Only reading from the start tells such a record from a body that quotes one. That is done when the id
-    stands in a line of its own somewhere.
+    Only decoding from the start distinguishes such a record from a body that quotes one. The file is decoded
+    only when the id is found on a line of its own.
     """
     line = b"\nmsg_id: " + msg_id.encode("utf-8", "surrogatepass")
     for _, data in _backward(fd, len(line) + 1):
@@ -140,12 +140,12 @@ def find_unusual_record(fd: int, msg_id: str) -> int:
 
 
 def _start_line(msg_id: str) -> bytes:
-    """The first bytes of the record with this id. No record has an id that cannot be encoded."""
+    """The first bytes of the record with this id. An id that is not Unicode text matches no record."""
     return START + msg_id.encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _starts_record(fd: int, begin: int, data: bytes, found: int) -> bool:
-    """Whether the marker at `found` in a window of the file is a record's, and not the end of a header."""
+    """Whether the marker at `found` in a window of the file starts a record rather than closing a header."""
     if found >= CHECKSUM_LINE_BYTES:
         return not closes_header(data, found)
     before = min(CHECKSUM_LINE_BYTES, begin + found)
@@ -153,7 +153,7 @@ def _starts_record(fd: int, begin: int, data: bytes, found: int) -> bool:
 
 
 def start_of_last(fd: int, n: int) -> int:
-    """Offset of the n-th last record that starts as we write it; 0 when the file has fewer."""
+    """Offset of the n-th last record that starts with its id; 0 when the file has fewer."""
     left = n
     for begin, data in _backward(fd, len(MARKER) - 1):
         position = len(data)
@@ -170,21 +170,21 @@ def last_id(fd: int) -> str:
 
 
 def last_id_and_byte(fd: int, size: int) -> tuple[str, bytes]:
-    """What a writer needs to go on behind another one: the last record's id, and the file's last byte.
+    """The last record's id and the file's last byte: what a writer needs after another process has written.
 
-    Writers that compete ask before every append, so one read finds both behind a record of usual size.
+    Competing writers call this before every append, so one read suffices after a record of usual size.
     """
     begin = max(0, size - USUAL_RECORD_BYTES)
     data = os.pread(fd, size - begin, begin)
     marker = data.rfind(MARKER)
     end = data.find(b"\n", marker + len(MARKER))
-    if marker > 0 and data[marker - 1] == _NEWLINE and end >= 0:  # a blank line parts it from what was before
+    if marker > 0 and data[marker - 1] == _NEWLINE and end >= 0:  # a blank line precedes the record
         return data[marker + len(MARKER) : end].decode("utf-8", "replace"), data[-1:]
     return last_id(fd), data[-1:]
 
 
 def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:
-    """Offsets and ids of records that start with their id, from the last to the first; one may come twice."""
+    """Offsets and ids of records that start with their id, last record first. A record may be repeated."""
     for begin, data in _backward(fd, ID_BYTES_MAX):
         position = len(data)
         while (position := data.rfind(_ID_LINE, 0, position)) >= 0:
@@ -199,7 +199,7 @@ def _ids_backward(fd: int) -> Iterator[tuple[int, str]]:
 
 
 def _backward(fd: int, overlap: int) -> Iterator[tuple[int, bytes]]:
-    """Windows from the end to the start, each with `overlap` bytes of the one behind it."""
+    """Windows from the end of the file to its start, each with `overlap` bytes of the window after it."""
     end = os.fstat(fd).st_size
     size = BACKWARD_FIRST_BYTES
     while end > 0:
@@ -210,7 +210,7 @@ def _backward(fd: int, overlap: int) -> Iterator[tuple[int, bytes]]:
 
 
 def tail(fd: int, n: int, report: Report) -> list[BusMessage]:
-    """The last n messages. Damaged records among them make it look further back."""
+    """The last n messages. When some records are damaged, the search goes further back."""
     wanted = n
     while wanted:
         start = start_of_last(fd, wanted)
@@ -245,7 +245,7 @@ def _stamped_archives(path: Path) -> list[tuple[tuple[str, int], Path]]:
 
 
 def next_archive(path: Path, stamp: str) -> Path:
-    """A free archive name that sorts behind every other, also when the clock stepped back."""
+    """A free archive name that sorts after every other, even when the clock stepped back."""
     newest = max((key for key, _ in _stamped_archives(path)), default=("", 0))
     if stamp > newest[0]:
         return path.with_name(f"{path.name}.{stamp}.archived")
@@ -253,7 +253,7 @@ def next_archive(path: Path, stamp: str) -> Path:
 
 
 def newest_archived_id(path: Path) -> str:
-    """The last id before the current file began."""
+    """The last id in the archives; empty when there is none."""
     for archive in reversed(archives(path)):
         found = _last_id_of(archive)
         if found:
@@ -265,18 +265,18 @@ def _last_id_of(path: Path) -> str:
     try:
         fd = open_safely(path, os.O_RDONLY)
     except (OSError, UnsafePath):
-        return ""  # moved away, perhaps with a link in its place: an archive's care is its owner's
+        return ""  # moved or replaced by a link: users may do that with archives
     try:
         return last_id(fd)
     finally:
         os.close(fd)
 
 
-# ---- a reader that keeps its place --------------------------------------------------------------------
+# ---- a reader that keeps its position -----------------------------------------------------------------
 
 
 class FilePosition(msgspec.Struct):
-    """Where a reader stands in one open file."""
+    """A reader's position in one open file."""
 
     fd: int
     identity: tuple[int, int]
@@ -284,13 +284,13 @@ class FilePosition(msgspec.Struct):
     legacy_line: int | None = 0
     last_start: int = -1
     last_opening: bytes = b""
-    """The first bytes of the record at `last_start`, when they are not `START` and its id."""
+    """The first bytes of the record at `last_start`, unless they are `START` and its id."""
 
 
 class BusReader:
-    """Reads on from where it stopped, across rotations, without repeating or leaving out a message."""
+    """Reads a bus incrementally, across rotations, without repeating or skipping a message."""
 
-    _place: FilePosition | None = None
+    _current: FilePosition | None = None
 
     def __init__(
         self,
@@ -303,47 +303,47 @@ class BusReader:
     ) -> None:
         if not isinstance(since_id, str):
             raise InvalidMessage(f"a since id must be text, not {type(since_id).__name__}")
-        since_id = since_id if since_id.strip() else ""  # blanks name no message, as no text does
+        since_id = since_id if since_id.strip() else ""  # a blank id counts as none
         self._path = path
         self._report = report
         self._on_gap = on_gap
         self._last_id = since_id
         self._passed: frozenset[Path] = frozenset()
         if since_id:
-            self._place = self._locate(since_id, search_archives=search_archives)
+            self._current = self._locate(since_id, search_archives=search_archives)
         elif not search_archives:
-            self._place = _open_place(path)
-        if self._place is None and not search_archives:
-            # No file yet. Whatever is archived from here on was written after we began to read.
+            self._current = _open_position(path)
+        if self._current is None and not search_archives:
+            # No file yet: every later archive holds messages written after this reader started.
             self._passed = frozenset(archives(path))
 
     def __del__(self) -> None:
-        self.close()  # an iterator that nobody started never gets to its `finally`
+        self.close()  # a generator that was never started does not run its `finally`
 
     def close(self) -> None:
-        """Close the file that is being read."""
-        place, self._place = self._place, None
+        """Close the current file."""
+        place, self._current = self._current, None
         if place is not None:
             os.close(place.fd)
 
     def batches(self) -> Iterator[list[BusMessage]]:
-        """Everything new, a window at a time, until nothing more is there."""
+        """All new messages, one list per window, until the end is reached."""
         while True:
-            place = self._place
+            place = self._current
             if place is not None:
                 yield from self._read_on(place)
                 if not self._replaced(place):
                     return
-                # Once more: what was written between the last read and the rename.
+                # Read again: messages may have been written between the last read and the rename.
                 yield from self._read_on(place)
             following = self._open_following(place)
             if following is None:
                 return
             self.close()
-            self._place = following
+            self._current = following
 
     def _read_on(self, place: FilePosition) -> Iterator[list[BusMessage]]:
-        self._check_place(place)
+        self._check_position(place)
         start = place.position
         for part in decode_from(place.fd, start, place.legacy_line):
             place.position += part.consumed
@@ -352,7 +352,7 @@ class BusReader:
                 self._report(part.damaged)
             messages = part.messages
             if messages:
-                # The first record after locating `since_id` is that record itself.
+                # After locating `since_id`, the first record is that record itself.
                 if place.last_start == start and messages[0].msg_id == self._last_id:
                     messages = messages[1:]
                 place.last_start, place.last_opening = part.starts[-1], part.last_opening
@@ -360,10 +360,11 @@ class BusReader:
             if messages:
                 yield messages
 
-    def _check_place(self, place: FilePosition) -> None:
-        """A failed append that we saw may have been taken back: then stand where our last message is.
+    def _check_position(self, place: FilePosition) -> None:
+        """Move back when a failed append that was already read has been rolled back since.
 
-        If that one itself is gone, what was written instead of it has a larger id, as everything new has.
+        The new position is the last record whose id is not above the last id read. If that record is gone
+        too, its replacement has a larger id, as every new record has.
         """
         if place.last_start < 0 or self._last_id.startswith(LEGACY_PREFIX):
             return
@@ -373,75 +374,75 @@ class BusReader:
             return
         for start, msg_id in _ids_backward(place.fd):
             if msg_id <= self._last_id:
-                _stand_on(place, start)
+                _move_to(place, start)
                 self._last_id = msg_id
                 return
         place.position, place.last_start = 0, -1
 
     def _replaced(self, place: FilePosition) -> bool:
-        """Whether a file follows the one we stand in: under the bus's name, or archived in its turn."""
+        """Whether another file follows the current one: under the bus's name, or already archived."""
         current = _identity(self._path)
         if current is None:
-            return bool(self._archives_behind(place))
+            return bool(self._archives_after(place))
         return current != place.identity
 
     def _open_following(self, place: FilePosition | None) -> FilePosition | None:
-        """The file behind `place`; None while there is none.
+        """The file after `place`; None while there is none.
 
-        Between a look at the archives and the opening of the bus's name, a rotation can put a file
-        between the two. So the archives are looked at again, and a file that slipped in comes first.
+        A rotation between listing the archives and opening the bus file can insert another file. So the
+        archives are listed again, and an inserted file is read first.
         """
         while True:
-            behind = self._archives_behind(place)
-            following = _open_place(behind[0] if behind else self._path)
+            behind = self._archives_after(place)
+            following = _open_position(behind[0] if behind else self._path)
             if behind and following is not None:
                 self._note_gap(place)
                 return following
-            if not self._archives_behind(place):
+            if not self._archives_after(place):
                 if place is not None and following is not None and not self._was_archived(place):
-                    self._go_on_in_other_file(place, following)
+                    self._continue_in_other_file(place, following)
                 return following
             if following is not None:
                 os.close(following.fd)
 
-    def _go_on_in_other_file(self, place: FilePosition, following: FilePosition) -> None:
-        """An editor wrote the file anew, with our last message in it, or it was removed."""
-        if not _stand_at(following, self._last_id):
+    def _continue_in_other_file(self, place: FilePosition, following: FilePosition) -> None:
+        """Continue in a file that was rewritten, for example by an editor; report a gap if it is another."""
+        if not _move_to_id(following, self._last_id):
             self._note_gap(place)
 
     def _note_gap(self, place: FilePosition | None) -> None:
-        """Tell that the file we stood in is gone: files that came after it may be gone, too."""
+        """Call `on_gap` when the current file was removed: files after it may have been removed as well."""
         if place is not None and self._on_gap is not None and not self._was_archived(place):
             self._on_gap(self._last_id)
 
     def _was_archived(self, place: FilePosition) -> bool:
         return any(_identity(archive) == place.identity for archive in archives(self._path))
 
-    def _archives_behind(self, place: FilePosition | None) -> list[Path]:
+    def _archives_after(self, place: FilePosition | None) -> list[Path]:
         chain = archives(self._path)
         if place is None:
             return [archive for archive in chain if archive not in self._passed]
         here = [archive for archive in chain if _identity(archive) == place.identity]
         if here:
             return chain[chain.index(here[0]) + 1 :]
-        # Somebody removed the archive we stood in.
+        # The archive that was being read has been removed.
         return [archive for archive in chain if _last_id_of(archive) > self._last_id]
 
     def _locate(self, since_id: str, *, search_archives: bool) -> FilePosition | None:
-        current = _open_place(self._path)
-        if current is not None and _stand_at(current, since_id):
+        current = _open_position(self._path)
+        if current is not None and _move_to_id(current, since_id):
             return current
         if current is not None:
             os.close(current.fd)
         chain = archives(self._path)
         for archive in reversed(chain):
             try:
-                place = _open_place(archive)
+                place = _open_position(archive)
             except (OSError, UnsafePath):
                 if search_archives:
                     raise
                 continue
-            if place is not None and _stand_at(place, since_id):
+            if place is not None and _move_to_id(place, since_id):
                 if search_archives:
                     return place
                 os.close(place.fd)
@@ -449,11 +450,11 @@ class BusReader:
             if place is not None:
                 os.close(place.fd)
         if current is None and not chain:
-            return None  # nothing was ever written here: everything to come is new
+            return None  # nothing was ever written here, so every message will be new
         raise SinceIdNotFound(since_id, self._path)
 
 
-def _open_place(path: Path) -> FilePosition | None:
+def _open_position(path: Path) -> FilePosition | None:
     try:
         fd = open_safely(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -462,10 +463,10 @@ def _open_place(path: Path) -> FilePosition | None:
     return FilePosition(fd, (info.st_dev, info.st_ino))
 
 
-def _stand_at(place: FilePosition, msg_id: str) -> bool:
-    """Move to the record with this id; it is skipped when reading on."""
+def _move_to_id(place: FilePosition, msg_id: str) -> bool:
+    """Move to the record with this id, which reading then skips. Returns whether it was found."""
     if msg_id.startswith(LEGACY_PREFIX) and msg_id.removeprefix(LEGACY_PREFIX).isdecimal():
-        return _stand_after_legacy(place, msg_id)
+        return _move_after_legacy(place, msg_id)
     found = find_record(place.fd, msg_id)
     if found >= 0:
         place.position = place.last_start = found
@@ -474,19 +475,19 @@ def _stand_at(place: FilePosition, msg_id: str) -> bool:
         found = find_unusual_record(place.fd, msg_id)
         if found < 0:
             return False
-        _stand_on(place, found)
+        _move_to(place, found)
     place.legacy_line = None
     return True
 
 
-def _stand_on(place: FilePosition, start: int) -> None:
-    """Move to a record that starts in any way, and remember how."""
+def _move_to(place: FilePosition, start: int) -> None:
+    """Move to a record and remember its first bytes."""
     place.position = place.last_start = start
     place.last_opening = os.pread(place.fd, OPENING_BYTES, start)
 
 
-def _stand_after_legacy(place: FilePosition, msg_id: str) -> bool:
-    """Legacy lines have their number for an id, so the place is found by counting."""
+def _move_after_legacy(place: FilePosition, msg_id: str) -> bool:
+    """Move behind a legacy line. Its id is its line number, so the position is found by counting."""
     wanted = msg_id.removeprefix(LEGACY_PREFIX)
     for part in decode_from(place.fd, 0, 0):
         ids = [message.msg_id for message in part.messages]

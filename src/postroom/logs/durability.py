@@ -1,8 +1,8 @@
 """Group commit: threads that wait for the disk at the same time share one fsync.
 
-Rule 1: a ticket is synced only by an fsync that began after its bytes were written.
-Rule 2: a failure is final. The kernel may drop the pages and forget the error, so that the next fsync
-        would succeed without them.
+Rule 1: a ticket is covered only by an fsync that began after its bytes were written.
+Rule 2: a failed fsync is final. The kernel may have dropped the pages and forgotten the error, so a second
+        fsync could succeed although the data is lost.
 """
 
 import threading
@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 
 class GroupSync:
-    """Hands out tickets for writes and returns from `wait` once an fsync has covered them.
+    """Issues a ticket per write; `wait` returns once an fsync has covered the ticket.
 
-    A group that takes the place of a failed one goes on with its numbers, so that a late waiter of the old
-    one cannot take an fsync of the new one for its own.
+    A group that replaces a failed one continues its numbering. A late waiter of the old group therefore
+    never mistakes an fsync of the new group for its own.
     """
 
     def __init__(self, first_ticket: int = 1) -> None:
@@ -26,11 +26,11 @@ class GroupSync:
 
     @property
     def next_ticket(self) -> int:
-        """The next number. Read without the lock, which in a forked child nobody may be left to release."""
+        """The next ticket number. Read without the lock: in a forked child its holder may no longer exist."""
         return self._issued + 1
 
     def ticket(self) -> int:
-        """Call after the bytes are written."""
+        """Issue a ticket. Call it after the bytes are written."""
         with self._changed:
             self._issued += 1
             return self._issued
@@ -41,13 +41,13 @@ class GroupSync:
             return ticket <= self._synced
 
     def flush(self, sync: Callable[[], None]) -> None:
-        """Cover every ticket issued so far."""
+        """Wait until every ticket issued so far is covered."""
         with self._changed:
             newest = self._issued
         self.wait(newest, sync)
 
     def wait(self, ticket: int, sync: Callable[[], None]) -> None:
-        """Return when `ticket` is on disk. One waiter runs `sync` for all; its failure is everybody's."""
+        """Return when `ticket` is on disk. One waiter runs `sync` for all; a failure is raised in each."""
         with self._changed:
             while self._running and self._synced < ticket and self._failure is None:
                 self._changed.wait()
@@ -72,6 +72,6 @@ class GroupSync:
             with self._changed:
                 self._running = False
                 self._failure = failure or self._failure
-                if done:  # an interrupt is neither: the next waiter tries
+                if done:  # after an interrupt, neither done nor failed, the next waiter runs `sync`
                     self._synced = max(self._synced, covered)
                 self._changed.notify_all()

@@ -1,9 +1,9 @@
-"""The files of a mail server's events: one that grows, and full ones that wait for the shipper.
+"""The event files of a mail server: one growing file, and full files that wait for the shipper.
 
-Rule 1: the server alone writes, ends and removes files. A file that was renamed is full and never changes.
-Rule 2: the shipper renames a full file when a stream holds all of it; that is all it does here.
-Rule 3: shipped files go first. One that was not shipped is removed only above `TOTAL_BYTES_MAX`, and its
-        events are counted and told.
+Rule 1: only the server writes, renames and removes files. A renamed file is full and never changes.
+Rule 2: the shipper renames a full file once a stream holds all of its events, and does nothing else here.
+Rule 3: shipped files are removed first. An unshipped file is removed only above `TOTAL_BYTES_MAX`, and the
+        number of its events is reported.
 """
 
 import os
@@ -16,16 +16,16 @@ from typing import NamedTuple
 from postroom.system.atomic import open_safely
 
 GROWING = "events.jsonl"
-FILE_BYTES_MAX = 64 << 20  # of the growing file; then it is full
-SHIPPED_BYTES_MAX = 128 << 20  # of shipped files that are kept for another look
-TOTAL_BYTES_MAX = 1 << 30  # of all full files, shipped or not
-COUNT_BYTES = 1 << 20  # read at once to count lines
+FILE_BYTES_MAX = 64 << 20  # size at which the growing file is full
+SHIPPED_BYTES_MAX = 128 << 20  # total size of the shipped files that are kept
+TOTAL_BYTES_MAX = 1 << 30  # total size of all full files, shipped or not
+COUNT_BYTES = 1 << 20  # bytes per read when counting lines
 
 _FULL = re.compile(r"events-(\d{8,12})(\.shipped)?\.jsonl")
 
 
 class FullFile(NamedTuple):
-    """A file that is written no more."""
+    """An event file that is no longer written to."""
 
     number: int
     path: Path
@@ -34,32 +34,32 @@ class FullFile(NamedTuple):
 
 
 def full_files(folder: Path) -> list[FullFile]:
-    """The full files of a folder, the oldest first."""
+    """The full files of a folder, oldest first."""
     found = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if match := _FULL.fullmatch(entry.name):
-                with suppress(FileNotFoundError):  # the shipper renames, the server removes
+                with suppress(FileNotFoundError):  # renamed by the shipper or removed by the server
                     size = entry.stat(follow_symlinks=False).st_size
                     found.append(FullFile(int(match[1]), Path(entry.path), bool(match[2]), size))
     return sorted(found)
 
 
 def is_full(path: Path) -> bool:
-    """Whether a file by this name is full and not yet marked as shipped."""
+    """Whether the name is that of a full file not yet marked as shipped."""
     match = _FULL.fullmatch(path.name)
     return match is not None and not match[2]
 
 
 def end_growing(folder: Path) -> None:
-    """Make the growing file a full one. Nothing happens when somebody else moved it away."""
+    """Rename the growing file to a full one; no effect when the file is missing."""
     number = max((file.number for file in full_files(folder)), default=0) + 1
     with suppress(FileNotFoundError):
         (folder / GROWING).rename(folder / f"events-{number:08}.jsonl")
 
 
 def mark_shipped(path: Path) -> Path:
-    """Say that a stream holds all of a full file; gives its new name."""
+    """Rename a full file whose events are all in a stream; returns the new path."""
     marked = path.with_suffix(".shipped.jsonl")
     with suppress(FileNotFoundError):  # the server removed it
         path.rename(marked)
@@ -67,11 +67,11 @@ def mark_shipped(path: Path) -> Path:
 
 
 def superfluous(files: Iterable[FullFile], shipped_bytes_max: int, total_bytes_max: int) -> list[FullFile]:
-    """Which files have to go, the oldest first: shipped ones above their limit, then any above the total."""
+    """The files to remove, oldest first: shipped files above their limit, then any file above the total."""
     kept = sorted(files)
     gone = _above([file for file in kept if file.is_shipped], shipped_bytes_max)
     kept = [file for file in kept if file not in gone]
-    # To keep what was not shipped, every shipped one goes before it.
+    # Remove every shipped file before the first unshipped one.
     rest = sorted(kept, key=lambda file: (not file.is_shipped, file.number))
     return gone + _above(rest, total_bytes_max)
 
@@ -88,7 +88,7 @@ def _above(files: list[FullFile], bytes_max: int) -> list[FullFile]:
 
 
 def lines_in(path: Path) -> int:
-    """How many lines a file has."""
+    """The number of lines in a file."""
     lines = 0
     with os.fdopen(open_safely(path, os.O_RDONLY), "rb", buffering=0) as file:
         while data := file.read(COUNT_BYTES):

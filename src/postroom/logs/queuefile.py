@@ -1,9 +1,9 @@
 """The files of one queue session: lines, side files, cursors, and the journal that makes compaction safe.
 
-Rule 1: whoever writes anything here holds the session's lock.
-Rule 2: a cursor is on disk before what it passes is handed out.
-Rule 3: compaction is decided by one rename. Before it, the journal is void; after it, the journal is law,
-        and whoever takes the lock next finishes what it says.
+Rule 1: every write is made under the session's lock.
+Rule 2: a cursor is on disk before the messages it passes are handed out.
+Rule 3: one rename commits a compaction. A journal without that rename is discarded; after the rename, the
+        next process that takes the lock completes the steps in the journal.
 """
 
 import bisect
@@ -41,8 +41,8 @@ from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 WINDOW_BYTES = 1024 * 1024
 CURSOR_DIGITS_MAX = 18
 REOPENS_MAX = 1000
-LOOK_EVERY_S = 0.1  # how long a send may still go to a file that was replaced by hand
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # our own want, which says nothing about a file
+CHECK_EVERY_S = 0.1  # for this long, a send may still go to a file that was replaced by hand
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process lacks resources; the file may be fine
 T = TypeVar("T")
 
 CURSOR_SUFFIX = ".cursor"
@@ -50,22 +50,22 @@ TOPICS_SUFFIX = ".topics"
 BODY_SUFFIX = ".txt"
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ReadProgress(msgspec.Struct, frozen=True):
     """How far one agent has read."""
 
     cursor: int = 0
-    """Everything before this offset is read, whatever its topic."""
+    """Every message before this offset is read, in all topics."""
     topics: dict[str, int] = {}
-    """Topics that are read further than that."""
+    """Offsets of topics that are read further than the cursor."""
     taken: list[int] = []
-    """Offsets of single messages that were handed out ahead of their topic."""
+    """Offsets of single messages that were delivered ahead of their topic."""
 
     def has_read(self, topic: str, offset: int) -> bool:
-        """Whether the message of this topic at this offset was handed out or passed over."""
+        """Whether the message of this topic at this offset was delivered or skipped."""
         return offset < self.cursor or offset < self.topics.get(topic, 0) or offset in self.taken
 
     def first_unread(self, topics: frozenset[str] | None) -> int:
-        """The lowest offset at which something of these topics can be unread."""
+        """The lowest offset at which a message of these topics can be unread."""
         if topics is None or not self.topics:
             return self.cursor
         return max(self.cursor, min((self.topics.get(topic, 0) for topic in topics), default=0))
@@ -79,15 +79,15 @@ class _Topics(msgspec.Struct):
 
 
 class RewriteJournal(msgspec.Struct):
-    """What remains to be done once the compacted file has taken its place."""
+    """The steps that remain after the compacted file has replaced the old one."""
 
     inode: int
     epoch: int
-    readings: dict[str, Reading]
+    readings: dict[str, ReadProgress]
     bodies: list[str]
 
     def __post_init__(self) -> None:
-        """It names files that are written and removed: nothing is done before all of it is believed."""
+        """Validate all values first: the journal names files that will be written and removed."""
         if not 0 < self.epoch < 10**CURSOR_DIGITS_MAX:
             raise ValueError(f"the epoch cannot be {self.epoch}")
         for agent_id in self.readings:
@@ -97,7 +97,7 @@ class RewriteJournal(msgspec.Struct):
 
 
 class SessionFiles:
-    """One session's folder. Opened files are kept; nothing is created before the first lock."""
+    """One session's folder. Files stay open; nothing is created before the first lock."""
 
     _lock_fd = -1
 
@@ -120,19 +120,19 @@ class SessionFiles:
         )
         self._mutex = threading.Lock()
         self._known_end = -1
-        self._look_again = 0.0
+        self._check_at = 0.0
         self._turn_ends = 0.0
         self._compactions = -1
 
     def __del__(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            os.close(fd)  # as a file object would; the queue file closes itself
+            os.close(fd)  # as a file object does when it was not closed; the queue file closes itself
 
     # ---- the lock ------------------------------------------------------------------------------
 
     def _lock_current(self) -> int:
-        """Take the file lock, with the thread lock held; gives the queue file's size."""
+        """Take the file lock, with the thread lock held; returns the queue file's size."""
         if self._lock_fd >= 0:
             self._take_turn(monotonic())
             size = self._file.current_size()
@@ -141,36 +141,36 @@ class SessionFiles:
         return self._lock_changed()
 
     def _lock_to_append(self) -> int:
-        """As `_lock_current`, mostly without a stat: one also makes the write that follows it dearer.
+        """As `_lock_current`, mostly without a stat, which would also slow down the write that follows it.
 
-        A compaction shows in the lock file's length, and a removal in the missing name. Only a file that was
-        replaced by hand is noticed up to `LOOK_EVERY_S` later.
+        A compaction changes the lock file's length, and a removed file has no name. Only a file that was
+        replaced by hand goes unnoticed, for up to `CHECK_EVERY_S`.
         """
         now = monotonic()
-        if now >= self._look_again or self._file.fd < 0:
+        if now >= self._check_at or self._file.fd < 0:
             size = self._lock_current()
             self._compactions = os.lseek(self._lock_fd, 0, os.SEEK_END)
-            self._look_again = now + LOOK_EVERY_S
+            self._check_at = now + CHECK_EVERY_S
             return size
         self._take_turn(now)
         if os.lseek(self._lock_fd, 0, os.SEEK_END) == self._compactions and self._file.has_name():
             return os.lseek(self._file.fd, 0, os.SEEK_END)
-        self._look_again = 0.0
+        self._check_at = 0.0
         return self._lock_changed()
 
     def _take_turn(self, now: float) -> None:
-        """Take the file lock: at once during our own turn, else after the processes that wait for it."""
+        """Take the file lock: at once during this process's turn, else after the processes that wait."""
         if now < self._turn_ends:
             try:
                 flock(self._lock_fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                pass  # the process that waits for its turn was faster
+                pass  # a waiting process was faster
             else:
                 return
         self._turn_ends = lock.take_turn(self._lock_fd, self._lock_timeout_s, self._lock_path)
 
     def _lock_changed(self) -> int:
-        """Nothing is open yet, or the queue file was compacted or removed: open what has the names now."""
+        """Open and lock the current files, because none is open yet or the queue file was replaced."""
         for _ in range(REOPENS_MAX):
             self._drop()
             make_folder(self.folder, self._durability)
@@ -191,14 +191,14 @@ class SessionFiles:
     def _drop(self) -> None:
         self._file.close()
         self._known_end = -1
-        self._look_again = 0.0
+        self._check_at = 0.0
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the session; gives the queue file's size. Finishes a compaction that was cut off before."""
+        """Hold the session's lock, after completing any interrupted compaction; yields the file's size."""
         with self._mutex:
             try:
                 size = self._lock_current()
@@ -210,19 +210,19 @@ class SessionFiles:
                 if self._lock_fd >= 0:
                     flock(self._lock_fd, UNLOCK)
 
-    def look(self, work: Callable[["SessionFiles", int], T], is_sound: Callable[[T], bool]) -> T:
-        """What `work` finds in these files, up to the size that it is given. Writers are not kept waiting.
+    def inspect(self, work: Callable[["SessionFiles", int], T], is_sound: Callable[[T], bool]) -> T:
+        """The result of `work(files, size)`, computed without delaying writers where possible.
 
-        It is done without the lock, and counts when no compaction came in between and the result is sound.
-        Else it is done again with the lock: an append that is taken back, or a cursor that moves, can look
-        like damage to a reader that takes none.
+        `work` first runs without the lock. Its result counts when no compaction ran meanwhile and
+        `is_sound(result)` is true. Otherwise `work` runs again under the lock, because a rolled-back append
+        or a moving cursor can look like damage to a reader without the lock.
         """
         fd = self.open_reader()
         if fd >= 0:
             view = SessionFiles(self.folder, self._durability, self._lock_timeout_s)
             view._file.fd = fd
             try:
-                result = view._look_unlocked(work)
+                result = view._inspect_unlocked(work)
             finally:
                 view._forget()
             if result is not None and is_sound(result):
@@ -230,17 +230,17 @@ class SessionFiles:
         with self.locked() as size:
             return work(self, size)
 
-    def _look_unlocked(self, work: Callable[["SessionFiles", int], T]) -> T | None:
-        """The result of `work`; None when the files changed their meaning under it, or seem damaged."""
+    def _inspect_unlocked(self, work: Callable[["SessionFiles", int], T]) -> T | None:
+        """The result of `work`; None when a compaction ran meanwhile, or the files seem damaged."""
         try:
-            before = self._meaning()
+            before = self._version()
             result = work(self, os.fstat(self._file.fd).st_size)
-            return result if before is not None and self._meaning() == before else None
+            return result if before is not None and self._version() == before else None
         except (DamagedState, FileNotFoundError):
             return None
 
-    def _meaning(self) -> tuple[int, int] | None:
-        """What tells whether offsets mean the same as before; None while a compaction is going on."""
+    def _version(self) -> tuple[int, int] | None:
+        """Equal as long as offsets stay valid; None while a compaction is running."""
         if self._journal_path.exists() or not os.path.samestat(
             os.lstat(self.messages), os.fstat(self._file.fd)
         ):
@@ -248,7 +248,7 @@ class SessionFiles:
         return self.epoch(), os.fstat(self._file.fd).st_ino
 
     def exists(self) -> bool:
-        """Whether anything was ever written here."""
+        """Whether the session's folder exists."""
         return self.folder.is_dir()
 
     def close(self) -> None:
@@ -257,19 +257,19 @@ class SessionFiles:
             self._drop()
 
     def after_fork(self) -> None:
-        """A child starts with its own descriptors and thread lock."""
+        """Reset in a forked child, which needs its own descriptors and thread lock."""
         self._mutex = threading.Lock()
         self._forget()
 
     def reopen(self) -> None:
-        """Forget the descriptors and a failed fsync, once no thread of ours is at work here."""
+        """Forget the descriptors and a failed fsync, once no thread of this process uses them."""
         with self._mutex:
             self._forget()
 
     def _forget(self) -> None:
         self._file.forget()
         self._known_end = -1
-        self._look_again = 0.0
+        self._check_at = 0.0
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -277,24 +277,24 @@ class SessionFiles:
     # ---- lines ---------------------------------------------------------------------------------
 
     def append(self, line: bytes, note: Callable[[], None]) -> int:
-        """Append one line and, still under the lock, `note` that; gives a ticket for `settle`."""
+        """Append one line and call `note` under the same lock; returns a ticket for `settle`."""
         file = self._file
         with self._mutex:
             try:
                 size = self._lock_to_append()
                 if size != self._known_end and size and os.pread(file.fd, 1, size - 1) != b"\n":
-                    line = b"\n" + line  # a writer died in the middle of its line: ours must not grow onto it
+                    line = b"\n" + line  # a writer died in the middle of its line: start a new one
                 ticket = file.append(line, size)
                 self._known_end = size + len(line)
                 note()
             finally:
-                # Spelled out, not called: a signal handler may raise wherever a function begins.
+                # Inlined: a signal handler may raise at the start of any Python function.
                 if self._lock_fd >= 0:
                     flock(self._lock_fd, UNLOCK)
         return ticket
 
     def settle(self, ticket: int) -> None:
-        """Wait, without the lock, until an append is durable in its class."""
+        """Wait, without the lock, until the append is durable in its class."""
         try:
             self._file.settle(ticket)
         except OSError as error:
@@ -303,17 +303,18 @@ class SessionFiles:
             raise WriteFailed(self.messages, error, rolled_back=rolled_back) from error
 
     def _was_read(self, offset: int) -> bool:
-        """Whether some agent's place is behind this offset, or cannot be known."""
+        """Whether some agent has read beyond this offset, or its progress is unknown."""
         try:
-            readings = [self.reading_of(agent_id) for agent_id in self.reading_agents()]
+            agents = [self.progress_of(agent_id) for agent_id in self.agents_with_cursors()]
         except (DamagedState, OSError):
             return True
         return any(
-            max(r.cursor, *r.topics.values(), *(at + 1 for at in r.taken), 0) > offset for r in readings
+            max(agent.cursor, *agent.topics.values(), *(at + 1 for at in agent.taken), 0) > offset
+            for agent in agents
         )
 
     def open_reader(self) -> int:
-        """A descriptor of its own for reading without the lock; -1 when there is no queue file."""
+        """A new descriptor for reading without the lock; -1 when there is no queue file."""
         try:
             return open_safely(self.messages, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
@@ -337,43 +338,43 @@ class SessionFiles:
     # ---- side files ----------------------------------------------------------------------------
 
     def body_path(self, msg_id: str) -> Path:
-        """Where the long body of a message lies."""
+        """The side file of a message."""
         return self.bodies / f"{msg_id}{BODY_SUFFIX}"
 
     def write_body(self, msg_id: str, body: bytes) -> None:
-        """Store a long body, whole and in its durability class, before any line names it."""
+        """Write a side file, durable in its class, before any line refers to it."""
         make_folder(self.bodies, self._durability)
         replace_file(self.body_path(msg_id), body, self._durability)
 
     def remove_body(self, msg_id: str) -> None:
-        """Take back a long body whose line was not written."""
+        """Remove a side file whose line was not written."""
         with suppress(OSError):
             self.body_path(msg_id).unlink()
 
     def body_size(self, msg_id: str) -> int:
-        """The size of a side file; 0 for one that is not there."""
+        """The size of a side file; 0 when it is missing."""
         try:
             return os.lstat(self.body_path(msg_id)).st_size
         except OSError:
             return 0
 
     def side_body(self, message: QueueMessage) -> tuple[str, str]:
-        """What is wrong with a message's side file ("" for nothing), and its text."""
+        """The fault of a message's side file ("" for none), and its text."""
         try:
             raw = read_file(self.body_path(message["msg_id"]))
             return wire.body_fault(message, raw), raw.decode()
         except UnicodeDecodeError:
             return "the side file is not UTF-8 text", ""
         except (OSError, UnsafePath) as error:
-            if isinstance(error, OSError) and error.errno in _PASSING:
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
                 raise Unavailable(f"{self.body_path(message['msg_id'])}: {error.strerror}") from error
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             return f"the side file cannot be read: {reason}", ""
 
     # ---- cursors -------------------------------------------------------------------------------
 
-    def reading_agents(self) -> list[str]:
-        """Agents that have a cursor here."""
+    def agents_with_cursors(self) -> list[str]:
+        """The agents with a cursor in this session."""
         try:
             names = os.listdir(self.cursors)
         except FileNotFoundError:
@@ -388,30 +389,33 @@ class SessionFiles:
                     agents.add(checked_name("agent", stem))
         return sorted(agents)
 
-    def reading_of(self, agent_id: str) -> Reading:
-        """An agent's place; `DamagedState` when its files do not hold one."""
+    def progress_of(self, agent_id: str) -> ReadProgress:
+        """An agent's progress; `DamagedState` when its cursor files are invalid."""
         cursor = self._read_cursor(self.cursors / f"{agent_id}{CURSOR_SUFFIX}")
         path = self.cursors / f"{agent_id}{TOPICS_SUFFIX}"
         try:
             ahead = msgspec.json.decode(read_file(path), type=_Topics)
         except FileNotFoundError:
-            return Reading(cursor)
+            return ReadProgress(cursor)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UnsafePath) as error:
             raise DamagedState(
-                f"{path} cannot be read ({reason(error)}): mend it with `postroom queue repair`"
+                f"{path} cannot be read ({reason(error)}): repair it with `postroom queue repair`"
             ) from error
-        return Reading(cursor, ahead.topics, ahead.taken)
+        return ReadProgress(cursor, ahead.topics, ahead.taken)
 
-    def trusted_reading(self, agent_id: str, size: int) -> Reading:
-        """An agent's place, refused when it is not at the start of a line: guessing would repeat or lose."""
-        reading = self.reading_of(agent_id)
-        for offset in (reading.cursor, *reading.topics.values()):
+    def trusted_progress(self, agent_id: str, size: int) -> ReadProgress:
+        """An agent's progress; `DamagedState` when an offset is not the start of a line.
+
+        Guessing the right offset could repeat or lose messages.
+        """
+        progress = self.progress_of(agent_id)
+        for offset in (progress.cursor, *progress.topics.values()):
             if not self._starts_line(offset, size):
                 raise DamagedState(
                     f"the cursor of {agent_id!r} in session {self.name!r} is damaged: offset {offset} is "
-                    "not the start of a line; mend it with `postroom queue repair`"
+                    "not the start of a line; repair it with `postroom queue repair`"
                 )
-        return reading
+        return progress
 
     def _starts_line(self, offset: int, size: int) -> bool:
         return offset == 0 or (0 < offset <= size and self.read(offset - 1, offset) == b"\n")
@@ -422,24 +426,24 @@ class SessionFiles:
         except FileNotFoundError:
             return 0
         except UnsafePath as error:
-            raise DamagedState(f"{error}: mend it with `postroom queue repair`") from error
+            raise DamagedState(f"{error}: repair it with `postroom queue repair`") from error
         if not (text.isdigit() and len(text) <= CURSOR_DIGITS_MAX):
-            raise DamagedState(f"{path} does not hold an offset: mend it with `postroom queue repair`")
+            raise DamagedState(f"{path} does not hold an offset: repair it with `postroom queue repair`")
         return int(text)
 
     def _sync_lines(self) -> None:
-        """A cursor must not survive a power cut that the lines it has passed do not."""
+        """Sync the lines before a cursor passes them: a power cut must not keep the cursor and lose lines."""
         if self._durability != "os":
             try:
                 self._file.sync()
             except OSError as error:
                 raise WriteFailed(self.messages, error, rolled_back=False) from error
 
-    def write_reading(self, agent_id: str, before: Reading, after: Reading) -> None:
-        """Put an agent's new place on disk, in an order that a crash cannot turn into a repetition.
+    def write_progress(self, agent_id: str, before: ReadProgress, after: ReadProgress) -> None:
+        """Store an agent's new progress, in an order in which no crash can cause a redelivery.
 
-        First everything that is ahead of the cursor as it was, then the cursor, and only then without what
-        the new cursor says.
+        First the topics file with everything ahead of the old cursor, then the cursor, then the topics file
+        without the entries that the new cursor covers.
         """
         self._sync_lines()
         make_folder(self.cursors, self._durability)
@@ -463,7 +467,7 @@ class SessionFiles:
     # ---- compaction ----------------------------------------------------------------------------
 
     def epoch(self) -> int:
-        """How often offsets have changed their meaning."""
+        """The number of compactions so far. Offsets are comparable only within one epoch."""
         try:
             text = read_file(self._epoch_path).strip()
         except FileNotFoundError:
@@ -473,9 +477,9 @@ class SessionFiles:
         return int(text)
 
     def compact(self, size: int, is_dropped: Callable[[bytes], str | None]) -> int:
-        """Rewrite the queue file without the lines that `is_dropped` names, with the lock held.
+        """Rewrite the queue file without the dropped lines, with the lock held; returns their number.
 
-        `is_dropped` gives None for a line that stays, else the id of its side file ("" for none).
+        `is_dropped` returns None for a line that stays, else the id of its side file ("" for none).
         """
         gaps: list[tuple[int, int]] = []
         bodies: list[str] = []
@@ -490,7 +494,7 @@ class SessionFiles:
         return len(gaps)
 
     def _replace_without(self, gaps: list[tuple[int, int]], bodies: list[str], size: int) -> None:
-        # One name, since the lock is held: what a killed compaction left behind is overwritten by the next.
+        # A fixed name, safe under the lock: the next compaction overwrites the file of a killed one.
         temporary = self.messages.with_name(f"{self.messages.name}{TEMPORARY_SUFFIX}")
         epoch, readings = self.epoch() + 1, self._remapped(gaps)
         try:
@@ -498,12 +502,12 @@ class SessionFiles:
             try:
                 self._copy_without(fd, gaps, size)
                 info = os.fstat(fd)
-                os.fsync(fd)  # in every class: these lines were safe long ago, and must not become less so
+                os.fsync(fd)  # in every class: these lines may have been durable already and must stay so
             finally:
                 os.close(fd)
             journal = RewriteJournal(info.st_ino, epoch, readings, bodies)
             replace_file(self._journal_path, msgspec.json.encode(journal), self._durability)
-            # Longer by one: this tells those who append that the file is another one now.
+            # The lock file's length counts compactions: writers see that the queue file was replaced.
             os.pwrite(self._lock_fd, b"\n", os.lseek(self._lock_fd, 0, os.SEEK_END))
             os.replace(temporary, self.messages)
         except OSError as error:
@@ -512,7 +516,7 @@ class SessionFiles:
             raise WriteFailed(self.messages, error) from error
 
     def lines(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Complete lines from `start` and their offsets, with the lock held, a window at a time."""
+        """Offsets and complete lines from `start` on, read a window at a time, with the lock held."""
         begin = start
         pieces: list[bytes] = []
         while block := os.pread(self._file.fd, max(0, min(WINDOW_BYTES, end - begin)), begin):
@@ -520,7 +524,7 @@ class SessionFiles:
             first, *later = block.split(b"\n")
             pieces.append(first)
             if not later:
-                continue  # a line longer than a window is joined once, when its end is found
+                continue  # the pieces of a line longer than a window are joined once, at its end
             *complete, rest = [b"".join(pieces), *later]
             for line in complete:
                 yield start, line
@@ -538,8 +542,8 @@ class SessionFiles:
                 position += len(block)
             position = gap + length
 
-    def _remapped(self, gaps: list[tuple[int, int]]) -> dict[str, Reading]:
-        """Every agent's place in the file without the gaps. A damaged cursor stays as it is."""
+    def _remapped(self, gaps: list[tuple[int, int]]) -> dict[str, ReadProgress]:
+        """Every agent's progress in the file without the gaps. Damaged cursors are left out and stay."""
         starts = [start for start, _ in gaps]
         dropped = set(starts)
         removed = [0, *accumulate(length for _, length in gaps)]
@@ -547,20 +551,20 @@ class SessionFiles:
         def moved(offset: int) -> int:
             passed = bisect.bisect_left(starts, offset)
             inside = passed > 0 and offset < sum(gaps[passed - 1])
-            return _NO_PLACE if inside else offset - removed[passed]
+            return _INVALID if inside else offset - removed[passed]
 
         readings = {}
-        for agent_id in self.reading_agents():
+        for agent_id in self.agents_with_cursors():
             with suppress(DamagedState):
-                old = self.reading_of(agent_id)
+                old = self.progress_of(agent_id)
                 topics = {topic: moved(offset) for topic, offset in old.topics.items()}
-                cursor = _NO_PLACE if _NO_PLACE in topics.values() else moved(old.cursor)
+                cursor = _INVALID if _INVALID in topics.values() else moved(old.cursor)
                 taken = [moved(offset) for offset in old.taken if offset not in dropped]
-                readings[agent_id] = Reading(cursor, topics, taken)
+                readings[agent_id] = ReadProgress(cursor, topics, taken)
         return readings
 
     def _finish_compaction(self) -> None:
-        """Do what the journal says, or discard it when the rename never happened. Safe to repeat."""
+        """Complete the steps of the journal, or discard it when the rename never happened. Idempotent."""
         try:
             journal = msgspec.json.decode(read_file(self._journal_path), type=RewriteJournal)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -568,11 +572,11 @@ class SessionFiles:
                 f"{self._journal_path} cannot be read ({reason(error)}): move it away, then set every cursor "
                 "of this session with `postroom queue repair`"
             ) from error
-        if os.lstat(self.messages).st_ino == journal.inode:  # a device's number can change at a reboot
+        if os.lstat(self.messages).st_ino == journal.inode:  # the device number can change at a reboot
             self._apply(journal)
         self._journal_path.unlink()
         if self._durability != "os":
-            sync_folder(self.folder)  # before a cursor goes on from here: the journal would turn it back
+            sync_folder(self.folder)  # before any cursor moves: a surviving journal would reset it
         self._file.close()
         self._file.open()
         self._known_end = -1
@@ -580,19 +584,19 @@ class SessionFiles:
     def _apply(self, journal: RewriteJournal) -> None:
         if self._durability != "os":
             sync_folder(self.folder)
-        for agent_id, reading in journal.readings.items():
-            self.write_reading(agent_id, _NOWHERE, reading)
+        for agent_id, progress in journal.readings.items():
+            self.write_progress(agent_id, _UNKNOWN_PROGRESS, progress)
         replace_file(self._epoch_path, b"%d\n" % journal.epoch, self._durability)
         for msg_id in journal.bodies:
             with suppress(FileNotFoundError):
                 self.body_path(msg_id).unlink()
 
 
-_NO_PLACE = -1  # what is written for an offset inside a line that is gone: it was damaged, and still says so
-_NOWHERE = Reading(-1, {"": -1}, [-1])
+_INVALID = -1  # written for an offset inside a dropped line: it was damaged before and must stay invalid
+_UNKNOWN_PROGRESS = ReadProgress(-1, {"": -1}, [-1])
 
 
-def _ahead_of(cursor: int, reading: Reading) -> _Topics:
-    """What of a reading a cursor alone does not say."""
-    topics = {topic: offset for topic, offset in reading.topics.items() if offset > cursor}
-    return _Topics(topics, sorted(offset for offset in reading.taken if offset >= cursor))
+def _ahead_of(cursor: int, progress: ReadProgress) -> _Topics:
+    """The topics and taken offsets that are ahead of the cursor."""
+    topics = {topic: offset for topic, offset in progress.topics.items() if offset > cursor}
+    return _Topics(topics, sorted(offset for offset in progress.taken if offset >= cursor))

@@ -25,7 +25,7 @@ from postroom.errors import InvalidMessage, InvalidSetting
 from postroom.pipeline import queries
 from postroom.pipeline.session import first_sentence
 from postroom.pipeline.submission import COMMIT_MESSAGES, Message, Submitter, chunks, is_fit
-from postroom.sinks.cipher import PREFIX, Cipher, Unreadable
+from postroom.sinks.cipher import PREFIX, Cipher, UnreadablePayload
 from postroom.stores.open import SQLITE, open_store
 
 if TYPE_CHECKING:
@@ -175,8 +175,8 @@ def _revealed(cipher: Cipher, row: "Row") -> str | None:
         payload=row["payload"],
     )  # fmt: skip
     try:
-        return cipher.reveal(sealed).payload
-    except Unreadable:
+        return cipher.decrypt(sealed).payload
+    except UnreadablePayload:
         return None
 
 

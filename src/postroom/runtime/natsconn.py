@@ -27,7 +27,7 @@ SLICE_S = 0.005  # of a turn, for what one connection sent
 
 AUTHORIZATION_VIOLATION = "Authorization Violation"
 AUTHENTICATION_TIMEOUT = "Authentication Timeout"
-STALE_CONNECTION = "Stale ServerConnection"
+STALE_CONNECTION = "Stale Connection"
 INVALID_SUBJECT = "Invalid Subject"
 HEADERS_NOT_SUPPORTED = "message headers not supported"
 NO_RESPONDERS_NEEDS_HEADERS = "no responders requires headers support"

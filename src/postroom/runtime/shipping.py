@@ -20,11 +20,11 @@ from postroom.errors import InvalidSetting, ShippedElsewhere, WriteFailed
 from postroom.settings import AuditSettings
 from postroom.sinks.chain import NO_HASH, read_chain
 from postroom.sinks.cipher import Cipher
-from postroom.sinks.heads import Head, fault_of, head_path, note_head, noted_head, stream_of
+from postroom.sinks.heads import StreamHead, fault_of, head_path, note_head, noted_head, stream_of
 from postroom.sinks.layout import STREAM
 from postroom.sinks.reader import Segments
 from postroom.sinks.remote import Publisher
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.shipper import Shipper
 from postroom.stores.base import Outbox
 from postroom.stores.open import open_store
@@ -87,7 +87,7 @@ class Shipping(msgspec.Struct):
         for feed in self.stores:
             feed.sealed(*sealed)
         try:
-            note_head(self.sink.folder, Head(stream_of(self.sink.folder), *sealed))
+            note_head(self.sink.folder, StreamHead(stream_of(self.sink.folder), *sealed))
         except WriteFailed as error:
             _log.warning("the head of the chain is not noted beside the folder: %s", error)
         self.noted = sealed

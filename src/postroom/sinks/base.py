@@ -1,4 +1,4 @@
-"""The seam between who has events and who keeps them."""
+"""The interface between the sources of events and the places that store them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,15 +7,15 @@ from postroom.core.events import AuditEvent
 
 
 class Sink(Protocol):
-    """Keeps events for good. It is the only memory of how far each source has come."""
+    """Stores events durably. Only the sink knows how far each source has been shipped."""
 
     def position(self, source: str) -> int:
-        """The last `seq` of a source that is held for good; 0 for none."""
+        """The last `seq` of a source that is stored durably; 0 for none."""
 
     def write(self, events: Sequence[AuditEvent]) -> None:
-        """Keep all of them, in order, or raise `WriteFailed` and keep none."""
+        """Store all events, in order, or raise `WriteFailed` and store none."""
 
     def reopen(self) -> None:
-        """Start afresh after an error of the disk, with what is there."""
+        """Continue after a disk error, with the data that is on disk."""
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
-"""The chain: one line a sealed segment, each with the hash of the line before it.
+"""The hash chain: one line per sealed segment, each with the hash of the previous line.
 
 Rule 1: `hash` is the SHA-256 of the line's own bytes without `,"hash":"..."`, and the next line's `prev`.
-Rule 2: a line that is in the chain stands for a segment that is whole, wherever the rename has come to.
-Rule 3: what retention removed is stood for by one checkpoint, which is the first line.
+Rule 2: a segment with a line in the chain is complete, even when it was not yet moved to its final path.
+Rule 3: one checkpoint, the first line, replaces the lines of all segments that retention removed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from postroom.sinks.layout import CHAIN
 from postroom.system.atomic import open_safely, read_file, sync_folder, write_all
 
 NO_HASH = "0" * 64
-"""What the first line of all has as `prev`."""
+"""The `prev` of the very first line."""
 
 _HASHED = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}', re.DOTALL)
 _CHECKPOINT = b'{"checkpoint":'
@@ -45,53 +45,53 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Stands for the segments that retention removed."""
+    """Replaces the lines of the segments that retention removed."""
 
     checkpoint: int
-    """The number of the last one."""
+    """The number of the last removed segment."""
     head: str
-    """Its hash: the first line that is left has it as `prev`."""
+    """The hash of the last removed segment: the first remaining line has it as `prev`."""
     events: int
     bytes: int
     sources: dict[str, int]
-    """How far each source had come."""
+    """The last `seq` of each source in the removed segments."""
     max_ts_us: int
     removed_us: int
     removing: dict[str, str] = {}
-    """Names and SHA-256 of segments whose removal is under way."""
+    """Names and SHA-256 of segments whose files are still being removed."""
     hash: str = ""
 
 
-class Fault(NamedTuple):
-    """What is wrong with a line of the chain."""
+class ChainFault(NamedTuple):
+    """A damaged line of the chain."""
 
     line: int
     reason: str
 
 
 class Chain(msgspec.Struct):
-    """A chain as it was read."""
+    """The content of a chain file."""
 
     checkpoint: Checkpoint | None = None
     entries: list[Entry] = []
     lines: list[int] = []
-    """Where each entry stands, counted from 1."""
+    """The line number of each entry, counted from 1."""
     raw: dict[str, bytes] = {}
     """The line of each entry, by its hash."""
-    faults: list[Fault] = []
+    faults: list[ChainFault] = []
     whole_bytes: int = 0
-    """Up to the last newline. What follows was never finished."""
+    """The size up to the last newline. Bytes after it belong to an unfinished write."""
 
     @property
     def head(self) -> str:
-        """The hash that stands for everything so far."""
+        """The hash of the last line, which depends on all earlier ones."""
         if self.entries:
             return self.entries[-1].hash
         return self.checkpoint.head if self.checkpoint else NO_HASH
 
     @property
     def last(self) -> int:
-        """The highest number of a segment; 0 for none."""
+        """The highest segment number; 0 for none."""
         highest = max((entry.n for entry in self.entries), default=0)
         return max(highest, self.checkpoint.checkpoint if self.checkpoint else 0)
 
@@ -110,14 +110,14 @@ _checkpoint = guarded(msgspec.json.Decoder(Checkpoint).decode)
 
 
 def chain_line(link: Entry | Checkpoint) -> tuple[bytes, str]:
-    """The line of an entry or a checkpoint that has no hash yet, and its hash."""
+    """The line of an entry or checkpoint whose `hash` is still empty, and the hash."""
     body = _encoder.encode(link)
     digest = hashlib.sha256(body).hexdigest()
     return body[:-1] + b',"hash":"' + digest.encode() + b'"}\n', digest
 
 
 def chain_lines(chain: Chain) -> bytes:
-    """The whole file: a new checkpoint, and the lines of the entries as they were, byte by byte."""
+    """The whole file: a newly encoded checkpoint, then the original bytes of each entry's line."""
     lines = [chain.raw[entry.hash] for entry in chain.entries]
     if chain.checkpoint:
         lines.insert(0, chain_line(msgspec.structs.replace(chain.checkpoint, hash=""))[0])
@@ -135,21 +135,21 @@ def read_chain(folder: Path) -> Chain:
 def parse_chain(data: bytes) -> Chain:
     chain = Chain(whole_bytes=data.rfind(b"\n") + 1)
     for number, line in enumerate(data[: chain.whole_bytes].split(b"\n")[:-1], start=1):
-        fault = _take_line(chain, number, line)
+        fault = _add_line(chain, number, line)
         if fault:
-            chain.faults.append(Fault(number, fault))
+            chain.faults.append(ChainFault(number, fault))
     return chain
 
 
-def _take_line(chain: Chain, number: int, line: bytes) -> str:
-    """Put a line into the chain. Returns what is wrong with it, or nothing."""
+def _add_line(chain: Chain, number: int, line: bytes) -> str:
+    """Add a line to the chain. Returns why it is damaged, or an empty text."""
     match = _HASHED.fullmatch(line)
     if not match or hashlib.sha256(match[1] + b"}").hexdigest().encode() != match[2]:
         return "it was changed"
     try:
         if line.startswith(_CHECKPOINT):
             if number != 1:
-                return "a checkpoint stands only at the beginning"
+                return "a checkpoint may only be the first line"
             chain.checkpoint = _checkpoint(line)
         else:
             entry = _entry(line)
@@ -157,12 +157,12 @@ def _take_line(chain: Chain, number: int, line: bytes) -> str:
             chain.lines.append(number)
             chain.raw[entry.hash] = line + b"\n"
     except msgspec.DecodeError:
-        return "it is no entry of a chain"
+        return "it is not an entry of a chain"
     return ""
 
 
 def append_line(folder: Path, line: bytes) -> None:
-    """Add a line for good, or raise. The caller holds the chain's lock."""
+    """Append a line durably, or raise. The caller holds the chain's lock."""
     path = folder / CHAIN
     is_new = not path.exists()
     fd = open_safely(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -171,19 +171,21 @@ def append_line(folder: Path, line: bytes) -> None:
         try:
             write_all(fd, line)
         except OSError as error:
-            raise WriteFailed(path, error, rolled_back=_taken_back(fd, size)) from error
+            raise WriteFailed(path, error, rolled_back=_roll_back(fd, size)) from error
         try:
             os.fsync(fd)
             if is_new:
                 sync_folder(folder)
         except OSError as error:
-            _taken_back(fd, size)  # or recovery finds it, which is as good: the segment is whole
+            _roll_back(
+                fd, size
+            )  # if this fails, recovery finds the line, which is valid: the segment is complete
             raise WriteFailed(path, error, rolled_back=False) from error
     finally:
         os.close(fd)
 
 
-def _taken_back(fd: int, size: int) -> bool:
+def _roll_back(fd: int, size: int) -> bool:
     try:
         os.ftruncate(fd, size)
     except OSError:

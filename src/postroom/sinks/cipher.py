@@ -1,9 +1,9 @@
-"""Encryption at rest of the field `payload`: AES-GCM, bound to the event that it belongs to.
+"""Encryption of the field `payload` at rest: AES-GCM, with the event id as associated data.
 
     enc:1:<key id>:<base64url of the 12-byte nonce and the ciphertext>
 
-A key file holds one key a line, `<key id> <base64url of 32 bytes>`, the newest first. New events are written
-with the first; the others are there to read what was written with them.
+A key file holds one key per line, `<key id> <base64url of 32 bytes>`, newest first. The first key encrypts
+new events; the others decrypt older ones.
 """
 
 import base64
@@ -29,12 +29,12 @@ NONCE_BYTES = 12
 KEY_ID_CHARS_MAX = 64
 
 
-class Unreadable(Unavailable):
-    """A payload that cannot be decrypted: the key is not there, or not the right one, or it was changed."""
+class UnreadablePayload(Unavailable):
+    """A payload that cannot be decrypted: the key is missing or wrong, or the payload was changed."""
 
 
 class Cipher:
-    """Conceals payloads with the first of its keys, and reveals those of all."""
+    """Encrypts payloads with the first of its keys, and decrypts with all of them."""
 
     def __init__(self, keys: dict[str, bytes]) -> None:
         for key_id, key in keys.items():
@@ -46,11 +46,11 @@ class Cipher:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "Cipher":
-        """The keys of a key file, which nobody but its owner and group may open."""
+        """A cipher with the keys of a file, which other users must not be able to open."""
         return cls(read_keys(Path(path)))
 
-    def conceal(self, event: AuditEvent) -> AuditEvent:
-        """The event with its payload encrypted. One without a payload stays as it is."""
+    def encrypt(self, event: AuditEvent) -> AuditEvent:
+        """The event with its payload encrypted. An empty payload stays empty."""
         if not event.payload:
             return event
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -59,28 +59,30 @@ class Cipher:
         text = base64.urlsafe_b64encode(nonce + sealed).decode()
         return replace(event, payload=f"{PREFIX}{self._current}:{text}")
 
-    def reveal(self, event: AuditEvent) -> AuditEvent:
-        """The event with its payload in the clear. One that was never encrypted stays as it is."""
+    def decrypt(self, event: AuditEvent) -> AuditEvent:
+        """The event with its payload decrypted. A payload that is not encrypted stays as it is."""
         if not event.payload.startswith(PREFIX):
             return event
         key_id, _, text = event.payload.removeprefix(PREFIX).partition(":")
         cipher = self._ciphers.get(key_id)
         if cipher is None:
-            raise Unreadable(f"the payload of {event.event_id} needs the key {key_id!r}, which is not there")
+            raise UnreadablePayload(
+                f"the payload of {event.event_id} needs the key {key_id!r}, which is missing"
+            )
         clear = _decrypted(cipher, text, event.event_id)
         if clear is None:
-            raise Unreadable(
-                f"the payload of {event.event_id} does not fit the key {key_id!r}: "
+            raise UnreadablePayload(
+                f"the payload of {event.event_id} cannot be decrypted with the key {key_id!r}: "
                 "this is another key of that name, or the payload was changed"
             )
         return replace(event, payload=clear)
 
 
 def read_keys(path: Path) -> dict[str, bytes]:
-    """The keys of a file, the newest first. Empty lines and those that begin with `#` are left out."""
+    """The keys of a file, newest first. Empty lines and lines that begin with `#` are ignored."""
     mode = path.stat().st_mode
     if mode & stat.S_IRWXO:
-        raise UnsafePath(f"key file {path} is open to everybody: take that right away with chmod o-rwx")
+        raise UnsafePath(f"key file {path} is accessible to all users: run chmod o-rwx on it")
     keys: dict[str, bytes] = {}
     for number, line in enumerate(read_file(path).decode("utf-8", "replace").splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -94,15 +96,15 @@ def read_keys(path: Path) -> dict[str, bytes]:
         except (binascii.Error, InvalidSetting):
             raise InvalidSetting(
                 f"line {number} of key file {path} is not a key: "
-                f"it is a name, a space and {KEY_BYTES} bytes as base64url"
+                f"a key is a name, a space and {KEY_BYTES} bytes as base64url"
             ) from None
     return keys
 
 
 def add_key(path: str | os.PathLike[str], key_id: str) -> None:
-    """Put a new random key in front of the others, which stay to read what was written with them.
+    """Add a new random key before the others, which stay to decrypt older payloads.
 
-    The file is made if need be. Who writes takes the new key when it opens the file the next time.
+    The file is created if necessary. A running writer uses the new key after it opens the file again.
     """
     place = Path(path)
     key = secrets.token_bytes(KEY_BYTES)
@@ -117,7 +119,7 @@ def add_key(path: str | os.PathLike[str], key_id: str) -> None:
 
 def _check_key(key_id: str, key: bytes) -> None:
     if not key_id.isascii() or not key_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise InvalidSetting(f"the name of a key is letters, digits, '.', '_' and '-', and not {key_id!r}")
+        raise InvalidSetting(f"the name of a key must be letters, digits, '.', '_' and '-', not {key_id!r}")
     if len(key_id) > KEY_ID_CHARS_MAX:
         raise InvalidSetting(f"the name of a key has at most {KEY_ID_CHARS_MAX} characters")
     if len(key) != KEY_BYTES:

@@ -1,8 +1,8 @@
-"""The index of a segment: where the lines of a message, of its children and of its trace begin.
+"""The index of a segment: the offsets of the lines of each message, its children and its trace.
 
-A sorted array of 64-bit words, little-endian: 36 bits of the hash of an id, 28 bits of the line's offset.
-Behind it stands a CRC-32 of every block of 512 words, and in front of it how many words there are and the
-SHA-256 of the segment. Equal hashes of two ids only cost a look at a line that is not meant.
+The file holds a header with the number of words and the SHA-256 of the segment, then a sorted array of
+little-endian 64-bit words (36 bits of the hash of an id, 28 bits of the line's offset), then a CRC-32 per
+block of 512 words. When the hashes of two ids collide, a search only reads a few unrelated lines.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ WORD_BYTES = 8
 SUM_BYTES = 4
 BLOCK_WORDS = 512
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
-SCAN_SHARE = 16  # from one id to so many words on, all words are looked at instead of searching for each id
+SCAN_SHARE = 16  # with more ids than a 16th of the words, all words are scanned instead of searched
 _HEAD = struct.Struct("<8sQ32s")
 _MAGIC = b"postidx2"
 _OFFSET_MASK = SEGMENT_BYTES_MAX - 1
 _empty = hashlib.blake2b(digest_size=WORD_BYTES)
 
 
-class Mark(Protocol):
-    """What the index and the statistics want to know of a line."""
+class LineKeys(Protocol):
+    """The fields of a line that the index and the statistics use."""
 
     @property
     def source(self) -> str: ...
@@ -55,22 +55,22 @@ class IndexDamaged(Exception):
 
 
 def key_of(wanted: str) -> int:
-    """The upper 36 bits of every word of an id. Stable: it is on disks."""
-    digest = _empty.copy()  # quicker than a new one
+    """The upper 36 bits of every index word of an id. Part of the file format."""
+    digest = _empty.copy()  # faster than a new object
     digest.update(wanted.encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big") >> OFFSET_BITS << OFFSET_BITS
 
 
 class IndexBuilder:
-    """Collects the places of ids while a segment grows. Hashing and sorting wait for the end."""
+    """Collects the offsets of ids while a segment grows. Hashing and sorting are done when it is sealed."""
 
     def __init__(self) -> None:
         self._places: defaultdict[str, list[int]] = defaultdict(list)
 
-    def add(self, marks: Sequence[Mark], offsets: Sequence[int]) -> None:
-        """Lines and where each begins."""
+    def add(self, marks: Sequence[LineKeys], offsets: Sequence[int]) -> None:
+        """Add lines and their offsets."""
         places = self._places
-        for mark, offset in zip(marks, offsets, strict=False):  # the end may stand behind the last begin
+        for mark, offset in zip(marks, offsets, strict=False):  # `offsets` may also hold the end of the last
             if wanted := mark.message_id:
                 places[wanted].append(offset)
             if wanted := mark.parent_message_id:
@@ -79,7 +79,7 @@ class IndexBuilder:
                 places[wanted].append(offset)
 
     def encode(self, sha256: str) -> bytes:
-        """The whole file, for the segment with this hash."""
+        """The whole index file for the segment with this hash."""
         by_key: dict[int, list[int]] = {}
         for wanted, offsets in self._places.items():
             key = key_of(wanted)
@@ -96,10 +96,7 @@ class IndexBuilder:
 
 
 class Index:
-    """An index that is looked into. What it answers was checked, block by block.
-
-    It must be the one of the segment with the hash `sha256`.
-    """
+    """Searches the index of the segment with the hash `sha256`; each block is verified before use."""
 
     def __init__(self, path: Path, sha256: str) -> None:
         self._path = path
@@ -126,7 +123,7 @@ class Index:
         magic, count, owner = _HEAD.unpack_from(self._map)
         words = int(count)
         if magic != _MAGIC or size != _HEAD.size + words * WORD_BYTES + _blocks_of(words) * SUM_BYTES:
-            raise IndexDamaged(f"{self._path} is no index, or is cut short")
+            raise IndexDamaged(f"{self._path} is not an index, or is cut short")
         if owner.hex() != sha256:
             raise IndexDamaged(f"{self._path} is the index of another segment")
         return words
@@ -144,11 +141,11 @@ class Index:
         self._map.close()
 
     def offsets(self, wanted: str) -> list[int]:
-        """Where lines of an id begin, and perhaps a few others."""
+        """The offsets of an id's lines, and possibly of a few others."""
         return self.offsets_of({key_of(wanted)})
 
     def offsets_of(self, keys: Collection[int]) -> list[int]:
-        """Where lines of any of these keys begin, in order, each once, and perhaps a few others."""
+        """The sorted offsets of the lines of these keys, and possibly of a few others."""
         if len(keys) * SCAN_SHARE < self._count:
             return sorted({word & _OFFSET_MASK for key in keys for word in self._found(key)})
         self._check_blocks(0, self._count)
@@ -158,8 +155,8 @@ class Index:
         words = self._words
         first = bisect_left(words, key)
         end = bisect_left(words, key + SEGMENT_BYTES_MAX, lo=first)
-        # A damaged word may have led the search astray. If both neighbours of each end are what was written,
-        # and stand on the right sides of it, the search came to where it should.
+        # A damaged word may have misled the binary search. The result is correct if the blocks around both
+        # ends are intact and their words are on the right sides of the key.
         self._check_blocks(max(0, first - 1), min(self._count, end + 1))
         found = list(words[first:end])
         before = words[first - 1] if first else -1

@@ -1,8 +1,8 @@
-"""Reading segments, the growing one included, while their writer is at work.
+"""Reading segments, including the open one, while a writer is active.
 
-Rule 1: a line that cannot be read stays where it is, is counted, and is told to whoever asked for it.
-Rule 2: an index only makes it quicker. Without a good one a segment is read from end to end, and it is told.
-Rule 3: a sealed segment that is not as long as it was sealed is told of, once, by whoever opens it.
+Rule 1: an unreadable line stays in place, is counted, and is reported to the caller.
+Rule 2: an index is only an optimization. A segment without a valid index is read completely, and reported.
+Rule 3: a sealed segment whose length has changed is reported once per reader.
 """
 
 import logging
@@ -24,41 +24,41 @@ from postroom.sinks.layout import OPEN, chain_locked, index_path, numbered, open
 from postroom.system.atomic import absolute_path, open_safely
 
 BLOCK_BYTES = 1 << 20
-NEEDLES_MAX = 16  # ids that are searched for in the bytes; with more, every line is decoded
-INDEXES_MAX = 4_096  # that a search keeps open; a process may not map more than 65,530 files
+NEEDLES_MAX = 16  # ids searched for in the raw bytes; with more, every line is decoded
+INDEXES_MAX = 4_096  # indexes that a search keeps open; a process may not map more than 65,530 files
 
 _log = logging.getLogger("postroom.audit")
 
 
-class _Open(NamedTuple):
-    """A file to read lines from, and its name below the folder."""
+class _OpenFile(NamedTuple):
+    """A segment file that is being read, with its path relative to the folder."""
 
     name: str
     file: BinaryIO
     end: int
-    """Where it ended when it was looked at."""
+    """The size of the file when it was opened."""
     start: int = 0
 
 
 class StreamPosition(NamedTuple):
-    """Where a follower stands: a segment, and a byte of it. Sealing it changes neither."""
+    """A follower's position: a segment number and a byte offset. Sealing the segment changes neither."""
 
     n: int
     offset: int
 
 
-class _Search:
-    """One look at a folder that is asked several times, and what it gave so far."""
+class _SearchState:
+    """A snapshot of a folder for several searches, and the lines they have returned so far."""
 
-    def __init__(self, entries: list[Entry], growing: list[_Open]) -> None:
+    def __init__(self, entries: list[Entry], growing: list[_OpenFile]) -> None:
         self.entries = entries
         self.growing = growing
         self.indexes: dict[int, Index] = {}
         self.unindexed: set[int] = set()
         self.seen: dict[str, set[int]] = {}
-        """Lines that were given already, or cannot be read, of each file."""
+        """For each file, the offsets of lines that were returned already or are unreadable."""
         self.tables: dict[str, dict[str, list[int]]] = {}
-        """Where the lines of ids begin, of files that have no good index and were scanned before."""
+        """For each file without a valid index that was scanned before: the line offsets of each id."""
         self.is_first = True
 
     def close(self) -> None:
@@ -69,8 +69,8 @@ class _Search:
 class Segments:
     """The events of a folder of segments.
 
-    `on_trouble` is told, in one sentence, of every line that cannot be read, every segment that is missing
-    and every index that is not used; without it they are logged.
+    `on_trouble` is called with one sentence for every unreadable line, missing segment and invalid index.
+    The default logs a warning.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Segments:
         if not self.folder.is_dir():
             raise InvalidMessage(f"{self.folder} is not a folder")
         self.bad_lines = 0
-        """How many lines could not be read so far."""
-        self._tell = on_trouble or _log.warning
-        self._told: set[str] = set()
+        """The number of unreadable lines so far."""
+        self._report = on_trouble or _log.warning
+        self._reported: set[str] = set()
 
     def chain(self) -> Chain:
-        """The chain as it is now, with the checkpoint of retention."""
+        """The current chain, with the checkpoint of retention."""
         return read_chain(self.folder)
 
     def entries(self) -> list[Entry]:
-        """What the chain says of every sealed segment."""
+        """The chain's entries, one per sealed segment."""
         return self.chain().entries
 
     def events(
@@ -98,14 +98,14 @@ class Segments:
         until_us: int | None = None,
         sources: Collection[str] | None = None,
     ) -> Iterator[AuditEvent]:
-        """Events in the order they were written, from `since_us` on and before `until_us`.
+        """Events in the order of writing, with `since_us` <= ts_us < `until_us`.
 
-        Segments whose statistics say that they hold none of them are not opened.
+        Segments whose statistics exclude such events are not opened.
         """
         since = since_us if since_us is not None else -(1 << 63)
         until = until_us if until_us is not None else 1 << 63
         with ExitStack() as stack:
-            entries, growing = self._look(stack)
+            entries, growing = self._snapshot(stack)
             for entry in entries:
                 if entry.max_ts_us < since or entry.min_ts_us >= until:
                     continue
@@ -122,14 +122,14 @@ class Segments:
 
     @contextmanager
     def searching(self) -> Iterator[Callable[[Collection[str]], list[AuditEvent]]]:
-        """A `find` that is called many times: it looks at the folder once, and gives each event once."""
+        """A `find` for repeated calls: it takes one snapshot of the folder and returns each event once."""
         with ExitStack() as stack:
-            search = _Search(*self._look(stack))
+            search = _SearchState(*self._snapshot(stack))
             stack.callback(search.close)
             yield partial(self._find, search)
 
     def before_last(self, count: int) -> StreamPosition:
-        """A place with at least the last `count` events behind it, as far as there are so many."""
+        """A position with at least the last `count` events after it, or the start when there are fewer."""
         place, behind = StreamPosition(0, 0), 0
         for entry in reversed(self.entries()):
             if behind >= count:
@@ -138,7 +138,7 @@ class Segments:
         return place
 
     def last_of(self, source: str, count: int) -> list[AuditEvent]:
-        """The last events of a source, at the cost of the segments that hold them."""
+        """The last events of a source. Only the segments that hold them are read."""
         found: deque[AuditEvent] = deque(maxlen=count)
         holding = [entry for entry in self.entries() if source in entry.sources]
         start = holding[-1].n if holding else 0
@@ -149,9 +149,9 @@ class Segments:
         return list(found)
 
     def after(self, place: StreamPosition) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
-        """What was written behind a place, a block at a time, each with the place behind it."""
+        """Events after a position, one block at a time, each with the position after it."""
         with ExitStack() as stack:
-            entries, growing = self._look(stack)
+            entries, growing = self._snapshot(stack)
             for entry in entries:
                 if entry.n >= place.n:
                     with self._opened(entry) as opened:
@@ -160,7 +160,7 @@ class Segments:
                 yield from self._behind(opened, int(Path(opened.name).stem), place)
 
     def _behind(
-        self, opened: _Open, n: int, place: StreamPosition
+        self, opened: _OpenFile, n: int, place: StreamPosition
     ) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
         start = place.offset if n == place.n else 0
         for at, block, events in self._decoded_blocks(opened._replace(start=start)):
@@ -168,8 +168,8 @@ class Segments:
 
     # ---- files ---------------------------------------------------------------------------------------
 
-    def _look(self, stack: ExitStack) -> tuple[list[Entry], list[_Open]]:
-        """The sealed segments, and the growing ones, opened: they may be sealed while they are read."""
+    def _snapshot(self, stack: ExitStack) -> tuple[list[Entry], list[_OpenFile]]:
+        """The entries of the sealed segments, and the open segments, opened before they can be sealed."""
         with chain_locked(self.folder):
             chain = read_chain(self.folder)
             sealed = {entry.n for entry in chain.entries}
@@ -177,35 +177,35 @@ class Segments:
             for n, path in numbered(self.folder / OPEN, ".jsonl").items():
                 if n not in sealed:
                     file = stack.enter_context(_binary(path))
-                    growing.append(_Open(f"{OPEN}/{path.name}", file, os.fstat(file.fileno()).st_size))
+                    growing.append(_OpenFile(f"{OPEN}/{path.name}", file, os.fstat(file.fileno()).st_size))
         for fault in chain.faults:
-            self._tell_once(f"line {fault.line} of the chain of {self.folder} is left out: {fault.reason}")
+            self._report_once(f"line {fault.line} of the chain of {self.folder} is skipped: {fault.reason}")
         return chain.entries, growing
 
     @contextmanager
-    def _opened(self, entry: Entry) -> Iterator[_Open | None]:
+    def _opened(self, entry: Entry) -> Iterator[_OpenFile | None]:
         file = self._file_of(entry)
         if file is None:
             yield None
         else:
             with file:
                 self._check_length(entry, file.fileno())
-                yield _Open(entry.name, file, entry.bytes)
+                yield _OpenFile(entry.name, file, entry.bytes)
 
     def _check_length(self, entry: Entry, fd: int) -> None:
         size = os.fstat(fd).st_size
         if size != entry.bytes:
-            self._tell_once(
+            self._report_once(
                 f"segment {entry.name} is not as it was sealed: it has {size} bytes instead of {entry.bytes}"
             )
         elif size and os.pread(fd, 1, size - 1) != b"\n":
-            self._tell_once(f"segment {entry.name} is not as it was sealed: its last line has no end")
+            self._report_once(f"segment {entry.name} is not as it was sealed: its last line has no end")
 
-    def _tell_once(self, text: str) -> None:
-        """What a follower or a search would come upon at every turn."""
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
+    def _report_once(self, text: str) -> None:
+        """Report a problem that every later pass of a follower or search would find again."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self._report(text)
 
     def _file_of(self, entry: Entry) -> BinaryIO | None:
         for path in (self.folder / entry.name, open_path(self.folder, entry.n)):
@@ -214,11 +214,11 @@ class Segments:
             except FileNotFoundError:
                 continue
             except (OSError, UnsafePath) as error:
-                self._tell_once(f"segment {entry.name} cannot be read: {error}")
+                self._report_once(f"segment {entry.name} cannot be read: {error}")
                 return None
         checkpoint = read_chain(self.folder).checkpoint
-        if checkpoint is None or checkpoint.checkpoint < entry.n:  # retention did not come by meanwhile
-            self._tell_once(f"segment {entry.name} is missing")
+        if checkpoint is None or checkpoint.checkpoint < entry.n:  # not removed by retention meanwhile
+            self._report_once(f"segment {entry.name} is missing")
         return None
 
     # ---- lines ---------------------------------------------------------------------------------------
@@ -228,37 +228,37 @@ class Segments:
             if opened:
                 yield from self._decoded(opened)
 
-    def _decoded(self, opened: _Open) -> Iterator[AuditEvent]:
+    def _decoded(self, opened: _OpenFile) -> Iterator[AuditEvent]:
         for _, _, events in self._decoded_blocks(opened):
             yield from events
 
-    def _decoded_blocks(self, opened: _Open) -> Iterator[tuple[int, bytes, list[AuditEvent]]]:
+    def _decoded_blocks(self, opened: _OpenFile) -> Iterator[tuple[int, bytes, list[AuditEvent]]]:
         for at, block in _blocks(opened):
             try:
                 yield at, block, decode_lines(block)
             except msgspec.DecodeError:
                 yield at, block, self._one_by_one(opened, at, block)
 
-    def _one_by_one(self, opened: _Open, at: int, block: bytes) -> list[AuditEvent]:
+    def _one_by_one(self, opened: _OpenFile, at: int, block: bytes) -> list[AuditEvent]:
         return [event for _, event in self._lines_of(opened, at, block) if event is not None]
 
-    def _lines_of(self, opened: _Open, at: int, block: bytes) -> Iterator[tuple[int, AuditEvent | None]]:
-        """Where each line begins, and its event; None when it cannot be read."""
+    def _lines_of(self, opened: _OpenFile, at: int, block: bytes) -> Iterator[tuple[int, AuditEvent | None]]:
+        """The offset of each line, and its event; None when the line is unreadable."""
         for line in block.split(b"\n")[:-1]:
             yield at, self._event(opened, at, line)
             at += len(line) + 1
 
-    def _event(self, opened: _Open, at: int, line: bytes) -> AuditEvent | None:
+    def _event(self, opened: _OpenFile, at: int, line: bytes) -> AuditEvent | None:
         try:
             return from_line(line)
         except msgspec.DecodeError as error:
             self.bad_lines += 1
-            self._tell(f"the line at byte {at} of {opened.name} is left out: {reason(error)}")
+            self._report(f"the line at byte {at} of {opened.name} is skipped: {reason(error)}")
             return None
 
     # ---- finding -------------------------------------------------------------------------------------
 
-    def _find(self, search: _Search, ids: Collection[str]) -> list[AuditEvent]:
+    def _find(self, search: _SearchState, ids: Collection[str]) -> list[AuditEvent]:
         wanted = set(ids) - {""}
         keys = {key_of(one) for one in wanted}
         found: list[AuditEvent] = []
@@ -272,8 +272,8 @@ class Segments:
         search.is_first = False
         return found
 
-    def _indexed(self, search: _Search, entry: Entry, keys: set[int]) -> list[int] | None:
-        """Where to look, as the index says; None without a good one."""
+    def _indexed(self, search: _SearchState, entry: Entry, keys: set[int]) -> list[int] | None:
+        """The offsets from the index; None without a valid index."""
         if entry.n in search.unindexed:
             return None
         try:
@@ -288,16 +288,16 @@ class Segments:
                     index.close()
         except (IndexDamaged, OSError, UnsafePath) as error:
             search.unindexed.add(entry.n)
-            self._tell_unindexed(entry, error)
+            self._report_unindexed(entry, error)
             return None
 
-    def _tell_unindexed(self, entry: Entry, error: Exception) -> None:
+    def _report_unindexed(self, entry: Entry, error: Exception) -> None:
         checkpoint = read_chain(self.folder).checkpoint
-        if checkpoint is None or checkpoint.checkpoint < entry.n:  # retention did not come by meanwhile
-            self._tell_once(f"segment {entry.name} is read from end to end: {error}")
+        if checkpoint is None or checkpoint.checkpoint < entry.n:  # not removed by retention meanwhile
+            self._report_once(f"segment {entry.name} is read completely: {error}")
 
     def _found_in(
-        self, search: _Search, opened: _Open, wanted: set[str], offsets: list[int] | None
+        self, search: _SearchState, opened: _OpenFile, wanted: set[str], offsets: list[int] | None
     ) -> list[AuditEvent]:
         seen = search.seen.setdefault(opened.name, set())
         if offsets is None and search.is_first:
@@ -313,19 +313,19 @@ class Segments:
                 found += [event] if event is not None else []
         return found
 
-    def _lines_at(self, opened: _Open, offsets: list[int]) -> Iterator[tuple[int, AuditEvent | None]]:
+    def _lines_at(self, opened: _OpenFile, offsets: list[int]) -> Iterator[tuple[int, AuditEvent | None]]:
         for offset in offsets:
             opened.file.seek(offset)
             yield offset, self._event(opened, offset, opened.file.readline())
 
-    def _in_table(self, search: _Search, opened: _Open, wanted: set[str]) -> list[int]:
+    def _in_table(self, search: _SearchState, opened: _OpenFile, wanted: set[str]) -> list[int]:
         table = search.tables.get(opened.name)
         if table is None:
             table = search.tables[opened.name] = self._table(opened)
         return sorted({offset for one in wanted for offset in table.get(one, ())})
 
     @staticmethod
-    def _table(opened: _Open) -> dict[str, list[int]]:
+    def _table(opened: _OpenFile) -> dict[str, list[int]]:
         table: dict[str, list[int]] = {}
         for at, block in _blocks(opened):
             offset = at
@@ -335,8 +335,8 @@ class Segments:
                 offset += len(line) + 1
         return table
 
-    def _scanned(self, opened: _Open, wanted: set[str]) -> Iterator[tuple[int, AuditEvent | None]]:
-        """Every line of a file. Where none of the ids is in the bytes, nothing is decoded."""
+    def _scanned(self, opened: _OpenFile, wanted: set[str]) -> Iterator[tuple[int, AuditEvent | None]]:
+        """The lines of a file. A block whose bytes contain none of the ids is not decoded."""
         needles = [msgspec.json.encode(one)[1:-1] for one in wanted]
         for at, block in _blocks(opened):
             if len(needles) > NEEDLES_MAX or any(needle in block for needle in needles):
@@ -347,8 +347,8 @@ def _binary(path: Path) -> BinaryIO:
     return os.fdopen(open_safely(path, os.O_RDONLY), "rb")
 
 
-def _blocks(opened: _Open) -> Iterator[tuple[int, bytes]]:
-    """Whole lines, many at once, and where they begin. What comes after the last newline is not finished."""
+def _blocks(opened: _OpenFile) -> Iterator[tuple[int, bytes]]:
+    """Blocks of complete lines and their offsets. Bytes after the last newline are left out."""
     at = opened.start
     opened.file.seek(at)
     while at < opened.end and (block := opened.file.read(BLOCK_BYTES) + opened.file.readline()):
@@ -366,7 +366,7 @@ def _chosen(
 
 
 def _ids_in(line: bytes) -> set[str]:
-    """None in a line that cannot be read: the scan before has told of it."""
+    """The ids in a line; empty for an unreadable line, which the first scan has reported."""
     try:
         event = from_line(line)
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
-"""What a crash left behind, put in order. The caller holds the writer's lock and the chain's.
+"""Recovery of a folder of segments after a crash. The caller holds the writer's lock and the chain's lock.
 
-Rule 1: nothing that was acknowledged is removed. What is cut off is kept in `_torn/`.
-Rule 2: every step may be interrupted and done again.
+Rule 1: acknowledged data is never removed. Bytes that are cut off a file are kept in `_torn/`.
+Rule 2: every step may be interrupted and repeated.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from postroom.system.atomic import make_folder, open_safely, read_file, replace_
 
 
 def recover(folder: Path) -> tuple[Chain, dict[int, Path]]:
-    """The chain, and the segments that still grow, the lowest number first. A crash leaves one at most."""
+    """The chain, and the open segments, lowest number first. A crash leaves at most one."""
     _cut_chain(folder)
     chain = read_chain(folder)
     finish_removal(folder, chain)
@@ -25,14 +25,14 @@ def recover(folder: Path) -> tuple[Chain, dict[int, Path]]:
     for n, path in numbered(folder / OPEN, ".jsonl").items():
         entry = sealed.get(n)
         if entry is not None and not (folder / entry.name).exists():
-            put_in_place(folder, entry)
+            move_sealed(folder, entry)
         elif entry is None:
             growing[n] = path
     return chain, growing
 
 
-def put_in_place(folder: Path, entry: Entry) -> None:
-    """The last step of sealing: from here on everybody sees the segment."""
+def move_sealed(folder: Path, entry: Entry) -> None:
+    """The last step of sealing: move the segment to its final path, where every reader finds it."""
     target = folder / entry.name
     make_folder(target.parent, "group")
     open_path(folder, entry.n).rename(target)
@@ -40,25 +40,25 @@ def put_in_place(folder: Path, entry: Entry) -> None:
     sync_folder(folder / OPEN)
 
 
-def write_again(folder: Path) -> None:
-    """After a failed fsync: the kernel may hold as clean what never reached the disk."""
+def rewrite_files(folder: Path) -> None:
+    """Write the files again after a failed fsync: the kernel may treat lost pages as clean."""
     for path in [*numbered(folder / OPEN, ".jsonl").values(), folder / CHAIN]:
         with suppress(FileNotFoundError):
             replace_file(path, read_file(path), "group")
 
 
 def whole_bytes(data: bytes) -> int:
-    """How much of a growing segment can be gone on with.
+    """The size of the valid part of an open segment.
 
-    A line without its end was never finished. No line holds a NUL: a file system puts it where a power cut
-    kept the bytes away, and none of what follows was acknowledged.
+    A line without a newline was never finished. No line holds a NUL byte: a file system leaves them where a
+    power cut lost data, and nothing after them was acknowledged.
     """
     hole = data.find(b"\0")
     return data.rfind(b"\n", 0, hole if hole >= 0 else len(data)) + 1
 
 
 def cut(folder: Path, path: Path, data: bytes, size: int) -> None:
-    """Shorten a file to `size`; what is cut off is kept, once, under a name made of what it is."""
+    """Truncate a file to `size`. The removed bytes are kept, once, under a name with their hash."""
     torn = data[size:]
     digest = hashlib.sha256(torn).hexdigest()[:DIGITS_OF_HASH]
     make_folder(folder / TORN, "group")

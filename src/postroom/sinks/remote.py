@@ -1,9 +1,9 @@
-"""Sealed segments, copied to anything that fsspec reaches: an object store, another disk, a server.
+"""Publishing: copying sealed segments to any file system of fsspec, such as an object store or another disk.
 
-Rule 1: the copy is its own memory. What its chain names is there, whole; what it does not name is sent.
-Rule 2: a segment is sent under a name that begins with `_`, then renamed, and the chain comes last.
-Rule 3: a copy only grows. Retention here removes nothing there.
-Rule 4: a copy on a disk of this machine is private, as the stream is.
+Rule 1: the copy's own chain records what was copied. Segments in that chain are complete; others are sent.
+Rule 2: a segment is sent under a name that begins with `_`, then renamed. The chain is written last.
+Rule 3: a copy only grows. Local retention removes nothing from it.
+Rule 4: a copy on a local disk is private, as the stream is.
 """
 
 import errno
@@ -32,28 +32,28 @@ class Publisher:
         self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def publish(self) -> int:
-        """Send what is sealed and not there yet; returns how many segments that were.
+        """Send the sealed segments that the copy lacks; returns their number.
 
-        After `WriteFailed` call it again: what is missing is sent then.
+        After `WriteFailed`, call it again to send the rest.
         """
         with chain_locked(self.folder):
             chain = read_chain(self.folder)
         if chain.faults:
-            raise StoreDamaged(f"the chain of {self.folder} is damaged, and is not sent to {self.url}")
+            raise StoreDamaged(f"the chain of {self.folder} is damaged, so nothing is sent to {self.url}")
         try:
-            there = self._their_chain()
-            missing = self._missing(chain, there)
+            remote = self._remote_chain()
+            missing = self._missing(chain, remote)
             for entry in missing:
                 self._send_segment(entry)
             if missing:
-                there.entries += missing
-                there.raw |= chain.raw
-                self._put(CHAIN, chain_lines(there))
+                remote.entries += missing
+                remote.raw |= chain.raw
+                self._put(CHAIN, chain_lines(remote))
         except OSError as error:
             raise WriteFailed(self.url, error, rolled_back=False) from error
         return len(missing)
 
-    def _their_chain(self) -> Chain:
+    def _remote_chain(self) -> Chain:
         try:
             data: bytes = self._fs.cat_file(self._path(CHAIN))
         except FileNotFoundError:
@@ -63,32 +63,32 @@ class Publisher:
             raise StoreDamaged(f"the chain at {self.url} is damaged: move it away to send everything again")
         return chain
 
-    def _missing(self, ours: Chain, theirs: Chain) -> list[Entry]:
-        """What follows on the last segment there. A new copy begins where ours begins."""
-        removed = ours.checkpoint
-        if not theirs.last:
-            theirs.checkpoint = removed
-            return ours.entries
-        if removed and removed.checkpoint > theirs.last:
+    def _missing(self, local: Chain, remote: Chain) -> list[Entry]:
+        """The segments after the last one in the copy. A new copy begins where the local chain begins."""
+        removed = local.checkpoint
+        if not remote.last:
+            remote.checkpoint = removed
+            return local.entries
+        if removed and removed.checkpoint > remote.last:
             raise StoreDamaged(
-                f"segments {theirs.last + 1} to {removed.checkpoint} were removed from {self.folder} "
+                f"segments {remote.last + 1} to {removed.checkpoint} were removed from {self.folder} "
                 f"before they were sent to {self.url}"
             )
-        if theirs.head not in {removed.head if removed else "", *(entry.hash for entry in ours.entries)}:
-            raise StoreDamaged(f"{self.url} holds segments that are not of {self.folder}")
-        return [entry for entry in ours.entries if entry.n > theirs.last]
+        if remote.head not in {removed.head if removed else "", *(entry.hash for entry in local.entries)}:
+            raise StoreDamaged(f"{self.url} holds segments of another stream than {self.folder}")
+        return [entry for entry in local.entries if entry.n > remote.last]
 
     def _send_segment(self, entry: Entry) -> None:
         data = read_file(self.folder / entry.name)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise StoreDamaged(f"{entry.name} is not what was sealed, and is not sent to {self.url}")
-        with suppress(FileNotFoundError, NotADirectoryError):  # it can be done without, and verify names it
+            raise StoreDamaged(f"{entry.name} was changed after sealing, and is not sent to {self.url}")
+        with suppress(FileNotFoundError, NotADirectoryError):  # optional, and `verify` reports a missing one
             index = index_path(self.folder, entry.n)
             self._put(f"{INDEX}/{index.name}", read_file(index))
         self._put(entry.name, data)
 
     def _put(self, name: str, data: bytes) -> None:
-        """A reader there sees the whole file or none."""
+        """Write a file so that a reader of the copy sees all of it or nothing."""
         folder, _, last = self._path(name).rpartition("/")
         part = f"{folder}/{PART}{last}"
         if self._is_local:
@@ -96,7 +96,7 @@ class Publisher:
         self._fs.makedirs(folder, exist_ok=True)
         self._fs.pipe_file(part, data)
         if self._fs.size(part) != len(data):
-            raise OSError(errno.EIO, f"{part} did not arrive whole")
+            raise OSError(errno.EIO, f"{part} is incomplete")
         self._fs.mv(part, f"{folder}/{last}")
 
     def _path(self, name: str) -> str:
@@ -104,7 +104,7 @@ class Publisher:
 
 
 def _make_private(folder: Path, part: Path) -> None:
-    """On a disk a copy is as private as the stream. The file is made before anything is in it."""
+    """Create an empty private file first: on a local disk a copy is as private as the stream."""
     make_folder(folder, "os")
     fd = open_safely(part, os.O_WRONLY | os.O_CREAT)
     os.fchmod(fd, PRIVATE_FILE_MODE)

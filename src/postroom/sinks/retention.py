@@ -1,8 +1,8 @@
-"""Retention: whole segments go, the oldest first, and a checkpoint stands for them in the chain.
+"""Retention removes whole segments, oldest first, and replaces their lines in the chain by a checkpoint.
 
-Rule 1: a segment is as old as its sealing. What its events say of their times does not count: a wrong clock
-        neither keeps a segment for good nor lets a new one go.
-Rule 2: it stops at the first segment that is too new, and at a damaged chain it does not begin.
+Rule 1: the age of a segment is counted from its sealing, not from the times of its events. A source with a
+        wrong clock neither keeps a segment forever nor removes a new one.
+Rule 2: it stops at the first segment that is too new, and removes nothing when the chain is damaged.
 """
 
 import os
@@ -14,16 +14,17 @@ import msgspec
 from postroom.core.times import utc_text
 from postroom.errors import LockTimeout, StoreDamaged, WriteFailed
 from postroom.sinks.chain import Chain, Checkpoint, Entry, chain_lines, read_chain
-from postroom.sinks.heads import Head, fault_of, note_head, noted_head, stream_of
+from postroom.sinks.heads import StreamHead, fault_of, note_head, noted_head, stream_of
 from postroom.sinks.layout import CHAIN, chain_locked, index_path
 from postroom.system.atomic import absolute_path, replace_file, sync_folder
 from postroom.system.clock import SystemClock
 
 
 def retain(folder: str | os.PathLike[str], before_us: int) -> list[str]:
-    """Remove the segments that were sealed before `before_us`; returns their names.
+    """Remove the segments sealed before `before_us`; returns their names.
 
-    It may run beside the writer. A segment goes only with all before it, so that the chain stays one piece.
+    It may run while a writer is active. A segment is removed only together with all earlier ones, so that
+    the chain stays contiguous.
     """
     place = absolute_path("the folder of segments", folder)
     try:
@@ -31,19 +32,19 @@ def retain(folder: str | os.PathLike[str], before_us: int) -> list[str]:
             return _remove_oldest(place, before_us)
     except (WriteFailed, LockTimeout):
         raise
-    except OSError as error:  # the next retention, or the next writer, goes on with it
+    except OSError as error:  # the next retention or the next writer completes the removal
         raise WriteFailed(place, error, rolled_back=False) from error
 
 
 def why_kept(folder: str | os.PathLike[str]) -> str:
-    """What retention stopped at, in half a sentence."""
+    """Why retention kept the remaining segments, as a clause."""
     chain = read_chain(absolute_path("the folder of segments", folder))
     if chain.faults:
-        return f"line {chain.faults[0].line} of the chain is damaged, and verify says more"
+        return f"line {chain.faults[0].line} of the chain is damaged (see verify)"
     if not chain.entries:
         return "no sealed segment is left"
     oldest = chain.entries[0]
-    return f"the oldest that is left, {oldest.name}, was sealed at {utc_text(oldest.sealed_us * 1000)}"
+    return f"the oldest remaining segment, {oldest.name}, was sealed at {utc_text(oldest.sealed_us * 1000)}"
 
 
 def _remove_oldest(folder: Path, before_us: int) -> list[str]:
@@ -55,23 +56,23 @@ def _remove_oldest(folder: Path, before_us: int) -> list[str]:
     _note_newest(folder, chain)
     chain.checkpoint = _checkpoint(chain.checkpoint, old)
     chain.entries = chain.entries[len(old) :]
-    replace_file(folder / CHAIN, chain_lines(chain), "group")  # now they are gone, whoever removes them
+    replace_file(folder / CHAIN, chain_lines(chain), "group")  # this commits the removal of the files
     finish_removal(folder, chain)
     return [entry.name for entry in old]
 
 
 def _note_newest(folder: Path, chain: Chain) -> None:
-    """Replace the noted head by the newest segment: the noted one may be about to go."""
+    """Record the newest segment as head, because the recorded one may be about to be removed."""
     noted = noted_head(folder)
     if noted is None:
         return
     if fault := fault_of(noted, stream_of(folder), chain):
-        raise StoreDamaged(f"nothing of {folder} is removed: {fault}")
-    note_head(folder, Head(noted.stream, chain.last, chain.head))
+        raise StoreDamaged(f"nothing is removed from {folder}: {fault}")
+    note_head(folder, StreamHead(noted.stream, chain.last, chain.head))
 
 
 def finish_removal(folder: Path, chain: Chain) -> None:
-    """Remove what a checkpoint says is being removed. The caller holds the chain's lock."""
+    """Remove the files that the checkpoint lists for removal. The caller holds the chain's lock."""
     checkpoint = chain.checkpoint
     if checkpoint is None or not checkpoint.removing:
         return
@@ -83,7 +84,7 @@ def finish_removal(folder: Path, chain: Chain) -> None:
             path.unlink()
             sync_folder(path.parent)
         for empty in (path.parent, path.parent.parent):
-            with suppress(OSError):  # others are in it
+            with suppress(OSError):  # not empty
                 empty.rmdir()
     sync_folder(folder)
     chain.checkpoint = msgspec.structs.replace(checkpoint, removing={})
@@ -93,7 +94,7 @@ def finish_removal(folder: Path, chain: Chain) -> None:
 def _oldest(chain: Chain, before_us: int) -> list[Entry]:
     old: list[Entry] = []
     if chain.faults:
-        return old  # damage is looked into before anything of it is removed
+        return old  # nothing is removed before the damage was examined
     for entry in chain.entries:
         if entry.sealed_us >= before_us:
             break

@@ -1,8 +1,8 @@
-"""The shipper: takes committed events to a sink, and remembers nothing itself.
+"""The shipper copies committed events from sources to a sink, and stores no state of its own.
 
-Rule 1: it is never ahead of its source: what it has read is settled there before it is written here.
-Rule 2: the sink holds the position: no event can be written and not remembered, nor the reverse.
-Rule 3: nothing is dropped. A sink that cannot be written to is tried again, and its sources keep what waits.
+Rule 1: the sink is never ahead of a source: events are durable in the source before they are written.
+Rule 2: the position is part of the stored events, so the two cannot disagree.
+Rule 3: no event is dropped. A failed write is retried, and the sources keep their unshipped events.
 """
 
 import logging
@@ -17,9 +17,9 @@ from postroom.core.events import AuditEvent
 from postroom.errors import HandleDead, PostroomError, Rejected
 from postroom.sinks.base import Sink
 
-SHIP_EVENTS = 100  # as many waiting events are shipped at once ...
-SHIP_AFTER_S = 1.0  # ... and fewer after this long
-LOOK_EVERY_S = 0.5  # each time costs the source an fsync and a commit, for which its writers wait
+SHIP_EVENTS = 100  # this many waiting events are shipped at once ...
+SHIP_AFTER_S = 1.0  # ... and fewer after this time
+CHECK_EVERY_S = 0.5  # each pass costs the source an fsync and a commit, which delay its writers
 BATCH_MAX = 5_000  # events in one write of the sink
 PAUSE_AFTER_ERROR_S = 1.0
 PAUSE_AFTER_ERROR_S_MAX = 30.0
@@ -28,38 +28,38 @@ _log = logging.getLogger("postroom.audit")
 
 
 class Feed(Protocol):
-    """One source of events, in the order of their numbers."""
+    """One source of events, in the order of their `seq`."""
 
     source: str
 
     def waiting(self, after: int) -> int:
-        """About how many events lie behind a number; 0 only for none, `SinkAhead` when it is not there."""
+        """Roughly how many events follow `after`; exactly 0 for none. `SinkAhead` when `after` is unknown."""
 
     def settle(self) -> None:
-        """Return when everything committed so far survives a power cut."""
+        """Return when every committed event would survive a power cut."""
 
     def read(self, after: int, limit: int) -> list[AuditEvent]:
-        """Events with a number above `after`."""
+        """Events with a `seq` above `after`."""
 
     def kept(self, up_to: int) -> None:
-        """A sink holds everything up to here for good."""
+        """Called when the sink has stored all events up to `up_to` durably."""
 
     def close(self) -> None: ...
 
 
 class Progress(msgspec.Struct):
-    """What a shipper has done since it began."""
+    """What a shipper has done since it started."""
 
     shipped: int = 0
     waiting: int = 0
-    """Events that were committed and not yet shipped, at the last look."""
+    """Committed events that were not yet shipped at the last pass."""
     failures: int = 0
     trouble: str = ""
-    """Why the last attempt failed; empty when all is well."""
+    """Why the last attempt failed; empty after a success."""
 
 
 class Shipper:
-    """Carries the events of many sources to one sink. `feeds` is asked at every look: files come and go."""
+    """Ships the events of many sources to one sink. Each pass calls `feeds`, because sources come and go."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class Shipper:
         self._monotonic = monotonic
         self._waits_since: float | None = None
         self.tend: Callable[[], None] = lambda: None
-        """Called after each look, also when there was nothing to ship."""
+        """Called after each pass, even when there was nothing to ship."""
         self.progress = Progress()
 
     def ship(self) -> int:
-        """Take everything that waits to the sink; gives how many events that was."""
+        """Ship all waiting events; returns their number."""
         return sum(self._drain(feed) for feed in self._feeds())
 
     def _drain(self, feed: Feed) -> int:
-        """What came meanwhile waits for the next look: each batch costs those who work a moment."""
+        """Ship what waits now. Later events wait for the next pass, since each batch delays the writers."""
         shipped = 0
         after = self._sink.position(feed.source)
         more = feed.waiting(after) > 0
@@ -102,11 +102,11 @@ class Shipper:
         self.progress.shipped += len(events)
 
     def waiting(self) -> int:
-        """How many events wait, about."""
+        """Roughly how many events wait."""
         return sum(feed.waiting(self._sink.position(feed.source)) for feed in self._feeds())
 
-    def look(self) -> bool:
-        """Ship when enough events wait, or when some have waited long enough. Whether it shipped."""
+    def ship_if_due(self) -> bool:
+        """Ship when enough events wait, or when some have waited long enough. Returns whether it shipped."""
         self.progress.waiting = self.waiting()
         now = self._monotonic()
         if not self.progress.waiting:
@@ -121,20 +121,20 @@ class Shipper:
         return True
 
     def run(self, stopped: Callable[[float], bool]) -> None:
-        """Look again and again until `stopped`, which waits that many seconds, says so; then ship the rest.
+        """Run passes until `stopped(seconds)`, which waits that long, returns true; then ship the rest.
 
-        An error is counted, logged and tried again, later each time. What is wrong with the input itself ends
-        the shipper: it would be wrong the next time as well.
+        After an error, the pass is retried with a growing pause. `Rejected` ends the shipper, because a retry
+        would fail again.
         """
         pause_s = 0.0
-        while not stopped(pause_s or LOOK_EVERY_S):
-            pause_s = self._try_look(pause_s)
+        while not stopped(pause_s or CHECK_EVERY_S):
+            pause_s = self._run_pass(pause_s)
         self.ship()
 
-    def _try_look(self, pause_s: float) -> float:
-        """One look; gives how long to pause because of an error, 0 for none."""
+    def _run_pass(self, pause_s: float) -> float:
+        """One pass; returns how long to pause because of an error, 0 for none."""
         try:
-            self.look()
+            self.ship_if_due()
             self.tend()
         except Rejected:
             raise
@@ -143,12 +143,12 @@ class Shipper:
             self.progress.trouble = str(error)
             _log.warning("%d events wait, and could not be shipped: %s", self.progress.waiting, error)
             if isinstance(error, HandleDead):
-                self._revive()
+                self._reopen_sink()
             return min(max(PAUSE_AFTER_ERROR_S, 2 * pause_s), PAUSE_AFTER_ERROR_S_MAX)
         self.progress.trouble = ""
         return 0.0
 
-    def _revive(self) -> None:
-        """After a failed fsync the sink starts afresh with what the disk holds."""
-        with suppress(PostroomError, OSError):  # it is tried again after the pause
+    def _reopen_sink(self) -> None:
+        """After a failed fsync, continue with the data that is on disk."""
+        with suppress(PostroomError, OSError):  # retried after the pause
             self._sink.reopen()

@@ -317,7 +317,7 @@ class Transaction(Ledger, Lanes):
     # ---- forgetting ----------------------------------------------------------------------------
 
     def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
-        """Look at `limit` records behind `after`, and forget those that ended longer ago than they are kept.
+        """Look at `limit` records behind `after`, and forget tasks that ended longer ago than they are kept.
 
         Returns the `seq` to continue from; 0 at the end of the records.
         """
@@ -325,7 +325,9 @@ class Transaction(Ledger, Lanes):
         gone = [
             record
             for record in seen
-            if record.ended_us and record.ended_us < self.wall_us - keep_us[record.state]
+            if not org_of(record.queue)
+            and record.ended_us
+            and record.ended_us < self.wall_us - keep_us[record.state]
         ]
         if gone:
             self.forget(gone)

@@ -1,1 +1,1 @@
-"""What both halves need from the machine: locks, whole-file updates, handles across fork, clocks."""
+"""Access to the operating system: locks, whole-file updates, handles across fork, clocks."""

@@ -1,4 +1,4 @@
-"""Whole-file updates that a crash leaves either old or new."""
+"""Whole-file updates: after a crash, a file is either old or new."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ PRIVATE_FILE_MODE = 0o600
 PRIVATE_FOLDER_MODE = 0o700
 TEMPORARY_SUFFIX = ".tmp"
 
-# A FIFO or device in our place must be refused, not waited for; a symlink must not be followed.
+# A FIFO or device must be refused without blocking, and a symlink must not be followed.
 SAFE_FLAGS = (
     getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
@@ -23,7 +23,7 @@ SAFE_FLAGS = (
 
 
 def absolute_path(what: str, path: str | os.PathLike[str]) -> Path:
-    """A path that keeps its meaning: agents change their folder, and their files must not move with them."""
+    """The absolute path, which stays valid when the process changes its working folder."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -36,7 +36,7 @@ def absolute_path(what: str, path: str | os.PathLike[str]) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Whether the system can be asked for a file of this name."""
+    """Whether the text can be a path on this system."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> 
     try:
         fd = os.open(path, flags | SAFE_FLAGS, mode)
     except OSError as error:
-        if error.errno == errno.ELOOP or os.path.islink(path):  # by now the link may be gone again
+        if error.errno == errno.ELOOP or os.path.islink(path):  # the link may have been removed since
             msg = f"{path} is a symlink, which is refused"
             raise UnsafePath(msg) from error
         if os.path.exists(path) and not os.path.isfile(path):
@@ -63,15 +63,15 @@ def open_safely(path: Path | str, flags: int, mode: int = PRIVATE_FILE_MODE) -> 
 
 
 def read_file(path: Path) -> bytes:
-    """The whole file, symlinks refused."""
+    """The content of a file; symlinks are refused."""
     fd = open_safely(path, os.O_RDONLY)
     with open(fd, "rb") as file:
         return file.read()
 
 
 def replace_file(path: Path, data: bytes, durability: Durability) -> None:
-    """Put `data` at `path` in one step. `group` and `fsync` also survive a power cut."""
-    # With a leading dot, which no name of ours has: nobody lists it as an agent, a body or a cursor.
+    """Replace a file atomically. With `group` and `fsync` the result survives a power cut."""
+    # The leading dot keeps the temporary file out of lists of agents, bodies and cursors.
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         write_new_file(temporary, data, durability)
@@ -88,7 +88,7 @@ def replace_file(path: Path, data: bytes, durability: Durability) -> None:
 
 
 def write_new_file(path: Path, data: bytes, durability: Durability) -> None:
-    """Write `data` to a file that is ours alone until it is renamed."""
+    """Write `data` to a file that no other process uses until it is renamed."""
     fd = open_safely(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(fd, data)
@@ -99,14 +99,14 @@ def write_new_file(path: Path, data: bytes, durability: Durability) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write every byte, however many calls it takes."""
+    """Write every byte, with as many calls as necessary."""
     written = os.write(fd, data)
     while written < len(data):
         written += os.write(fd, memoryview(data)[written:])
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
+    """Make the names of the files in `folder` durable."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -115,7 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, durability: Durability, mode: int = PRIVATE_FOLDER_MODE) -> None:
-    """Create `folder` and its parents, durably if the class asks for it."""
+    """Create `folder` and its parents, durably if the class requires it."""
     if folder.is_dir():
         return
     make_folder(folder.parent, durability, mode)

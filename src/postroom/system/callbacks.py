@@ -1,4 +1,4 @@
-"""Callbacks that fail alone: an exception of one client's request ends nobody else's turn."""
+"""Isolated callbacks: an exception in one client's request does not affect other clients."""
 
 import logging
 from collections.abc import Callable
@@ -7,15 +7,15 @@ _log = logging.getLogger("postroom.mail")
 
 
 def attempt(call: Callable[..., object], *facts: object) -> bool:
-    """Call, and report an exception in the log instead of raising it. Gives whether the call returned."""
+    """Call, and log an exception instead of raising it. Returns whether the call succeeded."""
     try:
         call(*facts)
-    except Exception:  # noqa: BLE001 - whatever it is, it concerns one call alone
+    except Exception:  # noqa: BLE001 - any exception concerns only this call
         report(call)
         return False
     return True
 
 
 def report(call: Callable[..., object]) -> None:
-    """Write the exception that is being handled to the log. For hot paths, which have their own `try`."""
+    """Log the exception that is being handled. For hot paths, which have their own `try`."""
     _log.exception("a callback of the mail server failed: %s", getattr(call, "__qualname__", call))

@@ -1,7 +1,7 @@
-"""The two clocks: one that never steps, for deadlines, and one for people.
+"""The two clocks: a steady one for deadlines, and the wall clock for timestamps.
 
-The steady clock counts since the machine's start, sleep included. Its boot id says which start: a number of
-one boot means nothing in the next.
+The steady clock counts since the machine booted, including sleep. The boot id names that boot: times of
+different boots cannot be compared.
 """
 
 import os
@@ -18,7 +18,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class Clock(Protocol):
-    """What a store asks for the time."""
+    """The clock of a store."""
 
     def boot_id(self) -> str: ...
 
@@ -35,15 +35,15 @@ class SystemClock:
         self._kind = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
     def boot_id(self) -> str:
-        """Which start of the machine `boot_ns` counts from."""
+        """The boot of the machine that `boot_ns` counts from."""
         return self._boot_id
 
     def boot_ns(self) -> int:
-        """Nanoseconds since the machine started; nobody can set it."""
+        """Nanoseconds since the machine booted; cannot be set."""
         return time.clock_gettime_ns(self._kind)
 
     def wall_us(self) -> int:
-        """Microseconds of UTC; anybody can set it."""
+        """Microseconds of UTC; may be set, and step, at any time."""
         return time.time_ns() // 1000
 
 
@@ -52,13 +52,13 @@ def _read_boot_id() -> str:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
     except OSError:
-        # Elsewhere: the moment of the start, as well as it can be told, coarse enough to stay the same.
+        # Without /proc: the approximate time of boot, rounded so that it stays the same.
         started_s = time.time() - time.monotonic()
         return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{os.uname().nodename}-{round(started_s, -1):.0f}"))
 
 
 def nanoseconds_of(clock: Callable[[], datetime]) -> Callable[[], int]:
-    """A clock that gives nanoseconds since 1970, made of one that gives aware datetimes."""
+    """A clock in nanoseconds since 1970, from one that returns aware datetimes."""
     if not callable(clock):
         raise InvalidMessage(f"clock must be a callable that returns a datetime, not {clock!r}")
 

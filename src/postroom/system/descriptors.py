@@ -1,4 +1,4 @@
-"""How many files and sockets this process may have open."""
+"""The limit of open files and sockets of this process."""
 
 import contextlib
 import resource

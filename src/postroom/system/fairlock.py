@@ -1,8 +1,8 @@
-"""A lock for which processes queue up.
+"""A fair lock between processes.
 
-A plain flock goes to whoever asks at the right moment, which is mostly the one who just gave it back. Here
-each first passes a gate and holds it until the lock is its own: who comes back after its turn finds the gate
-taken, and waits behind the one who came before.
+A plain flock goes to the process that asks at the right moment, mostly the one that just released it. Here
+a process first takes a second lock, the gate, and holds it until it has the lock. A process that returns
+after its turn finds the gate taken and waits behind the waiting process.
 """
 
 import os
@@ -13,8 +13,8 @@ from postroom.errors import LockTimeout
 from postroom.system.atomic import open_safely
 from postroom.system.lock import EXCLUSIVE_NOW, UNLOCK, flock
 
-# Who has come through the gate may take the lock again for a while: a process that alternates with another
-# at every commit reads everything anew each time. So long a turn, times the processes, is what one waits.
+# After passing the gate, a process may take the lock again for this long: processes that alternate at every
+# commit would reload their caches each time. A process waits for at most one turn of each other process.
 TURN_S = 0.006
 INSIDE_PAUSE_FIRST_S = 0.000_1
 INSIDE_PAUSE_LAST_S = 0.000_5
@@ -23,7 +23,7 @@ GATE_PAUSE_LAST_S = 0.002
 
 
 class FairLock:
-    """Exclusive between the processes that open `path`.lock. Threads need a lock of their own in front."""
+    """Exclusive between processes that open `path`.lock. Threads of one process need their own lock."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self._lock_path = path.with_name(path.name + ".lock")
@@ -42,13 +42,13 @@ class FairLock:
             try:
                 flock(lock_fd, EXCLUSIVE_NOW)
             except BlockingIOError:
-                pass  # who waits inside the gate was faster
+                pass  # the process that holds the gate was faster
             else:
                 return
-        self._come_through(lock_fd, self._gate_fd)
+        self._pass_gate(lock_fd, self._gate_fd)
         self._turn_ends = time.monotonic() + TURN_S
 
-    def _come_through(self, lock_fd: int, gate_fd: int) -> None:
+    def _pass_gate(self, lock_fd: int, gate_fd: int) -> None:
         try:
             try:
                 flock(gate_fd, EXCLUSIVE_NOW)
@@ -59,14 +59,14 @@ class FairLock:
             except BlockingIOError:
                 self._wait(lock_fd, self._lock_path, INSIDE_PAUSE_FIRST_S, INSIDE_PAUSE_LAST_S)
         finally:
-            self._let_go(gate_fd)
+            self._unlock(gate_fd)
 
     def release(self) -> None:
-        """Give the lock back; harmless when it is not held."""
+        """Release the lock; harmless when it is not held."""
         if self._lock_fd >= 0:
-            self._let_go(self._lock_fd)
+            self._unlock(self._lock_fd)
 
-    def _let_go(self, fd: int) -> None:
+    def _unlock(self, fd: int) -> None:
         try:
             flock(fd, UNLOCK)
         except OSError:

@@ -1,7 +1,7 @@
-"""Open handles, and what becomes of them across fork.
+"""Open handles across fork.
 
-A child shares its parent's open files, and with them the parent's locks: both would believe to be alone.
-So every handle that keeps descriptors registers here and is reset in the child before anything else runs.
+A child shares its parent's open files and therefore its file locks: both would consider the lock their own.
+So every handle that keeps descriptors registers here, and is reset in the child before other code runs.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Protocol, Self, runtime_checkable
 
 
 class Closing(ABC):
-    """What can be the subject of a `with` block, which closes it."""
+    """A handle that a `with` block closes."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -28,7 +28,7 @@ class Closing(ABC):
 
 
 class Forkable(Protocol):
-    """A handle that can start afresh in a forked child."""
+    """A handle that can be reset in a forked child."""
 
     def after_fork(self) -> None:
         """Drop descriptors and thread locks that belong to the parent."""
@@ -39,27 +39,27 @@ class Closable(Forkable, Protocol):
     """A handle that must not be open while its process forks."""
 
     def before_fork(self) -> None:
-        """Come to rest, and close what a child must not inherit."""
+        """Finish current work, and close everything that a child must not inherit."""
 
     def after_fork_in_parent(self) -> None:
-        """Go on."""
+        """Resume."""
 
 
 _handles: "weakref.WeakSet[Forkable]" = weakref.WeakSet()
 
 
 def reset_after_fork(handle: Forkable) -> None:
-    """Have `handle.after_fork()` called in every child forked from now on."""
+    """Register a handle: `handle.after_fork()` is called in every child forked from now on."""
     _handles.add(handle)
 
 
-def _rest_all() -> None:
+def _pause_all() -> None:
     for handle in list(_handles):
         if isinstance(handle, Closable):
             handle.before_fork()
 
 
-def _go_on_all() -> None:
+def _resume_all() -> None:
     for handle in list(_handles):
         if isinstance(handle, Closable):
             handle.after_fork_in_parent()
@@ -71,14 +71,14 @@ def _reset_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_rest_all, after_in_parent=_go_on_all, after_in_child=_reset_all)
+    os.register_at_fork(before=_pause_all, after_in_parent=_resume_all, after_in_child=_reset_all)
 
 
 _leaked: list[object] = []
 
 
 def leak(thing: object) -> None:
-    """Never let go of what a child must not close, because its parent still uses it."""
+    """Keep an object forever, because closing it in a child would affect its parent."""
     _leaked.append(thing)
-    # Also not when the interpreter ends and clears its modules.
+    # The extra reference also keeps it when the interpreter exits and clears its modules.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

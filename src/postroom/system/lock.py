@@ -1,12 +1,12 @@
-"""The one lock of postroom: exclusive between processes, bounded in time, gone when its holder dies.
+"""The file lock of postroom: exclusive between processes, with a timeout, released when its holder dies.
 
-flock where it exists, a one-byte msvcrt lock on Windows (not tested there). The lock belongs to the open
-file, not to the process: a descriptor inherited over fork does not exclude its parent, so handles are
-reopened in the child (see `handles`).
+It is a flock, or a one-byte msvcrt lock on Windows (untested). The lock belongs to the open file, not to the
+process: a descriptor inherited through fork does not exclude its parent, so handles are reopened in the
+child (see `handles`).
 
-A plain flock goes to whoever asks at the right moment, which is mostly the process that just released it.
-`take_turn` makes waiting fair between processes of this library: whoever waits for the lock holds a gate, a
-second lock on the same file, and whoever comes back after its turn finds the gate taken. Programs that know
+A plain flock goes to the process that asks at the right moment, mostly the one that just released it.
+`take_turn` makes waiting fair between processes of this library: the process that waits for the lock holds a
+gate, a second lock on the same file, so a process that returns after its turn must wait. Programs that use
 only flock are excluded as before.
 """
 
@@ -22,12 +22,12 @@ from pathlib import Path
 from postroom.errors import LockTimeout, Unavailable
 from postroom.system.atomic import open_safely
 
-# A process may take the lock again without waiting for a while: processes that alternate at every append read
-# the end of the file anew each time. A turn, times the processes that wait, is what one of them waits.
+# A process may take the lock again without waiting for this long: processes that alternate at every append
+# read the end of the file each time. A process waits for at most one turn of each other waiting process.
 TURN_S = 0.01
 
-# A writer holds the lock for microseconds, so the first look again is worth it. One process alone waits for
-# the lock itself and may look often; those at the gate wait for whole turns.
+# A writer holds the lock for microseconds, so immediate retries are worth it. Only one process waits for the
+# lock itself and may retry often; those at the gate wait for whole turns.
 SPINS_BEFORE_SLEEP = 3
 SLEEP_FIRST_S = 0.000_1
 LOCK_SLEEP_LAST_S = 0.000_2
@@ -39,7 +39,7 @@ if sys.platform == "win32":
     EXCLUSIVE_NOW, SHARED_NOW, UNLOCK = msvcrt.LK_NBLCK, msvcrt.LK_NBLCK, msvcrt.LK_UNLCK
 
     def flock(fd: int, operation: int) -> None:
-        """As `fcntl.flock`, by a lock on the first byte. There are no shared locks, so all are exclusive."""
+        """As `fcntl.flock`, with a lock on the first byte. Shared locks do not exist; all are exclusive."""
         os.lseek(fd, 0, os.SEEK_SET)
         try:
             msvcrt.locking(fd, operation, 1)
@@ -53,7 +53,7 @@ if sys.platform == "win32":
     def _yield_slice() -> None:
         time.sleep(0)
 
-    def _try_gate(fd: int) -> bool:  # noqa: ARG001 - no second kind of lock to make a gate of
+    def _try_gate(fd: int) -> bool:  # noqa: ARG001 - there is no second kind of lock for a gate
         return True
 
     def _leave_gate(fd: int) -> None:
@@ -61,22 +61,22 @@ if sys.platform == "win32":
 
 else:
     import fcntl
-    from fcntl import flock as flock  # noqa: PLC0414 - for those who spell `acquire` out on a hot path
+    from fcntl import flock as flock  # noqa: PLC0414 - for callers that inline `acquire` on a hot path
 
     EXCLUSIVE_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
     SHARED_NOW = fcntl.LOCK_SH | fcntl.LOCK_NB
     UNLOCK = fcntl.LOCK_UN
     _yield_slice = os.sched_yield if hasattr(os, "sched_yield") else lambda: time.sleep(0)
 
-    # The gate is a lock of one byte, far behind the end of any file, that belongs to the open file as a flock
-    # does. The two kinds know nothing of each other, and the gate needs no file of its own.
+    # The gate is a lock on one byte, far beyond the end of any file, that belongs to the open file like a
+    # flock. The two kinds of locks are independent, and the gate needs no file of its own.
     _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None) if struct.calcsize("P") == struct.calcsize("q") else None
     _GATE_BYTE = 1 << 62
     _CLOSE_GATE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _GATE_BYTE, 1, 0)
     _OPEN_GATE = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, _GATE_BYTE, 1, 0)
 
     def _try_gate(fd: int) -> bool:
-        """Hold the gate; True also where the system or the file system has none."""
+        """Try to take the gate; True also where the system or the file system has no such lock."""
         if _SET_LOCK is not None:
             try:
                 fcntl.fcntl(fd, _SET_LOCK, _CLOSE_GATE)
@@ -97,7 +97,7 @@ def acquire(fd: int, timeout_s: float, path: Path | str) -> None:
 
 @contextmanager
 def alone(path: Path, refused: str) -> Iterator[None]:
-    """While this process alone has a lock file; whoever comes meanwhile gets the sentence at once."""
+    """Hold a lock file exclusively; `Unavailable(refused)` at once when another process holds it."""
     fd = open_safely(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -110,12 +110,12 @@ def alone(path: Path, refused: str) -> Iterator[None]:
 
 
 def release(fd: int) -> None:
-    """Give the lock back; harmless when it is not held."""
+    """Release the lock; harmless when it is not held."""
     flock(fd, UNLOCK)
 
 
 def size_at_rest(fd: int) -> int | None:
-    """The file's size while nobody holds the lock; None when somebody does."""
+    """The file's size while the lock is free; None when it is held."""
     try:
         flock(fd, SHARED_NOW)
     except BlockingIOError:
@@ -126,10 +126,10 @@ def size_at_rest(fd: int) -> int | None:
 
 
 def take_turn(fd: int, timeout_s: float, path: Path | str) -> float:
-    """Take the lock behind those who wait for it, or raise `LockTimeout`.
+    """Take the lock after the processes that already wait for it, or raise `LockTimeout`.
 
-    Returns the end of the turn, by the monotonic clock: until then, the holder may take the lock again by
-    `flock` alone when it finds it free.
+    Returns the end of the turn on the monotonic clock. Until then, this process may take a free lock again
+    with `flock` alone.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -144,7 +144,7 @@ def take_turn(fd: int, timeout_s: float, path: Path | str) -> float:
 
 
 def _wait(attempt: Callable[[int], bool], fd: int, deadline: float, sleep_last_s: float) -> bool:
-    """Repeat an attempt until it succeeds, or the deadline is over."""
+    """Repeat an attempt until it succeeds or the deadline has passed."""
     if attempt(fd):
         return True
     for _ in range(SPINS_BEFORE_SLEEP):

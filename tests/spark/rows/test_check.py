@@ -211,7 +211,7 @@ def test_two_events_of_one_number_are_found_beside_honest_repeats(
 
 
 def test_what_is_judged_is_what_the_core_judges() -> None:
-    assert set(checking._JUDGED) == set(message_checker.Lives._judges)
+    assert set(checking._JUDGED) == set(message_checker.Lives._checks)
 
 
 # ---- what `retain` let leave -----------------------------------------------------------------------------

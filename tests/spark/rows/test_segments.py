@@ -12,7 +12,7 @@ from postroom.pipeline.ingest.segments import Gap, Segment, Turn, batches, inges
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from tests.spark.stories import happened, write_segment
 
 NONE, SEGMENTS = -1, 5

@@ -14,8 +14,11 @@ from postroom.core import admission
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import GuardTripped, Overloaded
 from postroom.message import ENGINE_PREFIX, org_of
-from postroom.stores.base import ready
+from postroom.stores.base import Listing, ready
 from postroom.stores.transaction import Transaction
+
+SUSPECTS_LOOKED_MAX = 1_000
+SUSPECTS_NAMED_MAX = 10
 
 ALL = ""
 """The key of what holds for all organizations, or all types."""
@@ -92,9 +95,19 @@ class Admission:
             if stage > pressure.stage and stage in admission.ALERTS:
                 whose = f"organization {org_id}" if org_id else "all organizations"
                 transaction.alert(admission.ALERTS[stage], f"{depth} messages of {whose} are waiting")
+                if stage == admission.EMERGENCY_STAGE:
+                    self._look_for_poison()
             pressure = replace(pressure, stage=stage)
             PRESSURES.put(transaction, pressure, org_id)
         return pressure
+
+    def _look_for_poison(self) -> None:
+        """Name messages in flight that have crashed a worker: they may be the cause of the overflow."""
+        held = self._transaction.find(Listing(state="PROCESSING", limit=SUSPECTS_LOOKED_MAX))
+        suspects = [record.message_id for record in held if record.crashes and org_of(record.queue)]
+        if suspects:
+            named = ", ".join(suspects[:SUSPECTS_NAMED_MAX])
+            self._transaction.alert("Poison suspected", f"{len(suspects)} crashed a worker before: {named}")
 
     def _active_organizations(self) -> int:
         transaction = self._transaction

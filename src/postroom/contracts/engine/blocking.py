@@ -161,6 +161,10 @@ class Blocking:
         """As `Engine.status`."""
         return self.wait(self._engine.status())
 
+    def put_back(self, worker_id: str) -> int:
+        """As `Engine.put_back`."""
+        return int(self.wait(self._engine.put_back(worker_id)))
+
     def cancel(self, message_id: str) -> None:
         """As `Engine.cancel`."""
         self.wait(self._engine.cancel(message_id))

@@ -88,7 +88,11 @@ class Claims:
                 self._paused_types.add((org_id, type_name))
             else:
                 self._paused_orgs.add(org_id)
-        self._circuits = dict(CIRCUITS.scan(self._transaction))
+        self._circuits = {
+            service: circuit
+            for service, circuit in CIRCUITS.scan(self._transaction)
+            if circuit.state != "closed"
+        }
         return True
 
     # ---- choosing ------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ class Claims:
     def _service_admits(self, head: Head) -> bool:
         service = self._service_of(head)
         circuit = self._circuits.get(service)
-        if circuit is None or circuit.state == "CLOSED":
+        if circuit is None:
             return True
         transaction, record, now = self._transaction, head.record, self._transaction.steady_ns
         if breaker.admits(circuit, record.message_id, now):

@@ -187,6 +187,10 @@ class Engine(Closing):
         """The handle of a message that was submitted earlier."""
         return Handle(self._core, message_id)
 
+    async def put_back(self, worker_id: str) -> int:
+        """A worker's process has died: end its leases now; how many messages."""
+        return await self._core.write(lambda operations: operations.crash_worker(worker_id), makes_room=True)
+
     async def sweep(self) -> int:
         """Put back, wake and expire what is overdue; how many messages. Workers do this by themselves."""
         return await self._core.write(lambda operations: operations.sweep(), makes_room=True)

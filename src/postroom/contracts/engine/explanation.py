@@ -99,7 +99,7 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
     body = _body(stored)
     service = (body.service if body else "") or services.get(kind, "")
     circuit = CIRCUITS.get(transaction, service) if service else None
-    if circuit is not None and circuit.state != "CLOSED":
+    if circuit is not None and circuit.state != "closed":
         left_s = max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S
         return f": the breaker of service {service} is {circuit.state}. A probe is allowed in {left_s:.0f} s."
     if not operations.workers():

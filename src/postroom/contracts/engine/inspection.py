@@ -178,4 +178,4 @@ def _breakers(transaction: Transaction) -> dict[str, BreakerStatus]:
 
 def _shown(circuit: breaker.Circuit, now_ns: int) -> breaker.BreakerState:
     """An open breaker whose cooldown is over lets a probe through."""
-    return "HALF_OPEN" if circuit.state == "OPEN" and now_ns >= circuit.open_until else circuit.state
+    return "half_open" if circuit.state == "open" and now_ns >= circuit.open_until else circuit.state

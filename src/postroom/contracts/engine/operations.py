@@ -305,11 +305,11 @@ class Operations:
     def _set_circuit(self, service: str, before: breaker.Circuit, after: breaker.Circuit) -> None:
         if after == before:
             return
-        CIRCUITS.put(self.transaction, None if after == breaker.CLOSED else after, service)
+        CIRCUITS.put(self.transaction, after, service)
         detail = {"service": service}
-        if after.state == "OPEN" and before.state != "OPEN":
+        if after.state == "open" and before.state != "open":
             self.transaction.emit("breaker_opened", detail=detail)
-        elif after.state == "CLOSED" and before.state != "CLOSED":
+        elif after.state == "closed" and before.state != "closed":
             self.transaction.emit("breaker_closed", detail=detail)
 
     def heartbeat(self, leases: Mapping[str, int]) -> list[str]:
@@ -510,7 +510,7 @@ class Operations:
         """Everything about a message of an organization. Raises `UnknownTask`."""
         found = self.transaction.load(message_id)
         if found is None or not org_of(found.record.queue):
-            raise UnknownTask(message_id)
+            raise UnknownTask(message_id, f"there is no message {message_id!r}")
         return found
 
     def payload_of(self, body: Body) -> bytes:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from postroom.contracts.engine import handlers
+from postroom.contracts.engine.batches import Batches
 from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
@@ -94,7 +95,7 @@ class Worker:
         self._rotation = Rotation()
         self._running: dict[str, _Running] = {}
         self._outcomes: list[Outcome] = []
-        self._batches: dict[str, list[Claimed]] = {}
+        self._batches = Batches(self._call)
         self._claims: deque[tuple[float, int, int]] = deque()
         """When how many messages were claimed, and how many of them were promoted."""
         self._wake = asyncio.Event()
@@ -194,7 +195,7 @@ class Worker:
     async def _cycle(self) -> int:
         """Commit the outcomes, claim for the free slots, and start what was claimed; how many."""
         outcomes, self._outcomes = self._outcomes, []
-        free = 0 if self._stopping else self.slots - len(self._running)
+        free = 0 if self._stopping else self.slots + self._batches.waiting - len(self._running)
         if not outcomes and free <= 0:
             return 0
         services = self._core.services
@@ -283,7 +284,10 @@ class Worker:
             context = running.context = Context(self._core, message, record.lease, record.attempt)
             if poison.runs_alone(record) or handler.pool == "process":
                 return await self._alone(claimed, handler, message, context)
-            result = await limited(self._call(handler, message, context), timeout_of(handler, message))
+            if handler.batch > 1:
+                result = await self._batches.call(handler, message, context)
+            else:
+                result = await limited(self._call(handler, message, context), timeout_of(handler, message))
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
             return self._failure(claimed, handler, message, error)
@@ -299,7 +303,7 @@ class Worker:
             keeps_priority=bool(keeps and keep is not None and keep(message, error)),
         )  # fmt: skip
 
-    async def _call(self, handler: Handler, message: Message, context: Context) -> Any:
+    async def _call(self, handler: Handler, message: Any, context: Any) -> Any:
         if handler.is_async:
             return await handler.run(message, context)
         loop = asyncio.get_running_loop()
@@ -307,7 +311,11 @@ class Worker:
         def wait(coroutine: Any) -> Any:
             return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-        return await loop.run_in_executor(self._threads, handler.run, message, ThreadContext(context, wait))
+        if isinstance(context, list):
+            plain: Any = [ThreadContext(each, wait) for each in context]
+        else:
+            plain = ThreadContext(context, wait)
+        return await loop.run_in_executor(self._threads, handler.run, message, plain)
 
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         """Run the handler in a process of its own, which may crash."""

@@ -1,10 +1,10 @@
-"""What must not be written down, taken out of payloads and texts.
+"""Redaction: replacing secrets and personal data in payloads and texts by markers.
 
-Rule 1: what comes out may go in again: redacting twice is redacting once.
-Rule 2: every input has an answer. What is too deep or too stubborn is replaced as a whole, never passed on.
-Rule 3: the quick way comes to what the slow way comes to, which defines it.
-Rule 4: this package imports the standard library and itself alone, so that its files can be sent to wherever
-        a stream is read. `MODULES` are the files, each behind those that it imports.
+Rule 1: redaction is idempotent: redacting the output again does not change it.
+Rule 2: every input is handled. A value that is nested too deeply or keeps changing is replaced as a whole.
+Rule 3: the fast path gives the same result as the slow path, which is the definition.
+Rule 4: this package imports only the standard library and itself, so that its files can be shipped to Spark
+        workers. `MODULES` lists the files; each comes after those it imports.
 """
 
 from postroom.core.redaction.checks import luhn, mod97

@@ -1,4 +1,4 @@
-"""The names of fields whose values go as a whole, and how an assignment to one looks within a text."""
+"""The names of fields whose whole values are redacted, and patterns of assignments to them in a text."""
 
 import re
 from collections.abc import Collection
@@ -19,7 +19,7 @@ from postroom.core.redaction.rules import (
     Rule,
 )
 
-SUFFIX_CHARS_MIN: Final = 6  # a field this long is found at the end of a glued name, such as `dbpassword`
+SUFFIX_CHARS_MIN: Final = 6  # a field this long also matches at the end of a longer word, as in `dbpassword`
 
 DEFAULT_FIELDS: Final = frozenset(
     (
@@ -76,13 +76,13 @@ DEFAULT_FIELDS: Final = frozenset(
         "mobile_number",
     )
 )
-"""The value of a field of such a name goes as a whole, also as `userPassword`, `X-Api-Key` or `api_keys`.
+"""Fields whose whole value is redacted, also when spelled `userPassword`, `X-Api-Key` or `api_keys`.
 
-One that begins with `*_` counts only behind another word: `smtpPass` does, and the `pass` of a test does not.
+A name that begins with `*_` matches only after another word: `smtpPass` matches, a bare `pass` does not.
 """
 
 NO_OWNERS: Final = ("boarding", "first", "second", "last", "final", "test", "tests", "by", "did", "can", "no")
-"""Words in front of a field with `*_` that make it no secret: `first_pass`."""
+"""Words before a `*_` field with which it is not a secret: `first_pass`."""
 
 HEADERS: Final = (["authorization"], ["cookie"])
 JOINT: Final = r"[_. -]"
@@ -90,11 +90,11 @@ _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _STRONG: Final = (
     "pass",
     "pwd",
-)  # behind `password: ` anything is one; behind `token: ` only what looks like one
+)  # any value after `password: ` is a secret; after `token: ` only one that looks like a secret
 
 
 def _low(text: str) -> str:
-    """In lower case as far as ASCII goes, one character a byte: quick, and the same for every reader."""
+    """ASCII letters in lower case, one character per byte: fast, and the same in every reader."""
     if text.isascii():
         return text.lower()
     return text.encode("utf-8", "surrogatepass").lower().decode("latin-1")
@@ -105,7 +105,7 @@ def words_of(field: str) -> list[str]:
 
 
 def split_fields(fields: Collection[str]) -> tuple[list[list[str]], list[list[str]]]:
-    """The words of the names, and of those that need a word in front."""
+    """The words of the plain names, and of those that need another word before them."""
     names = [words for field in sorted(fields) if (words := words_of(field))]
     return [words for words in names if words[0] != "*"], [words[1:] for words in names if words[0] == "*"]
 
@@ -115,7 +115,7 @@ def is_long(words: list[str]) -> bool:
 
 
 def _named(fields: list[list[str]]) -> str:
-    """A pattern of the names at the end of which a field stands."""
+    """A pattern for names that end with a field."""
     long = [rf"{JOINT}{{0,2}}".join(map(re.escape, words)) for words in fields if is_long(words)]
     short = [rf"{JOINT}{{0,2}}".join(map(re.escape, words)) for words in fields if not is_long(words)]
     parts = [rf"(?:{'|'.join(long)})s?"] * bool(long) + [rf"(?<![A-Za-z0-9])(?:{'|'.join(short)})"] * bool(
@@ -125,7 +125,7 @@ def _named(fields: list[list[str]]) -> str:
 
 
 def _owned(tails: list[list[str]]) -> list[str]:
-    """Patterns of the names that need a word in front. A literal comes first in each, which is quicker."""
+    """Patterns for names that need another word before them. Each begins with a literal, for speed."""
     found = []
     for tail in ("".join(words) for words in tails):
         first, rest = f"[{tail[0]}{tail[0].upper()}]", re.escape(tail[1:])
@@ -137,7 +137,7 @@ def _owned(tails: list[list[str]]) -> list[str]:
 
 
 def assignments(fields: list[list[str]], tails: list[list[str]]) -> list[Rule]:
-    """`password=…`, `"api_key": "…"`, `<token>…</token>`, a name beside its value and the like in a text."""
+    """Rules for assignments in a text: `password=…`, `"api_key": "…"`, `<token>…</token>` and similar."""
     if not fields and not tails:
         return []
     named = "|".join([_named(fields)] * bool(fields) + _owned(tails))

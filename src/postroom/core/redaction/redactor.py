@@ -1,4 +1,4 @@
-"""The three ways into redaction: payloads, texts, values."""
+"""The entry points of redaction: payloads, texts and values."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -9,27 +9,27 @@ from postroom.core.redaction.rules import CUSTOM, LONG_NUMBERS, PAIRS, RULES, Co
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.splicing import Splicing, suspects
 from postroom.core.redaction.texts import PASSES_MAX, Texts, encodable, shape_of
-from postroom.core.redaction.triggers import NOTHING, Look, Triggers
+from postroom.core.redaction.triggers import NOTHING, TriggerHits, Triggers
 from postroom.core.redaction.values import Values, Work
 
 Level: TypeAlias = Literal["none", "medium", "full"]
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_HEAD: Final = 5  # the rules that come before a deployment's own fields
+_HEAD: Final = 5  # number of rules that are applied before those for fields
 
 
 def level_for(environment: str | None) -> Level:
-    """The level of an environment. One that is unknown is treated as production."""
+    """The level of an environment. An unknown environment is treated as production."""
     levels: dict[str | None, Level] = {"dev": "none", "staging": "medium"}
     return levels.get(environment, "full")
 
 
 class Redactor:
-    """Takes out of payloads and texts what a level forbids.
+    """Redacts payloads and texts according to a level.
 
-    `patterns` are further rules: a marker's name and a pattern of `re`, whose first group is replaced if it
-    has one. With a `key` a marker carries a token: the same value gives the same token, and nobody without
-    the key can tell which.
+    `patterns` are further rules: the name of a marker and a regular expression, whose first group (if it has
+    one) is replaced. With a `key`, a marker carries a token: equal values have equal tokens, and the value
+    cannot be guessed from the token without the key.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Redactor:
         key: bytes | None = None,
     ) -> None:
         if level not in ("none", "medium", "full"):
-            raise ValueError(f'"{level}" is no level of redaction: none, medium or full.')
+            raise ValueError(f'"{level}" is not a level of redaction: use none, medium or full.')
         self._full = level == "full"
         self._none = level == "none"
         names, tails = split_fields(fields)
@@ -51,61 +51,63 @@ class Redactor:
         self._texts = Texts(rules, signs, patterns, key)
         self._values = Values(self._texts, names, tails, full=self._full, numbers=bool(custom))
         self._splicing = Splicing(self._texts, self._values)
-        self._look: Callable[[str], Look] = Triggers(signs, CUSTOM if custom else 0).look
+        self._scan: Callable[[str], TriggerHits] = Triggers(signs, CUSTOM if custom else 0).scan
         self._long_numbers = (compiled(LONG_NUMBERS),)
 
     def payload(self, text: str) -> str:
-        """A body: JSON text in, JSON text out. What is not JSON is one string."""
+        """A redacted message body. JSON stays JSON; any other text is treated as one string."""
         if self._none:
             return text
         if not text.isascii():
             text = encodable(text)
-        look = self._look(text)
-        if look is NOTHING and not self._full:
+        hits = self._scan(text)
+        if hits is NOTHING and not self._full:
             return text
         for _ in range(PASSES_MAX):
-            redacted = self._json(text, look)
+            redacted = self._json(text, hits)
             if redacted is not None:
                 return redacted
-            # Not JSON: what is left of it might be, now that something is gone.
-            redacted = self._values.string(text, Work(self._texts.awake(look.woken)))
+            # The text is not JSON, but its redacted form may be: try again.
+            redacted = self._values.string(text, Work(self._texts.active_rules(hits.active)))
             if redacted == text:
                 return text
             text = redacted
-            look = self._look(text)
+            hits = self._scan(text)
         return shape_of(text)
 
     def text(self, text: str) -> str:
-        """What a program says, such as an error. Words stay; the full level drops quotations and numbers."""
+        """A redacted program message, such as an error. Words stay; "full" drops quotations and numbers."""
         if self._none:
             return text
         if not text.isascii():
             text = encodable(text)
-        rules = self._texts.awake(self._look(text).woken)
+        rules = self._texts.active_rules(self._scan(text).active)
         if self._full:
             return self._texts.without_quotations(text, rules + self._long_numbers)
         return self._texts.settled(text, rules)
 
     def value(self, obj: Any) -> Any:
-        """What JSON can hold, redacted like a payload; the argument is left as it is."""
+        """A copy of a JSON-like value, redacted like a payload."""
         return obj if self._none else self._values.value(obj)
 
-    def _json(self, text: str, look: Look) -> str | None:
-        """A payload redacted, the quick way if there is one, or None when it is not JSON."""
-        redacted = None if self._full else self._splicing.spliced(text, look)
+    def _json(self, text: str, hits: TriggerHits) -> str | None:
+        """The redacted payload, by the fast path if possible; None when it is not JSON."""
+        redacted = None if self._full else self._splicing.spliced(text, hits)
         if redacted is not None:
             return redacted
-        return self._values.parsed(text, lambda: _work(self._texts.awake(look.woken), look))
+        return self._values.parsed(text, lambda: _work(self._texts.active_rules(hits.active), hits))
 
 
-def _work(rules: tuple[Compiled, ...], look: Look) -> Work:
-    return Work(rules, suspects(look), pairs=bool(look.woken & PAIRS))
+def _work(rules: tuple[Compiled, ...], hits: TriggerHits) -> Work:
+    return Work(rules, suspects(hits), pairs=bool(hits.active & PAIRS))
 
 
 def _custom(name: str, pattern: str) -> Compiled:
     if not _NAME.fullmatch(name):
-        raise ValueError(f'"{name}" names no pattern: small letters, digits, - and _, at most 32.')
+        raise ValueError(
+            f'"{name}" is not a name for a pattern: use lower-case letters, digits, - and _, at most 32.'
+        )
     try:
         return compiled(Rule(name, CUSTOM, pattern, ("",)), 0)
     except re.error as error:
-        raise ValueError(f'The pattern "{name}" is no regular expression: {error}.') from None
+        raise ValueError(f'The pattern "{name}" is not a regular expression: {error}.') from None

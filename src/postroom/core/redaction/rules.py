@@ -1,6 +1,6 @@
-"""What is taken out: each rule is a pattern, what wakes it, and what a candidate has to be besides.
+"""The redaction rules: each has a pattern, the trigger group that activates it, and an optional check.
 
-Patterns keep to the dialect that Python's `re` (ASCII) and Java's regex share.
+Patterns use only the syntax that Python's `re` (ASCII) and Java's regex share.
 """
 
 import re
@@ -9,26 +9,26 @@ from typing import Final, NamedTuple
 
 from postroom.core.redaction.checks import address, card, iban, trimmed_list
 
-# What a rule belongs to, as a bit: a trigger wakes a whole group.
+# The groups of rules, as bits: a trigger activates a whole group.
 CUSTOM, FIELDS, LINKS, EMAILS, PHONES, CARDS, IBANS, SSNS, ADDRESSES = (1 << n for n in range(9))
 WORDED, PREFIXED, BEARERS, JWTS, CLOUDS, BLOCKS, VENDORS = (1 << n for n in range(9, 16))  # keys
-# A name beside its value: in a text, and in parsed JSON, where no rule but the walk finds it.
+# A field name next to its value: in a text, and in parsed JSON, where the walk over the values finds it.
 NAMED, PAIRS = (1 << n for n in range(16, 18))
 EVERYTHING: Final = (1 << 18) - 1
 
 
 class Rule(NamedTuple):
-    """One thing to find. When the pattern has groups, the one that took part is replaced, else all of it."""
+    """One kind of secret. The pattern's group that matched is replaced, or the whole match without groups."""
 
     name: str
     """The marker's name."""
     group: int
     pattern: str
     hints: tuple[str, ...]
-    """A text that holds none of them has no match."""
+    """A text that contains none of these has no match."""
     check: Callable[[str], int] | None = None
     fold: Callable[[str], str] | None = None
-    """What is the same value, written differently, before a token is made of it."""
+    """Normalizes different spellings of one value before a token is made."""
 
 
 def _glued(found: str) -> str:
@@ -47,10 +47,10 @@ def _escapes(behind: str = "") -> str:
 
 
 def _begins(behind: str = "", word: str = "A-Za-z0-9") -> str:
-    """The beginning of a word, of which `behind` is read already.
+    """A pattern for the start of a word; `behind` is the part of the word that is matched already.
 
-    An escape such as a written newline, as in a quotation or in JSON within a string, ends in a letter or a
-    digit and is no part of the word. Neither is the colour of a terminal.
+    An escape sequence, such as a newline written as two characters, ends in a letter or digit but is not part
+    of the word. The same holds for the colour codes of a terminal.
     """
     return f"(?:(?<![{word}]{behind}){_escapes(behind)})"
 
@@ -59,7 +59,7 @@ _ESCAPE_ENDS: Final = rf"(?:(?<=\\)(?:[0abefnrtv]|u{_HEX}{{4}}|x{_HEX}{{2}})|(?<
 
 
 def _plain(pattern: str) -> str:
-    """The same pattern for a text without escapes, which is most and quicker to search."""
+    """A faster pattern for texts without escape sequences, which are the majority."""
     for escapes in (_ESCAPE_ENDS, *map(_escapes, ("", "A", "AIza", "eyJ"))):
         pattern = pattern.replace(escapes, "")
     return pattern
@@ -74,7 +74,7 @@ _LABEL: Final = r"[A-Za-z0-9\u00c0-\u04ff\u3040-\u9fff\uac00-\ud7a3]"
 OPAQUE: Final = r"[A-Za-z0-9_-]"
 SHOWN: Final = r"[A-Za-z0-9+/_.=~-]"
 BARE: Final = r"[^\x00-\x20\"'<>&]"
-# What a value may hold besides: `&` unless a further parameter follows, and `<`, `>`, `'` within a word.
+# Further characters of a value: `&` unless another parameter follows, and `<`, `>`, `'` within a word.
 _WITHIN: Final = rf"(?:&(?![A-Za-z0-9_.%\[\]-]{{1,64}}=)|<(?!/)|>(?={BARE})|'(?=[A-Za-z0-9]))"
 _LINE_END: Final = r"(?:\r?\n|(?:\\{1,7}r)?\\{1,7}n)"
 UNQUOTED: Final = (
@@ -87,7 +87,7 @@ QUOTED: Final = (
     r"[BFRUbfru]{0,2}(?:\"((?:[^\"\\]|\\.)+)|'((?:[^'\\]|\\.)+)|"
     r"\\{1,7}[\"']([^\"'\\]+(?:\\{1,7}[^\"'\\]+)*))"  # \"escaped\"
 )
-# A list or an object within a text goes as a whole, also when its end is missing.
+# A list or an object within a text is replaced as a whole, even when its end is missing.
 NESTED: Final = (
     r"((?=[\[{(][\[{( \t\r\n]{0,16}[BUbu]?[\"'\\0-9])"
     r"(?:\[(?:[^\[\]]|\[[^\[\]]*\]){0,8192}\]?|\{(?:[^{}]|\{[^{}]*\}){0,8192}\}?"
@@ -95,7 +95,7 @@ NESTED: Final = (
 )
 SPACE: Final = r"(?:[ \t]|\\{1,7}t){0,4}+"
 NEXT_LINE: Final = rf"(?:{_LINE_END}[ \t]{{1,16}})?+"
-# A block of YAML: all its lines.
+# A YAML block: all of its lines.
 BLOCK: Final = rf"[|>][0-9+-]{{0,2}}{_LINE_END}[ \t]{{1,16}}([^ \t\n][^\n]*(?:\n[ \t]+[^\n]+)*)"
 EQUALS: Final = r":?={1,3}>?"
 
@@ -303,9 +303,9 @@ RULES: Final = (
     ),
 )
 
-# What a text loses besides at the full level: it keeps its words, so that errors of one kind stay alike.
+# Applied to texts at the full level only. Words are kept, so that errors of one kind stay recognizable.
 LONG_NUMBERS: Final = Rule("digits", 0, r"[0-9](?:[0-9]|[.,: _-](?=[0-9])){5,}", tuple("0123456789"))
-# A quotation goes with the markers in it.
+# A quotation is replaced together with the markers in it.
 QUOTATIONS: Final = (
     re.compile(r"\"(?:[^\"\\\n]|\\.)*(?:\"|(?=\n)|\\?\Z)", re.ASCII),
     re.compile(r"`[^`\n]*(?:`|(?=\n)|\Z)", re.ASCII),
@@ -329,13 +329,13 @@ BUILT_IN: Final = (
 
 
 class Compiled(NamedTuple):
-    """A rule, ready to search."""
+    """A rule with its compiled patterns."""
 
     name: str
     group: int
     search: Callable[..., "re.Match[str] | None"]
     search_plain: Callable[..., "re.Match[str] | None"]
-    """The same for a text without escapes."""
+    """The faster search for a text without escape sequences."""
     hint: Callable[[str], "re.Match[str] | None"]
     check: Callable[[str], int] | None
     fold: Callable[[str], str] | None

@@ -1,7 +1,7 @@
-"""Signs of assignment with the end of a field's name in front of them.
+"""Finding assignment signs (`:`, `=`, `>`) that follow the name of a field.
 
-They are looked for in the reversed text: backwards it is one jump from sign to sign instead of a look for
-every name at every character, and what differs is seen at the first letter.
+The text is searched in reverse: the search jumps from sign to sign instead of trying every name at every
+character, and a name that does not match fails at its first letter.
 """
 
 import re
@@ -12,16 +12,16 @@ from postroom.core.redaction.fields import JOINT, is_long
 from postroom.core.redaction.rules import BUILT_IN
 from postroom.core.redaction.views import folded
 
-_IPV6: Final = r":()|[0a-f][0a-f]{0,3}:[0a-f]{1,4}:()"  # behind a colon, in either direction
+_IPV6: Final = r":()|[0a-f][0a-f]{0,3}:[0a-f]{1,4}:()"  # after a colon, in either direction
 
-_VALUE: Final = "value"  # the member beside a name; the first group of the pattern for colons
+_VALUE: Final = "value"  # the member next to a name; the first group of the pattern for colons
 _VALUE_GROUP: Final = 1
 
 _Ends: TypeAlias = "dict[str, _Ends]"
 
 
 class Signs:
-    """Finds assignments to the given fields, and on its way what may be an IPv6 address."""
+    """Finds assignments to the given fields and, in the same pass, possible IPv6 addresses."""
 
     def __init__(self, fields: Collection[list[str]]) -> None:
         ends: _Ends = {}
@@ -35,10 +35,10 @@ class Signs:
             _add(ends, [folded(_VALUE[::-1])], "()")
         names_and_value = _alternatives(ends)
         self._equals, self._tag = re.compile(f"={self._behind('=')}"), re.compile(f">{self._behind('>')}")
-        # A colon near a colon may belong to an address, which is one of the groups: one jump serves both.
-        # The value beside a name stands behind one as well.
+        # One search for colons finds assignments, possible addresses (a colon near a colon) and the member
+        # `value` next to a name; the groups tell them apart.
         self._colon = re.compile(f":(?:{self._behind(':', names_and_value)}|{_IPV6})").search
-        # A string that ends in a name, and is no name of a member itself.
+        # A string that ends in a field's name and is not itself the name of a member.
         self._named = re.compile(rf"[,}}\]][ \t\n\r]*\"[ _.-]*+{self._names}").search
 
     def _behind(self, sign: str, names: str = "") -> str:
@@ -46,7 +46,7 @@ class Signs:
         return rf"[ \"'\\\]\t\n\r_.-]*+{names or self._names}(?:(?!<)|{ours})"
 
     def find(self, raw: str, low: str) -> tuple[list[int], list[int], list[int]]:
-        """Where the signs are, where an address may be, and where the value beside a name may be."""
+        """The offsets of assignment signs, of possible addresses, and of values next to a name."""
         back = low[::-1]
         signs: list[int] = []
         addresses: list[int] = []
@@ -61,17 +61,17 @@ class Signs:
             signs += [len(back) - 1 - match.start() for match in self._equals.finditer(back)]
         if ">" in raw:
             signs += [len(back) - 1 - match.start() for match in self._tag.finditer(back)]
-        if "\\" in raw and "\\t" in raw:  # a tab, or a backslash and a name that begins with a t
+        if "\\" in raw and "\\t" in raw:  # a tab, or a backslash before a name that begins with t
             signs += self.find(raw.replace("\\t", "  "), low.replace("\\t", "  "))[0]
         return signs, addresses, values
 
     def names_value(self, low: str) -> bool:
-        """Whether a string in JSON ends in a field's name, as in `{"name": "password", "value": …}`."""
+        """Whether a JSON string ends in a field's name, as in `{"name": "password", "value": …}`."""
         return self._named(low[::-1]) is not None
 
 
 def _add(ends: _Ends, words: list[str], group: str = "") -> None:
-    """Letter by letter into the tree; a joint is the empty letter. The pattern ends with `group`."""
+    """Add a name to the tree, letter by letter; a joint is an empty letter. The pattern ends with `group`."""
     for number, word in enumerate(words):
         if number:
             ends = ends.setdefault("", {})

@@ -1,7 +1,7 @@
-"""Payloads, the quick way: only the strings in question are touched, and the rest of the text stays as it is.
+"""The fast path for payloads: only suspicious strings are replaced; the rest of the text stays unchanged.
 
-What is inside a string and what is not is told by counting quotation marks. A rule that looks across one, as
-the names of fields do, and an escape mean something only where the text is JSON.
+Counting quotation marks tells whether a position is inside a string. Field names and escape sequences are
+only meaningful in JSON, so a text with either is checked to be JSON first.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from postroom.core.redaction.rules import CUSTOM, EVERYTHING, PAIRS
 from postroom.core.redaction.texts import Texts, encodable
-from postroom.core.redaction.triggers import Look
+from postroom.core.redaction.triggers import TriggerHits
 from postroom.core.redaction.values import Values, encode
 
 _SURROGATE: Final = re.compile(r"\\u[Dd][89A-Fa-f]")
@@ -22,58 +22,58 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class _NeedsParserError(Exception):
-    """The quick way ends here."""
+    """The fast path cannot handle this payload."""
 
 
 class _Segment(NamedTuple):
-    """What stands between two quotation marks."""
+    """The text between two quotation marks."""
 
     at: int
-    """The first place of interest in it."""
+    """The first offset in it that a trigger reported."""
     start: int
     end: int
     inside: bool
-    """Whether it is a string, and not what stands between two strings."""
+    """Whether it is a string, rather than the text between two strings."""
 
 
 _Edit: TypeAlias = tuple[int, int, str]
-"""From where to where, and what stands there then."""
+"""Start, end, and the replacement."""
 
 
 class Splicing:
-    """Replaces suspicious strings where they stand."""
+    """Replaces suspicious strings in place."""
 
     def __init__(self, texts: Texts, values: Values) -> None:
         self._texts = texts
         self._values = values
 
-    def spliced(self, text: str, look: Look) -> str | None:
+    def spliced(self, text: str, hits: TriggerHits) -> str | None:
         """The text with only its suspicious strings redacted, or None when it has to be parsed."""
-        raw = look.raw
+        raw = hits.raw
         escapes = "\\" in raw
-        if look.woken & (CUSTOM | PAIRS) or (escapes and _SURROGATE.search(raw)):
+        if hits.active & (CUSTOM | PAIRS) or (escapes and _SURROGATE.search(raw)):
             return None
-        if (look.signs or escapes) and not _is_json(text):
+        if (hits.signs or escapes) and not _is_json(text):
             return None
         quotes = _unescaped(raw) if escapes else raw
         edits: list[_Edit] = []
         try:
-            for segment in _segments(quotes, look):
+            for segment in _segments(quotes, hits):
                 if edits and segment.start <= edits[-1][1]:
                     continue  # masked already
-                edit = self._masking(raw, quotes, segment) if segment.at in look.signs else None
-                edit = edit or self._editing(raw, quotes, segment, look.woken)
+                edit = self._masking(raw, quotes, segment) if segment.at in hits.signs else None
+                edit = edit or self._editing(raw, quotes, segment, hits.active)
                 if edit:
                     edits.append(edit)
         except _NeedsParserError:
             return None
         return _edited(raw, edits) if edits else text
 
-    def _editing(self, raw: str, quotes: str, segment: _Segment, woken: int) -> _Edit | None:
-        """What a string becomes, if anything else."""
+    def _editing(self, raw: str, quotes: str, segment: _Segment, active: int) -> _Edit | None:
+        """The edit that redacts a string; None when it stays unchanged."""
         literal = raw[segment.start : segment.end]
         found = _decoded(literal)
-        redacted = self._texts.settled(found, self._texts.awake(woken))
+        redacted = self._texts.settled(found, self._texts.active_rules(active))
         if redacted is found:
             return None
         if not segment.inside or _ENDS_NAME.match(quotes, segment.end):
@@ -81,7 +81,7 @@ class Splicing:
         return segment.start, segment.end, redacted if literal is found else _literal(redacted)
 
     def _masking(self, raw: str, quotes: str, segment: _Segment) -> _Edit | None:
-        """What the string behind a colon becomes, if that is what the name in front of it demands."""
+        """The edit that masks the string after a colon; None when the name before it is not secret."""
         if segment.inside:
             return None
         name_end = segment.start - 1
@@ -98,20 +98,20 @@ class Splicing:
         return start, end, self._values.masked(_decoded(raw[start:end]), 0)
 
 
-def suspects(look: Look) -> Collection[str] | None:
-    """The strings of a payload that are worth a look; None is all of them."""
-    if look.woken == EVERYTHING or look.woken & CUSTOM:
+def suspects(hits: TriggerHits) -> Collection[str] | None:
+    """The strings of a payload that may need redaction; None stands for all of them."""
+    if hits.active == EVERYTHING or hits.active & CUSTOM:
         return None
-    quotes = _unescaped(look.raw) if "\\" in look.raw else look.raw
-    return {_decoded(look.raw[segment.start : segment.end]) for segment in _segments(quotes, look)}
+    quotes = _unescaped(hits.raw) if "\\" in hits.raw else hits.raw
+    return {_decoded(hits.raw[segment.start : segment.end]) for segment in _segments(quotes, hits)}
 
 
-def _segments(quotes: str, look: Look) -> list[_Segment]:
-    """Each segment that has a place of interest in it, once, in order."""
+def _segments(quotes: str, hits: TriggerHits) -> list[_Segment]:
+    """Each segment with an offset that a trigger reported, once, in order."""
     found: list[_Segment] = []
     counted = done = 0
     inside = False
-    for at in sorted([*look.signs, *look.places]):
+    for at in sorted([*hits.signs, *hits.places]):
         if at >= done:
             inside ^= quotes.count('"', counted, at) & 1 == 1
             counted = at
@@ -142,7 +142,7 @@ def _is_json(text: str) -> bool:
 
 
 def _decoded(literal: str) -> str:
-    """What stands between two quotation marks of a JSON text, of which each character is a byte."""
+    """Decode a string literal, without its quotation marks, from a JSON text with one character per byte."""
     text = literal if literal.isascii() else literal.encode("latin-1").decode()
     if "\\" not in text:
         return text
@@ -156,5 +156,5 @@ def _literal(text: str) -> str:
 
 
 def _unescaped(raw: str) -> str:
-    """The text with no quotation marks but those around strings."""
+    """The text with escaped quotation marks masked, so that only those around strings remain."""
     return raw.replace("\\\\", "__").replace('\\"', "__")

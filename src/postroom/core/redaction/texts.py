@@ -1,7 +1,7 @@
-"""One text without what the rules find, and with markers in its place.
+"""Redaction of one text: every match of a rule is replaced by a marker.
 
-Rule 1: a text is redacted until nothing changes, and a marker such as `<email>` is never looked into.
-Rule 2: a text that is too stubborn is replaced as a whole.
+Rule 1: a text is redacted until nothing changes. A marker such as `<email>` is never searched.
+Rule 2: a text that still changes after `PASSES_MAX` passes is replaced as a whole.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ from postroom.core.redaction.rules import BUILT_IN, FIELDS, QUOTATIONS, QUOTES, 
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.views import folded
 
-PASSES_MAX: Final = 20  # a text that still changes then becomes its shape
+PASSES_MAX: Final = 20  # a text that still changes after this is replaced by its shape
 TOKEN_HEX_DIGITS: Final = 12
 
 _SHAPES: Final = tuple(f"<text:{1 << bits}>" for bits in range(64))
 
 
 def shape_of(text: str) -> str:
-    """`<text:32>`: 17 to 32 characters. The next power of two, because a length alone can tell a word."""
+    """`<text:32>` for 17 to 32 characters: a power of two, because an exact length can reveal a word."""
     return _SHAPES[(len(text) - 1).bit_length()] if text else ""
 
 
 def encodable(text: str) -> str:
-    """The text with each lone surrogate replaced: every sink writes UTF-8."""
+    """The text with lone surrogates replaced, because sinks write UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -36,7 +36,7 @@ def encodable(text: str) -> str:
 
 
 class Texts:
-    """Applies rules to texts. With a `key` a marker carries a token."""
+    """Applies rules to texts. With a `key`, markers carry a token."""
 
     def __init__(
         self, rules: Sequence[Compiled], signs: Signs, custom: Collection[str], key: bytes | None
@@ -51,28 +51,28 @@ class Texts:
         self._quoted_marker = re.compile(f"[BFRUbfru]{{0,2}}[{QUOTES}]{self._marker.pattern}[{QUOTES}]?")
 
     def is_marker(self, text: str) -> bool:
-        """Whether it is a marker and nothing else."""
+        """Whether the whole text is one marker."""
         return text[:1] == "<" and self._marker.fullmatch(text) is not None
 
-    def awake(self, woken: int) -> tuple[Compiled, ...]:
-        """The rules of some groups."""
-        rules = self._rules_of.get(woken)
+    def active_rules(self, active: int) -> tuple[Compiled, ...]:
+        """The rules of the given groups."""
+        rules = self._rules_of.get(active)
         if rules is None:
-            rules = self._rules_of[woken] = tuple(rule for rule in self.rules if rule.group & woken)
+            rules = self._rules_of[active] = tuple(rule for rule in self.rules if rule.group & active)
         return rules
 
     def settled(self, text: str, rules: tuple[Compiled, ...]) -> str:
-        """The text, redacted until nothing changes; the very same one when nothing does."""
+        """The text, redacted until nothing changes; the same object when nothing changed at all."""
         parts = self._marker.split(text) if "<" in text else [text]
         assigns: bool | None = None
-        until = len(rules)  # behind the rule that changed something last, nothing is new
+        until = len(rules)  # rules after the last one that changed something need no second pass
         for _ in range(PASSES_MAX + 1):
             last = 0
             for number, rule in enumerate(rules, 1):
                 if number > until and not last:
                     break
                 if rule.group == FIELDS:
-                    # Asked once: what is taken out meanwhile brings no name in front of a sign.
+                    # Searched once: no replacement puts a field name before a sign.
                     assigns = bool(self._signs.find(text, folded(text))[0]) if assigns is None else assigns
                     if not assigns:
                         continue
@@ -84,7 +84,7 @@ class Texts:
         return shape_of(text)
 
     def without_quotations(self, text: str, rules: tuple[Compiled, ...]) -> str:
-        """The text settled, and without what is quoted. A quotation of a marker alone stays."""
+        """The settled text with quotations replaced, except those that hold only a marker."""
         for _ in range(PASSES_MAX):
             settled = self.settled(text, rules)
             for quotation in QUOTATIONS:
@@ -99,7 +99,7 @@ class Texts:
         return found if self._quoted_marker.fullmatch(found) else self.marked("quoted", found)
 
     def _apply(self, rule: Compiled, parts: list[str]) -> bool:
-        """Apply a rule to every other part. Those between are markers, which are left alone."""
+        """Apply a rule to every other part; the parts between them are markers."""
         changed = False
         for at in range(len(parts) - 1, -1, -2):
             part = parts[at]
@@ -109,7 +109,7 @@ class Texts:
         return changed
 
     def _without(self, rule: Compiled, text: str) -> list[str]:
-        """The text cut up: what stays and markers in turn. Empty when all of it stays."""
+        """The text split into unchanged parts and markers, alternating. Empty when nothing matched."""
         done = 0
         parts: list[str] = []
         check = rule.check
@@ -119,8 +119,8 @@ class Texts:
             start, end = match.span(match.lastindex or 0)
             behind = match.end()
             if check:
-                # What fails the check may hide what passes it, as the 20 of `%20` in front of a card does.
-                # Not so for an IBAN, which takes long to check.
+                # A candidate that fails the check may overlap one that passes, such as the 20 of `%20` before
+                # a card. IBANs are not searched again, because their check is slow.
                 end = start + check(text[start:end])
                 behind = behind if check is iban and end == start else end
             if end > start:
@@ -133,7 +133,7 @@ class Texts:
         return parts
 
     def marked(self, name: str, found: str, fold: Callable[[str], str] | None = None) -> str:
-        """The marker that stands for what was found."""
+        """The marker that replaces what was found."""
         if self._key is None:
             return f"<{name}>"
         value = (fold(found) if fold else found).encode("utf-8", "surrogatepass")

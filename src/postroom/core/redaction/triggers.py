@@ -1,8 +1,8 @@
-"""What is worth a look: a text is looked at as a whole first, and most texts hold nothing.
+"""Triggers: cheap tests of the whole text that decide which rules must run. Most texts trigger none.
 
-Rule 1: a trigger may only be too eager. Each test is necessary for a match of its group, also in a JSON text
-        with escapes, and much cheaper than the rules.
-Rule 2: it tells where: each match lies in the same string as a place that is told.
+Rule 1: a trigger may fire without a match, but every match of a group fires its trigger, even in JSON text
+        with escape sequences. Triggers are much cheaper than the rules.
+Rule 2: triggers report offsets: every match is in the same string as a reported offset.
 """
 
 import re
@@ -34,17 +34,17 @@ from postroom.core.redaction.rules import (
 from postroom.core.redaction.signs import Signs
 from postroom.core.redaction.views import LOW, SHAPE
 
-# A gap of a sign that is no byte. No view shows it, so it wakes every rule.
+# A gap that is not an ASCII character. The views do not show it, so it activates every rule.
 _RARE: Final = r"(?:\xc2\xa0|\xe2\x80[\x87\x89\x90-\x95\xaf]|\\u(?:00[Aa]0|20(?:0[79]|1[0-5]|2[Ff])))"
 _RARE_GAP: Final = re.compile(rf"{_RARE}[ .-]?[0-9(]|[0-9)][ .-]?{_RARE}")
 _ESCAPED: Final = re.compile(r"\\(?:/|u00[2-7])")
 
-# In `low`.
-_NEXT: Final = r"\"[ \t\n\r]*,[ \t\n\r]*\"[^\"-]"  # of a list of arguments: an option, and what belongs to it
+# Searched in `low`.
+_NEXT: Final = r"\"[ \t\n\r]*,[ \t\n\r]*\"[^\"-]"  # in a list of arguments: from an option to its value
 _URL: Final = (
-    r"://(?<=[ '\"\\]httk{0}://)(?<!:\"httk{0}://)(?<!: \"httk{0}://)()"  # of a command, not of a member
+    r"://(?<=[ '\"\\]httk{0}://)(?<!:\"httk{0}://)(?<!: \"httk{0}://)()"  # in a command, not in a member
 )
-_worded: Final = re.compile(  # the group that took part says what it may be, as `_WORDS` has it
+_worded: Final = re.compile(  # `_WORDS` maps the group that matched to groups of rules
     rf"k(?:e(?:y|n(?<=token))(?:{_NEXT}()|-[0a-f]{{32}}()|=(?<=_key=)(?<!aki_key=)()"
     rf"|(?: is)? ['`]?{SHOWN}{{16}}|(?<=--token)|(?<=-key) |-0)"
     r"|-(?:(?:(?<=gocskk-)|(?<=[rm]ak-)|(?<=sq0atk-)|(?<=sq0csk-))()"
@@ -64,20 +64,20 @@ _WORDS: Final = (
 )  # fmt: skip
 _DOTTED: Final = re.compile(r"\.0{1,3}\.0")
 
-# As it is.
+# Searched in the text itself.
 _PREFIXED: Final = re.compile(rf"_{OPAQUE}{{20}}")
 _CLOUD: Final = re.compile(rf"A(?:KIA|SIA|ROA|IDA|BIA|CCA|Iza){OPAQUE}{{16}}")
 _HASH: Final = re.compile(r"\$[A-Za-z0-9./+=,$_-]{16}")
 _ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # in `low`
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
-# In `shape`.
+# Searched in `shape`.
 _COUNTRY: Final = re.compile("AA00")
 _CARD_RUN: Final = "0" * 13
 _CARD_STARTS: Final = "23456"
 _WORD: Final = "0Aabcdefghijklmnopqrstuvwxyz"
-# All that is made of groups of digits; the group that took part says what it may be. The last is a gap of two
-# signs, which may stand for one.
+# Everything that consists of groups of digits; `_GROUPS` maps the group that matched to groups of rules. The
+# last one is a gap of two characters.
 _grouped: Final = re.compile(
     r"0-(?:0(?:000(?:-0000(?<=0000-0000-0000)()|(?<=-000-0000)()|(?<=000-00-0000)())"
     r"|00000-0000(?<=0000-000000-0000)()|0{0,2}-0{1,3}-0())|-000(?<=000--000)())"
@@ -85,139 +85,141 @@ _grouped: Final = re.compile(
 _GROUPS: Final = (0, CARDS, PHONES, SSNS, CARDS, ADDRESSES, EVERYTHING)
 
 
-class Look(NamedTuple):
-    """What a first look at a text has shown."""
+class TriggerHits(NamedTuple):
+    """The result of the triggers for one text."""
 
-    woken: int
-    """The groups of which the text, or a string within its JSON, may hold something."""
+    active: int
+    """The groups that may match in the text, or in a string within its JSON."""
     raw: str = ""
-    """The text, one character a byte."""
+    """The text, one character per byte."""
     signs: Sequence[int] = ()
-    """Where an assignment to a field may be."""
+    """Offsets of possible assignments to a field."""
     places: Sequence[int] = ()
-    """Where anything else may be."""
+    """Offsets of all other possible matches."""
 
 
-NOTHING: Final = Look(0)
+NOTHING: Final = TriggerHits(0)
 
 
 class Triggers:
-    """Looks at texts. `always` are the groups for which there is no trigger."""
+    """Runs the triggers. `always` are the groups that have none and are always active."""
 
     def __init__(self, signs: Signs, always: int) -> None:
         self._signs = signs
         self._always = always
 
-    def look(self, text: str) -> Look:
-        """What the text may hold; `NOTHING` is certain."""
+    def scan(self, text: str) -> TriggerHits:
+        """The groups that may match; `NOTHING` means that none can."""
         data = text.encode("utf-8", "surrogatepass")
         raw = text if text.isascii() else data.decode("latin-1")
         escapes = "\\" in raw
         if escapes and _ESCAPED.search(raw):
-            return Look(EVERYTHING, raw)
+            return TriggerHits(EVERYTHING, raw)
         if (raw is not text or (escapes and "\\u" in raw)) and _RARE_GAP.search(raw):
-            return Look(EVERYTHING, raw)
+            return TriggerHits(EVERYTHING, raw)
         low = data.translate(LOW).decode("latin-1")
         signs, places, values = self._signs.find(raw, low)
-        woken = ADDRESSES if places else 0
+        active = ADDRESSES if places else 0
         if values:
             places += values
-            woken |= NAMED | PAIRS if self._signs.names_value(low) else NAMED
-        woken |= _keys(raw, low, places) | _numbers(raw, low, data.translate(SHAPE).decode("latin-1"), places)
+            active |= NAMED | PAIRS if self._signs.names_value(low) else NAMED
+        active |= _keys(raw, low, places) | _numbers(
+            raw, low, data.translate(SHAPE).decode("latin-1"), places
+        )
         if "@" in raw or "=" in raw or "%" in raw:
-            woken |= _links(raw, places)
+            active |= _links(raw, places)
             if "=" in raw and (match := _ASSIGNED.search(low)):
-                woken |= NAMED
+                active |= NAMED
                 places += _starts(_ASSIGNED, low, match)
-        if woken & VENDORS and '"curl"' in raw:
-            woken |= PAIRS
-        woken |= self._always | FIELDS if signs else self._always
-        return Look(woken, raw, signs, places) if woken else NOTHING
+        if active & VENDORS and '"curl"' in raw:
+            active |= PAIRS
+        active |= self._always | FIELDS if signs else self._always
+        return TriggerHits(active, raw, signs, places) if active else NOTHING
 
 
 def _keys(raw: str, low: str, places: list[int]) -> int:  # noqa: C901, PLR0912 - loops take longer
-    woken = 0
+    active = 0
     match = _worded(low)
     while match:
-        woken |= _WORDS[match.lastindex or 0]
+        active |= _WORDS[match.lastindex or 0]
         places.append(match.start())
         match = _worded(low, match.start() + 1)
     if "_" in raw and (match := _PREFIXED.search(raw)):
-        woken |= PREFIXED
+        active |= PREFIXED
         places += _starts(_PREFIXED, raw, match)
     if "earer " in low:
-        woken |= BEARERS
+        active |= BEARERS
         places += _every("earer ", low)
     if "A" in raw:
         if match := _CLOUD.search(raw):
-            woken |= CLOUDS
+            active |= CLOUDS
             places += _starts(_CLOUD, raw, match)
         if ":AA" in raw:
-            woken |= VENDORS
+            active |= VENDORS
             places += _every(":AA", raw)
     if "J" in raw and "eyJ" in raw:
-        woken |= JWTS
+        active |= JWTS
         places += _every("eyJ", raw)
     if "G" in raw and "SG." in raw:
-        woken |= VENDORS
+        active |= VENDORS
         places += _every("SG.", raw)
     if "B" in raw and "asic " in low:
-        woken |= BEARERS
+        active |= BEARERS
         places += _every("asic ", low)
     if "B" in raw and "--BEGIN " in raw:
-        woken |= BLOCKS
+        active |= BLOCKS
         places += _every("--BEGIN ", raw)
     if "$" in raw and (match := _HASH.search(raw)):
-        woken |= VENDORS
+        active |= VENDORS
         places += _starts(_HASH, raw, match)
     if "K" in raw and "SK" in raw:
-        woken |= VENDORS
+        active |= VENDORS
         places += _every("SK", raw)
     if "q" in raw and "mysql" in raw:
-        woken |= VENDORS
+        active |= VENDORS
         places += _every("mysql", raw)
-    return woken
+    return active
 
 
 def _numbers(raw: str, low: str, shape: str, places: list[int]) -> int:
-    """What is made of digits."""
-    woken = 0
+    """Triggers for everything that consists of digits."""
+    active = 0
     match = _grouped(shape)
     while match:
         group = _GROUPS[match.lastindex or 0]
         if group != ADDRESSES or _DOTTED.search(low, *match.span()):
-            woken |= group
+            active |= group
             places.append(match.start())
         match = _grouped(shape, match.start() + 1)
     at = shape.find(_CARD_RUN)
     while at >= 0:
-        # As cards begin; a time in microseconds does not, nor does a hash. An escape may end in a digit, and
-        # an address that is taken out just before one. The colour of a terminal ends in a letter.
+        # Card numbers begin like this; times in microseconds and hashes do not. With escapes, addresses or
+        # terminal colours in the text, the character before a number may not belong to the same word.
         begins = raw[at] in _CARD_STARTS and (not at or shape[at - 1] not in _WORD)
         if begins or "\\" in raw or "%" in raw or "@" in raw or "\x1b" in raw:
-            woken |= CARDS
+            active |= CARDS
             places.append(at)
         at = shape.find(_CARD_RUN, at + len(_CARD_RUN))
     if match := _COUNTRY.search(shape):
-        woken |= IBANS
+        active |= IBANS
         places += _starts(_COUNTRY, shape, match)
     if "+" in raw and (match := _PLUS.search(raw)):
-        woken |= PHONES
+        active |= PHONES
         places += _starts(_PLUS, raw, match)
-    return woken
+    return active
 
 
 def _links(raw: str, places: list[int]) -> int:
-    woken = 0
+    active = 0
     for sought, groups in (("@", EMAILS | LINKS), ("%40", EMAILS | LINKS), ("=", LINKS)):
         if sought in raw:
-            woken |= groups
+            active |= groups
             places += _every(sought, raw)
-    return woken | VENDORS if "@" in raw and "jdbc:" in raw else woken
+    return active | VENDORS if "@" in raw and "jdbc:" in raw else active
 
 
 def _every(sought: str, text: str) -> list[int]:
-    """Where it stands; it is there."""
+    """All offsets of a text that is known to occur."""
     found = [text.find(sought)]
     while (at := text.find(sought, found[-1] + len(sought))) >= 0:
         found.append(at)
@@ -225,5 +227,5 @@ def _every(sought: str, text: str) -> list[int]:
 
 
 def _starts(pattern: "re.Pattern[str]", text: str, match: "re.Match[str]") -> list[int]:
-    """Where the first match and those behind it begin."""
+    """The offsets of the first match and all later ones."""
     return [match.start(), *(more.start() for more in pattern.finditer(text, match.end()))]

@@ -1,8 +1,8 @@
-"""Payloads, the slow way: parsed, walked and written. It defines what the quick way has to come to.
+"""The slow path for payloads: parse, walk, encode. It defines the result that the fast path must match.
 
-Rule 1: JSON stays JSON of the same structure: the same names (made distinct where redacting would make two
-        the same), the same nesting. Only strings and numbers change.
-Rule 2: what is too deep is replaced as a whole, never passed on.
+Rule 1: JSON keeps its structure: the same names (numbered where redaction makes two equal) and the same
+        nesting. Only strings and numbers change.
+Rule 2: a value that is nested too deeply is replaced as a whole.
 """
 
 import itertools
@@ -16,19 +16,19 @@ from postroom.core.redaction.fields import NO_OWNERS, is_long, words_of
 from postroom.core.redaction.rules import Compiled
 from postroom.core.redaction.texts import Texts, encodable, shape_of
 
-DEPTH_MAX: Final = 100  # of nesting; what lies deeper becomes <deep>
-NAMES_CACHED_MAX: Final = 10_000  # field names whose verdict is remembered
-NAME_CHARS_MAX: Final = 100  # of a name that is remembered
-INT_CARD_MIN: Final = 10**12  # a number below it is no card
+DEPTH_MAX: Final = 100  # levels of nesting; deeper values become <deep>
+NAMES_CACHED_MAX: Final = 10_000  # field names with a cached verdict
+NAME_CHARS_MAX: Final = 100  # longer names are not cached
+INT_CARD_MIN: Final = 10**12  # a smaller number is not a card
 INT_CARD_MAX: Final = 10**19
-INT_DIGITS_MAX: Final = 600  # Python may refuse to read longer ones; they become 0
+INT_DIGITS_MAX: Final = 600  # Python may refuse to parse longer numbers; they become 0
 
 DEEP: Final = "<deep>"
 _OTHER: Final = "<other>"
 
 _VALUE: Final = "value"
 _LABELS: Final = ("name", "key", "header", "field", "variable", "parameter")
-# Each of these words has a letter that the first look jumps to.
+# Each of these words contains a letter that the triggers search for.
 _OPTION: Final = re.compile(
     r"--?(?:[A-Za-z0-9]{1,32}[_.-]){0,4}(?i:password|passwd|passphrase|pass|pwd|pw|token|(?:api|access|secret)-?key)"
 )
@@ -41,17 +41,17 @@ _encode_any = json.JSONEncoder(ensure_ascii=False, check_circular=False, separat
 
 
 class Work(NamedTuple):
-    """What is to be done with the strings of a payload."""
+    """How to redact the strings of a payload."""
 
     rules: tuple[Compiled, ...]
     suspects: Collection[str] | None = None
-    """The strings on which a rule has to be tried; None is all of them."""
+    """The strings to which rules are applied; None stands for all of them."""
     pairs: bool = True
-    """Whether a name may stand beside its value: in two members of an object, or two items of a list."""
+    """Whether a field name may be next to its value: in two members of an object, or two items of a list."""
 
 
 class Values:
-    """Redacts what JSON can hold. At the full level strings become their shape, and numbers 0."""
+    """Redacts JSON values. At the full level strings become their shape, and numbers become 0."""
 
     def __init__(
         self, texts: Texts, fields: list[list[str]], tails: list[list[str]], *, full: bool, numbers: bool
@@ -59,28 +59,28 @@ class Values:
         self._texts = texts
         self._full = full
         self._every_number = numbers
-        """Whether a rule may be meant for any number, and not only for those that may be cards."""
+        """Whether rules apply to every number, not only to possible card numbers."""
         self._long = tuple("".join(words) for words in fields if is_long(words))
         self._short = frozenset(tuple(words) for words in fields if not is_long(words))
         self._tails = frozenset(map(tuple, tails))
-        """Those that need a word in front."""
+        """Names that match only after another word."""
         self._verdicts: dict[Any, tuple[Any, bool]] = {}
         self._all = Work(texts.rules)
 
     def value(self, obj: Any) -> Any:
-        """What a program hands in; the argument is left as it is."""
+        """A redacted copy of a Python value."""
         try:
             return self._walk(obj, self._all, DEPTH_MAX)
         except RecursionError:
             return DEEP
 
     def parsed(self, text: str, work: Callable[[], Work]) -> str | None:
-        """A payload redacted, or None when it is not JSON. The work is asked for when it is."""
+        """The redacted payload, or None when it is not JSON; `work` is only called for JSON."""
         try:
             return self._written(_load(text), work, encode)
         except json.JSONDecodeError:
             return None
-        except ValueError:  # a number that Python does not read, or one that JSON does not write
+        except ValueError:  # a number that Python does not parse, or that JSON cannot represent
             lenient = json.loads(text, parse_int=_readable_int, parse_float=_finite)
             return self._written(lenient, work, _encode_any)
         except RecursionError:
@@ -91,20 +91,17 @@ class Values:
         return text if text.isascii() else encodable(text)
 
     def string(self, text: str, work: Work) -> str:
-        """A string of a payload: without its matches, or at the full level its shape."""
+        """A redacted string of a payload; at the full level, its shape."""
         suspect = work.suspects is None or text in work.suspects
         redacted = self._texts.settled(text, work.rules) if suspect else text
         return shape_of(text) if self._full and not self._texts.is_marker(redacted) else redacted
 
     def judged(self, name: Any) -> tuple[Any, bool]:
-        """What a field's name becomes, and whether its value goes as a whole.
-
-        It is remembered, because names come again and again.
-        """
+        """The redacted name of a field, and whether its whole value is secret. Cached: names repeat."""
         return self._verdicts.get(name) or self._judge(name)
 
     def masked(self, obj: Any, depth: int) -> Any:
-        """What stands below a field's name: every string and number of it goes."""
+        """The value of a secret field, with every string and number replaced."""
         if obj is None or obj is True or obj is False or obj == "":
             return obj
         if isinstance(obj, dict):
@@ -146,14 +143,14 @@ class Values:
                 kept = _distinct(kept, redacted)
             if secret:
                 redacted[kept] = self.masked(value, depth)
-            elif type(value) is str and value:  # most are, and a call less counts
+            elif type(value) is str and value:  # the most common case, without one more call
                 redacted[kept] = self.string(value, work)
             else:
                 redacted[kept] = self._walk(value, work, depth)
         return redacted
 
     def _without_named_values(self, obj: dict[Any, Any], depth: int) -> dict[Any, Any]:
-        """`{"name": "password", "value": …}` without the value; any other object as it is."""
+        """`{"name": "password", "value": …}` with the value masked; any other object unchanged."""
         values = [name for name in obj if isinstance(name, str) and name[-5:].lower() == _VALUE]
         if not values or not any(self._is_label(name, said) for name, said in obj.items()):
             return obj
@@ -176,7 +173,7 @@ class Values:
         if self._full:
             return 0
         if type(number) is float and work is not self._all:
-            return number  # of a payload, and not written out
+            return number  # in a payload, and not written with all its digits
         if not (INT_CARD_MIN <= abs(number) < INT_CARD_MAX or (self._every_number and type(number) is int)):
             return number
         if abs(number) >= INT_CARD_MAX or number != int(number):
@@ -186,7 +183,7 @@ class Values:
         return number if redacted == digits else redacted.removeprefix("-")
 
     def _foreign(self, obj: Any, work: Work, depth: int) -> Any:
-        """What only a program hands in. JSON knows no such type, so neither does the redacted value."""
+        """Convert Python types that JSON does not have, and redact the result."""
         if isinstance(obj, str):
             return self._walk(str(obj), work, depth)
         if isinstance(obj, dict):
@@ -216,10 +213,10 @@ class Values:
 
 
 def _tells(option: str, value: str, arguments: list[Any]) -> bool:
-    """Whether an option of a command says that its value is a secret."""
+    """Whether the value of a command-line option is a secret."""
     if value[:1] in ("", "-"):
         return False
-    if option in ("-u", "--user"):  # of curl, with an address: the first look notices that
+    if option in ("-u", "--user"):  # curl with a URL, which a trigger detects
         pages = (type(item) is str and item.startswith(("http://", "https://")) for item in arguments)
         return arguments[0] == "curl" and ":" in value and any(pages)
     return _OPTION.fullmatch(option) is not None
@@ -232,11 +229,11 @@ def _distinct(name: Any, taken: Collection[Any]) -> str:
     return candidate
 
 
-# ---- numbers as they are written ------------------------------------------------------------------------
+# ---- numbers as written in the JSON text ----------------------------------------------------------------
 
 
 class _WholeFloat(float):
-    """A number such as `4111111111111111.0`, which may be a card."""
+    """A number such as `4111111111111111.0`, which may be a card number."""
 
     __slots__ = ()
 
@@ -245,7 +242,7 @@ _WHOLE: Final = re.compile(r"-?[0-9]{13,19}\.0+")
 
 
 def _float(digits: str) -> float:
-    """Only a number that is written out may be a card: of others the first look sees nothing."""
+    """Only a number written with all its digits may be a card: triggers cannot detect any other form."""
     return _WholeFloat(digits) if _WHOLE.fullmatch(digits) else float(digits)
 
 

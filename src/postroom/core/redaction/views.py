@@ -1,7 +1,7 @@
-"""The text as the triggers see it, byte by byte.
+"""Views of a text for the triggers, one character per byte.
 
-`low`: small letters, every digit a 0, and p and x a k, because one jump from k to k is quicker than three.
-`shape`: every digit a 0, every capital an A, one sign for what stands between groups.
+`low`: lower-case letters, every digit as 0, and p and x as k, because one search for k is faster than three.
+`shape`: every digit as 0, every capital as A, and every separator between groups as a dash.
 """
 
 from typing import Final

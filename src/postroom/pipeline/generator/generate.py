@@ -19,7 +19,7 @@ from postroom.pipeline.generator.faults import Fault, Faults
 from postroom.pipeline.generator.feed import Batch, Feed
 from postroom.pipeline.generator.traffic import HOUR, S, Traffic
 from postroom.pipeline.generator.world import World
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 
 MESSAGES_MAX: Final = 1_000_000_000
 FAULTS: Final = "_faults.jsonl"

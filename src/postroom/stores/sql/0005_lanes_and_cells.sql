@@ -140,4 +140,4 @@ SELECT
             || printf('.%06dZ', records.heartbeat_us % 1000000)
     END AS last_heartbeat
 FROM records JOIN queues ON queues.queue = records.queue
-WHERE queues.name <> 'harness.decisions';
+WHERE queues.name <> 'harness.decisions' AND queues.name NOT LIKE 'org:%';

@@ -1,4 +1,4 @@
-"""The writer of segments: what it keeps, when it seals, what an error and a crash leave behind."""
+"""The segment writer: storing, sealing, and the state after errors and crashes."""
 
 import errno
 import hashlib
@@ -16,7 +16,7 @@ from postroom.sinks.chain import read_chain
 from postroom.sinks.index import SEGMENT_BYTES_MAX
 from postroom.sinks.layout import CHAIN, OPEN, TORN
 from postroom.sinks.reader import Segments
-from postroom.sinks.segments import SegmentSink
+from postroom.sinks.segment_writer import SegmentSink
 from postroom.sinks.verify import verify
 from postroom.testing import ManualClock
 from tests import children
@@ -90,7 +90,7 @@ def test_a_segment_is_sealed_when_it_is_full(tmp_path: Path) -> None:
     assert seqs(list(Segments(tmp_path).events())) == list(range(1, 51))
 
 
-def test_a_batch_larger_than_a_segment_shall_be_stays_whole(tmp_path: Path) -> None:
+def test_batch_larger_than_seal_bytes_is_not_split(tmp_path: Path) -> None:
     with SegmentSink(tmp_path, seal_bytes=1_000, durability="os") as sink:
         sink.write(events(1, 100))
         assert sink.seal_if_due()
@@ -100,7 +100,7 @@ def test_a_batch_larger_than_a_segment_shall_be_stays_whole(tmp_path: Path) -> N
 def test_a_segment_is_sealed_when_it_is_old(tmp_path: Path) -> None:
     clock = ManualClock()
     with SegmentSink(tmp_path, seal_after_s=60.0, clock=clock) as sink:
-        clock.advance(100)  # an empty one has no age
+        clock.advance(100)  # an empty segment has no age
         sink.write(events(1, 1))
         clock.advance(59)
         assert not sink.seal_if_due()
@@ -168,7 +168,7 @@ def test_limits_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidSetting, match="seal_bytes"):
         SegmentSink(tmp_path, seal_bytes=SEGMENT_BYTES_MAX + 1)
     with SegmentSink(tmp_path, durability="os") as sink:
-        monkeypatch.setattr("postroom.sinks.segments.SEGMENT_BYTES_MAX", 5_000)
+        monkeypatch.setattr("postroom.sinks.segment_writer.SEGMENT_BYTES_MAX", 5_000)
         with pytest.raises(InvalidMessage, match="at once"):
             sink.write(events(1, 100))
         assert sink.position(SOURCE) == 0
@@ -179,7 +179,7 @@ def test_limits_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_second_writer_is_refused_until_the_first_has_closed(tmp_path: Path) -> None:
     first = SegmentSink(tmp_path)
-    with pytest.raises(Unavailable, match="has a writer already, and takes one at a time"):
+    with pytest.raises(Unavailable, match="already has a writer; only one at a time is allowed"):
         SegmentSink(tmp_path)
     first.write(events(1, 1))
     first.close()
@@ -196,7 +196,7 @@ def test_a_forked_child_is_a_second_writer(tmp_path: Path) -> None:
         sink.write(events(1, 1))
 
         def child() -> None:
-            with pytest.raises(Unavailable, match="has a writer already"):
+            with pytest.raises(Unavailable, match="already has a writer"):
                 sink.write(events(2, 1))
 
         children.run(child)
@@ -287,7 +287,7 @@ STEPS = ("write", "fsync", "rename", "replace", "mkdir", "open", "ftruncate", "c
 
 
 def ship(folder: Path) -> None:
-    """What a shipper does: two batches, or what is missing of them, each sealed."""
+    """Write and seal two batches, or the missing part of them, as a shipper does."""
     with SegmentSink(folder) as sink:
         while (last := sink.position(SOURCE)) < 20:
             sink.write(events(last + 1, min(10, 20 - last)))
@@ -295,7 +295,7 @@ def ship(folder: Path) -> None:
 
 
 def shipped_until(folder: Path, step: int) -> bool:
-    """Whether it died in front of that step, which is also behind the one before it."""
+    """Die before the given step; returns whether that step was reached."""
 
     def job() -> None:
         children.die_at(step, STEPS)
@@ -311,13 +311,13 @@ def test_a_crash_at_any_step_neither_loses_nor_doubles(quick_path: Path) -> None
         died = shipped_until(folder, step)
         shipped_until(folder, step // 2)  # recovery can be killed as well
         if folder.exists():
-            assert verify(folder) == [], step  # also before anybody recovered it
+            assert verify(folder) == [], step  # even before recovery
         ship(folder)
         assert list(Segments(folder).events()) == events(1, 20), step
         assert verify(folder) == [], step
         assert len(files_of(folder)) == len(read_chain(folder).entries), step  # each under its own name
         if not died:
-            assert step > 40  # it is made of that many steps at least
+            assert step > 40  # the operation has at least that many steps
             return
     pytest.fail("it never came to the end")
 
@@ -326,7 +326,7 @@ def test_a_crash_at_any_step_neither_loses_nor_doubles(quick_path: Path) -> None
 
 
 class FailingWrites:
-    """Stands in for `os.write`: after so many bytes to one of our files it fails, as a disk does."""
+    """Replaces `os.write`: it fails after a number of bytes, like a full disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.left = -1
@@ -400,7 +400,7 @@ def test_after_a_failed_fsync_the_sink_is_dead_until_reopen(
             sink.position(SOURCE)
         before = growing_file(tmp_path).stat().st_ino
         sink.reopen()
-        assert growing_file(tmp_path).stat().st_ino != before  # written anew, and not only believed
+        assert growing_file(tmp_path).stat().st_ino != before  # rewritten, not only synced again
         assert sink.position(SOURCE) == 5
         sink.write(events(6, 5))
         sink.seal()
@@ -441,10 +441,10 @@ def test_sealing_waits_for_the_disk_before_each_step_that_relies_on_it(
 
 @pytest.mark.parametrize("durability", CLASSES)
 @pytest.mark.parametrize("fails_at", range(12))
-def test_an_fsync_that_fails_anywhere_in_sealing(
+def test_any_failed_fsync_in_sealing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability, fails_at: int
 ) -> None:
-    """Of the data, the index, the chain or a folder: what was acknowledged is there, once."""
+    """Fails the fsync of the data, the index, the chain or a folder: acknowledged events are stored once."""
     real = os.fsync
     with SegmentSink(tmp_path, durability=durability) as sink:
         sink.write(events(1, 5))
@@ -470,9 +470,7 @@ def test_an_fsync_that_fails_anywhere_in_sealing(
     assert verify(tmp_path) == []
 
 
-def test_what_cannot_be_sealed_is_no_excuse_to_keep_half_of_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sealing_keeps_nothing_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(monkeypatch)
     with SegmentSink(tmp_path, seal_bytes=100, durability="os") as sink:
         sink.write(events(1, 5))
@@ -501,7 +499,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
         assert seqs(list(Segments(folder).events())) == list(range(1, kept + 1))
         with pytest.raises(WriteFailed, match="No space left"):
             sink.write(events(kept + 1, 5_000, payload="x" * 500))
-        files_of(folder)[0].unlink()  # room is made, if not as it should be
+        files_of(folder)[0].unlink()  # make space the wrong way
         sink.write(events(kept + 1, 500, payload="x" * 500))
         assert sink.position(SOURCE) == kept + 500
         sink.seal()

@@ -1,10 +1,11 @@
-"""The client of mailboxes: plain with `with Mail(...)`, and for asyncio with `async with Mail(...)`.
+"""The mail client: blocking with `with Mail(...)`, for asyncio with `async with Mail(...)`.
 
-Rule 1: it speaks the mq9 design's dialect over plain NATS, so any server of mailboxes will do.
-Rule 2: a subscription has a connection of its own. Who reads slowly is sent less, and blocks no other call.
-Rule 3: a subscription outlives its connection: it is made again, and a message that it gave before is passed
-        over. A member of a group gets such a message again, because somebody has to finish it.
-Rule 4: of what a subscription holds for its reader, the most urgent comes first.
+Rule 1: it speaks the mq9 protocol over plain NATS, so any mq9 server will do.
+Rule 2: every subscription has its own connection. A slow reader slows down its own connection and blocks no
+        other call.
+Rule 3: a subscription reconnects. A message that it has already returned is skipped after that, but not in a
+        group, where a redelivered message has to be finished by some member.
+Rule 4: a subscription returns its buffered messages by priority.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
+from postroom.client.nats import SID, ClientConnection, Login, servers_of
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
 from postroom.core import natswire as wire
@@ -48,17 +50,16 @@ from postroom.core.mailcalls import (
 )
 from postroom.core.times import SECONDS_MAX, checked_seconds
 from postroom.errors import InvalidMessage, MailUnavailable, PostroomError
-from postroom.natsclient import SID, ClientConnection, Login, servers_of
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CLIENT_NAME = "postroom"
 TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0
-REPLY_TTL_S = 60.0  # that a reply mailbox lives on behind the timeout: a late answer is not refused at once
-QUIET_S = 0.5  # without anything new, a mailbox counts as read
-QUEUED_BYTES_MAX = 32 << 20  # that a subscription holds for its reader before it asks for no more
+REPLY_TTL_S = 60.0  # how long a reply mailbox outlives the timeout, so that a late answer is still accepted
+QUIET_S = 0.5  # a mailbox counts as read when no message has arrived for this long
+QUEUED_BYTES_MAX = 32 << 20  # buffered by a subscription before it stops reading from its connection
 SEEN_MAX = 100_000  # message ids that a subscription remembers
-MESSAGE_COST_BYTES = 200  # about what one takes in memory besides its payload
+MESSAGE_COST_BYTES = 200  # about what a message takes in memory besides its payload
 
 _Result = TypeVar("_Result")
 
@@ -72,19 +73,22 @@ PublicMailboxes = list[PublicMailbox]
 
 
 class AsyncSubscription:
-    """The messages of a mailbox, or the public list: what is stored first, and then what comes."""
+    """The messages of a mailbox or of the public list: the stored ones first, then new ones."""
 
     def __init__(self, login: Login, subject: bytes, mail_id: str, group: str = "") -> None:
         self._mail_id = mail_id
         self._group = group
         line = wire.subscribe(subject, SID, group.encode())
-        self._connection = ClientConnection(login, subscription=line, took=self._took, failed=self._failed)
+        self._connection = ClientConnection(
+            login, subscription=line, on_messages=self._receive, on_failure=self._fail
+        )
         self._queued: list[tuple[int, int, MailMessage]] = []
-        """A heap: the most urgent first, and inside a rank in the order in which they came."""
-        self._taken = 0
+        """A heap by priority, and within a priority by arrival."""
+        self._received = 0
         self._queued_bytes = 0
-        self._held = False
-        self._some = asyncio.Event()
+        self._paused = False
+        self._readable = asyncio.Event()
+        """Set while there is a message or a failure to return."""
         self._failure: PostroomError | None = None
         self._seen: dict[int, None] = {}
 
@@ -92,41 +96,42 @@ class AsyncSubscription:
         await self._connection.open()
         return self
 
-    def _took(self, messages: wire.Messages) -> None:
+    def _receive(self, messages: wire.Messages) -> None:
         for body in messages.bodies:
             message = message_of(self._mail_id, messages.head, body)
-            if self._group or not self._is_known(message.msg_id):
-                self._taken += 1
-                heappush(self._queued, (RANKS.get(message.priority, RANKS["normal"]), self._taken, message))
+            if self._group or not self._is_duplicate(message.msg_id):
+                self._received += 1
+                rank = RANKS.get(message.priority, RANKS["normal"])
+                heappush(self._queued, (rank, self._received, message))
                 self._queued_bytes += len(body) + MESSAGE_COST_BYTES
         if self._queued:
-            self._some.set()
+            self._readable.set()
         if self._queued_bytes > QUEUED_BYTES_MAX:
-            self._held = True
-            self._connection.hold()  # each time: a connection that was made again reads on
+            self._paused = True
+            self._connection.pause_reading()  # each time, because a new connection starts unpaused
 
-    def _is_known(self, msg_id: int) -> bool:
-        """Only another connection repeats messages."""
+    def _is_duplicate(self, msg_id: int) -> bool:
+        """Whether this message was received before. Within one connection no message repeats."""
         if not msg_id:
             return False
         if msg_id in self._seen:
-            return self._connection.made != 1
+            return self._connection.connects != 1
         self._seen[msg_id] = None
         if len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
         return False
 
-    def _failed(self, error: PostroomError) -> None:
+    def _fail(self, error: PostroomError) -> None:
         self._failure = error
-        self._some.set()
+        self._readable.set()
 
     async def next(self, timeout_s: float | None = None) -> MailMessage | None:
-        """The next message; None when none came in time."""
+        """The next message; None after the timeout."""
         if timeout_s is not None:
             checked_seconds("timeout_s", timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._some.wait()
+                await self._readable.wait()
         except TimeoutError:
             return None
         if not self._queued:
@@ -136,10 +141,10 @@ class AsyncSubscription:
         if not self._queued:
             self._queued_bytes = 0
             if self._failure is None:
-                self._some.clear()
-        if self._held and self._queued_bytes * 2 < QUEUED_BYTES_MAX:
-            self._held = False
-            self._connection.go_on()
+                self._readable.clear()
+        if self._paused and self._queued_bytes * 2 < QUEUED_BYTES_MAX:
+            self._paused = False
+            self._connection.resume_reading()
         return message
 
     def __aiter__(self) -> Self:
@@ -149,12 +154,11 @@ class AsyncSubscription:
         if self._failure is not None and not self._queued and isinstance(self._failure, _Closed):
             raise StopAsyncIteration
         message = await self.next()
-        assert message is not None  # noqa: S101 - for the types: without a timeout there is one
+        assert message is not None  # noqa: S101 - for mypy: without a timeout there is a message
         return message
 
     async def close(self) -> None:
-        """End it: nothing more comes."""
-        self._failed(_Closed("this subscription is closed"))
+        self._fail(_Closed("this subscription is closed"))
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -165,25 +169,25 @@ class AsyncSubscription:
 
 
 class _Closed(MailUnavailable):
-    """The reader ended it itself."""
+    """The reader itself closed the subscription."""
 
 
 class AsyncMail:
-    """Mailboxes, for asyncio. Made by `async with Mail(...)`."""
+    """The asyncio form of `Mail`. Made by `async with Mail(...)`."""
 
     def __init__(self, login: Login, timeout_s: float) -> None:
         self._login = login
         self._timeout_s = timeout_s
         self._connection = ClientConnection(login)
         self._subscriptions: weakref.WeakSet[AsyncSubscription] = weakref.WeakSet()
-        """An open one is held by the loop."""
+        """Weak, because the event loop keeps open subscriptions alive."""
 
     async def open(self) -> Self:
         await self._connection.open()
         return self
 
     async def close(self) -> None:
-        """Let the server take in what was sent, and end every subscription."""
+        """Close every subscription, and the connection once the server has read what was sent."""
         for subscription in list(self._subscriptions):
             await subscription.close()
         await self._connection.close()
@@ -194,22 +198,22 @@ class AsyncMail:
     async def create(
         self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
     ) -> str:
-        """Make a mailbox; gives its id. One that exists is left as it is."""
+        """Create a mailbox and return its id. An existing mailbox is not changed."""
         return (await self.ensure(name, ttl_s=ttl_s, public=public, desc=desc)).mail_id
 
     async def ensure(
         self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
     ) -> Created:
-        """As `create`; also gives whether the mailbox is new."""
+        """As `create`; also returns whether the mailbox is new."""
         if not isinstance(public, bool):
             raise InvalidMessage(f"public must be true or false, not {public!r}")
-        wanted = {
+        fields = {
             "ttl": None if ttl_s is None else checked_seconds("ttl_s", ttl_s),
             "name": checked_text("name", name) or None,
             "public": public or None,
             "desc": checked_text("desc", desc) or None,
         }
-        body = {key: value for key, value in wanted.items() if value is not None}
+        body = {key: value for key, value in fields.items() if value is not None}
         reply = await self._call(CREATE, msgspec.json.encode(body))
         return Created(reply.mail_id or reply.mail_address, reply.is_new)
 
@@ -222,7 +226,7 @@ class AsyncMail:
         headers: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> int:
-        """Send; gives the message's id once it is stored. Without `wait` nobody says whether it was: 0."""
+        """Send a message and return its id once it is stored. Without `wait`: return 0 at once."""
         subject = address(mail_id, after=suffix(priority))
         block = b"" if headers is None else header_block(headers)
         if not wait:
@@ -239,31 +243,34 @@ class AsyncMail:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = ASK_TIMEOUT_S,
     ) -> MailMessage:
-        """Send, and give the answer: the first message in a private mailbox that the message names.
+        """Send a message, wait for the answer and return it.
 
-        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        The answer is the first message in a private mailbox that is made for it. Its id is in the header
+        `Mq9-Reply-To`, which the receiver reads as `MailMessage.reply_to`.
         """
         checked_seconds("timeout_s", timeout_s, SECONDS_MAX - REPLY_TTL_S)
-        content, given = as_bytes(payload), headers or {}
-        header_block(given)  # refused before a mailbox is made for the answer
+        content, own_headers = as_bytes(payload), headers or {}
+        header_block(own_headers)  # checked before the reply mailbox is made
         reply_to = await self.create(ttl_s=timeout_s + REPLY_TTL_S)
-        sent = {**given, REPLY_TO: reply_to}
-        msg_id = await self.send(mail_id, content, priority=priority, headers=sent)
+        all_headers = {**own_headers, REPLY_TO: reply_to}
+        msg_id = await self.send(mail_id, content, priority=priority, headers=all_headers)
         subscription = await self.subscribe(reply_to)
         try:
             answer = await subscription.next(timeout_s)
         finally:
             await subscription.close()
         if answer is None:
-            raise MailUnavailable(f"nobody answered message {msg_id} within {timeout_s:g} s; it is stored")
+            raise MailUnavailable(
+                f"no answer to message {msg_id} within {timeout_s:g} s; the message is stored"
+            )
         return answer
 
     async def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
     ) -> AsyncSubscription:
-        """The messages of a mailbox: what is stored by priority, then what comes. A group shares them."""
+        """Receive the stored messages of a mailbox by priority, then new ones. A group shares them."""
         if any(char.isspace() for char in checked_text("group", group)):
-            raise InvalidMessage("the name of a group has no blanks")
+            raise InvalidMessage("the name of a group must not contain blanks")
         return await self._subscribed(address(mail_id, after=wanted_suffix(priority)), mail_id, group)
 
     async def _subscribed(self, subject: bytes, mail_id: str, group: str = "") -> AsyncSubscription:
@@ -275,67 +282,69 @@ class AsyncMail:
     async def messages(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", quiet_s: float = QUIET_S
     ) -> Messages:
-        """What a mailbox holds now: until the last that its list names, or until nothing came for a while."""
+        """The messages that a mailbox holds now.
+
+        Reads until every message of the mailbox's list has arrived, or no message for `quiet_s`.
+        """
         wanted_suffix(priority)
         checked_seconds("quiet_s", quiet_s)
         rows = await self.list(mail_id)
         rank = RANKS.get(priority)
-        wanted = {each.msg_id for each in rows if rank is None or RANKS.get(each.priority) == rank}
-        if not wanted and len(rows) < replies.LIST_MAX:
+        missing = {each.msg_id for each in rows if rank is None or RANKS.get(each.priority) == rank}
+        if not missing and len(rows) < replies.LIST_MAX:
             return []
         found: Messages = []
         subscription = await self.subscribe(mail_id, priority=priority)
         try:
-            while wanted or len(rows) >= replies.LIST_MAX:
+            while missing or len(rows) >= replies.LIST_MAX:
                 message = await subscription.next(quiet_s)
                 if message is None:
                     break
                 found.append(message)
-                wanted.discard(message.msg_id)
+                missing.discard(message.msg_id)
         finally:
             await subscription.close()
         return found
 
     async def list(self, mail_id: str) -> Lists:
-        """What a mailbox holds now, without what it says: the first thousand, in the order of priority."""
+        """List the first thousand messages of a mailbox by priority, without their payloads."""
         return listed(await self._call(address(mail_id, what=LIST), WITHOUT_PAYLOADS))
 
     async def delete(self, mail_id: str, msg_id: int) -> bool:
-        """Take a message away; whether it was there."""
+        """Delete a message; False when the mailbox did not hold it."""
         subject = address(mail_id, what=mq9.DELETE, after=f".{checked_number(msg_id)}")
         reply = await self._call(subject, b"{}")
         return reply.deleted is not False
 
     async def public(self, *, quiet_s: float = QUIET_S) -> PublicMailboxes:
-        """The public mailboxes that there are."""
+        """List the public mailboxes."""
         checked_seconds("quiet_s", quiet_s)
         found: dict[str, PublicMailbox] = {}
         subscription = await self._subscribed(mq9.PUBLIC_LIST.encode(), "")
         try:
             while (message := await subscription.next(quiet_s)) is not None:
-                said = message.json()
-                found.pop(said["mail_id"], None)
-                if said.get("event") == "created":
-                    found[said["mail_id"]] = PublicMailbox(
-                        said["mail_id"], said.get("desc", ""), said.get("ttl", 0)
-                    )
+                event = message.json()
+                mail_id = event["mail_id"]
+                found.pop(mail_id, None)
+                if event.get("event") == "created":
+                    found[mail_id] = PublicMailbox(mail_id, event.get("desc", ""), event.get("ttl", 0))
         finally:
             await subscription.close()
         return [*found.values()]
 
 
-# ---- plain ---------------------------------------------------------------------------------------------
+# ---- blocking ------------------------------------------------------------------------------------------
 
 
 class Subscription:
-    """As `AsyncSubscription`, for a `for` loop."""
+    """The blocking form of `AsyncSubscription`: for a `for` loop."""
 
     def __init__(self, run: Callable[[Coroutine[Any, Any, Any]], Any], inner: AsyncSubscription) -> None:
         self._run = run
         self._inner = inner
 
     def next(self, timeout_s: float | None = None) -> MailMessage | None:
-        """The next message; None when none came in time."""
+        """The next message; None after the timeout."""
         found: MailMessage | None = self._run(self._inner.next(timeout_s))
         return found
 
@@ -343,11 +352,10 @@ class Subscription:
         with suppress(_Closed):
             while True:
                 message = self.next()
-                assert message is not None  # noqa: S101 - for the types: without a timeout there is one
+                assert message is not None  # noqa: S101 - for mypy: without a timeout there is a message
                 yield message
 
     def close(self) -> None:
-        """End it: nothing more comes."""
         self._run(self._inner.close())
 
     def __enter__(self) -> Self:
@@ -358,9 +366,9 @@ class Subscription:
 
 
 class Mail:
-    """The mailboxes of a server. `with` gives calls that wait, `async with` the same calls to be awaited.
+    """A client of a mail server. `with` gives blocking calls, `async with` the same calls as coroutines.
 
-    It connects when it is entered, or with the first call. It belongs to the process that made it.
+    The client connects on entry or with the first call. It must not be used in a forked process.
     """
 
     def __init__(
@@ -405,7 +413,7 @@ class Mail:
     ) -> None:
         self.close()
 
-    # ---- the loop behind it ----------------------------------------------------------------------------
+    # ---- the event loop --------------------------------------------------------------------------------
 
     def _opened(self) -> AsyncMail:
         with self._opening:
@@ -431,7 +439,7 @@ class Mail:
             loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Do something on the client's loop, and wait for it."""
+        """Run a coroutine on the client's event loop and wait for its result."""
         if self._loop is None:
             work.close()
             raise MailUnavailable("this client is closed")
@@ -443,7 +451,7 @@ class Mail:
             raise
 
     def close(self) -> None:
-        """Let the server take in what was sent, and end."""
+        """Close the connection once the server has read what was sent."""
         inner, self._inner = self._inner, None
         if inner is not None:
             try:
@@ -456,13 +464,13 @@ class Mail:
     def create(
         self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
     ) -> str:
-        """Make a mailbox; gives its id. One that exists is left as it is."""
+        """Create a mailbox and return its id. An existing mailbox is not changed."""
         return self._run(self._opened().create(name, ttl_s=ttl_s, public=public, desc=desc))
 
     def ensure(
         self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
     ) -> Created:
-        """As `create`; also gives whether the mailbox is new."""
+        """As `create`; also returns whether the mailbox is new."""
         return self._run(self._opened().ensure(name, ttl_s=ttl_s, public=public, desc=desc))
 
     def send(
@@ -474,7 +482,7 @@ class Mail:
         headers: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> int:
-        """Send; gives the message's id once it is stored. Without `wait` nobody says whether it was: 0."""
+        """Send a message and return its id once it is stored. Without `wait`: return 0 at once."""
         mail = self._opened()
         return self._run(mail.send(mail_id, payload, priority=priority, headers=headers, wait=wait))
 
@@ -487,9 +495,10 @@ class Mail:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = ASK_TIMEOUT_S,
     ) -> MailMessage:
-        """Send, and give the answer: the first message in a private mailbox that the message names.
+        """Send a message, wait for the answer and return it.
 
-        Whoever answers sends to `MailMessage.reply_to`, the header `Mq9-Reply-To`.
+        The answer is the first message in a private mailbox that is made for it. Its id is in the header
+        `Mq9-Reply-To`, which the receiver reads as `MailMessage.reply_to`.
         """
         mail = self._opened()
         return self._run(mail.ask(mail_id, payload, priority=priority, headers=headers, timeout_s=timeout_s))
@@ -497,24 +506,27 @@ class Mail:
     def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
     ) -> Subscription:
-        """The messages of a mailbox: what is stored by priority, then what comes. A group shares them."""
+        """Receive the stored messages of a mailbox by priority, then new ones. A group shares them."""
         inner = self._run(self._opened().subscribe(mail_id, priority=priority, group=group))
         return Subscription(self._run, inner)
 
     def messages(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", quiet_s: float = QUIET_S
     ) -> Messages:
-        """What a mailbox holds now: until the last that its list names, or until nothing came for a while."""
+        """The messages that a mailbox holds now.
+
+        Reads until every message of the mailbox's list has arrived, or no message for `quiet_s`.
+        """
         return self._run(self._opened().messages(mail_id, priority=priority, quiet_s=quiet_s))
 
     def list(self, mail_id: str) -> Lists:
-        """What a mailbox holds now, without what it says: the first thousand, in the order of priority."""
+        """List the first thousand messages of a mailbox by priority, without their payloads."""
         return self._run(self._opened().list(mail_id))
 
     def delete(self, mail_id: str, msg_id: int) -> bool:
-        """Take a message away; whether it was there."""
+        """Delete a message; False when the mailbox did not hold it."""
         return self._run(self._opened().delete(mail_id, msg_id))
 
     def public(self, *, quiet_s: float = QUIET_S) -> PublicMailboxes:
-        """The public mailboxes that there are."""
+        """List the public mailboxes."""
         return self._run(self._opened().public(quiet_s=quiet_s))

@@ -1,9 +1,9 @@
-"""Segments: files of JSON lines that grow in `_open/` and are sealed whole, each chained to the one before.
+"""Writing segments: files of JSON lines that grow in `_open/` and, once sealed, are linked in a hash chain.
 
-Rule 1: one writer a folder. Everybody may read.
+Rule 1: a folder has one writer at a time, and any number of readers.
 Rule 2: `write` returns when the events are durable in the sink's class, or raises and keeps none of them.
-Rule 3: how far a source has come is read from the lines themselves: no second memory could disagree.
-Rule 4: sealing is: fsync the data, write the index, add the line to the chain, which seals it, and rename.
+Rule 3: the position of a source is derived from the stored lines, so it cannot disagree with them.
+Rule 4: sealing is: fsync the data, write the index, append the chain line (the commit point), rename.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from postroom.core.jsoninput import guarded
 from postroom.errors import HandleDead, InvalidMessage, InvalidSetting, Unavailable, WriteFailed
 from postroom.message import Durability
 from postroom.sinks.chain import Entry, append_line, chain_line
-from postroom.sinks.index import SEGMENT_BYTES_MAX, IndexBuilder, Mark
+from postroom.sinks.index import SEGMENT_BYTES_MAX, IndexBuilder, LineKeys
 from postroom.sinks.layout import (
     CHAIN_LOCK,
     INDEX,
@@ -33,7 +33,7 @@ from postroom.sinks.layout import (
     open_path,
     segment_name,
 )
-from postroom.sinks.recovery import cut, put_in_place, recover, whole_bytes, write_again
+from postroom.sinks.recovery import cut, move_sealed, recover, rewrite_files, whole_bytes
 from postroom.system import lock
 from postroom.system.atomic import (
     absolute_path,
@@ -47,19 +47,19 @@ from postroom.system.atomic import (
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.handles import Closing, reset_after_fork
 
-SEAL_BYTES = 128 << 20  # what Spark reads as one piece of work
+SEAL_BYTES = 128 << 20  # the size of a partition that Spark reads at once
 SEAL_AFTER_S = 60.0
 NANOS_PER_S = 1_000_000_000
 
 
-class Concealer(Protocol):
-    """Makes the payload unreadable for who has no key."""
+class PayloadCipher(Protocol):
+    """Encrypts the payload of an event."""
 
-    def conceal(self, event: AuditEvent) -> AuditEvent: ...
+    def encrypt(self, event: AuditEvent) -> AuditEvent: ...
 
 
-class Facts(msgspec.Struct, frozen=True, gc=False):
-    """The part of a line that a `Mark` has; the rest is not decoded."""
+class LineFacts(msgspec.Struct, frozen=True, gc=False):
+    """The fields of `LineKeys`, decoded from a line; the other fields are skipped."""
 
     source: str
     seq: int
@@ -69,11 +69,11 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     trace_id: str = ""
 
 
-_facts = guarded(msgspec.json.Decoder(Facts).decode)
+_facts = guarded(msgspec.json.Decoder(LineFacts).decode)
 
 
-class _Growing:
-    """The segment that lines are added to, and what its entry in the chain will say."""
+class _OpenSegment:
+    """The segment that is being written, and the statistics for its entry in the chain."""
 
     def __init__(self, path: Path, n: int, fd: int, started_ns: int) -> None:
         self.path = path
@@ -91,11 +91,11 @@ class _Growing:
     def sha256(self) -> str:
         return self._sha256.hexdigest()
 
-    def add(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
-        """Count lines that are in the file now, each with its mark and its length."""
+    def add(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
+        """Count lines just written to the file, each with its keys and its length."""
         self._count(data, len(marks), list(accumulate(lengths, initial=self.size)), marks)
 
-    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[Mark]) -> None:
+    def _count(self, data: bytes, lines: int, starts: Sequence[int], marks: Sequence[LineKeys]) -> None:
         self._sha256.update(data)
         self.size += len(data)
         self.events += lines
@@ -108,7 +108,7 @@ class _Growing:
         self.min_ts_us, self.max_ts_us = min(times), max(times)
         self._note_sources(marks)
 
-    def _note_sources(self, marks: Sequence[Mark]) -> None:
+    def _note_sources(self, marks: Sequence[LineKeys]) -> None:
         sources = self.sources
         for mark in marks:
             seq = mark.seq
@@ -120,8 +120,8 @@ class _Growing:
             elif seq < span[0]:
                 span[0] = seq
 
-    def take_up(self, data: bytes) -> None:
-        """Read again what a writer before us wrote. A line that cannot be read stays, and readers say so."""
+    def resume(self, data: bytes) -> None:
+        """Count the lines that an earlier writer left. An unreadable line stays; readers report it."""
         starts, marks = [], []
         at = 0
         for line in data.split(b"\n")[:-1]:
@@ -148,10 +148,10 @@ class _Growing:
 
 
 class SegmentSink(Closing):
-    """Writes a folder of segments. `prepare` sees an event before anything of it touches the disk.
+    """Writes a folder of segments. `prepare`, such as redaction, is applied to each event first.
 
-    A segment is sealed by the write that finds it full or older than `seal_after_s`, by `seal_if_due` and by
-    `seal`. `close` leaves it open: who opens the folder next goes on with it.
+    A segment is sealed by a write that finds it full or older than `seal_after_s`, by `seal_if_due` and by
+    `seal`. `close` leaves it unsealed: the next writer of the folder continues it.
     """
 
     _lock_fd = -1
@@ -165,7 +165,7 @@ class SegmentSink(Closing):
         durability: Durability = "group",
         clock: Clock | None = None,
         prepare: Callable[[AuditEvent], AuditEvent] | None = None,
-        cipher: Concealer | None = None,
+        cipher: PayloadCipher | None = None,
     ) -> None:
         if not 0 < seal_bytes <= SEGMENT_BYTES_MAX:
             raise InvalidSetting(f"seal_bytes is {seal_bytes}, and must be 1 to {SEGMENT_BYTES_MAX}")
@@ -178,7 +178,7 @@ class SegmentSink(Closing):
         self._cipher = cipher
         self._mutex = threading.RLock()
         self._lock_fd = -1
-        self._growing: _Growing | None = None
+        self._growing: _OpenSegment | None = None
         self._dead = False
         self._last = 0
         self._sealed = 0
@@ -190,11 +190,11 @@ class SegmentSink(Closing):
     def __del__(self) -> None:
         self._drop()
 
-    # ---- what a shipper asks for ---------------------------------------------------------------------
+    # ---- the interface of a sink ---------------------------------------------------------------------
 
     @property
     def head(self) -> str:
-        """The hash of the last sealed segment. Noted elsewhere, it tells later if the end was cut off."""
+        """The hash of the last sealed segment. Recorded elsewhere, it can later reveal missing segments."""
         with self._mutex:
             self._open()
             return self._head
@@ -207,39 +207,39 @@ class SegmentSink(Closing):
             return self._sealed, self._head
 
     def position(self, source: str) -> int:
-        """The last `seq` of a source that is held; 0 for none."""
+        """The last stored `seq` of a source; 0 for none."""
         with self._mutex:
             self._open()
             return self._positions.get(source, 0)
 
     def write(self, events: Sequence[AuditEvent]) -> None:
-        """Keep all of them, in order, or raise and keep none."""
+        """Store all events, in order, or raise and store none."""
         if self._prepare:
             events = [self._prepare(event) for event in events]
         if self._cipher:
-            events = [self._cipher.conceal(event) for event in events]
+            events = [self._cipher.encrypt(event) for event in events]
         data = encode_lines(events)
         self._write(data, events, _lengths(data, len(events)))
 
-    def write_lines(self, lines: Sequence[bytes], marks: Sequence[Mark]) -> None:
-        """Keep lines that are encoded already, each with its newline; a mark says what is in a line.
+    def write_lines(self, lines: Sequence[bytes], marks: Sequence[LineKeys]) -> None:
+        """Store encoded lines, each with its newline and its keys.
 
-        Neither `prepare` nor `cipher` sees them.
+        `prepare` and `cipher` are not applied.
         """
         data = b"".join(lines)
         newlines = len(data) - len(data.replace(b"\n", b""))  # `count` takes five times as long
         if not len(lines) == len(marks) == newlines:
-            raise InvalidMessage("every line ends with its only newline and has one mark")
+            raise InvalidMessage("every line must end with its only newline and have one mark")
         self._write(data, marks, map(len, lines))
 
     def seal(self) -> None:
-        """Seal the growing segment, if there is anything in it."""
+        """Seal the open segment unless it is empty."""
         with self._mutex:
             self._open()
             self._seal()
 
     def seal_if_due(self) -> bool:
-        """Seal the growing segment when it is full or old enough; whether it did. Call it now and then."""
+        """Seal the open segment when it is full or old enough; returns whether it did. Call it regularly."""
         with self._mutex:
             self._open()
             due = self._is_due(0)
@@ -248,7 +248,7 @@ class SegmentSink(Closing):
             return due
 
     def reopen(self) -> None:
-        """Start afresh after a failed fsync, with what the disk holds."""
+        """Continue after a failed fsync, with the data that is on disk."""
         with self._mutex:
             was_dead, self._dead = self._dead, False
             self._drop()
@@ -259,18 +259,18 @@ class SegmentSink(Closing):
                 raise
 
     def close(self) -> None:
-        """Give the folder to others; the next call takes it back."""
+        """Release the folder to other writers; the next call takes it again."""
         with self._mutex:
             self._drop()
 
     def after_fork(self) -> None:
-        """A child has to ask for the folder itself, and its parent has it."""
+        """Reset in a forked child: the parent keeps the folder, and the child must lock it itself."""
         self._mutex = threading.RLock()
         self._drop()
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _write(self, data: bytes, marks: Sequence[Mark], lengths: Iterable[int]) -> None:
+    def _write(self, data: bytes, marks: Sequence[LineKeys], lengths: Iterable[int]) -> None:
         if not marks:
             return
         if len(data) > SEGMENT_BYTES_MAX:
@@ -284,7 +284,7 @@ class SegmentSink(Closing):
             self._note_positions(growing)
 
     def _make_room(self, more_bytes: int) -> None:
-        """Sealing comes first: when it fails, nothing of the new events was kept."""
+        """Seal a segment that is due before writing: when sealing fails, none of the new events is stored."""
         if self._is_due(more_bytes):
             try:
                 self._seal()
@@ -298,20 +298,20 @@ class SegmentSink(Closing):
         full = growing.size + more_bytes > self._seal_bytes or growing.size >= self._seal_bytes
         return full or self._clock.boot_ns() - growing.started_ns >= self._seal_after_ns
 
-    def _start(self) -> _Growing:
+    def _start(self) -> _OpenSegment:
         n = self._last + 1
         path = open_path(self.folder, n)
         try:
-            # Nothing but an empty file of a start that failed can have this name.
+            # Only an empty file of a failed start can have this name.
             fd = open_safely(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
         except OSError as error:
             raise WriteFailed(path, error) from error
         self._last = n
-        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
         self._sync(path, lambda: sync_folder(path.parent))
         return self._growing
 
-    def _append(self, growing: _Growing, data: bytes) -> None:
+    def _append(self, growing: _OpenSegment, data: bytes) -> None:
         if not growing.size:
             growing.started_ns = self._clock.boot_ns()
         try:
@@ -321,8 +321,8 @@ class SegmentSink(Closing):
             raise WriteFailed(growing.path, error, rolled_back=rolled_back) from error
         self._sync(growing.path, lambda: os.fsync(growing.fd), roll_back=growing)
 
-    def _sync(self, path: Path, sync: Callable[[], None], roll_back: _Growing | None = None) -> None:
-        """In the class "os" nobody waits for the disk before the segment is sealed."""
+    def _sync(self, path: Path, sync: Callable[[], None], roll_back: _OpenSegment | None = None) -> None:
+        """Sync, except in the class "os", where a segment is synced only when it is sealed."""
         if self._durability == "os":
             return
         try:
@@ -332,7 +332,7 @@ class SegmentSink(Closing):
             rolled_back = roll_back is None or self._roll_back(roll_back)
             raise WriteFailed(path, error, rolled_back=rolled_back) from error
 
-    def _roll_back(self, growing: _Growing) -> bool:
+    def _roll_back(self, growing: _OpenSegment) -> bool:
         try:
             os.ftruncate(growing.fd, growing.size)
         except OSError:
@@ -340,7 +340,7 @@ class SegmentSink(Closing):
             return False
         return True
 
-    def _note_positions(self, growing: _Growing) -> None:
+    def _note_positions(self, growing: _OpenSegment) -> None:
         positions = self._positions
         for source, (_, last) in growing.sources.items():
             if last > positions.get(source, 0):
@@ -367,12 +367,12 @@ class SegmentSink(Closing):
                 append_line(self.folder, line)
                 self._head, self._sealed, self._growing = digest, growing.n, None
                 os.close(growing.fd)
-                put_in_place(self.folder, entry)
+                move_sealed(self.folder, entry)
         except WriteFailed as error:
             self._dead = self._dead or not error.rolled_back
             raise
         except OSError as error:
-            self._dead = self._dead or self._growing is None  # it is sealed, and recovery puts it in place
+            self._dead = self._dead or self._growing is None  # sealed, but recovery must move it
             raise WriteFailed(growing.path, error, rolled_back=False) from error
 
     # ---- opening -------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class SegmentSink(Closing):
             os.close(open_safely(self.folder / CHAIN_LOCK, os.O_RDWR | os.O_CREAT))
             with chain_locked(self.folder):
                 if again:
-                    write_again(self.folder)
+                    rewrite_files(self.folder)
                 self._recover()
         except BaseException as error:
             self._drop()
@@ -403,7 +403,7 @@ class SegmentSink(Closing):
             lock.flock(fd, lock.EXCLUSIVE_NOW)
         except BlockingIOError:
             os.close(fd)
-            raise Unavailable(f"{self.folder} has a writer already, and takes one at a time") from None
+            raise Unavailable(f"{self.folder} already has a writer; only one at a time is allowed") from None
         except BaseException:
             os.close(fd)
             raise
@@ -415,21 +415,21 @@ class SegmentSink(Closing):
         self._head, self._sealed = chain.head, chain.last
         self._positions = chain.positions()
         for n, path in growing.items():
-            self._take_up(n, path)
+            self._resume(n, path)
 
-    def _take_up(self, n: int, path: Path) -> None:
+    def _resume(self, n: int, path: Path) -> None:
         """Go on with a segment that a writer before us left open."""
         if self._growing is not None:
-            os.close(self._growing.fd)  # two of them is nothing that a crash leaves; both stay readable
+            os.close(self._growing.fd)  # a crash never leaves two open segments; both stay readable
         data = read_file(path)
         whole = whole_bytes(data)
         if whole < len(data):
             cut(self.folder, path, data, whole)
         fd = open_safely(path, os.O_RDWR | os.O_APPEND)
-        self._growing = _Growing(path, n, fd, self._clock.boot_ns())
+        self._growing = _OpenSegment(path, n, fd, self._clock.boot_ns())
         if self._durability != "os":
-            os.fsync(fd)  # what the kernel alone has is counted as held from now on
-        self._growing.take_up(data[:whole])
+            os.fsync(fd)  # from now on these lines count as stored
+        self._growing.resume(data[:whole])
         self._note_positions(self._growing)
 
     def _drop(self) -> None:

@@ -1,10 +1,10 @@
-"""A connection to a NATS server, made again whenever it is lost.
+"""A connection to a NATS server that reconnects whenever it is lost.
 
-Rule 1: what has no answer yet when the connection is lost fails: nobody knows whether it was done. Nothing
-        is sent a second time.
-Rule 2: a password goes to whoever the address names. With TLS, nothing but the server's first line is read
-        in the clear, and nothing is said.
-Rule 3: a server that refuses who we are, or what we subscribe to, is not asked again.
+Rule 1: a request without an answer fails when the connection is lost, because the client cannot know whether
+        it was executed. Nothing is sent twice.
+Rule 2: credentials are sent to the server that the address names. With TLS, only the server's first line is
+        read in the clear, and the client sends nothing before the handshake.
+Rule 3: after a refused login or subscription the client does not reconnect.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _log = logging.getLogger("postroom.mail")
 
 
 class Server(NamedTuple):
-    """Where a server listens, and who we are to it."""
+    """The address of a server, and the credentials for it."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class Server(NamedTuple):
 
 
 class Login(NamedTuple):
-    """How to get in: the servers in turn, and what each is told."""
+    """The servers, which are tried in turn, the client's name, and the TLS settings."""
 
     servers: list[Server]
     name: str
@@ -60,7 +60,7 @@ class Login(NamedTuple):
 
 
 def servers_of(addresses: str, *, user: str, password: str, token: str) -> list[Server]:
-    """The servers of a text such as `nats://user:password@host:4222`, several with commas."""
+    """Parse addresses such as `nats://user:password@host:4222`, separated by commas."""
     found = [_server_of(text.strip(), user, password, token) for text in addresses.split(",") if text.strip()]
     if not found:
         raise InvalidSetting("the address of the server is empty")
@@ -76,7 +76,7 @@ def _server_of(text: str, user: str, password: str, token: str) -> Server:
     if parts.scheme not in ("nats", "tls") or not host:
         raise InvalidSetting("the address of a server looks like nats://host:4222 or tls://host:4222")
     name, secret = unquote(parts.username or ""), parts.password
-    if name and secret is None:  # as other clients read it: alone, it is a token
+    if name and secret is None:  # a user without a password is a token, as in other NATS clients
         return Server(host, port, parts.scheme == "tls", user, password, name)
     if name:
         return Server(host, port, parts.scheme == "tls", name, unquote(secret or ""), token)
@@ -84,103 +84,106 @@ def _server_of(text: str, user: str, password: str, token: str) -> Server:
 
 
 class _Socket(asyncio.Protocol):
-    """One connection of the network: commands in, bytes out."""
+    """One TCP connection: parses commands, writes bytes."""
 
-    def __init__(self, got: Callable[["_Socket", wire.Command], None], lost: Callable[[], None]) -> None:
-        self._got = got
-        self._lost = lost
+    def __init__(
+        self, on_command: Callable[["_Socket", wire.Command], None], on_lost: Callable[[], None]
+    ) -> None:
+        self._on_command = on_command
+        self._on_lost = on_lost
         self._reader = wire.ServerReader(payload_bytes_max=MESSAGE_BYTES_MAX)
         self.transport: asyncio.Transport | None = None
         self.info: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.pongs: list[asyncio.Future[None]] = []
         self.payload_bytes_max = wire.PAYLOAD_BYTES_MAX
         self.refusal: PostroomError | None = None
-        self.heard = True
-        self._room = asyncio.Event()
-        self._room.set()
-        self._gone = asyncio.Event()
+        self.received_data = True
+        """Since the last ping."""
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.received_data = True
         for command in self._reader.feed(data):
             match command:
                 case wire.Info() if not self.info.done():
-                    self._begin(command.options)
+                    self._read_info(command.options)
                 case wire.Ping():
                     self.write(wire.PONG)
                 case wire.Pong():
                     if self.pongs:
                         _settle(self.pongs.pop(0))
                 case wire.Fault():
-                    self.refusal = MailUnavailable("what answers there does not speak NATS")
+                    self.refusal = MailUnavailable("the server does not speak NATS")
                     self.close()
                 case _:
-                    self._got(self, command)
+                    self._on_command(self, command)
 
-    def _begin(self, options: bytes) -> None:
+    def _read_info(self, options: bytes) -> None:
         try:
             info = msgspec.json.decode(options, type=dict[str, Any])
             self.payload_bytes_max = int(info.get("max_payload", wire.PAYLOAD_BYTES_MAX))
             self.info.set_result(info)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError):
-            self.info.set_exception(MailUnavailable("what answers there does not speak NATS"))
+            self.info.set_exception(MailUnavailable("the server does not speak NATS"))
 
     def write(self, data: bytes) -> None:
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
 
-    async def pinged(self) -> None:
-        """Everything written so far was taken in by the server."""
+    async def flush(self) -> None:
+        """Wait until the server has read everything written so far, by a ping and its pong."""
         pong: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pongs.append(pong)
         self.write(wire.PING)
         await pong
 
-    async def admitted(self) -> None:
-        """The server has taken in what it was told first; raises what it has against it."""
-        await self.pinged()
+    async def accepted(self) -> None:
+        """Wait until the server has read the first commands; raises its refusal."""
+        await self.flush()
         if self.refusal is not None:
             raise self.refusal
         if self.transport is None:
             raise MailUnavailable("the server closed the connection")
 
     def pause_writing(self) -> None:
-        self._room.clear()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        self._room.set()
+        self._writable.set()
 
-    async def room(self) -> None:
-        """Wait while much is on its way."""
-        await self._room.wait()
+    async def drain(self) -> None:
+        """Wait while the write buffer is full."""
+        await self._writable.wait()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - gone is gone
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the cause makes no difference
         self.transport = None
-        self._room.set()
-        self._gone.set()
-        gone = self.refusal or MailUnavailable("the server closed the connection")
-        waits: list[asyncio.Future[Any]] = [self.info, *self.pongs]
-        for waiting in waits:
-            if not waiting.done():
-                waiting.set_exception(gone)
-                waiting.exception()  # it may be that nobody waits
-        self._lost()
+        self._writable.set()
+        self._closed.set()
+        error = self.refusal or MailUnavailable("the server closed the connection")
+        futures: list[asyncio.Future[Any]] = [self.info, *self.pongs]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # marks it as retrieved: perhaps no coroutine waits for it
+        self._on_lost()
 
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
 
-    async def ended(self) -> None:
-        """Close, and wait until it is gone."""
+    async def wait_closed(self) -> None:
+        """Close the connection and wait for the end; abort after `CLOSE_TIMEOUT_S`."""
         if self.transport is None:
             return
         self.transport.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._gone.wait()
+                await self._closed.wait()
         except TimeoutError:
             self.transport.abort()
             await asyncio.sleep(0)
@@ -192,67 +195,67 @@ def _settle(future: "asyncio.Future[None]") -> None:
 
 
 class ClientConnection:
-    """One connection that lasts. `subscription` is what it asks for each time that it is made."""
+    """A connection that reconnects. `subscription` is sent again on each connect."""
 
     def __init__(
         self,
         login: Login,
         *,
         subscription: bytes = b"",
-        took: Callable[[wire.Messages], None] | None = None,
-        failed: Callable[[PostroomError], None] | None = None,
+        on_messages: Callable[[wire.Messages], None] | None = None,
+        on_failure: Callable[[PostroomError], None] | None = None,
     ) -> None:
         self._login = login
         self._inbox = f"_INBOX.{secrets.token_hex(INBOX_BYTES)}"
         self._subscription = subscription or wire.subscribe(f"{self._inbox}.*".encode(), SID)
-        self._took = took or self._answered
-        self._failed = failed
+        self._on_messages = on_messages or self._receive_answer
+        self._on_failure = on_failure
         self._socket: _Socket | None = None
-        self._up = asyncio.Event()
+        self._ready = asyncio.Event()
+        """Set while connected, and for good after a failure."""
         self._lost = asyncio.Event()
-        self._asked: dict[bytes, asyncio.Future[wire.Messages]] = {}
-        self._asks = 0
-        self._task: asyncio.Task[None] | None = None
+        self._requests: dict[bytes, asyncio.Future[wire.Messages]] = {}
+        """By reply subject."""
+        self._requests_made = 0
+        self._reconnecting: asyncio.Task[None] | None = None
         self._pinger: asyncio.TimerHandle | None = None
-        self._next = 0
+        self._next_server = 0
         self._failure: PostroomError | None = None
-        self.made = 0
-        """How often its subscription was asked for."""
+        self.connects = 0
 
-    # ---- life ------------------------------------------------------------------------------------------
+    # ---- connecting ------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect, or say why that is not possible."""
+        """Connect; raises when no server accepts the client."""
         await self._dial()
-        self._task = asyncio.get_running_loop().create_task(self._keep())
+        self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect())
 
     async def close(self) -> None:
-        """Let the server take in what was sent, and end.
+        """Unsubscribe, wait until the server has read everything, and close.
 
-        It also takes in that nobody listens here any more: what comes to a mailbox from now on goes to
-        others, and is not lost on a connection that is about to close.
+        The unsubscribe lets the server deliver later messages to other members of a group, instead of losing
+        them on a connection that is about to close.
         """
-        if self._task is not None:
-            self._task.cancel()
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
             with suppress(asyncio.CancelledError):
-                await self._task
+                await self._reconnecting
         if self._pinger is not None:
             self._pinger.cancel()
         socket, self._socket = self._socket, None
         self._failure = self._failure or MailUnavailable("this client is closed")
-        self._up.set()
+        self._ready.set()
         if socket is not None and socket.transport is not None:
             socket.write(wire.unsubscribe(SID))
             with suppress(PostroomError, TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await socket.pinged()
-            await socket.ended()
+                    await socket.flush()
+            await socket.wait_closed()
 
-    async def _keep(self) -> None:
-        """Make the connection again, as often as it takes."""
+    async def _reconnect(self) -> None:
         while True:
             await self._lost.wait()
-            _log.warning("the connection to the mail server is lost; it is made again")
+            _log.warning("the connection to the mail server is lost; reconnecting")
             pause_s = RETRY_FIRST_S
             while True:
                 try:
@@ -267,82 +270,82 @@ class ClientConnection:
 
     def _fail(self, error: PostroomError) -> None:
         self._failure = error
-        self._up.set()
-        if self._failed is not None:
-            self._failed(error)
+        self._ready.set()
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     async def _dial(self) -> None:
         """Try each server once."""
         for left in reversed(range(len(self._login.servers))):
-            server = self._login.servers[self._next % len(self._login.servers)]
+            server = self._login.servers[self._next_server % len(self._login.servers)]
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    self._socket = await self._connected(server)
+                    self._socket = await self._connect(server)
             except (OSError, MailUnavailable, TimeoutError) as error:
-                self._next += 1
+                self._next_server += 1
                 if not left:
                     raise MailUnavailable(
-                        f"cannot reach the mail server at {server.shown}: {_why(error)}"
+                        f"cannot reach the mail server at {server.shown}: {_reason(error)}"
                     ) from None
             else:
                 break
         self._lost.clear()
-        self._up.set()
+        self._ready.set()
         self._pinger = asyncio.get_running_loop().call_later(PING_EVERY_S, self._ping)
 
-    async def _connected(self, server: Server) -> _Socket:
+    async def _connect(self, server: Server) -> _Socket:
         loop = asyncio.get_running_loop()
         _, socket = await loop.create_connection(
-            lambda: _Socket(self._got, self._dropped), server.host, server.port
+            lambda: _Socket(self._handle, self._connection_lost), server.host, server.port
         )
         try:
             info = await socket.info
             if info.get("tls_required") or server.tls or self._login.tls is not None:
-                await self._secure(socket, server, info)
-            self.made += 1
-            socket.write(wire.connect(self._said(server)) + self._subscription)
-            await socket.admitted()
+                await self._start_tls(socket, server, info)
+            self.connects += 1
+            socket.write(wire.connect(self._connect_options(server)) + self._subscription)
+            await socket.accepted()
         except BaseException:
-            await socket.ended()
+            await socket.wait_closed()
             raise
         return socket
 
-    async def _secure(self, socket: _Socket, server: Server, info: dict[str, Any]) -> None:
+    async def _start_tls(self, socket: _Socket, server: Server, info: dict[str, Any]) -> None:
         if not (info.get("tls_required") or info.get("tls_available")):
-            raise MailRefused(FORBIDDEN, "the server has no TLS, and nothing is said to it without")
+            raise MailRefused(FORBIDDEN, "the server has no TLS, and this client sends nothing without it")
         context = self._login.tls or ssl.create_default_context()
-        assert socket.transport is not None  # noqa: S101 - for the types: it has just sent something
+        assert socket.transport is not None  # noqa: S101 - for mypy: the server's first line has arrived
         try:
             socket.transport = await asyncio.get_running_loop().start_tls(
                 socket.transport, socket, context, server_hostname=server.host
             )
         except OSError:
-            socket.transport = None  # it is closed, and nobody is told
+            socket.transport = None  # closed without a call of connection_lost
             await asyncio.sleep(0)
             raise
 
-    def _said(self, server: Server) -> dict[str, Any]:
-        said: dict[str, Any] = {
+    def _connect_options(self, server: Server) -> dict[str, Any]:
+        options: dict[str, Any] = {
             "verbose": False, "pedantic": False, "headers": True, "no_responders": True, "echo": True,
             "lang": "python", "version": "1", "protocol": 1, "name": self._login.name,
         }  # fmt: skip
-        who = {"user": server.user, "pass": server.password, "auth_token": server.token}
-        return said | {key: value for key, value in who.items() if value}
+        credentials = {"user": server.user, "pass": server.password, "auth_token": server.token}
+        return options | {key: value for key, value in credentials.items() if value}
 
-    def _dropped(self) -> None:
-        """A socket is gone; one that was never up has been told of by whoever dialled."""
+    def _connection_lost(self) -> None:
+        """Fail open requests and reconnect. `_dial` itself reports a connection that was never accepted."""
         if self._socket is None or self._socket.transport is not None:
             return
-        self._up.clear()
+        self._ready.clear()
         self._lost.set()
         if self._pinger is not None:
             self._pinger.cancel()
-        asked, self._asked = self._asked, {}
-        for future in asked.values():
+        requests, self._requests = self._requests, {}
+        for future in requests.values():
             if not future.done():
                 future.set_exception(
                     MailUnavailable(
-                        "the connection was lost before an answer came: it may or may not be done"
+                        "the connection was lost before an answer came: the call may or may not be done"
                     )
                 )
 
@@ -350,10 +353,10 @@ class ClientConnection:
         socket = self._socket
         if socket is None or socket.transport is None:
             return
-        if not socket.heard:
+        if not socket.received_data:
             socket.transport.abort()
             return
-        socket.heard = False
+        socket.received_data = False
         self._ping_now(socket)
         self._pinger = asyncio.get_running_loop().call_later(PING_EVERY_S, self._ping)
 
@@ -362,43 +365,43 @@ class ClientConnection:
         socket.pongs.append(asyncio.get_running_loop().create_future())
         socket.write(wire.PING)
 
-    # ---- what comes ------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------
 
-    def _got(self, socket: _Socket, command: wire.Command) -> None:
+    def _handle(self, socket: _Socket, command: wire.Command) -> None:
         if isinstance(command, wire.Messages):
-            self._took(command)
+            self._on_messages(command)
         elif isinstance(command, wire.Error):
             socket.refusal = _refusal(command.text)
-            if self._failed is not None and self._socket is socket and "permissions" in command.text.lower():
+            is_subscriber = self._on_failure is not None and self._socket is socket
+            if is_subscriber and "permissions" in command.text.lower():
                 self._fail(socket.refusal)
 
-    def _answered(self, messages: wire.Messages) -> None:
-        asked = self._asked.pop(messages.head.subject, None)
-        if asked is not None and not asked.done():
-            asked.set_result(messages)
+    def _receive_answer(self, messages: wire.Messages) -> None:
+        future = self._requests.pop(messages.head.subject, None)
+        if future is not None and not future.done():
+            future.set_result(messages)
 
-    def hold(self) -> None:
-        """Read nothing more for now."""
+    def pause_reading(self) -> None:
         if self._socket is not None and self._socket.transport is not None:
             self._socket.transport.pause_reading()
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         if self._socket is not None and self._socket.transport is not None:
             self._socket.transport.resume_reading()
 
-    # ---- what goes -------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------------
 
     async def publish(self, subject: bytes, payload: bytes, headers: bytes = b"", reply: bytes = b"") -> None:
-        """Send, without an answer. Waits for a connection, and while much is on its way."""
-        socket = await self._ready()
+        """Send without an answer. Waits for a connection, and while the write buffer is full."""
+        socket = await self._connected_socket()
         if len(headers) + len(payload) > socket.payload_bytes_max:
             raise InvalidMessage(f"a message to this server has at most {socket.payload_bytes_max} bytes")
         socket.write(wire.publish(subject, payload, reply=reply, headers=headers))
-        await socket.room()
+        await socket.drain()
 
-    async def _ready(self) -> _Socket:
+    async def _connected_socket(self) -> _Socket:
         while True:
-            await self._up.wait()
+            await self._ready.wait()
             if self._failure is not None:
                 raise self._failure
             if self._socket is not None and self._socket.transport is not None:
@@ -408,37 +411,39 @@ class ClientConnection:
     async def request(
         self, subject: bytes, payload: bytes, headers: bytes = b"", *, timeout_s: float
     ) -> wire.Messages:
-        """Send, and wait for the answer."""
-        self._asks += 1
-        reply = b"%b.%d" % (self._inbox.encode(), self._asks)
+        """Send and wait for the answer."""
+        self._requests_made += 1
+        reply = b"%b.%d" % (self._inbox.encode(), self._requests_made)
         future: asyncio.Future[wire.Messages] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ready()
-                self._asked[reply] = future
+                await self._connected_socket()
+                self._requests[reply] = future
                 await self.publish(subject, payload, headers, reply)
                 return await future
         except TimeoutError:
-            raise MailUnavailable(f"no answer within {timeout_s:g} s: it may or may not be done") from None
+            raise MailUnavailable(
+                f"no answer within {timeout_s:g} s: the call may or may not be done"
+            ) from None
         finally:
-            self._asked.pop(reply, None)
+            self._requests.pop(reply, None)
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {error.reason or error}"
     if isinstance(error, TimeoutError):
-        return "it does not answer"
+        return "no answer"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error)
 
 
 def _refusal(text: str) -> PostroomError:
-    """What an -ERR means to us. A mailbox's id may stand in it, and is not passed on."""
-    said = text.lower()
-    if "authorization" in said or "authentication" in said:
-        return MailRefused(FORBIDDEN, "the server does not let us in: wrong user, password or token")
-    if "permissions" in said:
+    """The error for an -ERR of the server. Its text may hold a mailbox id, which is a secret."""
+    lowered = text.lower()
+    if "authorization" in lowered or "authentication" in lowered:
+        return MailRefused(FORBIDDEN, "the server refuses the login: wrong user, password or token")
+    if "permissions" in lowered:
         return MailRefused(FORBIDDEN, "the server refuses the subscription: there may be no such mailbox")
     return MailUnavailable(f"the server ended the connection: {text}")

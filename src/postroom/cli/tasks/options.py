@@ -1,0 +1,97 @@
+"""Options that several `tasks` commands share."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.shell import Decorated, TimeoutOption, parse_wait, path_option, together
+from postroom.errors import InvalidMessage, reason
+
+HOST_DEFAULT = "127.0.0.1"
+PORT = click.IntRange(0, 65535)
+FOLDER = click.Path(file_okay=False)
+
+data_option = path_option("--data", metavar="DIR", text="The data folder of a harness.", kind=FOLDER)
+needed_data_option = path_option(
+    "--data", metavar="DIR", text="The data folder of the harness.", required=True, kind=FOLDER
+)
+url_option = click.option("--url", metavar="URL", help="The address of a harness, instead of --data.")
+token_option = click.option(
+    "--token",
+    metavar="TOKEN",
+    help="The token for --url. Other users can see it in the list of processes.  "
+    f"[default: ${TOKEN_VARIABLE}]",
+)
+where_options = together(data_option, url_option, token_option)
+agent_option = click.option(
+    "--agent", metavar="NAME", help="The agent whose queue it is. An agent's token names it already."
+)
+task_argument = click.argument("task_id", metavar="TASK_ID")
+lease_option = click.option(
+    "--lease", type=click.INT, required=True, metavar="N", help="The lease that came with the task."
+)
+timeout_option = click.option(
+    "--timeout-s",
+    cls=TimeoutOption,
+    type=parse_wait,
+    metavar="S",
+    help="Wait at most S seconds.  [default: until the task has ended]",
+)
+
+
+def lease_s_option(default: float) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--lease-s",
+        type=parse_wait,
+        default=default,
+        show_default=True,
+        metavar="S",
+        help="How long the lease lasts without a heartbeat.",
+    )
+
+
+def durability_option(default: str) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--durability",
+        type=click.Choice(["os", "group", "fsync"]),
+        help="When a task counts as stored: in the page cache, or after an fsync (shared with others, or its "
+        f"own).  [default: {default}]",
+    )
+
+
+def parse_time(text: str) -> Any:
+    """An RFC 3339 time."""
+    from postroom.core.times import parse_utc
+
+    try:
+        return parse_utc(text)
+    except InvalidMessage as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def read_json(option: str, text: str | None, file: str | None, default: Any = ...) -> Any:
+    """A JSON value from an option, a file or stdin."""
+    import msgspec
+
+    if text is not None and file is not None:
+        raise click.UsageError(f"give it once: {option} or {option}-file, not both")
+    if text is None and file is None:
+        if default is not ...:
+            return default
+        raise click.UsageError(f"give {option} JSON, or {option}-file FILE (- is stdin)")
+    if file is not None:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    else:
+        raw = os.fsencode(str(text))
+    given = option if file is None else f"{option}-file"
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"{given} is not JSON: {reason(error)}") from None
+    except RecursionError:
+        raise InvalidMessage(f"{given} is nested too deeply") from None

@@ -1,0 +1,185 @@
+"""Where the tasks are: in a data folder, or behind the address of a harness."""
+
+import os
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.render import warn
+from postroom.cli.shell import Shell
+
+if TYPE_CHECKING:
+    from postroom.client import TaskClient
+    from postroom.contracts.tasks import Tasks
+
+DATABASE = "queue.db"
+
+
+class Folder:
+    """The tasks of a data folder."""
+
+    def __init__(self, shell: Shell, data: Path, tasks: "Tasks") -> None:
+        self._shell = shell
+        self._data = data
+        self._tasks = tasks
+
+    def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
+        task_ids = self._tasks.enqueue_many(tasks)
+        self._warn_of_unregistered({task["agent"] for task in tasks})
+        return task_ids
+
+    def _warn_of_unregistered(self, agents: set[str]) -> None:
+        """Warn of agents that have no token. A folder without any registered agent needs none."""
+        from postroom.runtime.agents import FILE_NAME, Agents
+
+        if not (self._data / FILE_NAME).exists():
+            return
+        known = {agent.name for agent in Agents(self._data).list()}
+        for agent in sorted(agents - known):
+            warn(self._shell.program, f"warning: no agent {agent!r} is registered in {self._data}")
+
+    def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
+        return _builtins(self._tasks.wait(task_id, timeout_s))
+
+    def claim(self, agent: str | None, worker: str | None, **terms: Any) -> list[dict[str, Any]]:
+        if agent is None:
+            raise click.UsageError("--data needs --agent: whose tasks?")
+        return [claimed_fields(task) for task in self._tasks.claim(agent=agent, worker=worker, **terms)]
+
+    def report(self, verb: str, task_id: str, lease: int, fields: dict[str, Any]) -> None:
+        """A call of the lease holder: complete, heartbeat, fail or release."""
+        getattr(self._tasks, verb)(task_id, lease, **fields)
+
+    def operate(self, verb: str, task_id: str) -> None:
+        """A call of an operator: retry or cancel."""
+        getattr(self._tasks, verb)(task_id)
+
+    def status(self) -> dict[str, Any]:
+        return _builtins(self._tasks.status())
+
+    def show(self, task_id: str) -> dict[str, Any]:
+        return _builtins(self._tasks.get(task_id))
+
+    def find(self, **filters: Any) -> list[dict[str, Any]]:
+        return [_builtins(line) for line in self._tasks.find(**filters)]
+
+
+class Remote:
+    """The tasks of a harness, over HTTP."""
+
+    def __init__(self, shell: Shell, client: "TaskClient", agent: str | None) -> None:
+        self._shell = shell
+        self._client = client
+        self._agent = {} if agent is None else {"agent": agent}
+
+    def enqueue(self, tasks: list[dict[str, Any]]) -> list[str]:
+        import uuid
+
+        # The ids are made here, so that the call can be repeated: the same id stores one task.
+        named = [{**task, "task_id": task.get("task_id") or f"t-{uuid.uuid4().hex}"} for task in tasks]
+        body = [{key: value for key, value in task.items() if value is not None} for task in named]
+        answer = self._client.request("POST", "/queue/enqueue", {"tasks": body})
+        if answer.get("warning"):
+            warn(self._shell.program, f"warning: {answer['warning']}")
+        return list(answer["task_ids"])
+
+    def wait(self, task_id: str, timeout_s: float | None) -> dict[str, Any]:
+        return _builtins(self._client.wait(task_id, timeout_s))
+
+    def claim(self, _agent: str | None, _worker: str | None, **terms: Any) -> list[dict[str, Any]]:
+        """The client was made with the agent and the worker."""
+        return [claimed_fields(task) for task in self._client.next_tasks(**terms)]
+
+    def report(self, verb: str, task_id: str, lease: int, fields: dict[str, Any]) -> None:
+        renamed = {"decision" if key == "result" else key: value for key, value in fields.items()}
+        body = {**self._agent, "task_id": task_id, "lease": lease, **renamed}
+        self._client.request("POST", f"/queue/{verb}", body)
+
+    def operate(self, verb: str, task_id: str) -> None:
+        self._client.request("POST", f"/tasks/{_quoted(task_id)}/{verb}", {})
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._client.request("GET", "/queue/status"))
+
+    def show(self, task_id: str) -> dict[str, Any]:
+        return dict(self._client.request("GET", f"/tasks/{_quoted(task_id)}"))
+
+    def find(self, **filters: Any) -> list[dict[str, Any]]:
+        query = urllib.parse.urlencode({key: value for key, value in filters.items() if value is not None})
+        return list(self._client.request("GET", f"/tasks?{query}")["tasks"])
+
+
+def _builtins(struct: Any) -> dict[str, Any]:
+    import msgspec
+
+    return dict(msgspec.to_builtins(struct))
+
+
+def claimed_fields(task: Any) -> dict[str, Any]:
+    """A claimed task as `next` prints it and a program gets it."""
+    names = ("task_id", "payload", "lease", "attempt", "type", "parent", "lease_s")
+    return {name: getattr(task, name) for name in names}
+
+
+def _quoted(task_id: str) -> str:
+    return urllib.parse.quote(task_id, safe="")
+
+
+# ---- opening -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_place(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    agent: str | None = None,
+    *,
+    worker: str | None = None,
+    create: bool = False,
+) -> Iterator[Folder | Remote]:
+    check_place(data, url)
+    if data is not None:
+        shell.show_warnings()
+        if create and not (data / DATABASE).exists():
+            warn(shell.program, f"warning: there was no store in {data}: a new one is made")
+        with open_folder(data, create=create) as tasks:
+            yield Folder(shell, data, tasks)
+        return
+    with open_client(str(url), agent or "", token, worker=worker) as client:
+        yield Remote(shell, client, agent)
+
+
+def check_place(data: Path | None, url: str | None) -> None:
+    if data is not None and url is not None:
+        raise click.UsageError("--data and --url name two places for the tasks: give one of them")
+    if data is None and url is None:
+        raise click.UsageError("say where the tasks are: --data DIR, or --url URL with --token TOKEN")
+
+
+def open_folder(data: Path, *, create: bool = False) -> "Tasks":
+    from postroom.contracts.tasks import Tasks
+
+    database = data / DATABASE
+    if create:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif not database.exists():
+        raise click.ClickException(
+            f"there are no tasks in {data}: {DATABASE} is not there, and only serve and enqueue make it"
+        )
+    return Tasks.open(f"sqlite:///{database}")
+
+
+def open_client(url: str, agent: str, token: str | None, **options: Any) -> "TaskClient":
+    from postroom.client import TaskClient
+
+    token = token or os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
+    return TaskClient(url, agent=agent, token=token, **options)

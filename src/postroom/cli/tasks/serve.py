@@ -1,0 +1,162 @@
+"""For the server: `postroom tasks serve`."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.program import end_programs, run_program
+from postroom.cli.shell import Shell, parse_wait, path_option
+from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, needed_data_option
+from postroom.cli.tasks.places import DATABASE
+
+if TYPE_CHECKING:
+    from postroom.contracts.tasks import Task, Tasks
+
+PORT_DEFAULT = 8800
+BUS_MAX_BYTES_DEFAULT = 1 << 30
+LEASE_S_MAX = 2_592_000.0  # as in the contract, which --help must not import
+CONCURRENCY_DEFAULT = 4
+
+
+@click.command()
+@needed_data_option
+@click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
+@click.option(
+    "--port",
+    type=PORT,
+    default=PORT_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="The port; 0 takes a free one.",
+)
+@click.option(
+    "--execute",
+    metavar="CMD",
+    help="A shell command that acts on each decision. It gets JSON with task_id, agent, payload and decision "
+    "on its stdin, and has to end with exit code 0.",
+)
+@click.option(
+    "--allow-nudge",
+    "nudge_hosts",
+    multiple=True,
+    metavar="HOST",
+    help="A private host at which agents may be nudged. May be repeated.",
+)
+@click.option(
+    "--bus-max-bytes",
+    type=click.IntRange(1),
+    default=BUS_MAX_BYTES_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="The largest size of one bus with its archives; a post beyond it is refused.",
+)
+@path_option(
+    "--audit",
+    metavar="FOLDER",
+    text="Ship every event to this audit stream, in a process of its own; see `postroom audit ship`.",
+)
+@click.option(
+    "--max-lease-s", "lease_s_max", type=parse_wait, default=LEASE_S_MAX, show_default=True, metavar="S",
+    help="The longest lease. A request for a longer one gets this.",
+)  # fmt: skip
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",
+    help="How many decisions are executed at the same time.",
+)  # fmt: skip
+@click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
+@durability_option("group")
+@click.pass_obj
+def serve(
+    shell: Shell,
+    /,
+    data: Path,
+    host: str,
+    port: int,
+    execute: str | None,
+    nudge_hosts: tuple[str, ...],
+    bus_max_bytes: int,
+    audit: Path | None,
+    durability: Any,
+    **terms: Any,
+) -> None:
+    """Run the harness: an HTTP server for the agents, and the loops behind it.
+
+    Agents claim their tasks there and report their decisions; --execute acts on the decisions. Without
+    --execute, tasks stay completed. The address is printed once the server listens. The log is JSON lines on
+    stderr. SIGTERM ends the server cleanly.
+
+    \b
+    Example:
+      postroom tasks serve --data run --port 8800
+      postroom tasks serve --data run --execute './act-on-decision'
+    """
+    try:
+        from postroom.runtime.http import serve as run_server
+    except ModuleNotFoundError as error:  # only this command needs more than the core
+        missing = f"the server needs {error.name}, which is not installed: pip install 'postroom[server]'"
+        raise click.ClickException(missing) from None
+
+    def print_address(bound_port: int) -> None:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
+        shell.output.facts({"url": url, "data": str(data), "pid": os.getpid()}, f"{data} is served at {url}")
+        shell.output.flush()
+
+    from postroom.contracts.tasks import Tasks
+
+    with Tasks.open(f"sqlite:///{data / DATABASE}") as store:  # opens no file before its first use
+        act = None if execute is None else executor(store, execute)
+        try:
+            run_server(
+                data, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts, ready=print_address,
+                durability=durability or "group", bus_max_bytes=bus_max_bytes,
+                beside=shipping(shell, data, audit), **terms,
+            )  # fmt: skip
+        finally:
+            end_programs()
+
+
+@contextmanager
+def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
+    """Run the audit shipper beside the harness. It ends after the harness."""
+    from postroom.runtime.supervisor import Supervisor
+
+    if folder is None:
+        yield
+        return
+    config = [] if shell.config is None else ["--config", str(shell.config)]
+    what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
+    shipper = Supervisor([sys.executable, "-m", "postroom.cli.main", *config, *what])
+    shipper.start()
+    try:
+        yield
+    finally:
+        shipper.stop()
+
+
+def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
+    """The function that a harness calls with each decision."""
+
+    def execute(decision: "Task") -> None:
+        task = store.get(decision.parent)
+        run_program(
+            command,
+            {
+                "task_id": task.task_id,
+                "agent": task.agent,
+                "type": task.type,
+                "payload": task.payload,
+                "decision": decision.payload,
+                "decision_id": decision.task_id,
+                "attempt": decision.attempt,
+            },
+        )
+
+    return execute
+
+
+COMMANDS = (serve,)

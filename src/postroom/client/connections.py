@@ -1,0 +1,247 @@
+"""HTTP connections to one harness, and what its answers mean.
+
+Rule 1: an answer above 299 becomes an error of `errors.py` with the harness's sentence as its text.
+Rule 2: no secret is logged or shown.
+"""
+
+import contextlib
+import http.client
+import os
+import random
+import socket
+import urllib.parse
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from postroom.client import arguments
+from postroom.errors import (
+    HarnessRefused,
+    InvalidMessage,
+    NotAllowed,
+    PostroomError,
+    StaleLease,
+    UnknownTask,
+    Unreachable,
+    WrongState,
+)
+
+FIRST_PAUSE_S = 0.1  # before a call is repeated; doubled each time, with jitter
+PAUSE_S_MAX = 2.0
+RETRY_AFTER_S_MAX = 30.0  # a longer `Retry-After` is cut to this
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+IDLE_CONNECTIONS_MAX = 64
+
+_SUCCESS_BELOW = 300
+_WRONG_ARGUMENT = (400, 413)
+_NOT_ALLOWED = (401, 403)
+_TOO_MANY = 429
+_SERVER_ERROR = 500
+
+_decode = msgspec.json.Decoder().decode
+_Answer = tuple[int, http.client.HTTPMessage, bytes]
+
+
+class LongPolls:
+    """The long polls of one worker. `abort` ends them early.
+
+    `abort` closes only our half of each connection. A harness that sees this releases what it has claimed for
+    us; a task that was already on its way still arrives.
+    """
+
+    def __init__(self) -> None:
+        self._connections: set[http.client.HTTPConnection] = set()
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_WR)
+
+    @contextlib.contextmanager
+    def track(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        self._connections.add(connection)
+        try:
+            if self.aborted:
+                self.abort()
+            yield
+        finally:
+            self._connections.discard(connection)
+
+
+class Call(NamedTuple):
+    """One request. `long_polls` is set when a worker may abort it."""
+
+    method: str
+    path: str
+    body: bytes | None
+    headers: dict[str, str]
+    timeout_s: float
+    long_polls: LongPolls | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.long_polls is not None and self.long_polls.aborted
+
+
+class Connections:
+    """Keep-alive connections to one server: as many as there are calls at the same time."""
+
+    def __init__(self, url: str) -> None:
+        parts, self._host, self._port = _address(url)
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._prefix = parts.path.rstrip("/")
+        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._generation = (os.getpid(), 0)
+        """Changes with every close and every fork. A connection of an older generation is not kept."""
+
+    def ask(self, call: Call) -> Any:
+        """Send one request; gives the decoded answer, or None for an empty one."""
+        try:
+            status, headers, body = self._exchange_on_any(call)
+        except TimeoutError:
+            raise Unreachable(f"{self.url} did not answer within {call.timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"cannot reach {self.url}: {_reason(error)}") from error
+        if status >= _SUCCESS_BELOW:
+            raise refusal(call, status, headers, body)
+        try:
+            return _decode(body) if body else None
+        except msgspec.DecodeError as error:
+            raise HarnessRefused(status, f"the answer of {self.url} is not JSON: {error}") from None
+
+    def _exchange_on_any(self, call: Call) -> _Answer:
+        """Use an idle connection, or a new one when the server has closed the idle one meanwhile."""
+        idle = self._take_idle()
+        if idle is not None:
+            try:
+                return self._exchange(idle, call)
+            except (ConnectionError, http.client.BadStatusLine):
+                if call.aborted:
+                    raise
+            self.close()  # the other idle connections are as old
+        return self._exchange(self._kind(self._host, self._port, timeout=call.timeout_s), call)
+
+    def _exchange(self, connection: http.client.HTTPConnection, call: Call) -> _Answer:
+        generation = self._generation
+        try:
+            if connection.sock is not None:
+                connection.sock.settimeout(call.timeout_s)
+            connection.request(call.method, self._prefix + call.path, call.body, call.headers)
+            with contextlib.nullcontext() if call.long_polls is None else call.long_polls.track(connection):
+                response = connection.getresponse()
+            body = self._read(response)
+        except BaseException:
+            connection.close()
+            raise
+        full = len(self._idle) >= IDLE_CONNECTIONS_MAX
+        if response.will_close or call.aborted or generation != self._generation or full:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        return response.status, response.headers, body
+
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        if (response.length or 0) > ANSWER_BYTES_MAX:
+            raise HarnessRefused(
+                response.status, f"the answer of {self.url} is longer than {ANSWER_BYTES_MAX} bytes"
+            )
+        return response.read()
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        if self._generation[0] != os.getpid():
+            self.close()  # they are the parent's; closing this process's copy leaves the parent's open
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def close(self) -> None:
+        self._generation = (os.getpid(), self._generation[1] + 1)
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+
+def _address(url: str) -> tuple[urllib.parse.SplitResult, str, int | None]:
+    """The parts of a harness's address, its host and its port."""
+    wrong = InvalidMessage("url must be the address of a harness, such as http://127.0.0.1:8800")
+    arguments.text("url", url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:  # such as a port that is no number
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        raise wrong
+    return parts, parts.hostname, port
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+# ---- refusals ------------------------------------------------------------------------------------------
+
+
+class _ErrorAnswer(msgspec.Struct, frozen=True):
+    error: str = ""
+    message: str = ""
+
+
+class _Subject(msgspec.Struct, frozen=True):
+    """The task and the lease that a call was about; empty and 0 when it named none."""
+
+    task_id: str = ""
+    lease: int = 0
+
+
+def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: bytes) -> PostroomError:
+    """The error that an answer above 299 stands for."""
+    try:
+        answer = msgspec.json.decode(body, type=_ErrorAnswer)
+    except msgspec.DecodeError:
+        answer = _ErrorAnswer()
+    message = answer.message or f"the harness answered with status {status}"
+    if status == _TOO_MANY or status >= _SERVER_ERROR:
+        return Unreachable(message, _retry_after_s(headers.get("Retry-After", "")))
+    if status in _NOT_ALLOWED:
+        return NotAllowed(status, message)
+    subject = _subject(call)
+    match answer.error:
+        case "StaleLease":
+            return StaleLease(subject.task_id, subject.lease, message)
+        case "UnknownTask":
+            return UnknownTask(subject.task_id, message)
+        case "WrongState":
+            return WrongState(subject.task_id, call.path.rpartition("/")[2], "", message)
+    return InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
+
+
+def _subject(call: Call) -> _Subject:
+    try:
+        if call.body:
+            return msgspec.json.decode(call.body, type=_Subject)
+    except msgspec.DecodeError:
+        return _Subject()
+    path = call.path.partition("?")[0].split("/")  # such as /tasks/t-1/retry
+    return _Subject(urllib.parse.unquote(path[2]) if path[1:2] == ["tasks"] and len(path) > 2 else "")  # noqa: PLR2004
+
+
+def _retry_after_s(header: str) -> float:
+    try:
+        return max(0.0, min(float(header), RETRY_AFTER_S_MAX))
+    except ValueError:
+        return 0.0
+
+
+def pause_s(attempt: int, retry_after_s: float) -> float:
+    """How long to wait before a call is repeated. Random, so that many agents do not return at once."""
+    longest_s = min(PAUSE_S_MAX, FIRST_PAUSE_S * 2**attempt)
+    return min(retry_after_s, RETRY_AFTER_S_MAX) + random.uniform(0.0, longest_s)  # noqa: S311 - not a secret
