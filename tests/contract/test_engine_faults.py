@@ -54,7 +54,7 @@ def test_repeated_failure_counts_once_for_the_breaker(world: EngineUnderTest) ->
         world.finish(outcome)
     circuit = world.engine.store.read(lambda transaction: CIRCUITS.get(transaction, "search"))
     assert circuit is not None
-    assert circuit.state == "CLOSED"
+    assert circuit.state == "closed"
 
 
 def test_late_and_present_outcome_of_one_message_in_one_commit(world: EngineUnderTest) -> None:
