@@ -31,7 +31,7 @@ from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKin
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
 from postroom.core import breaker, lifecycle
 from postroom.core.admission import Backpressure
-from postroom.core.breaker import Breaker
+from postroom.core.breaker import Breaker, Circuit
 from postroom.core.events import of_store
 from postroom.core.fairness import Rotation
 from postroom.core.history_checker import History
@@ -69,7 +69,7 @@ CLAIM_MAX: Final = 4
 
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
-SERVICES: Final = ("", "", "", "search", "model")
+SERVICES: Final = ("", "", "search", "model")
 KEYS: Final = ("", "", "", "a", "b")
 GOALS_OF_THE_WORLD: Final = ("g1", "g2")
 _ENDS: Final[dict[str, State]] = {
@@ -203,7 +203,7 @@ class World:
             self._resume: 3,
             self._replay: 3,
             self._purge: 1,
-            self._outage: 2,
+            self._outage: 3,
             self._sweep: 3,
             self._wait: 9,
             self._step_wall: 1,
@@ -356,7 +356,7 @@ class World:
 
     def _claim_as(self, worker: str, limit: int) -> list[_Held]:
         rotation, policy = self._rotations[worker], self.policy
-        open_services = self._open_services()
+        circuits = self._open_circuits()
 
         def work(transaction: Transaction) -> list[Claimed]:
             return Claims(transaction, policy, worker, rotation, {}).claim(limit)
@@ -364,7 +364,7 @@ class World:
         claimed = self._store.write(work)
         self._hear({one.record.message_id: one for one in claimed})
         self._check_pauses(claimed)
-        self._check_services(claimed, open_services)
+        self._check_services(claimed, circuits)
         self._check_priority(claimed)
         held = [_Held(one, worker) for one in claimed]
         for one in held:
@@ -615,9 +615,15 @@ class World:
 
     # ---- what a claim must not return ----------------------------------------------------------
 
-    def _open_services(self) -> set[str]:
-        circuits = self._store.read(CIRCUITS.scan)
-        return {service for service, circuit in circuits if circuit.state != breaker.CLOSED.state}
+    def _open_circuits(self) -> dict[str, tuple[Circuit, int]]:
+        """The services whose breaker is not closed, each with the time of the store."""
+        return self._store.read(
+            lambda transaction: {
+                service: (circuit, transaction.steady_ns)
+                for service, circuit in CIRCUITS.scan(transaction)
+                if circuit.state != breaker.CLOSED.state
+            }
+        )
 
     def _check_pauses(self, claimed: list[Claimed]) -> None:
         for one in claimed:
@@ -628,11 +634,15 @@ class World:
         scopes = {(ALL, ALL), (org_id, ALL), (ALL, type_name), (org_id, type_name)}
         return not scopes.isdisjoint(self._paused)
 
-    def _check_services(self, claimed: list[Claimed], open_services: set[str]) -> None:
-        for service in open_services:
+    def _check_services(self, claimed: list[Claimed], circuits: dict[str, tuple[Circuit, int]]) -> None:
+        """One message probes a service after the cooldown, and another one when the probe is overdue."""
+        for service, (circuit, now_ns) in circuits.items():
             reached = [one for one in claimed if one.body is not None and one.body.service == service]
-            for one in reached[1:]:
-                self.checker.report("breaker", one.record.message_id, f"the breaker of {service} is open")
+            may_probe = now_ns >= max(circuit.open_until, circuit.probe_until)
+            for number, one in enumerate(reached):
+                is_probe = one.record.message_id == circuit.probe
+                if number or not (may_probe or is_probe):
+                    self.checker.report("breaker", one.record.message_id, f"the breaker of {service} is open")
 
     def _check_priority(self, claimed: list[Claimed]) -> None:
         """No message of a more urgent class is left behind by a claim that took a less urgent one."""

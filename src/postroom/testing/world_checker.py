@@ -123,16 +123,22 @@ class Checker:
     def forgotten(self, message_id: str) -> None:
         """A dead letter was purged."""
         self._forgotten.add(message_id)
-        self._lives[message_id].ended = "purged"
+        self._life(message_id).ended = "purged"
+
+    def _life(self, message_id: str) -> _Life:
+        """What is known of a message. One that nobody submitted is reported once."""
+        life = self._lives.get(message_id)
+        if life is None:
+            self.report("unknown", message_id, "somebody uses it, and no submit of it was acknowledged")
+            sent = Sent(message_id=message_id, org_id="", type="", goal_id="")
+            life = self._lives[message_id] = _Life(sent, len(self._lives))
+        return life
 
     # ---- leases --------------------------------------------------------------------------------
 
     def claimed(self, message_id: str, lease: int, now_ns: int, until_ns: int) -> None:
         """A claim returned a lease."""
-        life = self._lives.get(message_id)
-        if life is None:
-            self.report("unknown", message_id, "it was delivered, and no submit of it was acknowledged")
-            return
+        life = self._life(message_id)
         if life.ended:
             self.report("terminal", message_id, f"it was delivered after it was {life.ended}")
         if life.grant is not None and self._is_held(life, now_ns):
@@ -172,7 +178,7 @@ class Checker:
     def renewed(self, message_id: str, lease: int, now_ns: int, until_ns: int, *, accepted: bool) -> None:
         """A heartbeat was sent."""
         self._judge(message_id, lease, now_ns, "a heartbeat", accepted=accepted)
-        life = self._lives[message_id]
+        life = self._life(message_id)
         if accepted and life.grant is not None:
             life.grant.until_ns = until_ns
 
@@ -188,7 +194,7 @@ class Checker:
         tokens: int = 0,
     ) -> None:
         """An outcome was sent. The last outcome of a lease may be repeated; a repeat changes nothing."""
-        life = self._lives[message_id]
+        life = self._life(message_id)
         grant = life.grant
         if grant is not None and grant.lease == lease and grant.ended_by == kind:
             return
@@ -210,7 +216,7 @@ class Checker:
 
     def over(self, message_id: str, why: str) -> None:
         """The lease of a message was ended by somebody else than its holder."""
-        grant = self._lives[message_id].grant
+        grant = self._life(message_id).grant
         if grant is not None and not grant.ended_by:
             grant.ended_by = why
 
@@ -218,7 +224,7 @@ class Checker:
 
     def seen(self, message_id: str, state: State) -> None:
         """A user saw the state of a message. An end is final until the message is replayed."""
-        life = self._lives[message_id]
+        life = self._life(message_id)
         if life.ended and life.ended != state and (life.ended, state) != ("DEAD_LETTER", "QUARANTINED"):
             self.report("terminal", message_id, f"it was {life.ended}, and is {state} now")
         if state in lifecycle.ENDED:
@@ -227,7 +233,7 @@ class Checker:
 
     def cancelled(self, message_id: str) -> None:
         """A cancel was acknowledged."""
-        life = self._lives[message_id]
+        life = self._life(message_id)
         if life.ended:
             self.report("terminal", message_id, f"it was cancelled after it was {life.ended}")
         life.ended = "CANCELLED"
@@ -235,7 +241,7 @@ class Checker:
 
     def replayed(self, message_id: str) -> None:
         """A replay was acknowledged: the message has another life."""
-        life = self._lives[message_id]
+        life = self._life(message_id)
         self.over(message_id, "replayed")
         life.ended, life.is_replayed = "", True
 
