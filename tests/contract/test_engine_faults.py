@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from postroom import Breaker, Guard, Policy
+from postroom import Breaker, Guard, Organization, Policy
 from postroom.contracts.engine.cells import CIRCUITS, GOALS
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.errors import InvalidSetting
 from tests.engines import EngineUnderTest
 
 
@@ -128,6 +129,12 @@ def test_resume_of_a_type_does_not_wake_a_replayed_message_that_waits_for_its_ke
     assert not world.claim(10)
     world.complete([running])
     assert claimed_ids(world) == [older.message_id]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 0.001, float("nan")])
+def test_weight_that_would_never_earn_a_turn_is_refused(weight: float) -> None:
+    with pytest.raises(InvalidSetting, match="weight"):
+        Organization(weight=weight)
 
 
 def replay(world: EngineUnderTest, message_id: str) -> None:
