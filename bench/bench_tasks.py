@@ -51,7 +51,7 @@ from postroom import Tasks
 from postroom.contracts.task_operations import NewTask
 from postroom.message import Durability
 from postroom.runtime.agents import Identity
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import StoreWriter
 
 T = TypeVar("T")
 
@@ -595,7 +595,7 @@ def _repeat_synced(tasks: Tasks, count: int) -> None:
 
 
 async def _coroutines(tasks: Tasks, sizes: Sizes) -> None:
-    writer = Writer(tasks, asyncio.get_running_loop())
+    writer = StoreWriter(tasks, asyncio.get_running_loop())
     caller_identity = Identity("bench", "operator")
 
     async def caller() -> None:

@@ -23,8 +23,9 @@ from postroom.contracts.tasks import STATUS
 from postroom.core.events import OPERATIONS, AuditEvent
 from postroom.core.lifecycle import TRANSITIONS
 from postroom.message import Event, EventKind, State
-from postroom.runtime.http import OPENAPI, ROUTES, STATUS_OF, openapi
+from postroom.runtime.endpoint import STATUS_OF
 from postroom.runtime.openapi import Route
+from postroom.runtime.routes import ROUTES, openapi
 from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, described
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -557,7 +558,7 @@ def http_page() -> str:
 
 
 def route_rows() -> Iterator[str]:
-    for route, operators_only in [*((s.route, s.operators_only) for s in ROUTES), (OPENAPI, False)]:
+    for route, operators_only in ((served.route, served.operators_only) for served in ROUTES):
         who = "anybody" if route.is_open else "operators" if operators_only else "agents, operators"
         answers = "<br>".join(f"{status} {answer(kinds)}".strip() for status, kinds in route.answers.items())
         answers += ", or `text/event-stream`" if route.streams else ""

@@ -231,7 +231,7 @@ def test_events_removed_before_shipping_are_reported(
         one.ship()
         one.ship()
         sink.close()
-        assert "were forgotten before they were shipped" in caplog.text
+        assert "were removed before they were shipped" in caplog.text
         assert [event.error_type for event in told(tmp_path / "audit") if event.kind == "alert"] == [
             "EventsMissing"
         ]

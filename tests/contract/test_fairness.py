@@ -97,7 +97,7 @@ def test_a_program_that_knows_only_flock_is_excluded_and_excludes_us(tmp_path: P
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_whoever_gives_up_waiting_leaves_the_gate_to_others(tmp_path: Path) -> None:
+def test_a_waiter_that_gives_up_releases_the_gate(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb+") as holder, path.open("rb+") as first, path.open("rb+") as second:
         fcntl.flock(holder, fcntl.LOCK_EX)

@@ -34,7 +34,7 @@ def numbers(tasks: Tasks) -> list[int]:
     return [event.seq for event in tasks.events(limit=100_000)]
 
 
-def test_an_interrupt_right_behind_the_commit_gives_no_number_twice(
+def test_an_interrupt_right_after_the_commit_repeats_no_number(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed = SqliteTransaction.committed
@@ -54,9 +54,7 @@ def test_an_interrupt_right_behind_the_commit_gives_no_number_twice(
     check_books(tasks.store)
 
 
-def test_a_lock_that_cannot_be_given_back_loses_nothing(
-    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
@@ -94,7 +92,7 @@ def interrupts(rng: random.Random) -> Iterator[None]:
 # It can also raise where Python itself cannot pass it on, in the callback of a weak reference.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("others", [0, 2])
-def test_interrupts_anywhere_lose_nothing_and_stop_nobody(tasks: Tasks, others: int) -> None:
+def test_interrupts_anywhere_lose_no_task_and_block_no_thread(tasks: Tasks, others: int) -> None:
     rng = random.Random(others)
     acknowledged: list[str] = []
     ending = threading.Event()

@@ -109,7 +109,7 @@ def test_a_bell_that_somebody_cut_harms_nobody(tmp_path: Path) -> None:
     with open_tasks(tmp_path) as tasks:
         tasks.enqueue(agent="a", payload=1)
         heard = threading.Event()
-        with tasks.bell.heard_by("a", heard.set):
+        with tasks.notifier.subscribed("a", heard.set):
             os.truncate(tmp_path / "queue.db.bells" / "a", 0)
             tasks.enqueue(agent="a", payload=2)
             assert heard.wait(10)

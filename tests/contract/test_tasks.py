@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
+from postroom.contracts import task_retention
 from postroom.contracts import tasks as module
 from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
 from postroom.contracts.task_operations import NewTask, TaskOperations
@@ -122,7 +123,7 @@ def nested(levels: int) -> Any:
     return value
 
 
-def test_what_others_could_not_read_is_not_stored(tasks: Tasks) -> None:
+def test_a_payload_nested_too_deeply_is_refused(tasks: Tasks) -> None:
     tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX))
     tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, and not deep
     with pytest.raises(InvalidMessage, match="the payload is nested more than 200 levels deep"):
@@ -154,7 +155,7 @@ def test_an_agent_has_its_own_queue_in_order(tasks: Tasks) -> None:
     assert tasks.claim(agent="nobody") == []
 
 
-def test_many_at_once(tasks: Tasks) -> None:
+def test_a_batch_is_stored_and_claimed(tasks: Tasks) -> None:
     ids = tasks.enqueue_many(
         {"agent": "a", "payload": number, "task_id": f"t{number}"} for number in range(10)
     )
@@ -191,7 +192,7 @@ def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
     assert tasks.get(keyed).idempotency_key == "k"
 
 
-def test_a_repeated_last_word_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
+def test_a_repeated_last_call_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
     words: list[Callable[[Task], object]] = [
         lambda task: tasks.complete(task.task_id, task.lease, "first"),
         lambda task: tasks.release(task.task_id, task.lease),
@@ -250,7 +251,7 @@ def test_a_lease_ends_after_300_s_without_a_heartbeat(tasks: Tasks, clock: Manua
     assert tasks.status().agents["a"].lapses == 1
 
 
-def test_a_late_word_does_not_wake_the_dead(tasks: Tasks, clock: ManualClock) -> None:
+def test_a_late_call_does_not_revive_a_dead_task(tasks: Tasks, clock: ManualClock) -> None:
     tasks.enqueue(agent="a", payload=1, max_retries=0)
     task = take(tasks)
     clock.advance(300)
@@ -313,7 +314,7 @@ def test_the_status_names_the_holders(tasks: Tasks, clock: ManualClock) -> None:
 # ---- failures --------------------------------------------------------------------------------------
 
 
-def test_four_attempts_then_failed_with_its_whole_story_and_again_by_hand(
+def test_four_attempts_then_a_dead_letter_with_all_errors_and_a_manual_retry(
     tasks: Tasks, clock: ManualClock
 ) -> None:
     task_id = tasks.enqueue(agent="a", payload=1)
@@ -364,13 +365,13 @@ def test_the_pauses_between_attempts_are_the_policys_or_the_callers(clock: Manua
     tasks.close()
 
 
-def test_how_often_may_be_said_for_one_task(tasks: Tasks) -> None:
+def test_a_task_may_have_its_own_max_retries(tasks: Tasks) -> None:
     task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
     tasks.fail(task_id, take(tasks).lease, "no")
     assert (tasks.get(task_id).status, tasks.get(task_id).max_retries) == ("failed", 0)
 
 
-def test_a_long_error_is_cut_and_an_odd_one_is_kept(tasks: Tasks) -> None:
+def test_a_long_error_is_truncated_and_an_odd_one_is_kept(tasks: Tasks) -> None:
     task_id = tasks.enqueue(agent="a", payload=1)
     tasks.fail(task_id, take(tasks).lease, "x" * 100_000, retry_in_s=0)
     tasks.fail(task_id, take(tasks).lease, 'zwei\nZeilen "ü"\u2028\0', retry_in_s=0)
@@ -378,7 +379,7 @@ def test_a_long_error_is_cut_and_an_odd_one_is_kept(tasks: Tasks) -> None:
     assert tasks.get(task_id).errors[1] == 'zwei\nZeilen "ü"\u2028\0'
 
 
-def test_what_is_released_is_not_counted_and_keeps_its_place(tasks: Tasks) -> None:
+def test_a_released_task_keeps_its_position_and_retry_count(tasks: Tasks) -> None:
     first, second = (tasks.enqueue(agent="a", payload=number) for number in range(2))
     for _ in range(10):
         task = take(tasks)
@@ -402,7 +403,7 @@ def test_a_delayed_task_waits_for_its_time(tasks: Tasks, clock: ManualClock) -> 
     assert take(tasks).task_id == late
 
 
-def test_a_cancelled_task_is_over_also_for_its_holder(tasks: Tasks) -> None:
+def test_a_cancelled_task_has_ended_for_its_holder_too(tasks: Tasks) -> None:
     waiting, held = (tasks.enqueue(agent="a", payload=number) for number in range(2))
     tasks.cancel(waiting)
     task = take(tasks)
@@ -469,7 +470,7 @@ def test_a_bad_task_is_refused_in_one_sentence_and_nothing_is_stored(tasks: Task
 
 
 @pytest.mark.parametrize("bad", [7, None, {}, {"agent": "a"}, {"agent": "a", "payload": 1, "agnet": "b"}])
-def test_what_is_no_task_is_refused(tasks: Tasks, bad: Any) -> None:
+def test_an_invalid_task_is_refused(tasks: Tasks, bad: Any) -> None:
     with pytest.raises(InvalidMessage, match="not a task"):
         tasks.enqueue_many([bad])
 
@@ -482,14 +483,14 @@ def test_what_is_no_task_is_refused(tasks: Tasks, bad: Any) -> None:
         {"wait_s": math.inf}, {"wait_s": None}, {"worker": 5}, {"worker": "w" * 257}, {"worker": "\ud800"},
     ],
 )  # fmt: skip
-def test_a_bad_claim_takes_nothing(tasks: Tasks, terms: dict[str, Any]) -> None:
+def test_an_invalid_claim_leases_nothing(tasks: Tasks, terms: dict[str, Any]) -> None:
     tasks.enqueue(agent="a", payload=1)
     with pytest.raises((InvalidMessage, InvalidName)):
         tasks.claim(**{"agent": "a", **terms})
     assert tasks.status().totals == {"pending": 1}
 
 
-def test_a_bad_word_changes_nothing(tasks: Tasks) -> None:
+def test_an_invalid_call_changes_nothing(tasks: Tasks) -> None:
     tasks.enqueue(agent="a", payload=1)
     task = take(tasks)
     bad_words: list[Callable[[], object]] = [
@@ -531,7 +532,7 @@ def test_a_bad_word_changes_nothing(tasks: Tasks) -> None:
         assert (tasks.events(), tasks.status()) == before
 
 
-def test_an_error_that_is_no_text_is_said(tasks: Tasks) -> None:
+def test_an_error_that_is_no_text_is_refused(tasks: Tasks) -> None:
     with pytest.raises(InvalidMessage, match="error must be text, not NoneType"):
         tasks.fail("t-1", 1, None)  # type: ignore[arg-type]
 
@@ -542,7 +543,7 @@ def test_an_address_that_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("payload", [None, {"nothing": None}, ["null"], [1.5, None]])
-def test_nothing_is_a_payload_too(tasks: Tasks, payload: Any) -> None:
+def test_none_is_a_valid_payload(tasks: Tasks, payload: Any) -> None:
     tasks.enqueue(agent="a", payload=payload)
     assert take(tasks).payload == payload
 
@@ -552,7 +553,7 @@ def test_an_unknown_durability_is_refused(url: str) -> None:
         Tasks.open(url, durability="forever")  # type: ignore[arg-type]
 
 
-def test_a_full_queue_says_when_to_come_again(tasks: Tasks) -> None:
+def test_a_full_queue_says_when_to_try_again(tasks: Tasks) -> None:
     tasks.limit_queue("a", max_depth=2, max_payload_bytes=10)
     tasks.enqueue_many([{"agent": "a", "payload": 1}] * 2)
     with pytest.raises(QueueFull, match="try again in 1 s") as full:
@@ -579,7 +580,7 @@ def test_tasks_are_found_page_by_page(tasks: Tasks) -> None:
     assert tasks.find(agent="nobody") == []
 
 
-def test_events_go_on_behind_the_last_one(tasks: Tasks) -> None:
+def test_events_continue_after_the_last_number(tasks: Tasks) -> None:
     for number in range(3):
         tasks.enqueue(agent="a", payload=number)
     seen: list[Event] = []
@@ -594,7 +595,7 @@ def test_events_go_on_behind_the_last_one(tasks: Tasks) -> None:
 
 @pytest.fixture
 def only_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits does not look by itself, so that only a ring can wake it."""
+    """Waiters do not poll, so only a wake-up can end a wait."""
     monkeypatch.setattr(module, "LOOK_AGAIN_S", FOR_EVER_S)
     monkeypatch.setattr(module, "LOOK_AGAIN_DEAF_S", FOR_EVER_S)
 
@@ -603,7 +604,7 @@ def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
     tasks = Tasks.open(url)
     got: list[Task] = []
     waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
-    while not tasks.bell._listeners:
+    while not tasks.notifier._callbacks:
         waiting.join(0.001)
     tasks.enqueue(agent="b", payload="not for it")
     task_id = tasks.enqueue(agent="a", payload=1)
@@ -615,13 +616,13 @@ def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
 def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no_child_left: None) -> None:
     task_id = on_disk.enqueue(agent="a", payload=1, delay_s=LONG_S)
     on_disk.claim(agent="a", wait_s=0.01)  # open before the fork
-    if not on_disk.bell.reaches_others:
-        pytest.skip("a ring of another process was NOT tested: this system has no inotify")
+    if not on_disk.notifier.hears_other_processes:
+        pytest.skip("a wake-up by another process was NOT tested: this system has no inotify")
     asleep, fall_asleep = os.pipe()
 
     def child() -> None:
         waiting = in_background(take_and_complete)
-        while not on_disk.bell._listeners:
+        while not on_disk.notifier._callbacks:
             waiting.join(0.001)
         os.write(fall_asleep, b"!")
         waiting.join(LONG_S)
@@ -646,7 +647,7 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(tasks.wait(task_id)))
-    while not tasks.bell._listeners:
+    while not tasks.notifier._callbacks:
         waiting.join(0.001)
     task = take(tasks)
     tasks.heartbeat(task_id, task.lease)
@@ -663,17 +664,17 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     assert info.ended
     assert info.result == ({"label": "bug"} if how == "complete" else None)
     assert tasks.wait(task_id, 0) == info  # one that has ended is not waited for
-    assert tasks.bell._listeners == {}
+    assert tasks.notifier._callbacks == {}
     tasks.close()
 
 
-def test_a_wait_for_a_result_hears_another_process(
+def test_a_wait_for_a_result_is_woken_by_another_process(
     on_disk: Tasks, only_rings: None, no_child_left: None
 ) -> None:
     task_id = on_disk.enqueue(agent="a", payload=1)
     on_disk.claim(agent="b", wait_s=0.01)
-    if not on_disk.bell.reaches_others:
-        pytest.skip("a ring of another process was NOT tested: this system has no inotify")
+    if not on_disk.notifier.hears_other_processes:
+        pytest.skip("a wake-up by another process was NOT tested: this system has no inotify")
     begin, begun = os.pipe()
 
     def child() -> None:
@@ -685,7 +686,7 @@ def test_a_wait_for_a_result_hears_another_process(
     pid = children.start(child)
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(on_disk.wait(task_id, FOR_EVER_S)))
-    while not on_disk.bell._listeners:
+    while not on_disk.notifier._callbacks:
         waiting.join(0.001)
     os.write(begun, b"!")
     waiting.join(LONG_S)
@@ -707,7 +708,7 @@ def test_a_wait_for_a_result_that_takes_too_long_gives_the_task_as_it_is(tasks: 
         tasks.wait(task_id, -1)
 
 
-def test_a_lost_ring_delays_a_result_and_no_more(url: str) -> None:
+def test_a_lost_wake_up_only_delays_a_result(url: str) -> None:
     tasks = Tasks.open(url)
     task_id = tasks.enqueue(agent="a", payload=1)
     tasks.store.on_commit = None
@@ -745,14 +746,14 @@ def test_keys_belong_to_their_sender(tasks: Tasks) -> None:
 
 
 @pytest.mark.parametrize("how", ["enqueue", "release", "fail", "retry"])
-def test_everything_that_makes_work_ready_rings(url: str, how: str) -> None:
+def test_every_call_that_makes_a_task_ready_notifies(url: str, how: str) -> None:
     tasks = Tasks.open(url)
     task_id = tasks.enqueue(agent="a", payload=1, max_retries=9)
     task = take(tasks)
     if how == "retry":
         tasks.cancel(task_id)
     heard = threading.Event()
-    with tasks.bell.heard_by("a", heard.set):
+    with tasks.notifier.subscribed("a", heard.set):
         match how:
             case "enqueue":
                 tasks.enqueue(agent="a", payload=2)
@@ -766,8 +767,8 @@ def test_everything_that_makes_work_ready_rings(url: str, how: str) -> None:
     tasks.close()
 
 
-def test_a_wait_without_work_ends_empty_and_looks_by_itself(url: str) -> None:
-    """Also with every ring lost, what becomes ready is found."""
+def test_a_wait_finds_due_tasks_without_a_wake_up(url: str) -> None:
+    """A task that becomes due is found even when every wake-up is lost."""
     tasks = Tasks.open(url)
     assert tasks.claim(agent="a", wait_s=0.01) == []
     tasks.enqueue(agent="a", payload="due soon", delay_s=0.05)
@@ -835,7 +836,7 @@ def test_a_decision_is_settled_only_by_its_holder(tasks: Tasks, clock: ManualClo
 # ---- several calls, one commit ---------------------------------------------------------------------
 
 
-def test_several_calls_share_a_commit_and_each_has_its_answer(tasks: Tasks) -> None:
+def test_several_calls_share_a_commit_and_each_gets_its_outcome(tasks: Tasks) -> None:
     held = tasks.enqueue(agent="a", payload=0)
     task = take(tasks)
     answers = tasks.run_many(
@@ -865,10 +866,10 @@ def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
     assert tasks.claim(agent=DECISIONS)[0].payload == "content"
 
 
-def test_tidying_is_not_done_inside_a_commit(
+def test_a_purge_is_not_run_inside_a_commit(
     url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TIDY_EVERY_S", 0.0)
+    monkeypatch.setattr(task_retention, "PURGE_EVERY_S", 0.0)
     tasks = Tasks.open(url, clock=clock)
     tasks.enqueue(agent="a", payload=1)
     [[task]] = tasks.run_many([lambda operations: operations.claim(checked_terms("a", 1, 60.0, None))])
@@ -876,7 +877,7 @@ def test_tidying_is_not_done_inside_a_commit(
     tasks.close()
 
 
-def test_a_call_that_fails_half_way_spoils_nobodys(tasks: Tasks) -> None:
+def test_a_call_that_fails_half_way_does_not_affect_the_others(tasks: Tasks) -> None:
     def half_way(operations: TaskOperations) -> None:
         operations.enqueue([NewTask(agent="a", payload="half")])
         operations.cancel("nobody")
@@ -910,7 +911,9 @@ def test_completing_can_claim_the_next_tasks_in_the_same_commit(tasks: Tasks) ->
 # ---- keeping ---------------------------------------------------------------------------------------
 
 
-def test_the_finished_are_kept_for_a_week_and_the_dead_for_ninety_days(url: str, clock: ManualClock) -> None:
+def test_finished_tasks_are_kept_for_a_week_and_dead_letters_for_ninety_days(
+    url: str, clock: ManualClock
+) -> None:
     tasks = Tasks.open(url, clock=clock)
     done, dead, waiting = (tasks.enqueue(agent="a", payload=number, max_retries=0) for number in range(3))
     tasks.complete(done, take(tasks).lease)
@@ -929,7 +932,7 @@ def test_the_finished_are_kept_for_a_week_and_the_dead_for_ninety_days(url: str,
     tasks.close()
 
 
-def test_how_long_may_be_said(url: str, clock: ManualClock) -> None:
+def test_the_retention_can_be_set(url: str, clock: ManualClock) -> None:
     tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=10, dead_s=20, keys_s=30))
     first = tasks.enqueue(agent="a", payload=1, idempotency_key="k")
     tasks.complete(first, take(tasks).lease)
@@ -943,8 +946,8 @@ def test_how_long_may_be_said(url: str, clock: ManualClock) -> None:
     tasks.close()
 
 
-def test_claims_tidy_up_by_themselves(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIDY_EVERY_CALLS", 5)
+def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_retention, "PURGE_EVERY_CALLS", 5)
     tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=1))
     for number in range(20):
         tasks.enqueue(agent="a", payload=number)
@@ -1015,5 +1018,5 @@ def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks
 
 
 def test_only_the_harness_fills_the_queue_of_decisions(tasks: Tasks) -> None:
-    with pytest.raises(InvalidMessage, match="filled by the harness alone"):
+    with pytest.raises(InvalidMessage, match="only the harness adds tasks"):
         tasks.enqueue(agent=DECISIONS, payload="forged")

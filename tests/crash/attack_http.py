@@ -21,7 +21,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from postroom.runtime.agents import Agents
-from postroom.runtime.handlers import POLLS_A_TOKEN_MAX
+from postroom.runtime.task_server import POLLS_A_TOKEN_MAX
 from tests.crash.kills import Tick
 from tests.crash.ledger import Tally
 from tests.crash.memory import peak_mb

@@ -1,4 +1,4 @@
-"""The harness's loops on real stores, on a clock that the test moves. Few tests need threads."""
+"""The loops of the harness on real stores, with a manual clock. Few tests need threads."""
 
 import io
 import json
@@ -17,7 +17,9 @@ from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
 from postroom.runtime.agents import Agents
-from postroom.runtime.harness import DECISION_LEASE_S, POSITION_FILE, Execute, Harness, Loop
+from postroom.runtime.harness import DECISION_LEASE_S, Execute, Harness
+from postroom.runtime.loop import Loop
+from postroom.runtime.result_follower import POSITION_FILE
 from postroom.runtime.server_log import ServerLog
 from postroom.system.clock import SystemClock
 from postroom.testing import FaultyStore, ManualClock
@@ -121,7 +123,7 @@ def test_every_result_is_executed_once(room: Room) -> None:
     assert executed == expected
 
 
-def test_without_an_executor_results_stay_until_one_comes(room: Room) -> None:
+def test_results_wait_for_a_harness_with_an_executor(room: Room) -> None:
     task_id = room.completed()
     drain_for(room, room.harness(None), 30)
     assert room.status(task_id) == "completed"
@@ -221,7 +223,7 @@ def test_a_dead_decision_can_be_tried_again_by_hand(room: Room) -> None:
     assert room.status(task_id) == "done"
 
 
-def test_one_failing_decision_holds_up_no_other(room: Room) -> None:
+def test_a_failing_decision_does_not_delay_the_others(room: Room) -> None:
     bad = room.completed("bad")
     good = [room.completed("good") for _ in range(3)]
 
@@ -250,7 +252,7 @@ class Killed(BaseException):
     """The end of a process in the middle of its work."""
 
 
-def test_what_a_killed_harness_had_begun_is_executed_by_the_next_one(room: Room) -> None:
+def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(room: Room) -> None:
     """Within its own short lease, not that of a task: it beats by itself, so it needs no long one."""
 
     def die(_: Task) -> None:
@@ -269,7 +271,7 @@ def test_what_a_killed_harness_had_begun_is_executed_by_the_next_one(room: Room)
     assert room.status(task_id) == "done"
 
 
-def test_a_beat_keeps_the_lease_of_what_is_executed(room: Room) -> None:
+def test_a_beat_renews_the_lease_of_a_running_decision(room: Room) -> None:
     harness: Harness
 
     def execute(_: Task) -> None:
@@ -321,7 +323,7 @@ def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
         assert harness.status().loops["drain"].errors == 0
 
 
-def test_in_order_the_results_of_an_agent_wait_for_each_other_and_for_nobody_else(live: Room) -> None:
+def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) -> None:
     """The first decision of the slow agent fails twice. Its others wait, those of another agent do not."""
     slow = [live.completed(n, "slow") for n in range(4)]
     quick = [live.completed(n, "quick") for n in range(4)]
@@ -344,7 +346,7 @@ def test_in_order_the_results_of_an_agent_wait_for_each_other_and_for_nobody_els
     assert executed == [("quick", n) for n in range(4)] + [("slow", n) for n in range(4)]
 
 
-def test_in_order_a_dead_decision_stands_in_nobodys_way(live: Room) -> None:
+def test_in_order_a_dead_decision_does_not_block_the_next(live: Room) -> None:
     bad, good = live.completed("bad"), live.completed("good")
 
     def execute(decision: Task) -> None:
@@ -358,7 +360,7 @@ def test_in_order_a_dead_decision_stands_in_nobodys_way(live: Room) -> None:
     assert live.tasks.get(dead.task_id).parent == bad
 
 
-def test_in_order_a_decision_that_another_harness_settles_lets_the_next_go_on(room: Room) -> None:
+def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(room: Room) -> None:
     first, second = room.completed("first"), room.completed("second")
     executed: list[object] = []
 
@@ -379,7 +381,7 @@ def test_in_order_a_decision_that_another_harness_settles_lets_the_next_go_on(ro
     assert [room.status(task_id) for task_id in (first, second)] == ["done", "done"]
 
 
-def test_what_waits_for_its_turn_is_given_back_at_the_end(live: Room) -> None:
+def test_waiting_decisions_are_released_by_stop(live: Room) -> None:
     live.completed(1)
     live.completed(2)
     began, end = threading.Event(), threading.Event()
@@ -398,7 +400,7 @@ def test_what_waits_for_its_turn_is_given_back_at_the_end(live: Room) -> None:
     assert states.get("PROCESSING", 0) == 0
 
 
-def test_an_execution_that_is_cut_off_by_the_end_is_no_failure(live: Room) -> None:
+def test_an_execution_interrupted_by_stop_is_no_failure(live: Room) -> None:
     live.completed(1)
     began, stopping = threading.Event(), threading.Event()
 
@@ -418,7 +420,7 @@ def test_an_execution_that_is_cut_off_by_the_end_is_no_failure(live: Room) -> No
     assert (decision.state, live.tasks.get(decision.task_id).retry_count) == ("QUEUED", 0)
 
 
-def test_a_beat_keeps_the_lease_of_what_waits_for_its_turn(room: Room) -> None:
+def test_a_beat_renews_the_lease_of_a_waiting_decision(room: Room) -> None:
     room.completed("first")
     room.completed("second")
 
@@ -443,7 +445,7 @@ def test_concurrency_has_limits(room: Room, wrong: Any) -> None:
 # ---- leases that end ---------------------------------------------------------------------------------
 
 
-def test_the_sweep_follows_a_short_lease_that_was_just_given(room: Room) -> None:
+def test_the_sweep_runs_when_a_new_short_lease_ends(room: Room) -> None:
     """Every 60 s would show it as claimed for up to a minute."""
     harness = room.harness(None)
     harness.step()
@@ -458,7 +460,7 @@ def test_the_sweep_follows_a_short_lease_that_was_just_given(room: Room) -> None
     assert room.status(task_id) == "pending"
 
 
-def test_the_sweep_follows_the_leases_that_it_finds(room: Room) -> None:
+def test_the_sweep_runs_when_the_next_stored_lease_ends(room: Room) -> None:
     ids = [room.tasks.enqueue(agent=f"agent-{n}", payload=n) for n in range(3)]
     for n, lease_s in enumerate((9.0, 5.0, 700.0)):
         room.tasks.claim(agent=f"agent-{n}", lease_s=lease_s)
@@ -481,13 +483,13 @@ def test_short_leases_do_not_make_the_sweep_spin(room: Room) -> None:
     assert harness.status().loops["sweep"].runs == runs
 
 
-def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
+def test_a_sleeping_loop_can_be_rescheduled_earlier(tmp_path: Path) -> None:
     turns = threading.Semaphore(0)
     loop = Loop("test", 3_600.0, turns.release, SystemClock())
     loop.start()
     try:
         assert turns.acquire(timeout=HANG_GUARD_S)
-        loop.look_again_in(0.01)
+        loop.run_within(0.01)
         assert turns.acquire(timeout=HANG_GUARD_S)
         loop.wake()
         assert turns.acquire(timeout=HANG_GUARD_S)
@@ -496,10 +498,10 @@ def test_a_loop_that_waits_is_made_to_look_sooner(tmp_path: Path) -> None:
         loop.join(HANG_GUARD_S)
 
 
-def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
+def test_failures_are_logged(live: Room, tmp_path: Path) -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    harness = Harness(live.tasks, agents=live.agents, journal=journal)
+    server_log = ServerLog(stream)
+    harness = Harness(live.tasks, agents=live.agents, server_log=server_log)
     harness.start()
     new: dict[str, Any] = {"agent": "triage", "payload": "a secret", "task_id": "t-1", "max_retries": 1}
     live.tasks.enqueue(**new)
@@ -509,10 +511,10 @@ def test_what_goes_wrong_is_logged(live: Room, tmp_path: Path) -> None:
     [task] = live.tasks.claim(agent="triage", worker="w")
     live.tasks.fail(task.task_id, task.lease, "a secret error")
     harness.stop()
-    journal.close()
+    server_log.close()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    told = [(line["event"], line["attempt"]) for line in lines if line["task_id"] == "t-1"]
-    assert told == [("duplicate", 0), ("lease_lapsed", 1), ("requeued", 1), ("dead_letter", 2)]
+    logged = [(line["event"], line["attempt"]) for line in lines if line["task_id"] == "t-1"]
+    assert logged == [("duplicate", 0), ("lease_lapsed", 1), ("requeued", 1), ("dead_letter", 2)]
     assert {line["agent"] for line in lines if line["task_id"] == "t-1"} == {"triage"}
     assert next(line for line in lines if line["event"] == "lease_lapsed")["worker"] == "sleepy"
     assert "secret" not in stream.getvalue()
@@ -555,7 +557,7 @@ def test_a_failed_task_is_not_resurrected_by_a_late_complete(room: Room) -> None
     assert executed == []
 
 
-def test_the_sweep_gives_a_lapsed_task_to_the_next(room: Room) -> None:
+def test_the_sweep_requeues_a_lapsed_task(room: Room) -> None:
     task_id = room.tasks.enqueue(agent="triage", payload={})
     room.tasks.claim(agent="triage")
     harness = room.harness(lambda _: None)
@@ -608,7 +610,7 @@ def test_the_position_survives_a_restart(room: Room) -> None:
 @pytest.mark.parametrize(
     "text", [None, "", "{", '{"seq": -5}', '{"seq": 99999999}', '{"seq": 3, "ts_us": 1}']
 )
-def test_a_lost_or_foreign_position_loses_nothing(room: Room, text: str | None) -> None:
+def test_a_lost_or_foreign_position_loses_no_result(room: Room, text: str | None) -> None:
     room.harness(lambda _: None).step()
     executed: list[object] = []
     task_ids = [room.completed(number) for number in range(3)]
@@ -713,15 +715,15 @@ def test_many_new_tasks_are_one_nudge(room: Room, agent: Agent) -> None:
 def test_a_nudge_that_fails_changes_nothing(room: Room, tmp_path: Path) -> None:
     room.agents.add("triage", "http://127.0.0.1:1")
     log = (tmp_path / "log").open("w+")
-    journal = ServerLog(log)
-    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, journal=journal)
+    server_log = ServerLog(log)
+    harness = Harness(room.tasks, agents=room.agents, clock=room.clock, server_log=server_log)
     harness.step()
     task_id = room.tasks.enqueue(agent="triage", payload="secret payload")
     room.clock.advance(10)
     harness.step()
     until(lambda: harness.status().nudges_failed == 1)
     harness.stop()
-    journal.close()
+    server_log.close()
     assert [task.task_id for task in room.tasks.claim(agent="triage")] == [task_id]
     log.seek(0)
     lines = [json.loads(line) for line in log]

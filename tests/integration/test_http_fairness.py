@@ -71,7 +71,7 @@ MANY = {"tasks": [ONE] * ENQUEUE_MANY_MAX}
     [(ONE, 3 * TURN_MAX, TURN_MAX // 2), (MANY, 30, 15 * ENQUEUE_MANY_MAX)],
     ids=["small calls", "large calls"],
 )
-def test_a_flood_does_not_go_before_the_calls_of_others(
+def test_a_flood_of_calls_does_not_delay_other_tokens(
     server: Server, flood: object, count: int, behind_min: int
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ def test_a_flood_does_not_go_before_the_calls_of_others(
         assert len(tasks.find(agent="sink", after=stored.seq, limit=100_000)) >= behind_min
 
 
-def test_the_calls_of_one_agent_that_wait_have_a_share(server: Server) -> None:
+def test_waiting_calls_of_one_agent_are_limited_to_its_share(server: Server) -> None:
     large = request(server, "flood", "/queue/enqueue", MANY)
     with contextlib.ExitStack() as stack:
         with held_store(server):
@@ -135,7 +135,7 @@ def test_health_does_not_wait_for_readers(server: Server) -> None:
 @pytest.mark.parametrize(
     ("who", "path"), [("review", "/tasks"), ("review", "/tasks/unknown"), ("boss", "/queue/status")]
 )
-def test_a_flood_of_reads_does_not_go_before_the_reads_of_others(server: Server, who: str, path: str) -> None:
+def test_a_flood_of_reads_does_not_delay_other_tokens(server: Server, who: str, path: str) -> None:
     with flood_of_reads(server) as flood:
         assert server.get(who, path).status in (200, 404)
         assert unanswered(flood) > len(flood) // 4

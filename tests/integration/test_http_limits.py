@@ -1,4 +1,4 @@
-"""Hostile clients of the task server, as a real process: each one is refused and nobody else notices."""
+"""Hostile clients of the task server, a real process: they are refused, and others are not affected."""
 
 import contextlib
 import resource
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from postroom.runtime.connections import FILES_RESERVED, Connections
-from postroom.runtime.handlers import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
 from postroom.runtime.listener import (
     DISCARDED_BYTES_MAX,
     FRAMING_BYTES_MAX,
@@ -17,7 +16,8 @@ from postroom.runtime.listener import (
     HEADERS_MAX,
     PIPELINED_MAX,
 )
-from postroom.runtime.schemas import WORD_BYTES_MAX
+from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX
+from postroom.runtime.task_server import POLLS_A_TOKEN_MAX, STREAMS_A_TOKEN_MAX
 from tests.integration.servers import HANG_GUARD_S, Answer, Server, serving
 from tests.waiting import until
 
@@ -133,8 +133,8 @@ def test_a_request_with_a_trailer_changes_nothing(server: Server) -> None:
     ],
     ids=["trailers", "one trailer", "extension", "tiny chunks", "body"],
 )
-def test_no_part_of_a_request_is_endless(server: Server, who: str, begin: bytes, piece: bytes) -> None:
-    most = DISCARDED_BYTES_MAX + FRAMING_BYTES_MAX + WORD_BYTES_MAX
+def test_every_part_of_a_request_has_a_limit(server: Server, who: str, begin: bytes, piece: bytes) -> None:
+    most = DISCARDED_BYTES_MAX + FRAMING_BYTES_MAX + SMALL_BODY_BYTES_MAX
     socket_buffers = 16 * 1024 * 1024
     with connected(server) as connection:
         connection.sendall(head("POST", "/queue/next", server.tokens.get(who, "")) + CHUNKED + begin)
@@ -150,7 +150,7 @@ def test_the_sender_of_a_refused_body_sees_why(server: Server) -> None:
         assert answer.headers["connection"] == "close"
 
 
-def test_a_request_that_was_refused_while_it_arrives_ends_its_connection(server: Server) -> None:
+def test_a_request_refused_before_it_has_arrived_closes_its_connection(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(head("POST", "/queue/next") + b"Content-Length: 1000000\r\n\r\n")
         assert parsed(everything(connection)).status == 401
@@ -169,7 +169,7 @@ def test_a_long_body_in_pieces_leaves_the_connection_open(server: Server) -> Non
             assert "connection" not in answer.headers
 
 
-def test_continue_is_said_to_who_may_send_a_body(server: Server) -> None:
+def test_continue_is_sent_only_when_the_body_is_accepted(server: Server) -> None:
     expecting = b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
     with connected(server) as connection:
         connection.sendall(head("POST", "/queue/next", server.tokens["triage"]) + expecting)
@@ -243,7 +243,7 @@ def test_the_head_of_a_pipelined_request_is_counted(server: Server) -> None:
         b"POST /queue/next HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_in_json(server: Server, raw: bytes) -> None:
+def test_malformed_http_is_refused_in_json(server: Server, raw: bytes) -> None:
     answer = answered(server, raw)
     assert (answer.status, answer.json["error"]) == (400, "BadRequest")
     assert answer.headers["content-type"] == "application/json"
@@ -266,7 +266,7 @@ def test_what_is_not_http_is_refused_in_json(server: Server, raw: bytes) -> None
         "Content-Length: 2\r\nContent-Length: 2",
     ],
 )
-def test_a_body_is_framed_in_one_way_that_everybody_reads_alike(server: Server, lines: str) -> None:
+def test_ambiguous_body_framing_is_refused(server: Server, lines: str) -> None:
     task_id = server.enqueue("review")
     for body in (b"0\r\n\r\n", b"{}"):
         request = head("POST", f"/tasks/{task_id}/cancel", server.tokens["boss"])
@@ -292,7 +292,7 @@ def test_an_unknown_path_is_refused_in_json(server: Server, path: str) -> None:
     assert (answer.status, answer.json["error"]) == (404, "NotFound")
 
 
-def test_an_offer_of_another_protocol_is_ignored(server: Server) -> None:
+def test_an_upgrade_request_is_ignored(server: Server) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with connected(server) as connection:
         connection.sendall(head("GET", "/health") + upgrade)
@@ -380,7 +380,7 @@ def plenty_of_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_low_soft_limit_of_descriptors_shuts_nobody_out(tmp_path: Path, plenty_of_descriptors: int) -> None:
+def test_a_low_soft_limit_of_descriptors_is_raised(tmp_path: Path, plenty_of_descriptors: int) -> None:
     soft = 600
     with serving(tmp_path / "data", descriptors=(soft, plenty_of_descriptors)) as server:
         assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == plenty_of_descriptors

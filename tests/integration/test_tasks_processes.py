@@ -1,4 +1,4 @@
-"""`Tasks` between real processes: producers and consumers at once, kill -9, and holders that fall asleep."""
+"""`Tasks` between real processes: concurrent producers and consumers, kill -9, and stalled lease holders."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_four_producers_and_four_consumers(url: str, tmp_path: Path, no_child_le
         events = all_events(tasks)
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     check_order(events)
-    assert {told.state for told in explained(events).values()} == {"COMPLETED"}
+    assert {message.state for message in explained(events).values()} == {"COMPLETED"}
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------
@@ -172,11 +172,11 @@ def check_killed(tasks: Tasks, lines: list[str]) -> None:
     stored = [line.removeprefix("stored ") for line in lines if line.startswith("stored ")]
     done = [line.removeprefix("done ") for line in lines if line.startswith("done ")]
     events = all_events(tasks)
-    told = explained(events)  # also: no word of a lease that was over stands in the events
-    assert set(stored) <= told.keys()
-    assert {message.state for message in told.values()} == {"COMPLETED"}
+    messages = explained(events)  # also: the events hold no call under a lease that was over
+    assert set(stored) <= messages.keys()
+    assert {message.state for message in messages.values()} == {"COMPLETED"}
     completed = [event.message_id for event in events if event.kind == "execution_completed"]
-    assert sorted(completed) == sorted(told)  # each exactly once
+    assert sorted(completed) == sorted(messages)  # each exactly once
     assert Counter(done) <= Counter(completed)
     deliveries = Counter(event.message_id for event in events if event.kind == "dequeued")
     lapses = Counter(event.kind for event in events)["lease_lapsed"]

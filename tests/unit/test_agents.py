@@ -12,7 +12,7 @@ from postroom.errors import AgentExists, InvalidMessage, InvalidName, StoreDamag
 from postroom.runtime.agents import FILE_NAME, MAY_SEND_TO_MAX, Agents, Identity
 
 
-def test_a_token_says_who_somebody_is(tmp_path: Path) -> None:
+def test_a_token_identifies_its_owner(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     token = agents.add("triage", "http://10.0.0.7:9000")
     assert agents.identify(token) == Identity("triage", "agent", "http://10.0.0.7:9000")
@@ -38,7 +38,7 @@ def test_the_file_holds_the_hash_and_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "pr_", "x" * 46, "pr_" + "A" * 43, "pr_" + "ä" * 43, "\udcff" * 46])
-def test_nobody_else_is_let_in(tmp_path: Path, token: str) -> None:
+def test_unknown_tokens_are_refused(tmp_path: Path, token: str) -> None:
     agents = Agents(tmp_path)
     assert agents.identify(token) is None
     agents.add("triage")
@@ -66,7 +66,7 @@ def test_a_removed_agent_comes_back_with_another_token(tmp_path: Path) -> None:
     assert agents.identify(after) is not None
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_a_name_can_be_registered_once(tmp_path: Path) -> None:
     agents = Agents(tmp_path)
     token = agents.add("triage")
     with pytest.raises(AgentExists, match="already"):
@@ -76,18 +76,18 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
         agents.remove("nobody")
 
 
-def test_the_queue_of_decisions_is_nobodys_name(tmp_path: Path) -> None:
+def test_the_queue_of_decisions_cannot_be_registered(tmp_path: Path) -> None:
     with pytest.raises(InvalidMessage, match="harness"):
         Agents(tmp_path).add(DECISIONS)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", ".hidden"])
-def test_a_name_is_a_name(tmp_path: Path, name: str) -> None:
+def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidName):
         Agents(tmp_path).add(name)
 
 
-def test_a_role_is_one_of_two(tmp_path: Path) -> None:
+def test_an_unknown_role_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidMessage, match="role"):
         Agents(tmp_path).add("triage", role="root")  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def test_a_url_is_checked_before_it_is_kept(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"agents": [{"name": 1}]}', "\0", '{"x":' + "[" * 5_000])
-def test_a_damaged_file_lets_nobody_in(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_refuses_every_token(tmp_path: Path, text: str) -> None:
     agents = Agents(tmp_path)
     token = agents.add("triage")
     (tmp_path / FILE_NAME).write_text(text)
@@ -111,7 +111,7 @@ def test_a_damaged_file_lets_nobody_in(tmp_path: Path, text: str) -> None:
         Agents(tmp_path).identify(token)
 
 
-def test_many_who_add_at_once_lose_nobody(tmp_path: Path) -> None:
+def test_concurrent_additions_are_all_kept(tmp_path: Path) -> None:
     tokens: list[str] = []
 
     def add(number: int) -> None:

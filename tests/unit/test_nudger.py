@@ -188,44 +188,44 @@ def test_no_redirect_is_followed() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello", b"HTTP/1.1 abc\r\n", b"x" * 2 * STATUS_LINE_BYTES_MAX])
-def test_whoever_does_not_speak_http_is_no_agent(answer: bytes) -> None:
+def test_a_reply_that_is_not_http_is_refused(answer: bytes) -> None:
     with listening(answer) as agent, pytest.raises(NudgeRefused, match="HTTP"):
         nudger().send(f"http://127.0.0.1:{agent.port}", "task-1")
 
 
-def test_a_silent_agent_costs_the_timeout_and_nothing_else() -> None:
+def test_a_silent_agent_runs_into_the_timeout() -> None:
     with listening(None) as agent, pytest.raises(TimeoutError):
         nudger(timeout_s=0.2).send(f"http://127.0.0.1:{agent.port}", "task-1")
 
 
 def test_a_failed_nudge_is_reported_and_harmless() -> None:
-    told: list[tuple[str, str, str]] = []
+    failures: list[tuple[str, str, str]] = []
     came = threading.Event()
 
     def report(agent: str, task_id: str, reason: str) -> None:
-        told.append((agent, task_id, reason))
+        failures.append((agent, task_id, reason))
         came.set()
 
     sender = Nudger(report=report)
     sender.nudge("triage", "http://127.0.0.1:1", "task-1")
     assert came.wait(HANG_GUARD_S)
     sender.close()
-    [(agent, task_id, reason)] = told
+    [(agent, task_id, reason)] = failures
     assert (agent, task_id) == ("triage", "task-1")
     assert "127.0.0.1" in reason
     assert sender.failed == 1
 
 
-def test_what_waits_has_a_limit() -> None:
-    told: list[str] = []
+def test_waiting_nudges_have_a_limit() -> None:
+    failures: list[str] = []
     sender = Nudger(
-        allowed_hosts=["127.0.0.1"], timeout_s=0.2, report=lambda agent, *_: told.append(agent)
+        allowed_hosts=["127.0.0.1"], timeout_s=0.2, report=lambda agent, *_: failures.append(agent)
     )  # fmt: skip
     with listening(None) as agent:
         for number in range(WAITING_MAX + 50):
             sender.nudge(f"agent-{number}", f"http://127.0.0.1:{agent.port}", "task-1")
         sender.close()
-    assert 40 < len(told) < WAITING_MAX
+    assert 40 < len(failures) < WAITING_MAX
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_waits_has_a_limit() -> None:
         5,
     ],
 )
-def test_what_is_not_an_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidMessage):
         parse_url(url)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from postroom.runtime import server_log as module
-from postroom.runtime.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, where
+from postroom.runtime.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, error_location
 
 HANG_GUARD_S = 30.0
 
@@ -25,10 +25,10 @@ def lines_of(stream: io.StringIO) -> list[Any]:
 
 def test_every_line_is_an_object_with_the_same_first_fields() -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    journal.write("claimed", task_id="t-1", agent="triage", attempt=2)
-    journal.write("stopped")
-    journal.close()
+    server_log = ServerLog(stream)
+    server_log.write("claimed", task_id="t-1", agent="triage", attempt=2)
+    server_log.write("stopped")
+    server_log.close()
     first, second = lines_of(stream)
     assert first.pop("ts").endswith("Z")
     assert first == {"event": "claimed", "task_id": "t-1", "agent": "triage", "attempt": 2}
@@ -36,73 +36,73 @@ def test_every_line_is_an_object_with_the_same_first_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["two\nlines", 'quote"s', "\x1b[31m", "ä\U0001f600", "\0"])
-def test_whatever_a_field_holds_it_is_one_line(text: str) -> None:
+def test_any_field_value_stays_on_one_line(text: str) -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    journal.write("refused", agent=text, odd=object)
-    journal.close()
+    server_log = ServerLog(stream)
+    server_log.write("refused", agent=text, odd=object)
+    server_log.close()
     [line] = lines_of(stream)
     assert line["agent"] == text
 
 
-def test_what_strangers_cause_is_written_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_anonymous_callers_are_logged_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RARELY_S", 3_600.0)
     stream = io.StringIO()
-    journal = ServerLog(stream)
+    server_log = ServerLog(stream)
     for _ in range(1_000):
-        journal.write_rarely("refused", status=401)
+        server_log.write_rarely("refused", status=401)
     monkeypatch.setattr(module, "RARELY_S", 0.0)
-    journal.write_rarely("refused", status=401)
-    journal.close()
+    server_log.write_rarely("refused", status=401)
+    server_log.close()
     assert [line["times"] for line in lines_of(stream)] == [1, 1_000]
 
 
-def test_warnings_about_what_is_not_http_are_written_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_about_malformed_http_are_logged_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RARELY_S", 3_600.0)
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    handler = ServerLogHandler(journal)
+    server_log = ServerLog(stream)
+    handler = ServerLogHandler(server_log)
     for level, name in ((logging.WARNING, "uvicorn.error"), (logging.ERROR, "uvicorn.error")) * 3:
         handler.emit(logging.LogRecord(name, level, "", 0, "something", None, None))
-    journal.close()
+    server_log.close()
     levels = [line["level"] for line in lines_of(stream)]
     assert sorted(levels) == ["ERROR"] * 3 + ["WARNING"]
 
 
-def test_a_field_has_a_limit() -> None:
+def test_a_long_field_is_truncated() -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    journal.write("refused", task_id="x" * 5 * FIELD_CHARS_MAX)
-    journal.close()
+    server_log = ServerLog(stream)
+    server_log.write("refused", task_id="x" * 5 * FIELD_CHARS_MAX)
+    server_log.close()
     assert len(lines_of(stream)[0]["task_id"]) == FIELD_CHARS_MAX
 
 
-def test_a_reader_that_has_stopped_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_reader_does_not_block_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINES_WAITING_MAX", 100)
     monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
     reading, writing = os.pipe()
     stuck = os.fdopen(writing, "w")
-    journal = ServerLog(stuck)
+    server_log = ServerLog(stuck)
     for _ in range(3_000):
-        journal.write("claimed", task_id="x" * 100)
-    journal.close()
+        server_log.write("claimed", task_id="x" * 100)
+    server_log.close()
     with os.fdopen(reading, "rb") as reader:
         assert reader.read(100)
-        stuck_thread = journal._thread
+        stuck_thread = server_log._thread
         while stuck_thread is not None and stuck_thread.is_alive():
             reader.read(65_536)
     stuck.close()
 
 
-def test_what_was_dropped_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINES_WAITING_MAX", 10)
     monkeypatch.setattr(module, "GATHER_S", 60.0)  # nothing is written before the end
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    monkeypatch.setattr(journal, "_start", lambda: None)
+    server_log = ServerLog(stream)
+    monkeypatch.setattr(server_log, "_start", lambda: None)
     for _ in range(15):
-        journal.write("claimed")
-    journal.close()
+        server_log.write("claimed")
+    server_log.close()
     lines = lines_of(stream)
     assert [line["event"] for line in lines] == ["claimed"] * 10 + ["lines_dropped"]
     assert lines[-1]["lines"] == 5
@@ -110,26 +110,26 @@ def test_what_was_dropped_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_stream_is_no_error() -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
+    server_log = ServerLog(stream)
     stream.close()
-    journal.write("claimed")
-    journal.close()
+    server_log.write("claimed")
+    server_log.close()
 
 
-def test_what_an_error_says_is_left_out() -> None:
+def test_the_message_of_an_error_is_left_out() -> None:
     with pytest.raises(ValueError, match="secret") as raised:
         fail()
-    told = where(raised.value)
-    assert told.startswith("ValueError at ")
-    assert Path(__file__).name in told
-    assert "secret" not in told
+    location = error_location(raised.value)
+    assert location.startswith("ValueError at ")
+    assert Path(__file__).name in location
+    assert "secret" not in location
 
 
-def test_what_libraries_log_becomes_lines() -> None:
+def test_library_logs_become_lines() -> None:
     stream = io.StringIO()
-    journal = ServerLog(stream)
+    server_log = ServerLog(stream)
     logger = logging.getLogger("library")
-    handler = ServerLogHandler(journal)
+    handler = ServerLogHandler(server_log)
     logger.addHandler(handler)
     logger.info("too quiet")
     logger.warning("about %s", "this")
@@ -138,14 +138,14 @@ def test_what_libraries_log_becomes_lines() -> None:
     except ValueError:
         logger.exception("it broke")
     logger.removeHandler(handler)
-    journal.close()
+    server_log.close()
     about, broke = lines_of(stream)
     assert (about["event"], about["logger"], about["message"]) == ("log", "library", "about this")
     assert broke["error"].startswith("ValueError at ")
     assert "secret" not in stream.getvalue()
 
 
-def test_who_closes_it_while_the_first_line_starts_its_thread_waits_for_that(
+def test_close_waits_for_a_thread_that_is_just_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_made, is_closing = threading.Event(), threading.Event()
@@ -154,23 +154,23 @@ def test_who_closes_it_while_the_first_line_starts_its_thread_waits_for_that(
         def start(self) -> None:
             is_made.set()
             is_closing.wait(HANG_GUARD_S)
-            time.sleep(0.05)  # so that whoever closes is there first
+            time.sleep(0.05)  # so that close is called first
             super().start()
 
     stream = io.StringIO()
-    journal = ServerLog(stream)
-    writer = threading.Thread(target=journal.write, args=("nudge_failed",))
+    server_log = ServerLog(stream)
+    writer = threading.Thread(target=server_log.write, args=("nudge_failed",))
     monkeypatch.setattr("postroom.runtime.server_log.threading.Thread", Slow)
     writer.start()
     assert is_made.wait(HANG_GUARD_S)
     is_closing.set()
-    journal.close()
+    server_log.close()
     writer.join()
     assert [line["event"] for line in lines_of(stream)] == ["nudge_failed"]
 
 
 def test_it_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    journal = ServerLog()
-    journal.write("serving")
-    journal.close()
+    server_log = ServerLog()
+    server_log.write("serving")
+    server_log.close()
     assert json.loads(capsys.readouterr().err)["event"] == "serving"

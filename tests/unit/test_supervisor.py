@@ -1,4 +1,4 @@
-"""A companion: started again when it dies, ended when we do."""
+"""A supervised process is restarted when it dies, and ends with its parent."""
 
 import os
 import signal
@@ -26,21 +26,23 @@ def text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_it_is_started_again_and_ends_politely(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    companion = Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)], pause_s=0.01)
-    companion.start()
+def test_a_dead_process_is_restarted_and_stop_terminates_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)], pause_s=0.01)
+    supervisor.start()
     until(lambda: text(tmp_path / "starts") == "x" and "I am up" in caplog.text)
-    assert companion.pid is not None
-    os.kill(companion.pid, signal.SIGKILL)
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
     until(lambda: text(tmp_path / "starts") == "xx")
     until(lambda: caplog.text.count("I am up") == 2)
-    companion.stop()
+    supervisor.stop()
     assert text(tmp_path / "ended") == "politely"
-    assert companion.restarts == 1
+    assert supervisor.restarts == 1
     assert "ended with -9" in caplog.text
 
 
-def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_the_process_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         Supervisor([sys.executable, "-c", PROGRAM, str(tmp_path)]).start()

@@ -1,6 +1,6 @@
-"""A nudge may be doubled or late, but a change between the look and the wait is not lost.
+"""A wake-up may be duplicated or late, but a change between the read and the wait is not lost.
 
-The poll interval of these tests is longer than the hang guard: what returns was woken.
+The poll interval of these tests is longer than the hang guard, so a wait that returns was woken.
 """
 
 import os
@@ -42,14 +42,14 @@ def drained(watch: Watch) -> Watch:
     return watch
 
 
-def test_a_write_between_look_and_wait_wakes(watch: Watch, path: Path) -> None:
+def test_a_write_between_read_and_wait_wakes(watch: Watch, path: Path) -> None:
     write(path)
     drained(watch)
     write(path)
     watch.wait(NEVER_S)
 
 
-def test_a_file_that_comes_into_being_wakes(watch: Watch, path: Path) -> None:
+def test_a_new_file_wakes(watch: Watch, path: Path) -> None:
     drained(watch)
     write(path)
     watch.wait(NEVER_S)
@@ -83,7 +83,7 @@ def test_after_a_rotation_the_new_file_is_watched(watch: Watch, path: Path) -> N
     watch.wait(NEVER_S)
 
 
-def test_a_wait_wakes_while_it_waits(watch: Watch, path: Path) -> None:
+def test_a_write_during_the_wait_wakes(watch: Watch, path: Path) -> None:
     write(path)
     drained(watch)
     waiter = threading.Thread(target=watch.wait, args=(NEVER_S,))

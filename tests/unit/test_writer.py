@@ -12,7 +12,7 @@ from postroom.contracts.task_operations import NewTask, TaskOperations
 from postroom.errors import HandleDead, TooMany, Unavailable, UnknownTask, WriteFailed
 from postroom.runtime import writer as module
 from postroom.runtime.agents import Identity
-from postroom.runtime.writer import Writer
+from postroom.runtime.writer import StoreWriter
 from postroom.stores.sqlite import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
 from tests.faultydisk import FaultyDisk
@@ -20,14 +20,14 @@ from tests.waiting import HANG_GUARD_S
 
 ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))
 BOSS = Identity("boss", "operator")
-Work = Callable[[Tasks, Writer], Awaitable[Any]]
+Work = Callable[[Tasks, StoreWriter], Awaitable[Any]]
 
 
 def run(work: Work, store: Any = None) -> Any:
     """Do something with a writer in an event loop."""
 
     async def inside() -> Any:
-        writer = Writer(tasks, asyncio.get_running_loop())
+        writer = StoreWriter(tasks, asyncio.get_running_loop())
         try:
             return await work(tasks, writer)
         finally:
@@ -50,8 +50,8 @@ def enqueue_2(operations: TaskOperations) -> str:
     return operations.enqueue([NewTask(agent="triage", payload=2)])[0]
 
 
-def test_each_gets_its_own_answer() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+def test_every_caller_gets_its_own_outcome() -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         good = writer.submit(enqueue_1, ONE)
         bad = writer.submit(lambda operations: operations.cancel("nobody"), ONE)
         task_id, error = await together(good, bad)
@@ -61,22 +61,20 @@ def test_each_gets_its_own_answer() -> None:
     run(work)
 
 
-def test_what_comes_together_is_one_commit() -> None:
+def test_calls_of_one_round_share_a_commit() -> None:
     store = FaultyStore(MemoryStore())
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         await together(*(writer.submit(enqueue_1, ONE) for _ in range(50)))
 
     run(work, store)
     assert len(store.happened) == 1
 
 
-def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_is_reopened_after_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(monkeypatch)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         def enqueue(operations: TaskOperations) -> str:
             return operations.enqueue([NewTask(agent="triage", payload=1, durability="group")])[0]
 
@@ -93,11 +91,11 @@ def test_after_a_failed_fsync_the_next_turn_finds_the_store_open_again(
     run(work, SqliteStore(tmp_path / "queue.db"))
 
 
-def test_a_defect_in_one_call_hurts_no_other() -> None:
+def test_an_exception_in_one_call_does_not_affect_the_others() -> None:
     def broken(_: TaskOperations) -> None:
         raise ZeroDivisionError
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         futures = [writer.submit(enqueue_1, ONE) for _ in range(3)]
         failed = writer.submit(broken, ONE)
         *good, error = await together(*futures, failed)
@@ -108,8 +106,8 @@ def test_a_defect_in_one_call_hurts_no_other() -> None:
     run(work)
 
 
-def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+def test_every_caller_gets_the_error_of_a_failed_commit_and_the_next_commit_works() -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         enqueue = enqueue_1
 
         outcomes = await together(writer.submit(enqueue, ONE), writer.submit(enqueue, ONE))
@@ -120,8 +118,8 @@ def test_a_failed_commit_is_everybodys_answer_and_the_next_one_works() -> None:
     run(work, FaultyStore(MemoryStore(), ["crash"]))
 
 
-def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
-    async def work(tasks: Tasks, writer: Writer) -> None:
+def test_equal_claims_are_merged_and_their_tasks_divided_in_order() -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         expected = tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(7)])
         one, three = checked_terms("triage", 1, 300.0, None), checked_terms("triage", 3, 300.0, None)
         other = checked_terms("triage", 1, 60.0, "box-2")
@@ -134,10 +132,10 @@ def test_equal_claims_are_one_and_are_shared_out_in_order() -> None:
     run(work)
 
 
-def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_claims_are_split_at_the_claim_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLAIM_MAX", 5)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         tasks.enqueue_many([{"agent": "triage", "payload": number} for number in range(12)])
         terms = checked_terms("triage", 2, 300.0, None)
         outcomes = await together(*(writer.submit(terms, ONE) for _ in range(6)))
@@ -147,7 +145,7 @@ def test_more_claims_than_one_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
-def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_MAX", 4)
     monkeypatch.setattr(module, "WAITING_A_TOKEN_MAX", 2)
     monkeypatch.setattr(module, "WAITING_RESERVE", 1)
@@ -155,7 +153,7 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(_: TaskOperations) -> list[str]:
         return []
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         futures = [writer.submit(find, who) for who in (ONE, ONE, TWO)]
         with pytest.raises(TooMany, match="'one' may have at most 2 calls that wait"):
             writer.submit(find, ONE)
@@ -170,13 +168,13 @@ def test_what_waits_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work)
 
 
-def test_the_bytes_that_wait_have_a_limit() -> None:
+def test_bytes_of_waiting_calls_have_a_limit() -> None:
     each_max = module.WAITING_BYTES_A_TOKEN_MAX
 
     def find(_: TaskOperations) -> list[str]:
         return []
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         large = writer.submit(find, ONE, each_max)
         for _attempt in range(2 * module.WAITING_A_TOKEN_MAX):  # a call that is refused counts nowhere
             with pytest.raises(TooMany, match="bytes of calls that wait"):
@@ -191,7 +189,7 @@ def test_the_bytes_that_wait_have_a_limit() -> None:
 class Order:
     """Calls that note in which commit they were done."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: StoreWriter) -> None:
         self.writer = writer
         self.commits: list[list[str]] = [[]]
         self._begun, self._go_on = threading.Event(), threading.Event()
@@ -223,10 +221,12 @@ class Order:
         return self.commits[1:]
 
 
-def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_take_turns_when_more_calls_wait_than_fit_into_a_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 3)
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         order = Order(writer)
         await order.begin()
         for number in range(5):
@@ -246,7 +246,7 @@ def test_tokens_take_turns_when_more_waits_than_one_commit_takes(monkeypatch: py
 def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
     large = module.TURN_BYTES_MAX
 
-    async def work(_: Tasks, writer: Writer) -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         order = Order(writer)
         await order.begin()
         order.submit("two 0", TWO)
@@ -260,10 +260,10 @@ def test_a_call_that_does_not_fit_goes_first_into_the_next_commit() -> None:
     run(work)
 
 
-def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_are_committed_before_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_MAX", 2)
 
-    async def work(tasks: Tasks, writer: Writer) -> None:
+    async def work(tasks: Tasks, writer: StoreWriter) -> None:
         for _ in range(7):
             writer.submit(enqueue_1, ONE)
         await asyncio.sleep(0)
@@ -273,8 +273,8 @@ def test_what_waits_for_its_turn_is_done_before_the_end(monkeypatch: pytest.Monk
     run(work)
 
 
-def test_nobody_who_left_stops_the_others() -> None:
-    async def work(_: Tasks, writer: Writer) -> None:
+def test_a_cancelled_caller_does_not_affect_the_others() -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
         left = writer.submit(enqueue_1, ONE)
         stays = writer.submit(enqueue_2, ONE)
         left.cancel()

@@ -134,7 +134,7 @@ class Worker:
     def stop(self) -> None:
         """Ask the worker to end. A second call also ends the grace of the tasks in flight.
 
-        Safe in a signal handler, because setting a flag and `SimpleQueue.put` are reentrant; `Event.set` is not.
+        Safe in a signal handler: a flag and `SimpleQueue.put` are reentrant, `Event.set` is not.
         """
         self._stopping = True
         self._signals.put("stop")

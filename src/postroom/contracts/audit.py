@@ -1,7 +1,7 @@
-"""`Audit`: the stream of everything that happened, read and looked after by people.
+"""`Audit`: reads, verifies and prunes the event stream that shippers have written.
 
-Rule 1: it reads what shippers wrote and never writes events itself.
-Rule 2: what it cannot read is reported and kept. A payload that cannot be decrypted is shown as it is.
+Rule 1: it never writes events.
+Rule 2: unreadable data is reported and kept. A payload that cannot be decrypted is shown encrypted.
 """
 
 import logging
@@ -24,16 +24,16 @@ from postroom.sinks.heads import StreamHead, head_path, noted_head
 from postroom.sinks.layout import holds_stream
 from postroom.sinks.reader import Segments, StreamPosition
 
-TRACE_IDS_MAX = 100_000  # of messages and traces in one request
-TOLD_KEYS_MAX = 20  # a payload may claim a key of any name; of so many it is told
+TRACE_IDS_MAX = 100_000  # message and trace ids of one request
+TOLD_KEYS_MAX = 20  # missing keys that are reported; a payload may name any key
 _log = logging.getLogger("postroom.audit")
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(AuditEvent))
 
 
 class Audit:
-    """A folder of segments. `cipher` makes encrypted payloads readable.
+    """A folder of segments. `cipher` decrypts payloads.
 
-    `on_trouble` is told, in one sentence, of what cannot be read; without it that is logged.
+    `on_trouble` is called with one sentence about data that cannot be read. By default it is logged.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Audit:
         self._segments = Segments(folder, on_trouble=on_trouble)
         self.folder = self._segments.folder
         self._cipher = cipher
-        self._tell = on_trouble or _log.warning
-        self._told_keys: set[str] = set()
+        self._report = on_trouble or _log.warning
+        self._reported_keys: set[str] = set()
 
     def query(
         self, *, since: datetime | None = None, until: datetime | None = None, **equal: Any
     ) -> Iterator[AuditEvent]:
-        """Events in a stretch of time whose fields have these values, as they were shipped.
+        """Return the events of a time range whose fields have these values, in the order of the stream.
 
-        With `message_id` or `trace_id` among them the index is asked, and not the whole stream.
+        With `message_id` or `trace_id`, the index is used instead of a scan of the stream.
         """
         _check_fields(equal)
         since_us = None if since is None else epoch_ns_of(since) // 1000
@@ -71,32 +71,32 @@ class Audit:
         return self._segments.events(since_us=since_us, until_us=until_us)
 
     def tail(self, n: int = 20) -> list[AuditEvent]:
-        """The last n events in the order of time, at the cost of the last segments."""
+        """Return the last n events in the order of time. Reads only the last segments."""
         return next(self.follow(n))
 
     def follow(self, n: int = 0) -> Iterator[list[AuditEvent]]:
-        """First the last n events, and then at each turn what has come since, which may be nothing.
+        """Yield the last n events, then at each step the events since, possibly none.
 
-        Each list is in the order of time, across sources.
+        Each list is in the order of time across sources.
         """
         timeline = Timeline()
         latest = Latest(n, timeline)
-        place = self._go_on(self._segments.before_last(max(1, n)), latest.add)
+        position = self._read_on(self._segments.before_last(max(1, n)), latest.add)
         yield list(self._revealed(latest.events()))
         while True:
             new: list[AuditEvent] = []
-            place = self._go_on(place, new.extend)
+            position = self._read_on(position, new.extend)
             yield list(self._revealed(event for _, _, event in sorted(timeline.timed(new))))
 
-    def _go_on(self, place: StreamPosition, take: Callable[[list[AuditEvent]], None]) -> StreamPosition:
-        """Hand over what was written behind a place; gives where that ends."""
-        behind = place
-        for events, behind in self._segments.after(place):  # noqa: B007 - where it ends is the result
+    def _read_on(self, position: StreamPosition, take: Callable[[list[AuditEvent]], None]) -> StreamPosition:
+        """Pass on the events after a position. Returns the position behind them."""
+        reached = position
+        for events, reached in self._segments.after(position):  # noqa: B007 - returned below
             take(events)
-        return behind
+        return reached
 
     def summary(self) -> dict[str, Any]:
-        """How much is sealed, and the head of the chain, which can be noted elsewhere."""
+        """Return the size of the sealed segments and the head of the chain."""
         entries = self._segments.entries()
         return {
             "segments": len(entries),
@@ -106,7 +106,7 @@ class Audit:
         }
 
     def trace(self, message_id: str) -> list[tracing.Span]:
-        """The request that a message belongs to: all its messages, with times."""
+        """Return the request that a message belongs to: all its messages with their times."""
         known: set[str] = set()
         events: list[AuditEvent] = []
         with self._segments.searching() as find:
@@ -127,36 +127,36 @@ class Audit:
     def verify(
         self, head: str | None = None, *, noted: Iterable[StreamHead] = ()
     ) -> list[verify.IntegrityFinding]:
-        """What is wrong with the chain of segments; nothing, when they are as they were sealed.
+        """Return the faults of the chain of segments; none when all are as they were sealed.
 
-        `head` is a hash that somebody noted elsewhere, `noted` are heads that stores know. The head in the
+        `head` is a hash that was recorded elsewhere, `noted` are heads that stores recorded. The head in the
         file beside the folder is always compared. A folder without a stream raises `Unavailable`.
         """
         self.need_stream()
         return verify.verify(self.folder, head, noted=noted)
 
     def need_stream(self) -> None:
-        """Raise `Unavailable` for a folder that no writer has opened: a wrong one, or one that was wiped."""
+        """Raise `Unavailable` for a folder without a stream: a wrong one, or one that was wiped."""
         if holds_stream(self.folder):
             return
         noted_here = noted_head(self.folder)
         if noted_here is not None:
             raise Unavailable(
-                f"{self.folder} holds no audit stream, and {head_path(self.folder)} notes that segment "
+                f"{self.folder} holds no audit stream, but {head_path(self.folder)} says that segment "
                 f"{noted_here.segment} was sealed there: it was wiped"
             )
         raise Unavailable(f"{self.folder} holds no audit stream")
 
     def head_is_noted(self) -> bool:
-        """Whether a file beside the folder says which segment was sealed last."""
+        """Whether the file beside the folder records the last sealed segment."""
         return noted_head(self.folder) is not None
 
     def retain(self, before: datetime) -> list[str]:
-        """Remove segments that were sealed before a time; gives their names."""
+        """Remove the segments that were sealed before a time. Returns their names."""
         return retention.retain(self.folder, epoch_ns_of(before) // 1000)
 
     def why_kept(self) -> str:
-        """What the last retention stopped at, in half a sentence."""
+        """Return why the last retention kept segments, as half a sentence."""
         return retention.why_kept(self.folder)
 
     def _revealed(self, events: Iterable[AuditEvent]) -> Iterator[AuditEvent]:
@@ -166,16 +166,16 @@ class Audit:
         try:
             return cipher.decrypt(event)
         except UnreadablePayload as error:
-            self._tell_of_key(event, str(error))
+            self._report_key(event, str(error))
             return event
 
-    def _tell_of_key(self, event: AuditEvent, text: str) -> None:
+    def _report_key(self, event: AuditEvent, text: str) -> None:
         key = event.payload.removeprefix(PREFIX).partition(":")[0]
-        if len(key) > KEY_ID_CHARS_MAX:  # a body that only looks encrypted
+        if len(key) > KEY_ID_CHARS_MAX:  # a payload that only looks encrypted
             key, text = "", f"the payload of {event.event_id} names no key"
-        if key not in self._told_keys and len(self._told_keys) < TOLD_KEYS_MAX:
-            self._told_keys.add(key)
-            self._tell(f"{text}; such payloads are shown as they are")
+        if key not in self._reported_keys and len(self._reported_keys) < TOLD_KEYS_MAX:
+            self._reported_keys.add(key)
+            self._report(f"{text}; such payloads are shown encrypted")
 
 
 def _check_fields(equal: dict[str, Any]) -> None:

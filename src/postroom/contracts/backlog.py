@@ -1,6 +1,6 @@
-"""New messages while the shipper of their events is too far behind: they slow down, or are refused.
+"""Backpressure of the audit stream: new messages are delayed or refused while the shipper is too far behind.
 
-The events are never dropped for that. Who ends a task is not held up: it makes the queue shorter.
+No event is dropped. Calls that end a task are not delayed, because they make the queue shorter.
 """
 
 import logging
@@ -10,29 +10,29 @@ from postroom.errors import AuditBehind
 from postroom.stores.base import RETRY_AFTER_S, Outbox
 from postroom.stores.store import Store
 
-LOOK_EVERY_S = 1.0
-SLOW_S = 0.05  # what each enqueue waits then: twenty a second for each caller
+CHECK_EVERY_S = 1.0
+SLOW_S = 0.05  # the delay of an enqueue: twenty a second for each caller
 
 _log = logging.getLogger("postroom.audit")
 
 
 class Backlog:
-    """Looks now and then at how many events wait, and holds up who adds to them."""
+    """Checks how many events wait for the shipper, and delays or refuses new messages."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.look_at = 0.0
         self.behind: Outbox | None = None
-        """The outbox, while too many events wait for it."""
+        """The outbox, while too many events wait in it."""
         self.waiting: int | None = None
-        """Events that wait for the shipper, at the last look; None when nobody ships."""
+        """Events that waited at the last check; None without a shipper."""
         self.held_up = 0
-        """Enqueues that were slowed down or refused here."""
+        """Enqueues that were delayed or refused."""
 
     def hold_up(self, *, may_sleep: bool = True) -> None:
-        """Return, later when the shipper is behind; raises `AuditBehind` when the outbox asks for that.
+        """Sleep while the shipper is behind, or raise `AuditBehind` when the outbox is set to refuse.
 
-        Who is one of many in a commit may not sleep, nor look, and is refused in both cases.
+        With `may_sleep` false (an event loop), nothing is checked, and both cases raise.
         """
         if may_sleep:
             self.look()
@@ -44,21 +44,23 @@ class Backlog:
         time.sleep(SLOW_S)
 
     def look(self) -> None:
-        """How far behind the shipper is, once a second. Becoming too late is an event of its own."""
+        """Check the backlog, at most once a second. When the shipper falls behind, an alert is emitted."""
         if time.monotonic() < self.look_at:
             return
-        self.look_at = time.monotonic() + LOOK_EVERY_S
+        self.look_at = time.monotonic() + CHECK_EVERY_S
         outbox = self._store.read(lambda transaction: transaction.outbox())
         self.waiting = None if outbox is None else self._store.newest_event() - outbox.shipped
         was_behind = self.behind is not None
         too_far = outbox is not None and self.waiting is not None and self.waiting > outbox.backlog_max
         self.behind = outbox if too_far else None
         if outbox is not None and too_far and not was_behind:
-            self._tell(outbox)
+            self._alert(outbox)
 
-    def _tell(self, outbox: Outbox) -> None:
-        said = (
-            f"{self.waiting} events wait for the shipper, and at most {outbox.backlog_max} may (backlog_max)"
+    def _alert(self, outbox: Outbox) -> None:
+        text = (
+            f"{self.waiting} events wait for the shipper, and the limit is {outbox.backlog_max} (backlog_max)"
         )
-        _log.warning("%s: new messages %s", said, "are refused" if outbox.when_behind == "refuse" else "wait")
-        self._store.write(lambda transaction: transaction.alert("AuditBehind", said), makes_room=True)
+        _log.warning(
+            "%s: new messages %s", text, "are refused" if outbox.when_behind == "refuse" else "are delayed"
+        )
+        self._store.write(lambda transaction: transaction.alert("AuditBehind", text), makes_room=True)

@@ -1,8 +1,8 @@
-"""Where the audit stream comes from: stores, lines of queues and mail servers, messages of a bus.
+"""The sources of the audit stream: stores, audit lines of queues and mail servers, messages of a bus.
 
-Rule 1: a source is one thing that only grows: a store, or one physical file. Its name comes from its content,
-        so that it stays the same when a file is rotated or moved, and reading it again repeats every event.
-Rule 2: `seq` is the event's number in a store, and the line's or message's ordinal in a file.
+Rule 1: a source only grows: it is a store, or one physical file. Its name is derived from its content. So the
+        name survives a rotation or a move, and reading the source again yields the same events.
+Rule 2: `seq` is the event's number in a store, and the ordinal of the line or message in a file.
 """
 
 import hashlib
@@ -32,23 +32,23 @@ _log = logging.getLogger("postroom.audit")
 
 SOURCE_HASH_CHARS = 16
 WINDOW_BYTES = 1024 * 1024
-USUAL_LINE_BYTES = 250  # only for a guess of how much waits
-TAIL_BYTES = 256  # in front of the next read, which have to be as they were at the last
-MOVED_QUIET_S = 5.0  # a line without its end, in a file that was moved away, is taken as it is after so long
+USUAL_LINE_BYTES = 250  # only to estimate the backlog
+TAIL_BYTES = 256  # before the read offset, compared to detect a replaced file
+MOVED_QUIET_S = 5.0  # after this, the unterminated last line of a moved file is read as it is
 
 Holds: TypeAlias = Callable[[AuditEvent], bool]
-"""Whether a stream holds this very event, as far as it still knows."""
+"""Whether a stream holds this event, or has removed it by retention."""
 
 
-def _everything(_event: AuditEvent) -> bool:
+def _holds_all(_event: AuditEvent) -> bool:
     return True
 
 
 class StoreFeed:
-    """The events of a store, and with `payloads` what the messages said.
+    """The events of a store, with `payloads` including the message payloads.
 
-    While it has an outbox, the store keeps every event until it is shipped. Without one the feed only reads:
-    it does not care who ships, and writes nothing into the store.
+    With an outbox, the store keeps every event until it is shipped. Without one, the feed only reads and
+    writes nothing into the store.
     """
 
     def __init__(
@@ -59,36 +59,36 @@ class StoreFeed:
         self._payloads = payloads
         self._outbox = outbox
         self.source = f"{contract}:{store.identity()}"
-        self._place = _place_of(store)
+        self._file_id = _file_id(store)
         self._refuse_second_stream()
 
     def _refuse_second_stream(self) -> None:
         if self._outbox is None:
             return
-        there = outbox_of(self._store)
-        if there is not None and there.stream not in ("", self._outbox.stream):
+        stored = outbox_of(self._store)
+        if stored is not None and stored.stream not in ("", self._outbox.stream):
             raise ShippedElsewhere(
-                f"the events of {self._store.url} go to another stream already ({there.stream}): "
-                "one store has one stream; say `postroom audit detach` first if that one is given up"
+                f"the events of {self._store.url} go to another stream already ({stored.stream}): "
+                "one store has one stream; run `postroom audit detach` first if that stream is given up"
             )
 
     def check(self, held: Iterable[AuditEvent]) -> None:
-        """What a stream holds of this store is what the store says, as far as it still knows.
+        """Raise unless the last events of a stream (`held`) equal those that the store still has.
 
-        `held` are the last events of the stream. A store that was put back from an older copy, and has grown
-        again, has other events under the same numbers.
+        A store that was restored from an older copy and has grown again has other events under the same
+        numbers.
         """
         known = {event.seq: event for event in held}
         if not known:
             return
         first = min(known)
         for event in self._store.events(first - 1, max(known) - first + 1):
-            shown = known.get(event.seq)
-            if shown is not None and facts_of(shown) != facts_of(event):
-                raise _put_back(self.source)
+            shipped = known.get(event.seq)
+            if shipped is not None and facts_of(shipped) != facts_of(event):
+                raise _restored(self.source)
 
     def waiting(self, after: int) -> int:
-        if _place_of(self._store) != self._place:
+        if _file_id(self._store) != self._file_id:
             raise ShippedElsewhere(
                 f"{self._store.url} was replaced while its events were shipped: start again"
             )
@@ -104,9 +104,9 @@ class StoreFeed:
         found = self._store.events(after, limit)
         if not found:
             return []
-        # For a reader an event that was forgotten is no loss: it may have been shipped long ago.
+        # For a feed that only reads, a purged event is no loss: it may have been shipped long ago.
         if self._outbox is not None and after and found[0].seq != after + 1:
-            self._tell_gap(after + 1, found[0].seq - 1)
+            self._report_gap(after + 1, found[0].seq - 1)
         payloads = self._payloads_of(found) if self._payloads else {}
         source, contract = self.source, self._contract
         return [
@@ -115,15 +115,15 @@ class StoreFeed:
         ]
 
     def _payloads_of(self, found: list[Event]) -> dict[int, bytes]:
-        """The payloads of `created` events by number. A message that was purged meanwhile has none."""
+        """The payloads of `created` events by number. A purged message has none."""
         created = {event.message_id: event.seq for event in found if event.kind == "created"}
         payloads = self._store.read(lambda transaction: transaction.payloads([*created]))
         return {created[message_id]: payload for message_id, payload in payloads.items()}
 
-    def _tell_gap(self, first: int, last: int) -> None:
-        said = f"events {first} to {last} were forgotten before they were shipped"
-        _log.warning("%s: %s", self.source, said)
-        self._store.write(lambda transaction: transaction.alert("EventsMissing", said), makes_room=True)
+    def _report_gap(self, first: int, last: int) -> None:
+        text = f"events {first} to {last} were removed before they were shipped"
+        _log.warning("%s: %s", self.source, text)
+        self._store.write(lambda transaction: transaction.alert("EventsMissing", text), makes_room=True)
 
     def kept(self, up_to: int) -> None:
         if self._outbox is not None:
@@ -135,7 +135,7 @@ class StoreFeed:
         return _head_of(self._outbox)
 
     def sealed(self, segment: int, head: str) -> None:
-        """Tell the store which segment of the stream was sealed last."""
+        """Record the last sealed segment in the store."""
         if self._outbox is not None and (segment, head) != (self._outbox.segment, self._outbox.head):
             self._outbox = msgspec.structs.replace(self._outbox, segment=segment, head=head)
             set_outbox(self._store, self._outbox)
@@ -150,12 +150,12 @@ def head_in(store: Store) -> StreamHead | None:
 
 
 def outbox_of(store: Store) -> Outbox | None:
-    """How far the shipper of a store has come; None when its events are not shipped."""
+    """The progress of the shipper of a store; None when its events are not shipped."""
     return store.read(lambda transaction: transaction.outbox())
 
 
 def set_outbox(store: Store, outbox: Outbox | None) -> None:
-    """Note in a store how far its shipper has come; None ends the shipping."""
+    """Record the progress of the shipper in a store; None ends the shipping."""
     store.write(lambda transaction: transaction.set_outbox(outbox), makes_room=True)
 
 
@@ -165,15 +165,15 @@ def _head_of(outbox: Outbox | None) -> StreamHead | None:
     )
 
 
-def _put_back(source: str) -> ShippedElsewhere:
+def _restored(source: str) -> ShippedElsewhere:
     return ShippedElsewhere(
         f"{source} has other events than the stream holds of it: it was put back to an older state and has "
-        "gone on from there, so ship it to a new folder"
+        "grown from there, so ship it to a new folder"
     )
 
 
-def _place_of(store: Store) -> tuple[int, int]:
-    """Which file a store's name means now; a memory has none."""
+def _file_id(store: Store) -> tuple[int, int]:
+    """Device and inode of the file that has the store's name now; zeros for a store in memory."""
     path = getattr(store, "path", None)
     if path is None:
         return (0, 0)
@@ -185,7 +185,7 @@ def _place_of(store: Store) -> tuple[int, int]:
 
 
 def facts_of(event: AuditEvent | Event) -> tuple[object, ...]:
-    """What no redaction changes."""
+    """The fields that no redaction changes."""
     return event.ts_us, event.kind, event.message_id, event.lease, event.attempt
 
 
@@ -193,7 +193,7 @@ def facts_of(event: AuditEvent | Event) -> tuple[object, ...]:
 
 
 class _FileFeed(ABC):
-    """A file that only grows, read on from where the last read stopped."""
+    """A file that only grows. Each read continues where the last one stopped."""
 
     source: str
 
@@ -202,18 +202,18 @@ class _FileFeed(ABC):
         self._seq = 0
         self._offset = 0
         self._pending: list[AuditEvent] = []
-        """Decoded, and not yet handed out."""
+        """Decoded events that were not returned yet."""
         self._tail = b""
-        """The last bytes that were read."""
-        self.holds: Holds = _everything
-        """Asked about the last that the stream is said to hold of this file."""
+        """The last bytes before the read offset."""
+        self.holds: Holds = _holds_all
+        """Called with the last event that the stream should hold of this file."""
         self.is_moved = False
-        """Whether the name that it was found under is no longer its own."""
+        """Whether the file has lost the name under which it was found."""
 
     def waiting(self, after: int) -> int:
         self._go_to(after)
-        bytes_behind = os.fstat(self._fd).st_size - self._offset
-        return len(self._pending) + -(-bytes_behind // USUAL_LINE_BYTES)
+        bytes_left = os.fstat(self._fd).st_size - self._offset
+        return len(self._pending) + -(-bytes_left // USUAL_LINE_BYTES)
 
     def settle(self) -> None:
         os.fsync(self._fd)
@@ -229,7 +229,7 @@ class _FileFeed(ABC):
         return found
 
     def _go_to(self, after: int) -> None:
-        """Pass over what a sink holds already. After a write that failed there, read again."""
+        """Skip the events that the sink holds. After a failed write of the sink, read from the beginning."""
         self._check_tail()
         if after < self._seq:
             self._seq, self._offset, self._pending, self._tail = 0, 0, [], b""
@@ -246,65 +246,65 @@ class _FileFeed(ABC):
             del self._pending[:step]
         self._note_tail()
         if named is not None and not self.holds(named):
-            raise _put_back(self.source)
+            raise _restored(self.source)
 
     def _note_tail(self) -> None:
         start = max(0, self._offset - TAIL_BYTES)
         self._tail = os.pread(self._fd, self._offset - start, start)
 
     def _check_tail(self) -> None:
-        """What was read stands where it stood."""
+        """Raise when the bytes that were read last have changed."""
         if os.pread(self._fd, len(self._tail), self._offset - len(self._tail)) != self._tail:
-            raise _put_back(self.source)
+            raise _restored(self.source)
 
-    def found_at(self, path: Path) -> None:  # noqa: ARG002 - for those that care
-        """It has this name now."""
+    def found_at(self, path: Path) -> None:  # noqa: ARG002 - for subclasses
+        """Record that the file has this name now."""
         self.is_moved = False
 
-    def kept(self, up_to: int) -> None:  # noqa: B027 - there is nothing to be done, and that is all
-        """A file keeps its lines."""
+    def kept(self, up_to: int) -> None:  # noqa: B027 - most files need nothing
+        """The sink holds the events up to this number."""
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def _numbered(self) -> int:
+    def _next_seq(self) -> int:
         """The number of the next event."""
         return self._seq + len(self._pending) + 1
 
-    def _rewind(self) -> None:  # noqa: B027 - most have nothing more to forget
-        """Forget what was read besides the offset."""
+    def _rewind(self) -> None:  # noqa: B027 - most have no other state
+        """Reset the decoder state besides the offset."""
 
     @abstractmethod
     def _decode_more(self) -> bool:
-        """Add what comes next to `_pending`; False when there is nothing more."""
+        """Append the next events to `_pending`. Returns False at the end of the file."""
 
 
 class _LineFeed(_FileFeed):
-    """A file of lines, each of which is an event."""
+    """A file with one event per line."""
 
     def _decode_more(self) -> bool:
         data = os.pread(self._fd, WINDOW_BYTES, self._offset)
         end = data.rfind(b"\n") + 1
-        if not end and (len(data) == WINDOW_BYTES or self._is_left_behind()):
-            end = len(data)  # no line is so long, or nobody will end it: it is damage, told in pieces
+        if not end and (len(data) == WINDOW_BYTES or self._is_abandoned()):
+            end = len(data)  # damage: the line is too long, or will never be terminated
         for line in data[:end].splitlines():
-            self._pending.append(self._event(line, self._numbered()))
+            self._pending.append(self._event(line, self._next_seq()))
         self._offset += end
         return end > 0
 
-    def _is_left_behind(self) -> bool:
-        """Whether it was moved away, and whoever may have been writing is done."""
+    def _is_abandoned(self) -> bool:
+        """Whether the file was moved away, and no writer can still be adding to it."""
         return self.is_moved and time.time() - os.fstat(self._fd).st_mtime >= MOVED_QUIET_S
 
     @abstractmethod
     def _event(self, line: bytes, seq: int) -> AuditEvent:
-        """What a line tells."""
+        """Decode the event of a line."""
 
 
 class QueueFeed(_LineFeed):
-    """The audit of a `Queue`: one event a line."""
+    """The audit file of a `Queue`."""
 
     def __init__(self, fd: int, first: bytes) -> None:
         super().__init__(fd)
@@ -315,14 +315,14 @@ class QueueFeed(_LineFeed):
 
 
 class MailFeed(_LineFeed):
-    """The events of a mail server: one a line, told by the server itself."""
+    """The event file of a mail server."""
 
     def __init__(self, fd: int, first: bytes) -> None:
         super().__init__(fd)
         self.source = f"mail:{_hash(first)}"
         self._path: Path | None = None
-        self.is_taken = False
-        """Whether a stream holds all that is in it so far."""
+        self.is_shipped = False
+        """Whether the stream holds all events of the file so far."""
 
     def found_at(self, path: Path) -> None:
         super().found_at(path)
@@ -330,31 +330,31 @@ class MailFeed(_LineFeed):
 
     def waiting(self, after: int) -> int:
         found = super().waiting(after)
-        self._take(after)
+        self._mark_if_shipped(after)
         return found
 
     def kept(self, up_to: int) -> None:
-        self._take(up_to)
+        self._mark_if_shipped(up_to)
 
-    def _take(self, up_to: int) -> None:
-        """Mark a full file of which a stream holds everything: the server may remove it then."""
+    def _mark_if_shipped(self, up_to: int) -> None:
+        """Mark a full file as shipped when the stream holds all its events. The server may then remove it."""
         at_end = not self._pending and self._offset == os.fstat(self._fd).st_size
-        self.is_taken = at_end and self._seq == up_to
-        if self.is_taken and self._path is not None and eventfiles.is_full(self._path):
+        self.is_shipped = at_end and self._seq == up_to
+        if self.is_shipped and self._path is not None and eventfiles.is_full(self._path):
             try:
                 self._path = eventfiles.mark_shipped(self._path)
             except OSError as error:
                 _log.warning("%s cannot be marked as shipped: %s", self._path, error.strerror)
 
-    def _is_left_behind(self) -> bool:
-        return super()._is_left_behind() or (self._path is not None and self._path.name != eventfiles.GROWING)
+    def _is_abandoned(self) -> bool:
+        return super()._is_abandoned() or (self._path is not None and self._path.name != eventfiles.GROWING)
 
     def _event(self, line: bytes, seq: int) -> AuditEvent:
         return auditlines.of_mail_line(line, self.source, seq)
 
 
 class BusFeed(_FileFeed):
-    """One file of a `Bus`, archived or not: one event a message."""
+    """One file of a `Bus`, current or archived: one event per message."""
 
     def __init__(self, fd: int, bus: str, first_id: str) -> None:
         super().__init__(fd)
@@ -370,7 +370,7 @@ class BusFeed(_FileFeed):
         self._offset += part.consumed
         self._legacy_line = part.legacy_line
         for message in part.messages:
-            event = auditlines.of_bus_message(message, self._bus, self.source, self._numbered())
+            event = auditlines.of_bus_message(message, self._bus, self.source, self._next_seq())
             self._pending.append(event)
         return part.consumed > 0
 
@@ -379,14 +379,14 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:SOURCE_HASH_CHARS]
 
 
-# ---- what is taken out -------------------------------------------------------------------------------
+# ---- redaction ---------------------------------------------------------------------------------------
 
 REDACTED = frozenset({"payload", "error", "detail"})
 """The fields that `redacted` may change."""
 
 
 def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool = False) -> AuditEvent:
-    """The event without what must not be told. Most events say nothing of that kind; ids and names stay."""
+    """Return the event with redacted texts. Ids and names stay; most events have no such text."""
     if not (event.payload or event.error or event.detail):
         return event
     return msgspec.structs.replace(
@@ -398,7 +398,7 @@ def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool = Fa
 
 
 def _redacted_facts(redactor: Redactor, value: Any) -> Any:
-    """Our own facts stay, whatever the level; texts in them may come from users."""
+    """Redact the texts in `detail`, which may come from users. Other values stay at every level."""
     if isinstance(value, str):
         return redactor.text(value)
     if isinstance(value, dict):
@@ -408,13 +408,13 @@ def _redacted_facts(redactor: Redactor, value: Any) -> Any:
     return value
 
 
-# ---- which files there are -----------------------------------------------------------------------------
+# ---- discovery of files --------------------------------------------------------------------------------
 
 
 class FileFeeds:
     """The feeds of queue roots, bus files and mail servers, opened as they appear.
 
-    A file is known by what it is and not by its name: one that was rotated is read to its end all the same.
+    A file is identified by its inode, so a rotated file is still read to its end.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class FileFeeds:
         buses: Iterable[Path] = (),
         mail_folders: Iterable[Path] = (),
         *,
-        holds: Holds = _everything,
+        holds: Holds = _holds_all,
     ) -> None:
         self._holds = holds
         self._queue_roots = list(queue_roots)
@@ -436,40 +436,40 @@ class FileFeeds:
         for feed in self._open.values():
             feed.is_moved = True
         for root in self._queue_roots:
-            self._look(root / "audit.jsonl", _queue_feed)
+            self._open_feed(root / "audit.jsonl", _queue_feed)
         for bus in self._buses:
             for path in [*busfile.archives(bus), bus]:
-                self._look(path, partial(_bus_feed, bus.stem))
+                self._open_feed(path, partial(_bus_feed, bus.stem))
         for folder in self._mail_folders:
             for path in [*(file.path for file in eventfiles.full_files(folder)), folder / eventfiles.GROWING]:
-                self._look(path, _mail_feed)
+                self._open_feed(path, _mail_feed)
         self._close_done()
         return list(self._open.values())
 
     def _close_done(self) -> None:
-        """Let go of files that the mail server removed and that were read to their end."""
-        for identity, feed in list(self._open.items()):
-            if isinstance(feed, MailFeed) and feed.is_moved and feed.is_taken:
+        """Close files that the mail server removed after they were shipped."""
+        for file_id, feed in list(self._open.items()):
+            if isinstance(feed, MailFeed) and feed.is_moved and feed.is_shipped:
                 feed.close()
-                del self._open[identity]
+                del self._open[file_id]
 
-    def _look(self, path: Path, feed_of: Callable[[int], _FileFeed | None]) -> None:
+    def _open_feed(self, path: Path, feed_of: Callable[[int], _FileFeed | None]) -> None:
         try:
             info = path.lstat()
-            identity = info.st_dev, info.st_ino
-            if identity in self._open:
-                self._open[identity].found_at(path)
+            file_id = info.st_dev, info.st_ino
+            if file_id in self._open:
+                self._open[file_id].found_at(path)
                 return
             fd = open_safely(path, os.O_RDONLY)
         except FileNotFoundError:
-            return  # nobody has written yet, or it was moved a moment ago
+            return  # not written yet, or moved a moment ago
         feed = feed_of(fd)
         if feed is None:
             os.close(fd)
         else:
             feed.holds = self._holds
             feed.found_at(path)
-            self._open[identity] = feed
+            self._open[file_id] = feed
 
     def close(self) -> None:
         for feed in self._open.values():
@@ -478,7 +478,7 @@ class FileFeeds:
 
 
 def _first_line(fd: int) -> bytes | None:
-    """What a file of lines is named after; None before it is whole. A line that is too long is cut."""
+    """The first line, which names the source; None before it is complete. A longer line is truncated."""
     line, newline, _ = os.pread(fd, WINDOW_BYTES, 0).partition(b"\n")
     return line if newline or len(line) == WINDOW_BYTES else None
 
@@ -494,7 +494,7 @@ def _mail_feed(fd: int) -> MailFeed | None:
 
 
 def _bus_feed(bus: str, fd: int) -> BusFeed | None:
-    """Named after the first message; None before there is one."""
+    """A feed named after the first message; None before there is one."""
     for part in busfile.decode_from(fd, 0, 0):
         if part.messages:
             return BusFeed(fd, bus, part.messages[0].msg_id)

@@ -1,4 +1,4 @@
-"""What callers hand to `Tasks`, checked. Every refusal is an `InvalidMessage` with one sentence."""
+"""Checks of the arguments of `Tasks`. Every refusal is an `InvalidMessage` with one sentence."""
 
 import math
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ LEASE_S_MAX = 30 * 86_400.0
 DELAY_S_MAX = 366 * 86_400.0
 RESULT_BYTES_MAX = 1024 * 1024
 RETRIES_MAX = 1_000
-JSON_DEPTH_MAX = 200  # deeper values could be stored, but not be read by a caller that is deep in a stack
-SURELY_FLAT_BYTES = 2 * JSON_DEPTH_MAX  # each level opens and closes
+JSON_DEPTH_MAX = 200  # a deeper value could be stored, but a caller deep in a stack could not decode it
+SURELY_FLAT_BYTES = 2 * JSON_DEPTH_MAX  # a level takes at least two brackets
 PAGE_MAX = 100_000
 NUMBER_MAX = 2**63 - 1
 TEXT_CHARS_MAX = 256
@@ -32,7 +32,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def encoded(what: str, value: Any) -> bytes:
-    """The JSON of a value."""
+    """Encode a value as JSON. Raises when JSON cannot hold it."""
     try:
         data = _encode(value)
         if len(data) > SURELY_FLAT_BYTES and data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX:
@@ -58,7 +58,7 @@ def _check_numbers(what: str, value: Any) -> None:
     level = [value]
     while level:
         if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise InvalidMessage(f"{what} holds a number that is infinite or none, which JSON cannot hold")
+            raise InvalidMessage(f"{what} holds an infinite number or NaN, which JSON cannot hold")
         level = [
             inner for outer in level if isinstance(outer, dict | list | tuple) for inner in _parts(outer)
         ]
@@ -69,39 +69,39 @@ def _parts(outer: Any) -> Iterable[Any]:
 
 
 def check_durability(durability: object) -> None:
-    """Refuse anything but a durability class, or None for the default."""
+    """Raise unless it is a durability class, or None for the default."""
     if durability not in (None, "os", "group", "fsync"):
         raise InvalidMessage(f"durability must be one of os, group, fsync, not {durability!r}")
 
 
 def check_page(after: object, limit: object) -> None:
-    """Refuse a page of a listing that cannot be."""
+    """Raise unless `after` and `limit` describe a page of a list."""
     if type(after) is not int or not 0 <= after <= NUMBER_MAX:
-        raise InvalidMessage(f"after must be the number of the last one seen, or 0, not {after!r}")
+        raise InvalidMessage(f"after must be the number of the last entry seen, or 0, not {after!r}")
     if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
         raise InvalidMessage(f"limit must be from 1 to {PAGE_MAX}, not {limit!r}")
 
 
 def checked_id(task_id: object) -> str:
-    """A text that can be an id: every id is ASCII."""
+    """Return a task id. Raises `UnknownTask` for text that is not ASCII, because every id is."""
     if not isinstance(task_id, str) or not task_id.isascii():
         raise UnknownTask(task_id)  # type: ignore[arg-type]
     return task_id
 
 
 def checked_token(lease: object) -> int:
-    """The token of a lease."""
+    """Return the token of a lease."""
     if type(lease) is not int:
         raise InvalidMessage(f"lease must be the number that claim gave, not {lease!r}")
     return lease
 
 
 def checked_text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX) -> str:
-    """A text of limited length."""
+    """Return a text of limited length."""
     if not isinstance(value, str):
         raise InvalidMessage(f"{name} must be text, not {type(value).__name__}")
     if limit is not None and len(value) > limit:
-        raise InvalidMessage(f"{name} has {len(value)} characters, and at most {limit} are kept")
+        raise InvalidMessage(f"{name} has {len(value)} characters, and the limit is {limit}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -110,9 +110,9 @@ def checked_text(name: str, value: object, *, limit: int | None = TEXT_CHARS_MAX
 
 
 def checked_key(key: object, sender: str) -> str:
-    """An idempotency key. Each sender has its own: the same key of two senders is two tasks.
+    """Return an idempotency key as it is stored. Keys are separate for each sender.
 
-    A key without a sender is kept as it is, unless it looks like one with a sender.
+    A key without a sender is stored unchanged, unless it looks like one with a sender.
     """
     text = checked_text("idempotency_key", key, limit=KEY_CHARS_MAX)
     if not text:
@@ -121,38 +121,39 @@ def checked_key(key: object, sender: str) -> str:
 
 
 def checked_retries(max_retries: object) -> int:
-    """How often a task may be retried."""
     if type(max_retries) is not int or not 0 <= max_retries <= RETRIES_MAX:
         raise InvalidMessage(f"max_retries must be from 0 to {RETRIES_MAX}, not {max_retries!r}")
     return max_retries
 
 
 def checked_result(value: Any) -> bytes:
-    """The JSON of a result."""
+    """Encode a result as JSON."""
     data = encoded("the result", value)
     if len(data) > RESULT_BYTES_MAX:
-        raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
+        raise InvalidMessage(f"the result has {len(data)} bytes, and the limit is {RESULT_BYTES_MAX}")
     return data
 
 
 def checked_results(finished: Iterable[tuple[str, int, Any]]) -> dict[str, tuple[int, bytes]]:
-    """Finished tasks: id to token and result."""
+    """Return finished tasks as id to lease token and encoded result."""
     results: dict[str, tuple[int, bytes]] = {}
     for each in finished:
         try:
             task_id, lease, result = each
         except (TypeError, ValueError):
             raise InvalidMessage(f"a finished task is (task_id, lease, result), not {each!r}") from None
-        if type(task_id) is not str or not task_id.isascii() or type(lease) is not int:  # else two calls
+        if (
+            type(task_id) is not str or not task_id.isascii() or type(lease) is not int
+        ):  # skip two calls in the usual case
             task_id, lease = checked_id(task_id), checked_token(lease)
         if task_id in results:
-            raise InvalidMessage("a task stands in the list twice: it can be completed once")
+            raise InvalidMessage("a task is in the list twice: it can be completed once")
         results[task_id] = lease, NO_RESULT if result is None else checked_result(result)
     return results
 
 
 def checked_terms(agent: str, limit: int, lease_s: float, worker: str | None) -> Claim:
-    """A claim."""
+    """Return the terms of a claim."""
     checked_name("agent", agent)
     check_claim_limit(limit)
     checked_seconds("lease_s", lease_s, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
@@ -161,6 +162,6 @@ def checked_terms(agent: str, limit: int, lease_s: float, worker: str | None) ->
 
 
 def check_claim_limit(limit: object, name: str = "limit", least: int = 1) -> None:
-    """Refuse a number of tasks that cannot be claimed at once."""
+    """Raise unless so many tasks can be claimed at once."""
     if type(limit) is not int or not least <= limit <= CLAIM_MAX:
         raise InvalidMessage(f"{name} must be from {least} to {CLAIM_MAX}, not {limit!r}")

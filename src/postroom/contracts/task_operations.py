@@ -1,6 +1,6 @@
-"""What can be done with tasks inside one transaction. `Tasks` and the servers use it alike.
+"""Operations on tasks inside one transaction, for `Tasks` and for servers.
 
-Rule 1: an operation raises before it writes, so several of them can share a commit.
+Rule 1: an operation raises before it writes, so several operations can share a commit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,13 @@ from postroom.stores.transaction import Claim, Decide, Delivery, Transaction
 
 LEASE_S = 300.0  # from the last heartbeat
 DECISIONS = "harness.decisions"
-"""The queue of results that the harness has to act on."""
+"""The queue of decisions: results that the harness has to execute."""
 
 _decode = msgspec.json.Decoder().decode
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A claimed task. `lease` is the token that every later call about it must show."""
+    """A claimed task. `lease` is the token that every later call about it must carry."""
 
     task_id: str
     payload: Any
@@ -67,7 +67,7 @@ class NewTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What holds for tasks that say nothing else."""
+    """The defaults of tasks that name no values of their own."""
 
     retry: RetryPolicy
     durability: Durability
@@ -97,7 +97,7 @@ class TaskOperations:
     def _envelope(self, new: NewTask) -> Envelope:
         queue = checked_name("agent", new.agent)
         if queue == DECISIONS:
-            raise InvalidMessage(f"{DECISIONS} is filled by the harness alone")
+            raise InvalidMessage(f"only the harness adds tasks to {DECISIONS}")
         if new.delay_s != 0:
             checked_seconds("delay_s", new.delay_s, DELAY_S_MAX)
         rules, durability = self._rules, new.durability
@@ -121,19 +121,19 @@ class TaskOperations:
             sender=sender,
         )
 
-    # ---- holders of leases ---------------------------------------------------------------------
+    # ---- lease holders -------------------------------------------------------------------------
 
     def claim(self, terms: Claim) -> list[Task]:
-        """Lease tasks."""
+        """Lease ready tasks, oldest first."""
         return [_task(delivery) for delivery in self._transaction.claim(terms)]
 
     def heartbeat(self, task_id: str, lease: int) -> None:
-        """Renew a lease: it runs its whole length from now."""
+        """Renew a lease: it runs its full length from now."""
         token = checked_token(lease)
         self._apply(task_id, lambda record, moment: lifecycle.renew(record, moment, token))
 
     def complete(self, results: Mapping[str, tuple[int, bytes]], claim_next: int = 0) -> list[Task]:
-        """Complete tasks (id to token and result), then claim as their holder did, in the same commit."""
+        """Complete tasks (id to token and result). Then claim more with the same worker and lease length."""
         if not results:
             return []
         self._transaction.complete(results)
@@ -145,7 +145,7 @@ class TaskOperations:
     def fail(
         self, task_id: str, lease: int, error: str, retry_in_s: float | None = None, *, error_type: str = ""
     ) -> None:
-        """A task failed: it is retried after a pause, or becomes a dead letter."""
+        """Report a failure: the task is retried after a pause, or becomes a dead letter."""
         if retry_in_s is not None:
             checked_seconds("retry_in_s", retry_in_s, DELAY_S_MAX)
         token, text = checked_token(lease), checked_text("error", error, limit=None)
@@ -158,32 +158,32 @@ class TaskOperations:
         self._apply(task_id, decide)
 
     def release(self, task_id: str, lease: int) -> None:
-        """Give a task back untouched: it keeps its position, and nothing is counted."""
+        """Return a task unprocessed. It keeps its position, and the attempt does not count as a retry."""
         token = checked_token(lease)
         self._apply(task_id, lambda record, moment: lifecycle.release(record, moment, token))
 
     # ---- operators -----------------------------------------------------------------------------
 
     def cancel(self, task_id: str) -> None:
-        """End a task that nobody needs any more. Raises `WrongState` when it has ended."""
+        """End a task without a result. Raises `WrongState` when it has already ended."""
         self._apply(task_id, lifecycle.cancel)
 
     def retry(self, task_id: str) -> None:
-        """Queue a dead, cancelled or expired task again, with all its retries."""
+        """Queue a dead, cancelled or expired task again, with its full number of retries."""
         self._apply(task_id, lifecycle.replay)
 
     def set_limits(self, agent: str, limits: Limits) -> None:
-        """Change what an agent's queue may hold."""
+        """Change the limits of an agent's queue."""
         self._transaction.set_limits(checked_name("agent", agent), limits)
 
     def sweep(self, limit: int) -> int:
-        """Put back what is overdue in any queue; how many tasks."""
+        """Requeue overdue tasks of every queue. Returns how many."""
         return self._transaction.sweep(limit)
 
     # ---- the harness ---------------------------------------------------------------------------
 
     def open_decision(self, task_id: str) -> str | None:
-        """Make the result of a completed task a message of its own; None when that has happened already."""
+        """Turn the result of a completed task into a decision. Returns None if that was done before."""
         stored = self._transaction.load(checked_id(task_id))
         if stored is None:
             raise UnknownTask(task_id)
@@ -203,7 +203,7 @@ class TaskOperations:
         return decision_id
 
     def settle(self, decision_id: str, lease: int) -> None:
-        """Note that a decision was executed: it is complete, and its task is done."""
+        """Mark a decision as executed: it completes, and its task is done."""
         self._transaction.complete({checked_id(decision_id): (checked_token(lease), b"null")})
         decision = self._transaction.load(decision_id)
         with suppress(UnknownTask):  # the task was purged while the decision was executed
@@ -220,12 +220,12 @@ class TaskOperations:
         self._transaction.apply(ByIds((checked_id(task_id),)), decide)
 
 
-Call = Callable[[TaskOperations], Any]
-"""Work on tasks that a server sends to the store."""
+TaskCall = Callable[[TaskOperations], Any]
+"""Work on tasks that runs inside a transaction."""
 
 
 def _differ_in_payload_alone(one: NewTask, other: NewTask) -> bool:
-    """Whether they hold the very same objects: equal ones can still be of another type."""
+    """Whether all other fields are the same objects. Equal objects could still differ in type."""
     return (
         one.agent is other.agent
         and one.task_id is other.task_id

@@ -1,1 +1,1 @@
-"""Wake-ups. A nudge may be lost, doubled or late: after every wake the reader looks at the log itself."""
+"""Wake-ups. They may be lost, duplicated or late: after each one the reader checks the data itself."""

@@ -1,8 +1,9 @@
-"""A bell for each queue: rung when there is something new, heard by who waits, in this process and in others.
+"""Wake-ups for each queue, in this process and across processes.
 
-Between processes it is a file: who waits leaves a mark in it, and is woken by a touch that inotify reports.
-Where nobody has left a mark, nothing is touched, so that a ring costs nothing. A ring may be lost, doubled or
-late: who waits looks again after a while in any case.
+Across processes, each queue has a file. A waiting process sets its mark, a byte, in the file. A notification
+touches the file, which inotify reports to the waiters. Without a mark, the file is not touched, so a
+notification without waiters costs almost nothing. A wake-up may be lost, duplicated or late: waiters also
+look again on an interval.
 """
 
 import os
@@ -18,16 +19,16 @@ from postroom.nudges.watch import ATTRIB, CREATE, EVENTS_BYTES_MAX, inotify_add,
 from postroom.system.atomic import make_folder, open_safely
 from postroom.system.handles import reset_after_fork
 
-OPEN_FILES_MAX = 256  # of queues that were rung last
-MARKS = 4096  # bytes of a bell's file
-QUIET_S = 0.02  # for how long a bell that is seldom heard does not look for waiters of other processes
+OPEN_FILES_MAX = 256  # of the queues opened last
+MARKS = 4096  # bytes of a queue's file
+QUIET_S = 0.02  # between checks for waiters of other processes on a rarely awaited queue
 _EVENT = struct.Struct("iIII")
 
-Listener = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class Notifier:
-    """The bells of one store. Without a folder, they are heard in this process alone."""
+    """The wake-ups of one store. Without a folder, they stay in this process."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -36,36 +37,37 @@ class Notifier:
 
     def _start(self) -> None:
         self._mutex = threading.Lock()
-        self._listeners: dict[str, set[Listener]] = {}
+        self._callbacks: dict[str, set[Callback]] = {}
         self._files: dict[str, int] = {}
         self._quiet_until: dict[str, float] = {}
         self._watching = False
         self._stop_fd = -1
 
-    def ring(self, queue: str) -> bool:
-        """Wake whoever waits for this queue; whether another process waits. Never fails: they look again."""
-        if queue in self._listeners:
+    def notify(self, queue: str) -> bool:
+        """Wake the waiters of a queue. Returns whether another process waits. Never raises."""
+        if queue in self._callbacks:
             self._call(queue)
         if self._folder is not None:
             try:
                 fd = self._files.get(queue) or self._open(queue)
-                # Its length first: where nobody ever waited it is empty, and that costs a quarter of a read.
+                # The length first: it is 0 if no process ever waited, and costs a quarter of a read.
                 if os.lseek(fd, 0, os.SEEK_END) and b"\1" in os.pread(fd, MARKS, 0):
                     os.utime(fd)
                     return True
-            except OSError:  # a ring may be lost; and no `suppress`, since every enqueue comes by
+            except (
+                OSError
+            ):  # a wake-up may be lost; no `suppress`, which is slower, because every enqueue runs this
                 pass
         return False
 
-    def ring_seldom_heard(self, queue: str) -> None:
-        """As `ring`, for what is rung far more often than it is waited for.
+    def notify_rarely_awaited(self, queue: str) -> None:
+        """Like `notify`, for a queue that is notified far more often than it is awaited.
 
-        While nobody waits it looks for waiters of other processes only every `QUIET_S`. Who begins to wait
-        looks again after that.
+        Without waiters, other processes are checked only every `QUIET_S`. A new waiter looks again then.
         """
         now = time.monotonic()
-        if queue in self._listeners or now >= self._quiet_until.get(queue, 0.0):
-            self._quiet_until[queue] = 0.0 if self.ring(queue) else now + QUIET_S
+        if queue in self._callbacks or now >= self._quiet_until.get(queue, 0.0):
+            self._quiet_until[queue] = 0.0 if self.notify(queue) else now + QUIET_S
 
     def _open(self, queue: str) -> int:
         with self._mutex:
@@ -82,22 +84,22 @@ class Notifier:
         return fd
 
     def _mark(self, queue: str, mark: bytes) -> None:
-        """Say to other processes that somebody here waits, or that nobody does. One byte for each process."""
+        """Set or clear the mark of this process. Each process has one byte."""
         if self._folder is not None:
             with suppress(OSError):
                 os.pwrite(self._open_held(queue), mark, os.getpid() % MARKS)
 
     def _call(self, queue: str) -> None:
         with self._mutex:
-            listeners = list(self._listeners.get(queue, ()))
-        for listener in listeners:
-            listener()
+            callbacks = list(self._callbacks.get(queue, ()))
+        for callback in callbacks:
+            callback()
 
     @contextmanager
-    def heard_by(self, queue: str, listener: Listener) -> Iterator[None]:
-        """Call `listener`, from any thread, at every ring until the end of the block."""
+    def subscribed(self, queue: str, callback: Callback) -> Iterator[None]:
+        """Call `callback`, from any thread, at every wake-up until the end of the block."""
         with self._mutex:
-            self._listeners.setdefault(queue, set()).add(listener)
+            self._callbacks.setdefault(queue, set()).add(callback)
             self._mark(queue, b"\1")
             if not self._watching and self._folder is not None:
                 self._watch(self._folder)
@@ -105,17 +107,17 @@ class Notifier:
             yield
         finally:
             with self._mutex:
-                self._listeners[queue].discard(listener)
-                if not self._listeners[queue]:
-                    del self._listeners[queue]
+                self._callbacks[queue].discard(callback)
+                if not self._callbacks[queue]:
+                    del self._callbacks[queue]
                     self._mark(queue, b"\0")
 
     @property
-    def reaches_others(self) -> bool:
-        """Whether a ring of another process is heard; else one has to look often."""
+    def hears_other_processes(self) -> bool:
+        """Whether wake-ups of other processes arrive; otherwise waiters have to poll."""
         return self._watching
 
-    # ---- rings of other processes --------------------------------------------------------------
+    # ---- wake-ups of other processes -----------------------------------------------------------
 
     def _watch(self, folder: Path) -> None:
         make_folder(folder, "os")
@@ -126,7 +128,9 @@ class Notifier:
             return
         self._watching = True
         stopped, self._stop_fd = os.pipe()
-        threading.Thread(target=self._listen, args=(fd, stopped), name="postroom-bell", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(fd, stopped), name="postroom-notifier", daemon=True
+        ).start()
 
     def _listen(self, fd: int, stopped: int) -> None:
         poller = select.poll()
@@ -151,7 +155,7 @@ class Notifier:
             self._files.clear()
 
     def after_fork(self) -> None:
-        """A child has no thread that listens, and files of its own."""
+        """Start afresh in a forked child, which has no listening thread."""
         if self._stop_fd >= 0:
             os.close(self._stop_fd)
         for fd in self._files.values():

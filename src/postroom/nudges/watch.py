@@ -1,7 +1,7 @@
-"""Wake up when a file changes: inotify on Linux, a plain pause elsewhere or when inotify is exhausted.
+"""Wake up when a file changes: by inotify on Linux, by polling elsewhere or when inotify is exhausted.
 
-Use: `arm()`, look at the file, `wait()`, and again. A change between the look and the wait still wakes.
-The wait never exceeds the poll interval, so a lost nudge costs that much and nothing else.
+Use: `arm()`, read the file, `wait()`, repeat. A change between the read and the wait still wakes. A wait
+never exceeds the poll interval, so a lost wake-up causes at most that delay.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ if sys.platform == "linux":
     _libc = ctypes.CDLL(None, use_errno=True)
 
     def inotify_new() -> int:
-        """A new instance, or -1 when the user's limit of instances is reached."""
+        """Return a new inotify instance, or -1 when the user's limit is reached."""
         return int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
 
     def inotify_add(fd: int, path: Path, events: int) -> int:
-        """A watch, the same one for the same inode; -1 when the path is missing or a limit is reached."""
+        """Return a watch, the same for the same inode; -1 for a missing path or at a limit."""
         return int(_libc.inotify_add_watch(fd, os.fsencode(path), events))
 
     def _inotify_remove(fd: int, watch: int) -> None:
@@ -45,7 +45,7 @@ else:
         return _NONE
 
     def _inotify_remove(fd: int, watch: int) -> None:
-        """There is nothing to remove."""
+        """Nothing to remove without inotify."""
 
 
 class Watch:
@@ -59,7 +59,7 @@ class Watch:
         self._folder_watch = _NONE
 
     def arm(self) -> None:
-        """Watch the file that has the name now. Call before looking at it."""
+        """Watch the file that has the name now. Call this before reading the file."""
         if self._fd < 0:
             return
         if self._folder_watch < 0:
@@ -84,7 +84,7 @@ class Watch:
         return bool(poller.poll(pause_s * 1000))
 
     def close(self) -> None:
-        """Give the inotify instance back."""
+        """Close the inotify instance."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = _NONE

@@ -1,8 +1,8 @@
-"""Who may speak: the agents and operators of a data folder, known by their tokens.
+"""The registry of a data folder: its agents and operators, identified by tokens.
 
-Rule 1: a token is shown once, when it is made. The file holds its SHA-256 alone.
-Rule 2: who somebody is follows from the token, never from what a request says.
-Rule 3: a file that cannot be read lets nobody in.
+Rule 1: a token is shown once, when it is made. The file holds only its SHA-256.
+Rule 2: the token alone identifies a caller, never the text of a request.
+Rule 3: when the file cannot be read, every caller is refused.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ from postroom.system import lock
 from postroom.system.atomic import make_folder, open_safely, read_file, replace_file
 
 FILE_NAME = "agents.json"
-TOKEN_PREFIX = "pr_"  # noqa: S105 - what every token begins with, and no token
+TOKEN_PREFIX = "pr_"  # noqa: S105 - a prefix, and no token
 TOKEN_BYTES = 32
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 AGENTS_MAX = 10_000
 MAY_SEND_TO_MAX = 1_000  # agents that one agent may send to
 LOCK_TIMEOUT_S = 10.0
-LOOK_EVERY_S = 0.2  # thousands of requests a second need not each look at the file
+CHECK_EVERY_S = 0.2  # between checks of the file, so that not every request needs one
 
 Role = Literal["agent", "operator"]
 
 
-class Agent(msgspec.Struct, frozen=True):
-    """One line of the file."""
+class RegisteredAgent(msgspec.Struct, frozen=True):
+    """One entry of the file."""
 
     name: str
     role: Role
@@ -47,11 +47,11 @@ class Agent(msgspec.Struct, frozen=True):
     token_sha256: str
     created: datetime
     may_send_to: tuple[str, ...] = ()
-    """Agents that it may send tasks to. An operator may send to all."""
+    """Agents that this agent may send tasks to. An operator may send to all."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a token belongs to."""
+    """The owner of a token."""
 
     name: str
     role: Role
@@ -60,44 +60,44 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def is_operator(self) -> bool:
-        """Whether every queue is its own."""
+        """Whether the caller may use every queue."""
         return self.role == "operator"
 
 
 class _File(msgspec.Struct, frozen=True):
-    agents: list[Agent]
+    agents: list[RegisteredAgent]
 
 
 class _Known(NamedTuple):
-    """What the file said when it was last read, and how it looked then."""
+    """The content of the file when it was last read, and the version of the file then."""
 
-    looks: tuple[int, int, int]
-    agents: tuple[Agent, ...]
+    version: tuple[int, int, int]
+    agents: tuple[RegisteredAgent, ...]
     by_digest: dict[str, tuple[str, Identity]]
     names: frozenset[str]
 
 
-_NOBODY = _Known((0, 0, 0), (), {}, frozenset())
+_NO_AGENTS = _Known((0, 0, 0), (), {}, frozenset())
 _encoder = msgspec.json.Encoder()
 _decode = msgspec.json.Decoder(_File).decode
 
 
 class Agents:
-    """The agents of a data folder. Other processes may change the file: it is read again when it was."""
+    """The agents and operators of a data folder. A file changed by another process is read again."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
         self._path = data / FILE_NAME
-        self._known = _NOBODY
-        self._looked = -LOOK_EVERY_S
+        self._known = _NO_AGENTS
+        self._checked = -CHECK_EVERY_S
 
     def add(
         self, name: str, url: str | None = None, role: Role = "agent", may_send_to: Iterable[str] = ()
     ) -> str:
-        """A new agent or operator; gives its token, which nothing keeps."""
+        """Add an agent or operator. Returns its token, which is not stored."""
         checked_name("agent", name)
         if name == DECISIONS:
-            raise InvalidMessage(f"{DECISIONS} is the harness's own queue: choose another name")
+            raise InvalidMessage(f"{DECISIONS} is the queue of the harness: choose another name")
         if role not in ("agent", "operator"):
             raise InvalidMessage(f"role must be agent or operator, not {role!r}")
         checked = None if url is None else checked_url(url)
@@ -107,12 +107,12 @@ class Agents:
             if any(agent.name == name for agent in agents):
                 raise AgentExists(name)
             if len(agents) >= AGENTS_MAX:
-                raise InvalidMessage(f"there are {AGENTS_MAX} agents already, and no more are kept")
-            agents.append(Agent(name, role, checked, _digest(token), datetime.now(UTC), targets))
+                raise InvalidMessage(f"there are {AGENTS_MAX} agents already, which is the limit")
+            agents.append(RegisteredAgent(name, role, checked, _digest(token), datetime.now(UTC), targets))
         return token
 
     def remove(self, name: str) -> None:
-        """The name's token is worth nothing from now on."""
+        """Remove an agent or operator. Its token is invalid from now on."""
         with self._changing() as agents:
             kept = [agent for agent in agents if agent.name != name]
             if len(kept) == len(agents):
@@ -120,59 +120,59 @@ class Agents:
             agents[:] = kept
 
     def allow(self, name: str, targets: Iterable[str]) -> tuple[str, ...]:
-        """Let an agent send tasks to these agents, too; gives all that it may send to now."""
+        """Let an agent also send tasks to these agents. Returns all agents that it may send to now."""
         return self._change_targets(name, lambda before: _targets((*before, *targets)))
 
     def deny(self, name: str, targets: Iterable[str]) -> tuple[str, ...]:
-        """Let an agent send no more tasks to these agents; gives all that it may send to now."""
+        """Stop an agent from sending tasks to these agents. Returns the agents that it may still send to."""
         denied = dict.fromkeys(targets)
 
-        def without_them(before: tuple[str, ...]) -> tuple[str, ...]:
+        def without_denied(before: tuple[str, ...]) -> tuple[str, ...]:
             for target in denied:
                 if target not in before:
                     raise InvalidMessage(f"agent {name!r} has no permission to send to {target!r}")
             return tuple(target for target in before if target not in denied)
 
-        return self._change_targets(name, without_them)
+        return self._change_targets(name, without_denied)
 
     def _change_targets(
         self, name: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]
     ) -> tuple[str, ...]:
         with self._changing() as agents:
-            for place, agent in enumerate(agents):
+            for index, agent in enumerate(agents):
                 if agent.name == name:
                     if agent.role == "operator":
-                        raise InvalidMessage(f"{name!r} is an operator, and may send to every agent")
-                    agents[place] = msgspec.structs.replace(agent, may_send_to=change(agent.may_send_to))
-                    return agents[place].may_send_to
+                        raise InvalidMessage(f"{name!r} is an operator and may send to every agent")
+                    agents[index] = msgspec.structs.replace(agent, may_send_to=change(agent.may_send_to))
+                    return agents[index].may_send_to
             raise UnknownAgent(name)
 
-    def list(self) -> list[Agent]:
-        """All of them, in the order they were added."""
+    def list(self) -> list[RegisteredAgent]:
+        """All agents and operators in the order in which they were added."""
         return [*self._read().agents]
 
     def identify(self, token: str) -> Identity | None:
-        """Whose token it is. A new one is known at once, one that was removed for at most a moment more."""
+        """The owner of a token. A new token is known at once, a removed one for `CHECK_EVERY_S` more."""
         if len(token) != TOKEN_CHARS:
             return None
         digest = _digest(token)
         now = time.monotonic()
-        known = self._known if now < self._looked + LOOK_EVERY_S else self._read()
+        known = self._known if now < self._checked + CHECK_EVERY_S else self._read()
         found = known.by_digest.get(digest) or self._read().by_digest.get(digest)
         return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
 
     def knows(self, name: str) -> bool:
         """Whether an agent or operator of this name is registered."""
-        known = self._known if time.monotonic() < self._looked + LOOK_EVERY_S else self._read()
+        known = self._known if time.monotonic() < self._checked + CHECK_EVERY_S else self._read()
         return name in known.names or name in self._read().names
 
     def with_url(self) -> dict[str, str]:
-        """Where each agent that has an address listens for nudges."""
+        """The nudge addresses by agent, of the agents that have one."""
         return {agent.name: agent.url for agent in self._read().agents if agent.url is not None}
 
     @contextmanager
-    def _changing(self) -> Iterator[MutableSequence[Agent]]:
-        """The agents, to be changed; what they are at the end of the block is kept."""
+    def _changing(self) -> Iterator[MutableSequence[RegisteredAgent]]:
+        """A list of the agents under the lock. The list is written at the end of the block."""
         make_folder(self.data, "fsync")
         fd = open_safely(self._path.with_name(f"{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT)
         try:
@@ -185,21 +185,21 @@ class Agents:
             os.close(fd)
 
     def _read(self) -> _Known:
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         try:
             found = self._path.stat()
         except FileNotFoundError:
-            self._known = _NOBODY
-            return _NOBODY
+            self._known = _NO_AGENTS
+            return _NO_AGENTS
         except OSError as error:
             raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
-        looks = (found.st_ino, found.st_mtime_ns, found.st_size)
+        version = (found.st_ino, found.st_mtime_ns, found.st_size)
         known = self._known
-        if known.looks != looks:
-            known = self._known = self._load(looks)
+        if known.version != version:
+            known = self._known = self._load(version)
         return known
 
-    def _load(self, looks: tuple[int, int, int]) -> _Known:
+    def _load(self, version: tuple[int, int, int]) -> _Known:
         try:
             agents = _decode(read_file(self._path)).agents
         except msgspec.ValidationError as error:
@@ -215,11 +215,11 @@ class Agents:
             for agent in agents
         }
         names = frozenset(agent.name for agent in agents)
-        return _Known(looks, tuple(agents), by_digest, names)
+        return _Known(version, tuple(agents), by_digest, names)
 
 
 def _targets(names: Iterable[str]) -> tuple[str, ...]:
-    """Agents that may be sent to, each once."""
+    """Checked names without duplicates."""
     targets = tuple(dict.fromkeys(checked_name("agent", name) for name in names))
     if len(targets) > MAY_SEND_TO_MAX:
         raise InvalidMessage(f"an agent may send to at most {MAY_SEND_TO_MAX} agents by name")

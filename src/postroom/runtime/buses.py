@@ -1,9 +1,9 @@
 """The buses of a server, below the data folder.
 
-Rule 1: a bus and its archives together hold at most `bytes_max` bytes. A post that would exceed it is
-        refused. The server removes nothing: an operator moves archives away.
-Rule 2: no post takes the last of the disk: the store needs it.
-Rule 3: the first post makes a bus. One agent makes a limited number of them, and operators have a reserve.
+Rule 1: a bus and its archives together hold at most `bytes_max` bytes. A post beyond that is refused. The
+        server removes nothing: an operator moves archives away.
+Rule 2: posts stop before the disk is full, because the store needs the rest.
+Rule 3: the first post creates a bus. An agent may create a limited number, and operators have a reserve.
 """
 
 import threading
@@ -26,19 +26,19 @@ from postroom.system.diskspace import free_bytes
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
-MAKERS = "bus-makers.json"  # which agent made which bus
-OPEN_BUSES_MAX = 64  # those that were used last
+CREATORS_FILE = "bus-makers.json"  # bus name to the agent that created it
+OPEN_BUSES_MAX = 64  # the most recently used
 BUSES_MAX = 1_000
 BUSES_AN_AGENT_MAX = 50
 OPERATOR_BUSES_RESERVE = 100
-BUS_BYTES_MAX = 1024 * 1024 * 1024  # of a bus with its archives, unless the server is told otherwise
+BUS_BYTES_MAX = 1024 * 1024 * 1024  # of a bus with its archives, by default
 ROTATE_BYTES = 64 * 1024 * 1024
-FILES_A_BUS = 4  # at least: so an archive that is moved away makes room without emptying the bus
-RECORD_EXTRA_BYTES = 512  # of a record, besides what was posted
+FILES_A_BUS = 4  # at least, so that moving one archive away makes room and leaves history
+RECORD_EXTRA_BYTES = 512  # of a record, besides the posted fields
 RETRY_AFTER_S = 60.0
 
 _encode = msgspec.json.Encoder().encode
-_decode_makers = msgspec.json.Decoder(dict[str, str]).decode
+_decode_creators = msgspec.json.Decoder(dict[str, str]).decode
 
 
 class Buses:
@@ -51,24 +51,25 @@ class Buses:
         self._bytes_max = bytes_max
         self._rotate_bytes = max(1, min(ROTATE_BYTES, bytes_max // FILES_A_BUS))
         self._archived: dict[str, tuple[int, int]] = {}
-        """By name: which file was the bus, and how many bytes its archives had."""
+        """By name: the inode of the bus file, and the bytes of its archives at that time."""
         self._arriving: Counter[str] = Counter()
+        """By name: bytes of posts that are being written."""
         self._refused: dict[str, int] = {}
-        """By name: the size of the last post, if there was no room for it."""
+        """By name: the size of the last post that did not fit."""
         self._open: OrderedDict[str, Bus] = OrderedDict()
         self._mutex = threading.Lock()
-        self._making = threading.Lock()
+        self._creating = threading.Lock()
 
     def path(self, name: str) -> Path:
-        """Where a bus lies."""
+        """The file of a bus."""
         return self._folder / f"{checked_name('bus', name)}{SUFFIX}"
 
     def append(self, name: str, new: NewBusMessage, identity: Identity) -> str:
-        """Append a message and give its id."""
+        """Append a message and return its id."""
         if self.path(name).exists():
             return self._append(name, new)
-        with self._making:  # until it is there: who makes another one counts it
-            self._check_may_make(name, identity)
+        with self._creating:  # until the file exists, so that concurrent creations are counted
+            self._check_may_create(name, identity)
             return self._append(name, new)
 
     def _append(self, name: str, new: NewBusMessage) -> str:
@@ -84,39 +85,40 @@ class Buses:
                 ts=new.ts,
             )
 
-    def _check_may_make(self, name: str, identity: Identity) -> None:
-        """Raise when there is no such bus and the caller may make no more; note who makes it."""
-        if self._exists(name):  # it was made or rotated just now
+    def _check_may_create(self, name: str, identity: Identity) -> None:
+        """Raise when the bus is missing and the caller may create no more; else record its creator."""
+        if self._exists(name):  # created or rotated a moment ago
             return
         buses_max = BUSES_MAX if identity.is_operator else BUSES_MAX - OPERATOR_BUSES_RESERVE
         if self._folder.exists():
             buses = sum(1 for file in self._folder.iterdir() if file.suffix == SUFFIX)
             if buses >= buses_max:
-                raise InvalidMessage(f"there are {buses_max} buses already, and no more are made")
+                raise InvalidMessage(f"there are {buses_max} buses already, which is the limit")
         if identity.is_operator:
             return
-        makers = {bus: maker for bus, maker in self._makers().items() if bus != name and self._exists(bus)}
-        if Counter(makers.values())[identity.name] >= BUSES_AN_AGENT_MAX:
+        creators = {
+            bus: creator for bus, creator in self._creators().items() if bus != name and self._exists(bus)
+        }
+        if Counter(creators.values())[identity.name] >= BUSES_AN_AGENT_MAX:
             raise TooMany(identity.name, "buses of its own", BUSES_AN_AGENT_MAX, RETRY_AFTER_S)
-        replace_file(self._data / MAKERS, _encode({**makers, name: identity.name}), self._durability)
+        replace_file(self._data / CREATORS_FILE, _encode({**creators, name: identity.name}), self._durability)
 
     def _exists(self, name: str) -> bool:
         path = self.path(name)
         return path.exists() or bool(busfile.archives(path))
 
-    def _makers(self) -> dict[str, str]:
-        """Which agent made which bus."""
-        path = self._data / MAKERS
+    def _creators(self) -> dict[str, str]:
+        path = self._data / CREATORS_FILE
         try:
-            return _decode_makers(read_file(path))
+            return _decode_creators(read_file(path))
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            raise StoreDamaged(f"{path} does not say who made which bus: {error}") from error
+            raise StoreDamaged(f"{path} is not a table of buses and their creators: {error}") from error
 
     @contextmanager
     def _room_for(self, name: str, size: int) -> Iterator[None]:
-        """Room for one record, which nobody else can take meanwhile."""
+        """Reserve the bytes of one record while it is written."""
         if free_bytes(self._data) < size:
             raise BusFull("the disk of the server is nearly full: nothing is posted to a bus", RETRY_AFTER_S)
         with self._mutex:
@@ -138,15 +140,15 @@ class Buses:
                     del self._arriving[name]
 
     def _fits(self, name: str, size: int) -> bool:
-        """Whether a record fits. Archives are looked at when it does not, and after a rotation."""
+        """Whether a record fits. Archives are measured again after a rotation and before a refusal."""
         path = self.path(name)
         left = self._bytes_max - self._arriving[name] - size
         try:
             found = path.stat()
         except FileNotFoundError:
             return self._archive_bytes(path) <= left
-        identity, archived = self._archived.get(name, (0, 0))
-        if identity != found.st_ino or found.st_size + archived > left:
+        inode, archived = self._archived.get(name, (0, 0))
+        if inode != found.st_ino or found.st_size + archived > left:
             archived = self._archive_bytes(path)
             self._archived[name] = found.st_ino, archived
         return found.st_size + archived <= left
@@ -155,26 +157,26 @@ class Buses:
         return sum(_size(archive) for archive in busfile.archives(path))
 
     def full(self) -> list[str]:
-        """The buses that had no room for their last post, and have none now."""
+        """The buses whose last post did not fit and still does not."""
         with self._mutex:
             for name in [name for name, size in self._refused.items() if self._fits(name, size)]:
                 del self._refused[name]
             return [*self._refused]
 
     def disk_is_nearly_full(self) -> bool:
-        """Whether posts are refused because the store needs what is left of the disk, or it is gone."""
+        """Whether posts are refused because the rest of the disk is reserved for the store."""
         try:
             return free_bytes(self._data) < 0
         except OSError:
             return True
 
     def read(self, name: str, since: str, limit: int) -> list[BusMessage]:
-        """The messages after `since`, archives included: at most `limit`, and fewer when they are long."""
+        """The messages after `since`, archives included: at most `limit`, fewer when they are long."""
         messages = self._bus(name).scan(since, archives=True)
         return _page(messages, limit, BUS_ANSWER_BYTES_MAX)[0]
 
     def follow(self, name: str, since: str) -> "Follower":
-        """A reader that goes on where it stopped."""
+        """A reader that continues where it stopped."""
         return Follower(lambda position: self._bus(name).scan(position, archives=True), since)
 
     def _bus(self, name: str) -> Bus:
@@ -197,7 +199,7 @@ class Buses:
 
 
 class Follower:
-    """Reads a bus page by page. Its place is only searched for when it had read everything before."""
+    """Reads a bus page by page. It searches for its position only after it has reached the end."""
 
     def __init__(self, scan: Callable[[str], Iterator[BusMessage]], since: str) -> None:
         self._scan = scan
@@ -205,7 +207,7 @@ class Follower:
         self.since = since
 
     def page(self, limit: int, bytes_max: int) -> list[BusMessage]:
-        """The next messages; empty when there are none yet. Raises `SinceIdNotFound`."""
+        """The next messages, possibly none. Raises `SinceIdNotFound`."""
         if self._messages is None:
             self._messages = self._scan(self.since)
         page, ended = _page(self._messages, limit, bytes_max)
@@ -217,7 +219,7 @@ class Follower:
 
 
 def _page(messages: Iterator[BusMessage], limit: int, bytes_max: int) -> tuple[list[BusMessage], bool]:
-    """At most `limit` messages, and no more once they have `bytes_max` bytes; and whether these were all."""
+    """Up to `limit` messages or about `bytes_max` bytes, and whether the end was reached."""
     page: list[BusMessage] = []
     size = 0
     for message in messages:
@@ -231,5 +233,5 @@ def _page(messages: Iterator[BusMessage], limit: int, bytes_max: int) -> tuple[l
 def _size(path: Path) -> int:
     try:
         return path.lstat().st_size
-    except FileNotFoundError:  # moved away just now
+    except FileNotFoundError:  # moved away a moment ago
         return 0

@@ -1,10 +1,10 @@
-"""Who may have how many connections to a server.
+"""Limits on the connections of a server, in total, per address and per token.
 
-Rule 1: a connection is anonymous until a request on it showed a token of this server. From then on it is in
-        the share of that token, also when later requests show another one.
-Rule 2: when there is no room for another anonymous connection, the oldest one of the same address is closed.
-        So whoever connects and sends a token at once is served, however many idle connections there are.
-Rule 3: operators have room that no agent can use.
+Rule 1: a connection is anonymous until a request on it carries a token of this server. Then it counts in the
+        share of that token, even if later requests carry another one.
+Rule 2: when the anonymous connections are at their limit, the oldest one of the same address is closed. A
+        client that sends a token right after connecting is served, however many idle connections there are.
+Rule 3: operators have a reserve that agents cannot use.
 """
 
 from typing import Protocol
@@ -14,28 +14,28 @@ from postroom.runtime.shares import Shares
 from postroom.system.descriptors import raise_descriptor_limit
 
 CONNECTIONS_MAX = 16_000
-ANONYMOUS_MAX = 4_096  # half of them from one address: as many as reconnect at once after a restart
+ANONYMOUS_MAX = 4_096  # half of them from one address, enough for all agents to reconnect after a restart
 CONNECTIONS_A_TOKEN_MAX = 2_000
 OPERATOR_CONNECTIONS_RESERVE = 64
-FILES_RESERVED = 704  # descriptors for the store, bells, buses, and those who follow a bus
+FILES_RESERVED = 704  # descriptors for the store, the notifier, buses and bus streams
 UNSENT_BYTES_MAX = 512 * 1024 * 1024
 UNSENT_BYTES_A_TOKEN_MAX = 128 * 1024 * 1024
 UNSENT_BYTES_RESERVE = 64 * 1024 * 1024
 
 
 def allowed_connections() -> int:
-    """How many connections the server takes, after asking the system for as many descriptors as it gives."""
+    """Raise the limit of open files, and return how many connections fit into it."""
     return max(8, raise_descriptor_limit(CONNECTIONS_MAX + FILES_RESERVED) - FILES_RESERVED)
 
 
-class Closable(Protocol):
-    """A connection that can be told to make room."""
+class EvictableConnection(Protocol):
+    """A connection that can be closed in favour of another."""
 
-    def make_room(self) -> None: ...
+    def evict(self) -> None: ...
 
 
 class Connections:
-    """All connections of a server. The limits shrink with the number of connections that are possible."""
+    """The connections of a server. With few descriptors, all limits are lower."""
 
     def __init__(self, total: int) -> None:
         self.anonymous_max = min(ANONYMOUS_MAX, total // 4)
@@ -47,13 +47,13 @@ class Connections:
         self.unsent = Shares(
             "bytes of unread answers", UNSENT_BYTES_MAX, UNSENT_BYTES_A_TOKEN_MAX, UNSENT_BYTES_RESERVE
         )
-        self._anonymous: dict[str, dict[Closable, None]] = {}
+        self._anonymous: dict[str, dict[EvictableConnection, None]] = {}
         self.anonymous = 0
 
-    def open(self, connection: Closable, address: str) -> None:
-        """A new anonymous connection. Another one is closed when there is no room."""
-        here = self._anonymous.setdefault(address, {})
-        if len(here) >= self.anonymous_an_address_max:
+    def open(self, connection: EvictableConnection, address: str) -> None:
+        """Add an anonymous connection, and close another one when the limit is reached."""
+        of_address = self._anonymous.setdefault(address, {})
+        if len(of_address) >= self.anonymous_an_address_max:
             self._close_oldest(address)
         elif self.anonymous >= self.anonymous_max:
             self._close_oldest(max(self._anonymous, key=lambda known: len(self._anonymous[known])))
@@ -63,26 +63,26 @@ class Connections:
     def _close_oldest(self, address: str) -> None:
         oldest = next(iter(self._anonymous[address]))
         self._forget(oldest, address)
-        oldest.make_room()
+        oldest.evict()
 
-    def _forget(self, connection: Closable, address: str) -> bool:
-        """Count a connection as anonymous no longer; false when it was not."""
-        here = self._anonymous.get(address, {})
-        if connection not in here:
+    def _forget(self, connection: EvictableConnection, address: str) -> bool:
+        """Stop counting a connection as anonymous. Returns False when it was not."""
+        of_address = self._anonymous.get(address, {})
+        if connection not in of_address:
             return False
-        del here[connection]
-        if not here:
+        del of_address[connection]
+        if not of_address:
             del self._anonymous[address]
         self.anonymous -= 1
         return True
 
-    def identify(self, connection: Closable, address: str, identity: Identity) -> None:
-        """Put a connection into the share of a token; raises when that is used up."""
+    def identify(self, connection: EvictableConnection, address: str, identity: Identity) -> None:
+        """Count a connection in the share of a token. Raises when the share is used up."""
         self._shares.take(identity)
         self._forget(connection, address)
 
-    def close(self, connection: Closable, address: str, identity: Identity | None) -> None:
-        """A connection has ended."""
+    def close(self, connection: EvictableConnection, address: str, identity: Identity | None) -> None:
+        """Remove a connection that has ended."""
         if identity is None:
             self._forget(connection, address)
         else:

@@ -1,7 +1,7 @@
-"""The decisions that a harness executes: several at the same time, on request in order for each agent.
+"""Executes the decisions of a harness: several at the same time, optionally in order for each agent.
 
-In order means that a decision of an agent waits until the one before it is settled or dead. A decision that
-waits stays leased; its lease is renewed like that of one that is being executed.
+In order means that a decision waits until the previous decision of the same agent is settled or dead. A
+waiting decision stays leased, and its lease is renewed like that of a running one.
 """
 
 import queue
@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 from postroom.contracts.tasks import Task
 
-WAITING_MAX = 100  # decisions that wait for an earlier one of their agent
+WAITING_MAX = 100  # decisions that wait for an earlier decision of their agent
 CONCURRENCY_MAX = 256
 
 Run = Callable[[Task], bool]
-"""Executes a decision; whether it has ended, and is not tried again."""
+"""Executes a decision. Returns whether it has ended, so that no retry follows."""
 
 
 class Executions:
-    """Runs decisions in `concurrency` threads; before `start` and after `stop`, in the caller's."""
+    """Runs decisions in `concurrency` threads; before `start` and after `stop`, in the caller's thread."""
 
     def __init__(
         self,
@@ -38,24 +38,24 @@ class Executions:
         self._in_order = in_order
         self._mutex = threading.Lock()
         self._first: dict[str, str] = {}
-        """The decision of each agent that goes before its others."""
+        """By agent: the decision that its other decisions wait for."""
         self._waiting: dict[str, deque[Task]] = {}
         self._executing: dict[int, Task] = {}  # by lease
-        self._handed: queue.SimpleQueue[tuple[str, Task] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, Task] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     @property
     def executing(self) -> list[Task]:
-        """What is being executed, or will be by the next thread that is free."""
+        """The decisions that are executed or handed to a thread."""
         with self._mutex:
             return [*self._executing.values()]
 
     @property
     def held(self) -> list[Task]:
-        """Every decision whose lease is to be kept."""
+        """All decisions whose lease has to be renewed."""
         with self._mutex:
-            waiting = [decision for line in self._waiting.values() for decision in line]
-            return [*self._executing.values(), *waiting]
+            queued = [decision for waiting in self._waiting.values() for decision in waiting]
+            return [*self._executing.values(), *queued]
 
     def room(self) -> int:
         """How many more decisions may be claimed."""
@@ -64,20 +64,20 @@ class Executions:
         return max(0, left if self._threads else min(1, left))
 
     def start(self) -> None:
-        """Run in threads from now on. With a concurrency of 1 that is the caller's."""
+        """Start the threads. With a concurrency of 1, decisions still run in the caller's thread."""
         for number in range(self._concurrency if self._concurrency > 1 else 0):
             thread = threading.Thread(target=self._work, name=f"postroom-execute-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def stop(self, timeout_s: float) -> list[Task]:
-        """End after what is being executed; gives what has not begun."""
+        """Wait for running decisions, then end the threads. Returns the decisions that have not begun."""
         with self._mutex:
-            left = [decision for line in self._waiting.values() for decision in line]
+            left = [decision for waiting in self._waiting.values() for decision in waiting]
             self._waiting.clear()
         threads, self._threads = self._threads, []
         for _ in threads:
-            self._handed.put(None)
+            self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -91,10 +91,10 @@ class Executions:
                 self._waiting.setdefault(agent, deque()).append(decision)
                 return
             self._executing[decision.lease] = decision
-        self._hand_over(agent, decision)
+        self._submit(agent, decision)
 
     def advance(self, ended: Callable[[list[str]], set[str]]) -> None:
-        """Let those go on that wait for a decision which ended elsewhere."""
+        """Continue the agents whose first decision has ended in another harness."""
         with self._mutex:
             running = {decision.task_id for decision in self._executing.values()}
             stuck = {
@@ -105,17 +105,17 @@ class Executions:
         for first in ended([*stuck]) if stuck else ():
             following = self._next(stuck[first])
             if following is not None:
-                self._hand_over(stuck[first], following)
+                self._submit(stuck[first], following)
 
-    def _hand_over(self, agent: str, decision: Task) -> None:
+    def _submit(self, agent: str, decision: Task) -> None:
         if self._threads:
-            self._handed.put((agent, decision))
+            self._jobs.put((agent, decision))
         else:
             self._execute(agent, decision)
 
     def _work(self) -> None:
-        while (handed := self._handed.get()) is not None:
-            self._execute(*handed)
+        while (job := self._jobs.get()) is not None:
+            self._execute(*job)
             self._has_room()
 
     def _execute(self, agent: str, decision: Task | None) -> None:
@@ -129,14 +129,14 @@ class Executions:
             decision = self._next(agent) if ended or not self._in_order else None
 
     def _next(self, agent: str) -> Task | None:
-        """The next decision of an agent, whose first one is over."""
+        """Make the next waiting decision of an agent its first one, and return it."""
         with self._mutex:
-            line = self._waiting.get(agent)
-            if not line:
+            waiting = self._waiting.get(agent)
+            if not waiting:
                 self._waiting.pop(agent, None)
                 self._first.pop(agent, None)
                 return None
-            following = line.popleft()
+            following = waiting.popleft()
             self._first[agent] = following.task_id
             self._executing[following.lease] = following
             return following

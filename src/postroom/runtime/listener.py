@@ -1,9 +1,9 @@
-"""uvicorn as this server uses it: limits on requests and connections, JSON refusals, and a clean end.
+"""uvicorn with limits on requests and connections, JSON refusals, and a clean shutdown.
 
-Rule 1: every byte of a request is counted: its head, its body, and what frames the body.
-Rule 2: a connection whose request was refused before it had arrived is closed. Some of the rest is read and
-        thrown away first, because a client that is still sending would not see the answer otherwise.
-Rule 3: every answer is JSON, also to what is not HTTP.
+Rule 1: every byte of a request is counted: its head, its body, and the framing of its chunks.
+Rule 2: a request that is refused before it has arrived closes its connection. Part of the rest is read and
+        discarded first, because a client that is still sending would not see the reply otherwise.
+Rule 3: every reply is JSON, even to bytes that are not HTTP.
 """
 
 import signal
@@ -27,28 +27,28 @@ from postroom.runtime.schemas import ErrorAnswer
 
 HEAD_BYTES_MAX = 32 * 1024
 HEADERS_MAX = 100  # a short header takes far more memory than bytes on the wire
-FRAMING_BYTES_MAX = 64 * 1024  # besides as many as the body has: sizes and extensions of chunks
-DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a refused request, so that its sender sees the answer
+FRAMING_BYTES_MAX = 64 * 1024  # plus the length of the body: sizes and extensions of chunks
+DISCARDED_BYTES_MAX = 8 * 1024 * 1024  # of a refused request, so that its sender sees the reply
 PIPELINED_MAX = 64
-LINE_EXTRA_BYTES = 4  # a colon, a blank and the end of the line
-FIRST_REQUEST_S = 10.0  # from the connection to the first byte, and between requests without a token
+LINE_EXTRA_BYTES = 4  # a colon, a space, CR and LF
+FIRST_REQUEST_S = 10.0  # to the first byte, and between requests without a token
 REQUEST_TIMEOUT_S = 30.0  # from the first byte to the last
-WRITE_TIMEOUT_S = 30.0  # that a client may leave an answer unread
+WRITE_TIMEOUT_S = 30.0  # how long a client may leave a reply unread
 LINGER_S = 2.0
 KEEP_ALIVE_S = 75.0
 SHUTDOWN_TIMEOUT_S = 10.0
 RETRY_AFTER_S = 1
 
 CONNECTION = "postroom.connection"
-"""Where a request's scope has the connection that it came by, until that has shown a token."""
+"""The key of the connection in a request's scope, while the connection is anonymous."""
 
 
 class _BadRequest(Exception):
-    """Stops the parser. The refusal has been sent already."""
+    """Stops the parser after the refusal was sent."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection: HTTP with limits on the size and duration of requests and answers."""
+    """One connection: HTTP with limits on the size and duration of requests and replies."""
 
     config: "ListenerConfig"
 
@@ -87,7 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def identify(self, identity: Identity) -> None:
-        """The first request showed a token. Raises when the token has too many connections."""
+        """Count the connection in the share of its first token. Raises when the share is used up."""
         if self._identity is not None or self._ending or self.transport.is_closing():
             return
         try:
@@ -98,17 +98,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._identity = identity
         self.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         """Close this connection in favour of another one."""
-        self._refuse(503, "Unavailable", "too many connections have not shown a token: try again soon")
+        self._refuse(503, "Unavailable", "there are too many connections without a token: try again soon")
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server ends: the answer under way is the last."""
+        """Close the connection after the current reply, because the server stops."""
         self._keeps_alive = False
         super().shutdown()
 
-    # ---- a request comes in --------------------------------------------------------------------
+    # ---- incoming bytes -------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -123,7 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parsing = False
         if self._ending:
             return
-        if self._starting is not None:  # nothing in this piece was refused
+        if self._starting is not None:  # no part of this piece was refused
             cycle, app = self._starting
             self._starting = None
             super()._start_asgi_task(cycle, app)
@@ -131,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_rest()
 
     def _await_rest(self) -> None:
-        """Part of a request is missing: check what came so far, and how long the rest takes."""
+        """Check the part of a request that has arrived, and limit the time for the rest."""
         if not self._timer_is_of_request:
             self._stop_timer()
             self._start_timer(REQUEST_TIMEOUT_S)
@@ -142,37 +142,39 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         framing = self._request_bytes - self._head_bytes - self._body_bytes
         if framing > FRAMING_BYTES_MAX + self._body_bytes:
-            self._refuse(413, "TooLong", "the chunks of the body have too many bytes that are not body")
+            self._refuse(413, "TooLong", "the chunk framing of the body is too long")
         elif self.cycle.transport is self.transport:
             self._keeps_alive = self.cycle.keep_alive
             self.cycle.keep_alive = False
             self.cycle.transport = _UntilComplete(self)  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start a request when the whole piece that it came in is parsed: what follows may be refused."""
+        """Start the handler after the whole piece is parsed, because the rest of it may be refused."""
         if self._parsing:
             self._starting = cycle, app
         else:
             super()._start_asgi_task(cycle, app)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as if it had not asked for another protocol."""
+        """No warning: a request to upgrade is answered as plain HTTP."""
 
-    # ---- what the parser finds -----------------------------------------------------------------
+    # ---- parser callbacks ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._head_open:
-            self._refuse(400, "BadRequest", "trailers behind a body are not taken here")
+            self._refuse(400, "BadRequest", "trailers after a body are not accepted")
             raise _BadRequest
         if len(self.headers) >= HEADERS_MAX:
-            self._refuse(431, "TooLong", f"a head of at most {HEADERS_MAX} headers is taken here")
+            self._refuse(431, "TooLong", f"a request may have at most {HEADERS_MAX} headers")
             raise _BadRequest
         self._head_bytes += len(name) + len(value) + LINE_EXTRA_BYTES
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        elif name == b"transfer-encoding" and value.lower() != b"chunked":  # the parser refuses the rest
-            self._refuse(400, "BadRequest", "no Transfer-Encoding but 'chunked' is taken here")
+        elif (
+            name == b"transfer-encoding" and value.lower() != b"chunked"
+        ):  # the parser refuses other combinations
+            self._refuse(400, "BadRequest", "the only Transfer-Encoding accepted is 'chunked'")
             raise _BadRequest
         self.headers.append((name, value))
 
@@ -186,28 +188,28 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._head_open = False
         if len(self.pipeline) > PIPELINED_MAX:
-            self._leave_out()
+            self._refuse_later()
             raise _BadRequest
 
-    def _leave_out(self) -> None:
-        """Too many requests wait: read no more. This one is refused when the others are answered."""
+    def _refuse_later(self) -> None:
+        """Stop reading, because too many requests are pipelined. This one is refused after the others."""
         self.pipeline.popleft()
         self.cycle = self.pipeline[0][0]
         self._overfull, self._request_open = True, False
         self._stop_timer()
-        self.flow.resume_reading()  # from here on it counts as reading, so that no request resumes it
+        self.flow.resume_reading()  # uvicorn now assumes that it reads, so no request resumes the transport
         self.transport.pause_reading()
 
     def on_response_complete(self) -> None:
         if self._overfull and not self.pipeline and not self.transport.is_closing():
             message = f"at most {PIPELINED_MAX} requests may wait on a connection"
-            self.transport.write(_answer(429, "TooMany", message))
+            self.transport.write(_refusal_bytes(429, "TooMany", message))
             self.transport.resume_reading()
             self.end()
         else:
             super().on_response_complete()
 
-    # The next two are as uvicorn's, without what they do for WebSockets: every request comes by here.
+    # The next two are uvicorn's methods without their WebSocket branches, because every request uses them.
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -226,7 +228,7 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.response_complete:
             return
-        if cycle.transport is not self.transport:  # it came in several pieces
+        if cycle.transport is not self.transport:  # the request came in several pieces
             cycle.transport = self.transport
             if not cycle.response_started:
                 cycle.keep_alive = self._keeps_alive
@@ -234,23 +236,23 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - as uvicorn calls it
-        """What came is not HTTP, or the parser was stopped."""
+        """Refuse bytes that are not HTTP. After `_BadRequest`, the refusal was sent before."""
         if not self._overfull:
-            self._refuse(400, "BadRequest", "this is not a request that can be read")
+            self._refuse(400, "BadRequest", "this is not an HTTP request that can be parsed")
 
     # ---- refusals ------------------------------------------------------------------------------
 
     def _refuse_head(self) -> None:
-        self._refuse(431, "TooLong", f"a head of at most {HEAD_BYTES_MAX} bytes is taken here")
+        self._refuse(431, "TooLong", f"the head of a request may have at most {HEAD_BYTES_MAX} bytes")
 
     def _refuse(self, status: int, error: str, message: str) -> None:
-        """Answer the request that is being read, unless an earlier one still waits, and end."""
+        """Refuse the request that is being read, unless an earlier one is unanswered, and close."""
         if self._ending or self.transport.is_closing():
             return
         cycle = self.cycle
         unanswered = cycle is not None and not cycle.response_complete
         if not unanswered or (not self._head_open and not cycle.response_started and not self.pipeline):
-            self.transport.write(_answer(status, error, message))
+            self.transport.write(_refusal_bytes(status, error, message))
         if unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -259,7 +261,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.end()
 
     def end(self) -> None:
-        """Close the connection, so that the client can still read the answer."""
+        """Close the connection in a way that lets the client read the reply."""
         if self._ending or self.transport.is_closing():
             return
         self._ending = True
@@ -274,7 +276,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._discardable < 0:
             self.transport.abort()
 
-    # ---- time ----------------------------------------------------------------------------------
+    # ---- timeouts ------------------------------------------------------------------------------
 
     def _start_timer(self, timeout_s: float) -> None:
         self._timer = self.loop.call_later(timeout_s, self._time_out)
@@ -291,15 +293,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came for a while. An answer that was not read till now is given up."""
+        """Close an idle connection. A reply that is still unread is dropped."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
-    # ---- answers that are not read -------------------------------------------------------------
+    # ---- unread replies -----------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than it is written to."""
+        """Count the unsent bytes, because the client reads too slowly."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
         if self._identity is not None:
@@ -312,7 +314,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._unsent = unsent
 
     def resume_writing(self) -> None:
-        """The client has read most of it, or the connection is lost."""
+        """Stop counting: the client has read most of the reply, or the connection is lost."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -323,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _UntilComplete:
-    """The transport of a request that has not arrived in full: closing it lets the client read the answer."""
+    """The transport of an incomplete request. Closing it lets the client read the reply."""
 
     def __init__(self, protocol: LimitedProtocol) -> None:
         self._protocol = protocol
@@ -334,8 +336,8 @@ class _UntilComplete:
         self._protocol.end()
 
 
-def _answer(status: int, error: str, message: str) -> bytes:
-    """A refusal with which the connection ends."""
+def _refusal_bytes(status: int, error: str, message: str) -> bytes:
+    """The bytes of a refusal that ends the connection."""
     body = msgspec.json.encode(ErrorAnswer(error, message))
     retry_after = b"retry-after: %d\r\n" % RETRY_AFTER_S if status in (429, 503) else b""
     return (
@@ -345,13 +347,13 @@ def _answer(status: int, error: str, message: str) -> bytes:
 
 
 class ListenerConfig(uvicorn.Config):
-    """uvicorn's configuration, and the connections of the server."""
+    """uvicorn's configuration with the connections of the server."""
 
     connections: Connections
 
 
 def listener_config(app: Any) -> ListenerConfig:
-    """How the server listens."""
+    """The configuration of uvicorn for an application."""
     config = ListenerConfig(
         app,
         http=LimitedProtocol,
@@ -369,8 +371,8 @@ def listener_config(app: Any) -> ListenerConfig:
     return config
 
 
-class Listener(uvicorn.Server):
-    """A server that ends on SIGTERM and SIGINT: long polls at once, other requests when they are answered."""
+class HttpServer(uvicorn.Server):
+    """Ends on SIGTERM and SIGINT: long polls at once, other requests after their reply."""
 
     def __init__(
         self, config: uvicorn.Config, *, end_waits: Callable[[], None], started: Callable[[], None]
@@ -389,7 +391,7 @@ class Listener(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn, and then the process goes on to its own end instead of dying by the signal."""
+        """Like uvicorn, but the process does not raise the signal again after the shutdown."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,10 +1,9 @@
-"""Nudges to agents: `POST {url}/task` says that there is work, and nothing else depends on it.
+"""Nudges to agents: `POST {url}/task` tells an agent that there is work.
 
-Rule 1: a nudge that fails is logged and forgotten. The queue is the truth, and the agent looks by itself.
+Rule 1: a nudge that fails is logged and not repeated. The agent also looks into its queue without nudges.
 Rule 2: a host is resolved once, and the request goes to exactly the address that was checked.
-Rule 3: only public addresses are spoken to. A host at any other one has to be on the list of those that are
-        allowed.
-Rule 4: nothing of an answer is used but its status line, and no redirect is followed.
+Rule 3: nudges go to public addresses only. A host at another address has to be on the list of allowed hosts.
+Rule 4: only the status line of a reply is used, and no redirect is followed.
 """
 
 import ipaddress
@@ -24,13 +23,13 @@ import msgspec
 from postroom.errors import InvalidMessage
 
 NUDGE_TIMEOUT_S = 5.0
-NUDGERS = 4  # threads, started when the first nudge is sent
-WAITING_MAX = 256  # nudges; one more is dropped, which is harmless
+NUDGERS = 4  # threads, started by the first nudge
+WAITING_MAX = 256  # nudges; further ones are dropped, which is harmless
 URL_CHARS_MAX = 2_048
 STATUS_LINE_BYTES_MAX = 256
 PORTS = {"http": 80, "https": 443}
 
-# Public by number, and answered by the machine's own host all the same.
+# Counted as public, but answered by the host of a cloud machine.
 METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -39,11 +38,11 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)[ \r]")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Report = Callable[[str, str, str], None]
-"""Called with the agent, the task's id and the reason when a nudge failed."""
+"""Called with the agent, the task id and the reason when a nudge failed."""
 
 
 class Target(NamedTuple):
-    """Where a nudge goes, by name."""
+    """The parts of a nudge address."""
 
     scheme: str
     host: str
@@ -52,13 +51,13 @@ class Target(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """What stands in the Host header."""
+        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 class Nudge(NamedTuple):
-    """One nudge that waits to be sent."""
+    """A nudge that waits to be sent."""
 
     agent: str
     url: str
@@ -66,17 +65,17 @@ class Nudge(NamedTuple):
 
 
 class NudgeRefused(Exception):
-    """A target that must not be spoken to."""
+    """The target is not allowed, or the agent did not accept the nudge."""
 
 
 def checked_url(url: str) -> str:
-    """An agent's address as it was given, or `InvalidMessage`."""
+    """Return the address of an agent unchanged. Raises `InvalidMessage`."""
     parse_url(url)
     return url
 
 
 def parse_url(url: str) -> Target:
-    """The parts of an agent's address; nothing is resolved."""
+    """Parse the address of an agent, without resolving its host."""
     if not isinstance(url, str) or len(url) > URL_CHARS_MAX or _UNSAFE.search(url):
         raise InvalidMessage(f"url must be at most {URL_CHARS_MAX} printable ASCII characters")
     try:
@@ -94,7 +93,7 @@ def parse_url(url: str) -> Target:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is out in the world, also when it is wrapped in another."""
+    """Whether an address is public. An IPv4 address inside an IPv6 one is checked itself."""
     inner = _wrapped(address)
     if inner is not None:
         return is_public(inner)
@@ -106,7 +105,7 @@ def is_public(address: Address) -> bool:
 
 
 def _wrapped(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that an IPv6 address stands for."""
+    """The IPv4 address embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address.ipv4_mapped is not None:
@@ -119,7 +118,7 @@ def _wrapped(address: Address) -> ipaddress.IPv4Address | None:
 
 
 class Nudger:
-    """Sends nudges from a few threads of its own. `nudge` returns at once and never fails."""
+    """Sends nudges from its own threads. `nudge` returns at once and never raises."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class Nudger:
         self.failed = 0
 
     def nudge(self, agent: str, url: str, task_id: str) -> None:
-        """Say that there is work, some time soon. One nudge for an agent waits at a time: it drains."""
+        """Queue a nudge. One per agent is enough, because an agent drains its queue."""
         with self._mutex:
             if agent in self._pending or self._closed:
                 return
@@ -153,7 +152,7 @@ class Nudger:
             else:
                 self._pending.add(agent)
                 return
-        self._tell(agent, task_id, f"{WAITING_MAX} nudges wait already")
+        self._report_failure(agent, task_id, f"{WAITING_MAX} nudges are waiting already")
 
     def _start(self) -> None:
         for number in range(NUDGERS):
@@ -170,20 +169,20 @@ class Nudger:
                 self._pending.discard(nudge.agent)
             try:
                 self.send(nudge.url, nudge.task_id)
-            except Exception as error:  # noqa: BLE001 - a nudge may fail in any way, and costs nothing
+            except Exception as error:  # noqa: BLE001 - see rule 1
                 with self._mutex:
                     self.failed += 1
-                self._tell(nudge.agent, nudge.task_id, _reason(error))
+                self._report_failure(nudge.agent, nudge.task_id, _reason(error))
             else:
                 with self._mutex:
                     self.sent += 1
 
-    def _tell(self, agent: str, task_id: str, reason: str) -> None:
+    def _report_failure(self, agent: str, task_id: str, reason: str) -> None:
         if self._report is not None:
             self._report(agent, task_id, reason)
 
     def send(self, url: str, task_id: str) -> None:
-        """Send one nudge now; raises when it was not taken."""
+        """Send one nudge now. Raises when the agent did not accept it."""
         deadline = time.monotonic() + self._timeout_s
         target = parse_url(url)
         address = self.resolve(target)
@@ -191,28 +190,26 @@ class Nudger:
             connection.sendall(_request(target, task_id))
             status = _status(connection, deadline)
         if not 200 <= status < 300:  # noqa: PLR2004 - what HTTP calls success
-            raise NudgeRefused(f"the agent answered {status}")
+            raise NudgeRefused(f"the agent replied {status}")
 
     def resolve(self, target: Target) -> str:
-        """The one address that is spoken to. Raises `NudgeRefused` when it must not be."""
+        """Return the address to connect to. Raises `NudgeRefused` when it is not allowed."""
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
         if target.host not in self._allowed:
             for address in addresses:
-                # All of them: who answers with a public and a private one is up to something.
+                # All of them: a host with a public and a private address may be an attack.
                 if not is_public(ipaddress.ip_address(address.partition("%")[0])):
-                    raise NudgeRefused(
-                        f"{target.host} is at {address}, which is not public, and not on the list"
-                    )
+                    raise NudgeRefused(f"{target.host} is at {address}, which is neither public nor allowed")
         return addresses[0]
 
     def close(self) -> None:
-        """Send nothing more. What is under way ends by itself."""
+        """Stop sending. Nudges under way finish on their own."""
         self._closed = True
         with self._mutex:
             threads, self._threads = self._threads, []
         for _ in threads:
-            with suppress(queue.Full):  # then each finds something that it will not send
+            with suppress(queue.Full):  # the threads then end at the next queued nudge
                 self._waiting.put_nowait(None)
 
 
@@ -238,7 +235,7 @@ def _request(target: Target, task_id: str) -> bytes:
 
 
 def _status(connection: socket.socket, deadline: float) -> int:
-    """The status of the answer; whoever sends it byte by byte runs into the same deadline."""
+    """Read the status of the reply. The deadline holds for the whole line."""
     line = b""
     while b"\n" not in line and len(line) < STATUS_LINE_BYTES_MAX:
         connection.settimeout(_left_s(deadline))
@@ -248,7 +245,7 @@ def _status(connection: socket.socket, deadline: float) -> int:
         line += piece
     found = _STATUS.match(line)
     if found is None:
-        raise NudgeRefused("the agent did not answer in HTTP")
+        raise NudgeRefused("the agent did not reply in HTTP")
     return int(found[1])
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the structs that the server decodes and encodes with."""
+"""The OpenAPI document, generated from the structs that the server decodes and encodes."""
 
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -15,24 +15,24 @@ _REF = "#/components/schemas/{name}"
 
 
 class Route(NamedTuple):
-    """One method of one path, as a reader has to know it."""
+    """The description of one method of one path."""
 
     method: str
     path: str
     summary: str
     answers: dict[int, Any]
-    """The types that each success can have; None for an empty body, a text for another content than JSON."""
+    """By status: the types of a success, None for an empty body, or a content type other than JSON."""
     refusals: tuple[int, ...]
     bodies: tuple[type, ...] = ()
     query: type = NoQuery
     streams: bool = False
-    """Whether it also gives a stream of events."""
+    """Whether the route can also send an event stream."""
     is_open: bool = False
-    """Whether it needs no token."""
+    """Whether the route needs no token."""
 
 
 def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """The whole document."""
+    """Build the document."""
     routes = list(routes)
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)

@@ -1,7 +1,7 @@
-"""What goes over the wire: the bodies and queries of every route, and the limits on them.
+"""The bodies, queries and replies of every route, and their limits.
 
 Rule 1: the server decodes with these structs, and the OpenAPI document is generated from them.
-Rule 2: a field that is not known is refused: whoever sends it expects something of it.
+Rule 2: an unknown field is refused, because its sender expects an effect.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,13 +24,13 @@ from postroom.runtime.harness import HarnessStatus
 from postroom.stores.base import CLAIM_MAX
 
 WAIT_S_MAX = 30.0
-WORD_BYTES_MAX = 64 * 1024  # a body without a payload
-COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + WORD_BYTES_MAX
+SMALL_BODY_BYTES_MAX = 64 * 1024  # a body without a payload
+COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + SMALL_BODY_BYTES_MAX
 ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
 ENQUEUE_MANY_MAX = 1_000
 BUS_POST_BYTES_MAX = 4 * 1024 * 1024
-BUS_ANSWER_BYTES_MAX = 8 * 1024 * 1024  # of bodies; at least one message is given
-STREAM_PAGE_BYTES_MAX = 1024 * 1024  # as above, for one write to an event stream
+BUS_ANSWER_BYTES_MAX = 8 * 1024 * 1024  # of message bodies; a reply has at least one message
+STREAM_PAGE_BYTES_MAX = 1024 * 1024  # the same for one write to an event stream
 PAGE_DEFAULT = 100
 PAGE_MAX = 1_000
 NUMBER_MAX = 2**63 - 1
@@ -45,14 +45,14 @@ Number = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 Page = Annotated[int, Meta(ge=1, le=PAGE_MAX)]
 
 
-class _Spoken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who speaks is known by the token. An agent may name itself; an operator names the agent it acts for."""
+class _AgentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The token identifies the caller. An agent may name itself; an operator names the agent it acts for."""
 
     agent: Name | None = None
     agent_url: Annotated[str, Meta(max_length=2_048)] | None = None
 
 
-class NextBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NextBody(_AgentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /queue/next`."""
 
     limit: Annotated[int, Meta(ge=1, le=CLAIM_MAX)] = 1
@@ -61,7 +61,7 @@ class NextBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: Text | None = None
 
 
-class HolderBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HolderBody(_AgentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /queue/heartbeat` and `POST /queue/release`."""
 
     task_id: Id
@@ -83,13 +83,13 @@ class FailBody(HolderBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     retry_in_s: Annotated[float, Meta(ge=0, le=DELAY_S_MAX)] | None = None
 
 
-class ResultBody(_Spoken, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResultBody(_AgentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /harness/result`."""
 
     task_id: Id
 
 
-class NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class EnqueueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`POST /queue/enqueue`: the keywords of `Tasks.enqueue`."""
 
     agent: Name
@@ -103,10 +103,10 @@ class NewTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     durability: Durability | None = None
 
 
-class NewTasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /queue/enqueue`: several at once, all or none."""
+class EnqueueManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /queue/enqueue`: several tasks, all or none."""
 
-    tasks: Annotated[list[NewTask], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+    tasks: Annotated[list[EnqueueBody], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
 
 
 class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,7 +123,7 @@ class NewBusMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ShowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`GET /tasks/{id}`: with `wait_s` the answer comes when the task has ended, or when that has passed."""
+    """`GET /tasks/{id}`: `wait_s` delays the reply until the task has ended, at most that long."""
 
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 0.0
 
@@ -151,45 +151,45 @@ class BusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A route that takes none."""
+    """A route without a query."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Every refusal."""
+    """The body of every refusal."""
 
     error: str
     message: str
 
 
 class TaskAnswer(msgspec.Struct, frozen=True):
-    """Which task it was about."""
+    """The task that the request was about."""
 
     task_id: str
 
 
 class CompletedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which task was completed, and the tasks that were claimed next."""
+    """The completed task, and the tasks claimed next."""
 
     task_id: str
     tasks: "list[ClaimedTask]" = []
 
 
 class NewTaskAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The id of a new task, and what the sender should know about it."""
+    """The id of a new task, and a warning for its sender."""
 
     task_id: str
     warning: str = ""
 
 
 class NewTasksAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The ids of several new tasks, and what the sender should know about them."""
+    """The ids of several new tasks, and a warning for their sender."""
 
     task_ids: list[str]
     warning: str = ""
 
 
 class ClaimedTask(msgspec.Struct, frozen=True):
-    """A task in an agent's hands; `lease` is shown with every later word about it."""
+    """A claimed task. Every later call about it has to carry `lease`."""
 
     task_id: str
     payload: Any
@@ -201,19 +201,19 @@ class ClaimedTask(msgspec.Struct, frozen=True):
 
 
 class ClaimedTasks(msgspec.Struct, frozen=True):
-    """The answer to a `limit` above 1."""
+    """The reply to a `limit` above 1."""
 
     tasks: list[ClaimedTask]
 
 
 class LinesAnswer(msgspec.Struct, frozen=True):
-    """A page of tasks; the next one begins after the last `seq`."""
+    """A page of tasks. The next page begins after the last `seq`."""
 
     tasks: list[TaskLine]
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the queues stand; an operator also sees the loops."""
+    """The state of the queues. An operator also sees the loops."""
 
     agents: dict[str, AgentStatus]
     totals: dict[Status, int]
@@ -221,25 +221,25 @@ class StatusAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HealthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`ok`, or `degraded`: the server works, and `parts` says by name what does not."""
+    """`ok`, or `degraded` when the server works except for the named `parts`."""
 
     status: Literal["ok", "degraded"]
     parts: dict[str, str] = {}
 
 
 class BusAnswer(msgspec.Struct, frozen=True):
-    """A page of a bus; the next one begins after the last `msg_id`."""
+    """A page of a bus. The next page begins after the last `msg_id`."""
 
     messages: list[BusMessage]
 
 
 class ResetNotice(msgspec.Struct, frozen=True):
-    """The event `reset` of a bus stream: `since` is no longer there, and the oldest message comes next."""
+    """The event `reset` of a bus stream: `since` was removed, and the oldest message comes next."""
 
     since: str
 
 
 class BusIdAnswer(msgspec.Struct, frozen=True):
-    """The id that an append gave."""
+    """The id of the appended message."""
 
     msg_id: str

@@ -1,8 +1,9 @@
-"""The log of a server: one JSON object a line, written by a thread of its own.
+"""The log of a server: one JSON object per line, written by its own thread.
 
-Rule 1: no token and no payload is ever written.
-Rule 2: nobody waits for whoever reads it. When that one is too slow, lines are dropped and counted.
-Rule 3: what a stranger can cause is written at most once a second, with how often it happened.
+Rule 1: no token and no payload is ever logged.
+Rule 2: `write` never waits for the reader of the log. When the reader is too slow, lines are dropped and
+        counted.
+Rule 3: events that a caller without a token can cause are logged at most once a second, with their number.
 """
 
 import logging
@@ -17,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 LINES_WAITING_MAX = 10_000
-GATHER_S = 0.02  # one write for what happens within this
+GATHER_S = 0.02  # events within this go into one write
 FIELD_CHARS_MAX = 1_000
 CLOSE_TIMEOUT_S = 2.0
 RARELY_S = 1.0
@@ -26,12 +27,12 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class ServerLog:
-    """Lines on a stream. `write` may be called from any thread."""
+    """Writes lines to a stream. Safe to share between threads."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._lines: deque[dict[str, Any]] = deque()
-        self._news = threading.Event()
+        self._woken = threading.Event()
         self._closed = False
         self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -39,19 +40,19 @@ class ServerLog:
         self._rare: dict[str, tuple[float, int]] = {}
 
     def write(self, event: str, *, task_id: str = "", agent: str = "", **facts: Any) -> None:
-        """Say that something happened."""
+        """Log an event."""
         if len(self._lines) >= LINES_WAITING_MAX:
             self._dropped += 1
             return
         line = {"ts": time.time(), "event": event, "task_id": task_id, "agent": agent, **facts}
         self._lines.append(line)
-        if not self._news.is_set():
-            self._news.set()
+        if not self._woken.is_set():
+            self._woken.set()
             if self._thread is None:
                 self._start()
 
     def write_rarely(self, event: str, **facts: Any) -> None:
-        """As `write`, at most once in `RARELY_S` for an event; `times` says how often it happened."""
+        """Like `write`, but at most once per event in `RARELY_S`. `times` counts the occurrences."""
         written, times = self._rare.get(event, (-RARELY_S, 0))
         now = time.monotonic()
         if now < written + RARELY_S:
@@ -63,15 +64,15 @@ class ServerLog:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="postroom-journal", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="postroom-log", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         while not self._closed:
-            self._news.wait()
+            self._woken.wait()
             if not self._closed:
                 time.sleep(GATHER_S)
-            self._news.clear()
+            self._woken.clear()
             self._flush()
 
     def _flush(self) -> None:
@@ -84,14 +85,14 @@ class ServerLog:
         try:
             self._stream.write("".join(lines))
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads any more
+        except (OSError, ValueError):  # the stream is closed
             self._dropped += len(lines)
 
     def close(self) -> None:
-        """Write what waits, unless whoever reads has stopped."""
+        """Write the pending lines, unless the reader has stopped."""
         self._closed = True
-        self._news.set()
-        with self._starting:  # somebody's first line may be about to start it
+        self._woken.set()
+        with self._starting:  # another thread may be starting it
             thread = self._thread
         if thread is None:
             self._flush()
@@ -110,27 +111,29 @@ def _text(line: dict[str, Any]) -> str:
     return _encode(line).decode("utf-8", "replace") + "\n"
 
 
-def where(error: BaseException) -> str:
-    """Which error, and the line that raised it. What it says is left out: it may quote a payload."""
+def error_location(error: BaseException) -> str:
+    """The type of an error and the line that raised it, without the message, which may quote a payload."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
 
 
 class ServerLogHandler(logging.Handler):
-    """What libraries log, as lines of a journal."""
+    """Writes the log records of libraries to a server log."""
 
-    def __init__(self, journal: ServerLog) -> None:
+    def __init__(self, server_log: ServerLog) -> None:
         super().__init__(logging.WARNING)
-        self._journal = journal
+        self._server_log = server_log
 
     def emit(self, record: logging.LogRecord) -> None:
         facts = {"logger": record.name, "level": record.levelname}
         if record.exc_info and record.exc_info[1] is not None:
-            facts["error"] = where(record.exc_info[1])
+            facts["error"] = error_location(record.exc_info[1])
         else:
             facts["message"] = record.getMessage()
-        if record.name == "uvicorn.error" and record.levelno == logging.WARNING:  # of what is not HTTP
-            self._journal.write_rarely("log", **facts)
+        if (
+            record.name == "uvicorn.error" and record.levelno == logging.WARNING
+        ):  # about input that is not HTTP
+            self._server_log.write_rarely("log", **facts)
         else:
-            self._journal.write("log", **facts)
+            self._server_log.write("log", **facts)

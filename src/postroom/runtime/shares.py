@@ -1,4 +1,4 @@
-"""Shares: one caller cannot use up what all callers of a server share."""
+"""Shares: one caller cannot use up a resource that all callers of a server share."""
 
 from postroom.errors import TooMany, Unavailable
 from postroom.runtime.agents import Identity
@@ -7,9 +7,9 @@ RETRY_AFTER_S = 5.0
 
 
 class Shares:
-    """Room for `total_max` of something: at most `each_max` for one agent, and a reserve for operators.
+    """A resource with `total_max` units: at most `each_max` for one agent, and a reserve for operators.
 
-    Agents together may use `total_max - reserve`. An operator may use whatever is left.
+    Agents together may use `total_max - reserve`. An operator may use all that is left.
     """
 
     def __init__(self, what: str, total_max: int, each_max: int, reserve: int) -> None:
@@ -21,20 +21,22 @@ class Shares:
         self.used = 0
 
     def take(self, identity: Identity, amount: int = 1) -> None:
-        """Take a share, or raise: `TooMany` when the caller's own is used up, `Unavailable` when all is."""
-        room = self._total_max
+        """Take units. Raises `TooMany` when the caller's share is used up, `Unavailable` when all are."""
+        available = self._total_max
         own = self._by_name.get(identity.name, 0) + amount
         if not identity.is_operator:
-            room -= self._reserve
+            available -= self._reserve
             if own > self._each_max:
                 raise TooMany(identity.name, self._what, self._each_max, RETRY_AFTER_S)
-        if self.used + amount > room:
-            raise Unavailable(f"the server takes at most {room} {self._what} at a time: try again later")
+        if self.used + amount > available:
+            raise Unavailable(
+                f"the server allows at most {available} {self._what} at a time: try again later"
+            )
         self._by_name[identity.name] = own
         self.used += amount
 
     def give_back(self, identity: Identity, amount: int = 1) -> None:
-        """End the use of a share that was taken."""
+        """Return units that were taken."""
         self.used -= amount
         left = self._by_name[identity.name] - amount
         if left:

@@ -1,7 +1,7 @@
-"""A shipper with everything around it: which sources, what is taken out, where it goes, and when it ends.
+"""Sets up a shipper: its sources, the redaction, the segment folder and the publisher.
 
-Rule 1: nothing reaches the disk or another machine before it was redacted; encrypted payloads are kept whole.
-Rule 2: it is a process of its own: shipping shares the disk of those who work, and not their interpreter.
+Rule 1: events are redacted before they reach the disk or another machine. Encrypted payloads are kept whole.
+Rule 2: the shipper is a separate process. It shares the disk with the workers, but not their interpreter.
 """
 
 import logging
@@ -33,11 +33,11 @@ from postroom.system.atomic import absolute_path, replace_file
 _log = logging.getLogger("postroom.audit")
 
 TOKEN_KEY_BYTES_MIN = 16
-CHECKED_EVENTS = 100  # of a store that are compared with the stream before a shipper goes on
+CHECKED_EVENTS = 100  # of a store, compared with the stream before shipping resumes
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """What is shipped."""
+    """The sources to ship."""
 
     stores: tuple[str, ...] = ()
     """URLs of the stores of `Tasks`."""
@@ -48,17 +48,17 @@ class Sources(msgspec.Struct, frozen=True):
 
 
 class Shipping(msgspec.Struct):
-    """A shipper and the sink that it fills."""
+    """A shipper and its sink."""
 
     shipper: Shipper
     sink: SegmentSink
     publisher: Publisher | None
     stores: list[StoreFeed] = []
     noted: tuple[int, str] = (0, NO_HASH)
-    """The head that was noted last."""
+    """The head that was recorded last."""
 
     def once(self) -> int:
-        """Ship everything that waits, seal it, and send it on; gives how many events that was."""
+        """Ship all waiting events, seal them and publish them. Returns how many events were shipped."""
         shipped = self.shipper.ship()
         self.sink.seal()
         self._note_head()
@@ -66,21 +66,21 @@ class Shipping(msgspec.Struct):
         return shipped
 
     def run(self, stopped: Callable[[float], bool]) -> None:
-        """Ship until `stopped`; what waits then still goes, and is sealed."""
+        """Ship until `stopped`. Events that wait then are still shipped and sealed."""
         self.shipper.run(stopped)
         self.sink.seal()
         self._note_head()
         self._publish()
 
     def tend(self) -> None:
-        """Seal what is due, note the head of the chain, and send it on."""
+        """Seal a segment that is due, record the head of the chain, and publish."""
         sealed = self.sink.seal_if_due()
         self._note_head()
         if sealed:
             self._publish()
 
     def _note_head(self) -> None:
-        """Note the last sealed segment beside the folder and in the stores, if it is a new one."""
+        """Record a new last sealed segment beside the folder and in the stores."""
         sealed = self.sink.sealed
         if sealed == self.noted:
             return
@@ -99,14 +99,14 @@ class Shipping(msgspec.Struct):
 
 @contextmanager
 def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[Shipping]:
-    """A shipper of these sources to a folder, closed at the end.
+    """Open a shipper of these sources to a folder, and close it at the end.
 
-    Everything that can be refused is looked at before the folder is made.
+    All checks that can refuse run before the folder is made.
     """
     folder = absolute_path("the folder of segments", folder)
     with ExitStack() as stack:
         cipher = None if settings.key_file is None else Cipher.from_file(settings.key_file)
-        prepare = preparing(settings, whole_payloads=cipher is not None)
+        prepare = redaction_of(settings, whole_payloads=cipher is not None)
         publisher = None if settings.publish is None else Publisher(folder, settings.publish)
         stream = stream_of(folder) or _new_name(folder)
         stores = [_store_feed(url, settings, stream, stack) for url in sources.stores]
@@ -124,7 +124,7 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         stack.callback(sink.close)
         stream_name(folder, stream)
         for feed in stores:
-            _go_on(feed, sink)
+            _resume(feed, sink)
         shipping = Shipping(Shipper(sink, lambda: [*stores, *files()]), sink, publisher, stores)
         shipping.shipper.tend = shipping.tend
         yield shipping
@@ -133,43 +133,42 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
 def _store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
     store = open_store(url)
     stack.callback(store.close)
-    there = outbox_of(store) or Outbox()
+    stored = outbox_of(store) or Outbox()
     outbox = Outbox(
         backlog_max=settings.backlog_max,
         when_behind=settings.when_behind,
         stream=stream,
-        segment=there.segment,
-        head=there.head,
+        segment=stored.segment,
+        head=stored.head,
     )
     return StoreFeed(store, "tasks", outbox=outbox, payloads=settings.payloads)
 
 
 def _check_heads(folder: Path, stores: Iterable[StoreFeed]) -> None:
-    """Refuse a folder that was cut, wiped or begun anew: going on would hide it."""
+    """Refuse a folder that was truncated, wiped or replaced: shipping into it would hide the loss."""
     stream, chain = stream_of(folder), read_chain(folder)
     noted = noted_head(folder)
     fault = "" if noted is None else fault_of(noted, stream, chain)
     if fault:
         raise ShippedElsewhere(
-            f"{folder} is not gone on with: {fault}; remove {head_path(folder)} if a new stream is wanted"
+            f"{folder} is not continued: {fault}; remove {head_path(folder)} if a new stream is wanted"
         )
     for feed in stores:
         head = feed.noted_head()
         if head is not None and (fault := fault_of(head, stream, chain)):
             raise ShippedElsewhere(
-                f"{folder} is not gone on with: {fault}; "
-                "say `postroom audit detach` if a new stream is wanted"
+                f"{folder} is not continued: {fault}; run `postroom audit detach` if a new stream is wanted"
             )
 
 
-def _go_on(feed: StoreFeed, sink: SegmentSink) -> None:
+def _resume(feed: StoreFeed, sink: SegmentSink) -> None:
     feed.check(Segments(sink.folder).last_of(feed.source, CHECKED_EVENTS))
-    # From now on the store keeps what is not shipped, also while no shipper runs.
+    # From now on the store keeps unshipped events, even while no shipper runs.
     feed.kept(sink.position(feed.source))
 
 
 def _holds(folder: Path, event: AuditEvent) -> bool:
-    """Whether the stream holds an event of that name that tells the same, or retention has removed it."""
+    """Whether the stream holds this event with the same facts, or retention has removed it."""
     checkpoint = read_chain(folder).checkpoint
     if checkpoint is not None and event.seq <= checkpoint.sources.get(event.source, 0):
         return True
@@ -182,7 +181,7 @@ def _new_name(folder: Path) -> str:
 
 
 def stream_name(folder: Path, new: str = "") -> str:
-    """A name that the folder keeps wherever it is moved, made with the first shipper."""
+    """The name of the stream, which stays the same when the folder is moved. The first shipper makes it."""
     name = stream_of(folder)
     if not name:
         name = new or _new_name(folder)
@@ -190,16 +189,16 @@ def stream_name(folder: Path, new: str = "") -> str:
     return name
 
 
-# ---- what is taken out -------------------------------------------------------------------------------
+# ---- redaction ---------------------------------------------------------------------------------------
 
 
 def level_of(settings: AuditSettings) -> Level:
-    """How much is taken out."""
+    """The redaction level of these settings."""
     return settings.redaction or level_for(settings.environment)
 
 
 def redactor_of(settings: AuditSettings) -> Redactor:
-    """The one that these settings describe."""
+    """The redactor of these settings."""
     return Redactor(
         level_of(settings),
         patterns=settings.patterns,
@@ -218,8 +217,10 @@ def _token_key(path: Path) -> bytes:
     return key
 
 
-def preparing(settings: AuditSettings, *, whole_payloads: bool) -> Callable[[AuditEvent], AuditEvent] | None:
-    """What an event goes through before it is written; None when nothing is taken out."""
+def redaction_of(
+    settings: AuditSettings, *, whole_payloads: bool
+) -> Callable[[AuditEvent], AuditEvent] | None:
+    """The redaction of an event before it is written; None when the settings redact nothing."""
     if level_of(settings) == "none" and not settings.patterns:
         return None
     return partial(redacted, redactor_of(settings), whole_payloads=whole_payloads)

@@ -1,6 +1,7 @@
-"""A process that works beside ours, is started again when it dies, and never outlives us.
+"""Runs a child process, restarts it when it dies, and makes sure that it does not outlive this process.
 
-It holds the reading end of a pipe of ours as its stdin: however we end, that ends too, and it takes the hint.
+The stdin of the child is a pipe from this process. When this process ends in any way, the child reads the end
+of the pipe and stops.
 """
 
 import logging
@@ -8,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 
-PAUSE_S = 1.0  # before it is started again, doubled each time
+PAUSE_S = 1.0  # before a restart, doubled each time
 PAUSE_S_MAX = 30.0
 STOP_GRACE_S = 10.0
 
@@ -16,7 +17,7 @@ _log = logging.getLogger("postroom.audit")
 
 
 class Supervisor:
-    """Keeps a command running until `stop`. What it says on stderr is logged; its stdout is not read."""
+    """Keeps a command running until `stop`. Its stderr is logged; its stdout is not read."""
 
     def __init__(self, command: Sequence[str], *, pause_s: float = PAUSE_S) -> None:
         self._command = list(command)
@@ -24,7 +25,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._mutex = threading.Lock()
-        self._thread = threading.Thread(target=self._keep_running, name="companion", daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, name="postroom-supervisor", daemon=True)
         self.restarts = 0
 
     @property
@@ -36,7 +37,7 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask it to end, which lets it finish what it holds; after a while it is killed."""
+        """Terminate the process, and kill it after `STOP_GRACE_S`."""
         with self._mutex:
             self._stopping.set()
             process = self._process
@@ -46,16 +47,16 @@ class Supervisor:
 
     def _keep_running(self) -> None:
         pause_s = self._pause_s
-        while (process := self._started()) is not None:
-            code = _heard_out(process)
+        while (process := self._start_process()) is not None:
+            code = _log_until_exit(process)
             if self._stopping.is_set():
                 return
             self.restarts += 1
-            _log.warning("the shipper ended with %d, and is started again in %g s", code, pause_s)
+            _log.warning("the shipper ended with %d and is restarted in %g s", code, pause_s)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
+    def _start_process(self) -> subprocess.Popen[bytes] | None:
         with self._mutex:
             if self._stopping.is_set():
                 return None
@@ -65,8 +66,8 @@ class Supervisor:
             return self._process
 
 
-def _heard_out(process: subprocess.Popen[bytes]) -> int:
-    """Log what it says until it ends; its exit code."""
+def _log_until_exit(process: subprocess.Popen[bytes]) -> int:
+    """Log the stderr of a process until it ends. Returns its exit code."""
     with process:
         for line in process.stderr or ():
             _log.warning("%s", line.decode("utf-8", "replace").rstrip())

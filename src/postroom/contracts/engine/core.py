@@ -13,7 +13,7 @@ from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
-from postroom.contracts.tasks import ENDED_BELL, LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, bell_folder
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
@@ -26,7 +26,7 @@ from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
-READY_BELL = ".engine"  # no agent has a name that begins with a dot
+READY = ".engine"  # no agent has a name that begins with a dot
 REFUSALS_NOTED_S = 1.0  # refused submits of one organization become at most one event in this time
 PURGE_ROUNDS = 4
 
@@ -43,7 +43,7 @@ class EngineCore:
         """The service that the handler of each type calls."""
         self._commits = Commits(store)
         self._endings = Endings()
-        self._bell = Notifier(bell_folder(store.url))
+        self._notifier = Notifier(notifier_folder(store.url))
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purged_to = 0
         self._keys_purged_to = ""
@@ -52,7 +52,7 @@ class EngineCore:
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
         self._commits.close()
-        self._bell.close()
+        self._notifier.close()
         self.store.close()
 
     # ---- submitting ----------------------------------------------------------------------------
@@ -132,25 +132,25 @@ class EngineCore:
 
     def _committed(self, transaction: Transaction) -> None:
         if any(org_of(queue) for queue in transaction.ready):
-            self._bell.ring(READY_BELL)
+            self._notifier.notify(READY)
         for queue in transaction.ready:
             if not queue.startswith(ENGINE_PREFIX):
-                self._bell.ring(queue)
+                self._notifier.notify(queue)
         if transaction.ended:
-            self._bell.ring_seldom_heard(ENDED_BELL)
+            self._notifier.notify_rarely_awaited(TASK_ENDED)
 
     def ring_ready(self) -> None:
         """Wake workers: there may be something to claim."""
-        self._bell.ring(READY_BELL)
+        self._notifier.notify(READY)
 
     @contextmanager
     def heard(self, listener: Callable[[], None]) -> Iterator[None]:
-        with self._bell.heard_by(READY_BELL, listener):
+        with self._notifier.subscribed(READY, listener):
             yield
 
     async def pause_s(self) -> float:
         """How long a worker may rest without missing a deadline, rings aside."""
-        longest = LOOK_AGAIN_S if self._bell.reaches_others else LOOK_AGAIN_DEAF_S
+        longest = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
         def next_ns(transaction: Transaction) -> int | None:
             ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
@@ -170,7 +170,7 @@ class EngineCore:
     async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
         """Return when a message has ended. Raises `TimeoutError`."""
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
-        with self._bell.heard_by(ENDED_BELL, partial(self._endings.ring, [message_id])):
+        with self._notifier.subscribed(TASK_ENDED, partial(self._endings.ring, [message_id])):
             pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
             while True:
                 future = self._endings.add(message_id)
@@ -183,7 +183,7 @@ class EngineCore:
                     await asyncio.wait([future], timeout=pause_s if left_s is None else min(pause_s, left_s))
                 finally:
                     self._endings.remove(message_id, future)
-                pause_s = LOOK_AGAIN_S if self._bell.reaches_others else LOOK_AGAIN_DEAF_S
+                pause_s = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
     async def has_ended(self, message_id: str) -> bool:
         [record] = await self._commits.read(lambda transaction: transaction.find(ByIds((message_id,))))

@@ -1,4 +1,4 @@
-"""How long a client of the task server may take: a real server in this process, with short limits."""
+"""Timeouts of the HTTP connections: a real server in this process, with short limits."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from postroom.contracts.bus import Bus
 from postroom.runtime import listener
 from postroom.runtime.agents import Agents
 from postroom.runtime.http import create_app
-from postroom.runtime.listener import Listener, listener_config
+from postroom.runtime.listener import HttpServer, listener_config
 from tests.integration.servers import HANG_GUARD_S
 from tests.waiting import until
 
@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}") as tasks:
         app = create_app(tmp_path, tasks)
         up = threading.Event()
-        server = Listener(listener_config(app), end_waits=app.end_waits, started=up.set)
+        server = HttpServer(listener_config(app), end_waits=app.end_waits, started=up.set)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -72,7 +72,7 @@ def test_a_connection_without_a_request_is_closed(place: Place, monkeypatch: pyt
         assert everything(connection) == b""
 
 
-def test_a_connection_without_a_token_is_not_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_anonymous_connection_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "FIRST_REQUEST_S", SHORT_S)
     with place.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -94,7 +94,7 @@ def test_a_request_that_does_not_end_is_refused(
     assert json.loads(body)["error"] == "TooSlow"
 
 
-def test_an_answer_that_nobody_reads_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_an_unread_reply_is_aborted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "WRITE_TIMEOUT_S", SHORT_S)
     bus = Bus(place.data / "buses" / "long.yaml")
     bus.append_many([{"type": "INFO", "project_id": "p", "body": "x" * 1_000_000}] * 8)

@@ -1,4 +1,4 @@
-"""The buses of a task server: how much they may hold, and what a reader sees when archives are gone."""
+"""The buses of a task server: their limits, and streams whose archives are removed."""
 
 import fcntl
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from postroom import Bus
 from postroom.runtime.buses import BUSES_AN_AGENT_MAX
-from postroom.runtime.handlers import BUS_THREADS
+from postroom.runtime.task_server import BUS_THREADS
 from tests.integration.servers import Answer, Server, serving
 from tests.smalldisk import filled, small_disk
 from tests.waiting import until
@@ -76,7 +76,7 @@ def test_a_bus_with_its_archives_is_bounded_and_stays_readable(server: Server) -
         assert [message.id for message in stream.take(len(msg_ids))] == msg_ids
 
 
-def test_a_full_bus_is_refused_in_one_sentence_and_told_by_health(server: Server) -> None:
+def test_a_post_to_a_full_bus_is_refused_and_health_reports_it(server: Server) -> None:
     assert server.get(None, "/health").json == {"status": "ok"}
     fill(server)
     refused = post(server)
@@ -100,7 +100,7 @@ def test_an_archive_that_is_moved_away_makes_room(server: Server) -> None:
     assert post(server).status == 201
 
 
-def test_a_stream_is_reset_when_its_place_is_gone(server: Server) -> None:
+def test_a_stream_is_reset_when_its_position_was_removed(server: Server) -> None:
     msg_ids = fill(server)
     first, *_ = archives(server)
     gone = first.read_text().count("msg_id: ")
@@ -115,7 +115,7 @@ def test_a_stream_is_reset_when_its_place_is_gone(server: Server) -> None:
         assert (following.event, following.id) == ("message", msg_ids[gone])
 
 
-def test_a_stream_goes_on_after_its_place_is_gone_under_it(server: Server) -> None:
+def test_a_running_stream_survives_the_removal_of_its_position(server: Server) -> None:
     first = post(server).json["msg_id"]
     with server.stream("triage", PATH) as stream:
         assert stream.take(1)[0].id == first
@@ -129,7 +129,7 @@ def test_a_stream_goes_on_after_its_place_is_gone_under_it(server: Server) -> No
         assert seen[0].id == second
 
 
-def test_no_post_takes_the_last_of_the_disk(small_disk: Path) -> None:
+def test_posts_stop_before_the_disk_is_full(small_disk: Path) -> None:
     with serving(small_disk / "data") as server:
         assert post(server).status == 201
         with filled(small_disk, 500_000):
@@ -141,7 +141,7 @@ def test_no_post_takes_the_last_of_the_disk(small_disk: Path) -> None:
         assert post(server).status == 201
 
 
-def test_a_bus_that_is_held_up_stops_only_who_posts_to_it(server: Server) -> None:
+def test_a_locked_bus_delays_only_its_own_posts(server: Server) -> None:
     assert post(server).status == 201
     with (server.data / "buses" / "news.yaml").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -156,7 +156,7 @@ def test_a_bus_that_is_held_up_stops_only_who_posts_to_it(server: Server) -> Non
             thread.join()
 
 
-def test_an_agent_makes_a_limited_number_of_buses(server: Server) -> None:
+def test_an_agent_creates_a_limited_number_of_buses(server: Server) -> None:
     def made(who: str, name: str) -> Answer:
         return server.send(who, "POST", f"/bus/{name}/messages", {"type": "INFO", "project_id": "demo"})
 

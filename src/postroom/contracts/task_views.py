@@ -1,0 +1,202 @@
+"""What `Tasks` shows about tasks and queues. Nothing here writes."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import EPOCH, MICROSECOND
+from postroom.message import Event, Record, State, Stored
+from postroom.stores.base import Counted, Listing, by_state, ready, waiting
+from postroom.stores.transaction import Transaction
+
+HOLDERS_MAX = 10_000  # leases that a status reads to count them by holder
+
+Status = Literal["pending", "claimed", "completed", "done", "failed", "cancelled", "expired", "quarantined"]
+
+STATUS: dict[State, Status] = {
+    "SCHEDULED": "pending",
+    "QUEUED": "pending",
+    "RETRYING": "pending",
+    "PROCESSING": "claimed",
+    "FAILED": "failed",
+    "COMPLETED": "completed",
+    "EXECUTING": "completed",
+    "DONE": "done",
+    "DEAD_LETTER": "failed",
+    "CANCELLED": "cancelled",
+    "EXPIRED": "expired",
+    "QUARANTINED": "quarantined",
+}
+"""Foreman's word for each state."""
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """Everything about a task: foreman's columns first, then ours."""
+
+    task_id: str
+    agent: str
+    status: Status
+    payload: Any
+    created_at: datetime
+    claimed_at: datetime | None
+    completed_at: datetime | None
+    result: Any
+    retry_count: int
+    last_heartbeat: datetime | None
+    state: State
+    attempt: int
+    max_retries: int
+    worker: str
+    type: str
+    parent: str
+    idempotency_key: str
+    sender: str
+    """The agent that sent the task; empty when an operator or the library did."""
+    lease_ends_at: datetime | None
+    """When the lease runs out without a further heartbeat; None without a lease."""
+    errors: list[str]
+    history: list[Event]
+
+    @property
+    def ended(self) -> bool:
+        """Whether no worker will get the task again: it has a result, or it failed for good."""
+        return self.state in lifecycle.ENDED
+
+
+class TaskLine(msgspec.Struct, frozen=True):
+    """A task in a list."""
+
+    seq: int
+    task_id: str
+    agent: str
+    status: Status
+    state: State
+    attempt: int
+    created_at: datetime
+    ended_at: datetime | None
+
+
+class AgentStatus(msgspec.Struct, frozen=True):
+    """The state of one agent's queue."""
+
+    depth: int
+    """Tasks that wait, delayed ones included."""
+    oldest_age_s: float | None
+    """How long the next task has been ready."""
+    in_flight: int
+    holders: dict[str, int]
+    """Leases by worker."""
+    lapses: int
+    """Leases that ran out since the queue exists."""
+    states: dict[State, int]
+    max_depth: int
+
+
+class TasksStatus(msgspec.Struct, frozen=True):
+    """The state of all queues."""
+
+    agents: dict[str, AgentStatus]
+    totals: dict[Status, int]
+    events_waiting: int | None = None
+    """Events that the audit stream does not hold yet; None when no shipper is attached."""
+    held_up: int = 0
+    """Enqueues of this process that were delayed or refused because of that backlog."""
+
+
+def task_info(stored: Stored) -> TaskInfo:
+    """Return everything about a stored task."""
+    record, envelope = stored.record, stored.envelope
+    return TaskInfo(
+        task_id=record.message_id,
+        agent=record.queue,
+        status=STATUS[record.state],
+        payload=msgspec.json.decode(envelope.payload),
+        created_at=_time_of(record.created_us),
+        claimed_at=_time_or_none(record.claimed_us),
+        completed_at=_time_or_none(record.ended_us),
+        result=None if stored.result is None else msgspec.json.decode(stored.result),
+        retry_count=record.retries,
+        last_heartbeat=_time_or_none(record.heartbeat_us),
+        state=record.state,
+        attempt=record.attempt,
+        max_retries=record.max_retries,
+        worker=record.worker_id,
+        type=envelope.type,
+        parent=envelope.parent_message_id,
+        idempotency_key=envelope.key,
+        sender=envelope.sender,
+        lease_ends_at=_lease_ends_at(record),
+        errors=[event.error for event in stored.history if event.error and event.kind != "dead_letter"],
+        history=stored.history,
+    )
+
+
+def task_line(record: Record) -> TaskLine:
+    """Return a task as a line of a list."""
+    return TaskLine(
+        seq=record.seq,
+        task_id=record.message_id,
+        agent=record.queue,
+        status=STATUS[record.state],
+        state=record.state,
+        attempt=record.attempt,
+        created_at=_time_of(record.created_us),
+        ended_at=_time_or_none(record.ended_us),
+    )
+
+
+def agents_status(transaction: Transaction) -> dict[str, AgentStatus]:
+    """Return the state of every queue by agent."""
+    holders: dict[str, dict[str, int]] = {}
+    for record in transaction.find(Listing(state="PROCESSING", limit=HOLDERS_MAX)):
+        of_queue = holders.setdefault(record.queue, {})
+        of_queue[record.worker_id] = of_queue.get(record.worker_id, 0) + 1
+    return {
+        queue: _agent_status(transaction, queue, holders.get(queue, {})) for queue in transaction.queues()
+    }
+
+
+def _agent_status(transaction: Transaction, agent: str, holders: dict[str, int]) -> AgentStatus:
+    counts = transaction.depth(agent)
+    oldest_ns = transaction.oldest_ns(agent) if ready(counts) else None
+    return AgentStatus(
+        depth=waiting(counts),
+        oldest_age_s=None if oldest_ns is None else oldest_ns / NANOS_PER_S,
+        in_flight=counts.get("PROCESSING", 0),
+        holders=holders,
+        lapses=counts.get("LAPSES", 0),
+        states=_states(counts),
+        max_depth=transaction.limits(agent).max_depth,
+    )
+
+
+def _states(counts: Mapping[Counted, int]) -> dict[State, int]:
+    return {state: n for state, n in by_state(counts).items() if state in STATUS}
+
+
+def totals(agents: Iterable[AgentStatus]) -> dict[Status, int]:
+    """Count the tasks of several queues by foreman's status."""
+    counts: dict[Status, int] = {}
+    for agent in agents:
+        for state, n in agent.states.items():
+            counts[STATUS[state]] = counts.get(STATUS[state], 0) + n
+    return counts
+
+
+def _time_of(us: int) -> datetime:
+    return EPOCH + us * MICROSECOND
+
+
+def _time_or_none(us: int) -> datetime | None:
+    return _time_of(us) if us else None
+
+
+def _lease_ends_at(record: Record) -> datetime | None:
+    """In wall-clock time, for people. The store's own clock decides when the lease ends."""
+    if record.state != "PROCESSING":
+        return None
+    return _time_of(record.heartbeat_us + record.lease_ns // 1000)

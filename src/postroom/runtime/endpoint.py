@@ -1,0 +1,250 @@
+"""One route as an ASGI application: checks the token, decodes the body or query, calls the handler, replies.
+
+Rule 1: every request gets a reply. An error is one sentence, without server paths and payloads.
+Rule 2: a body over its limit is refused before it is kept.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from postroom.core.fieldfaults import field_fault
+from postroom.errors import (
+    BusFull,
+    InvalidMessage,
+    PostroomError,
+    QueueFull,
+    Rejected,
+    SinceIdNotFound,
+    StaleLease,
+    TooMany,
+    Unavailable,
+    UnknownTask,
+    UnsafePath,
+    WrongState,
+    reason,
+)
+from postroom.runtime.http_messages import (
+    JSON_TYPE,
+    NO_CONTENT,
+    ClientDisconnected,
+    HttpReply,
+    HttpRequest,
+    Refusal,
+)
+from postroom.runtime.listener import CONNECTION
+from postroom.runtime.openapi import Route
+from postroom.runtime.schemas import SMALL_BODY_BYTES_MAX, URL_QUERY_FIELDS_MAX, ErrorAnswer
+from postroom.runtime.server_log import error_location
+from postroom.runtime.task_server import TaskServer
+
+RETRY_AFTER_S = 1
+
+STATUS_OF: dict[type[BaseException], int] = {
+    StaleLease: 409,
+    WrongState: 409,
+    UnknownTask: 404,
+    SinceIdNotFound: 404,
+    Rejected: 400,
+    QueueFull: 429,
+    TooMany: 429,
+    BusFull: 507,
+    Unavailable: 503,
+    PostroomError: 500,
+}
+"""The HTTP status of an error. The nearest base class in this table decides."""
+
+_EXTRA_HEADERS: dict[int, tuple[tuple[bytes, bytes], ...]] = {
+    401: ((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
+    413: ((b"connection", b"close"),),
+}
+
+_encode = msgspec.json.Encoder().encode
+
+Handler = Callable[[TaskServer, HttpRequest], Awaitable[HttpReply | None]]
+"""Handles a request. Returns None when it has sent the whole reply itself."""
+
+
+class ServedRoute(NamedTuple):
+    """A route, its handler, and who may send it how much."""
+
+    route: Route
+    handler: Handler
+    body_bytes_max: int = SMALL_BODY_BYTES_MAX
+    operators_only: bool = False
+
+
+class Endpoint:
+    """An ASGI application for one method of one path."""
+
+    def __init__(self, server: Callable[[], TaskServer], served: ServedRoute) -> None:
+        self.route = served.route
+        self._server = server
+        self._served = served
+        self._decoders: list[msgspec.json.Decoder[Any]] = [
+            msgspec.json.Decoder(body) for body in served.route.bodies
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = self._server()
+        request = HttpRequest(scope, receive, send)
+        try:
+            reply = await self._reply(server, request)
+        except ClientDisconnected:
+            return
+        except asyncio.CancelledError:
+            reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
+        except BaseException as error:  # noqa: BLE001 - see rule 1
+            reply = _error_to_reply(error)
+            self._log_refusal(server, request, reply, error)
+        finally:
+            if request.body_bytes_held:
+                server.body_share.give_back(request.identity, request.body_bytes_held)
+        server.requests[self.route.path, 200 if reply is None else reply.status] += 1
+        if reply is not None:
+            await _send(send, reply)
+
+    async def _reply(self, server: TaskServer, request: HttpRequest) -> HttpReply | None:
+        if not self.route.is_open:
+            self._identify(server, request)
+        body = await _read_body(server, request, self._served.body_bytes_max)
+        request.size = len(body)
+        if self._decoders:
+            request.body = self._decode(body)
+        else:
+            request.query = _decode_query(request.scope["query_string"], self.route.query)
+        return await self._served.handler(server, request)
+
+    def _identify(self, server: TaskServer, request: HttpRequest) -> None:
+        scheme, _, token = request.header(b"authorization").partition(" ")
+        request.token = token.strip()
+        identity = server.agents.identify(request.token) if scheme.lower() == "bearer" else None
+        if identity is None:
+            raise Refusal(401, "Unauthorized", "a bearer token of this server is needed")
+        request.identity = identity
+        connection = request.scope.get(CONNECTION)
+        if connection is not None:  # the first request with a token on this connection
+            connection.identify(identity)
+        if self._served.operators_only and not identity.is_operator:
+            raise Refusal(403, "Forbidden", "only an operator may do that, and this is the token of an agent")
+
+    def _decode(self, body: bytes) -> Any:
+        """Decode the body as the first of the route's structs that it fits."""
+        for decoder in self._decoders[:-1]:
+            with suppress(msgspec.ValidationError):
+                return _decoded(decoder, body)
+        try:
+            return _decoded(self._decoders[-1], body)
+        except msgspec.ValidationError as error:
+            raise InvalidMessage(self._fault(body, error)) from None
+
+    def _fault(self, body: bytes, error: msgspec.ValidationError) -> str:
+        """Describe the fault by the first struct, unless the body was meant as the last (a batch)."""
+        if len(self._decoders) > 1 and b'"tasks"' not in body:
+            try:
+                self._decoders[0].decode(body)
+            except msgspec.ValidationError as first:
+                return field_fault(first, "the body", self.route.bodies[0])
+        return field_fault(error, "the body", self.route.bodies[-1])
+
+    def _log_refusal(
+        self, server: TaskServer, request: HttpRequest, reply: HttpReply, error: BaseException
+    ) -> None:
+        name = error.error if isinstance(error, Refusal) else type(error).__name__
+        if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            name = error_location(error)
+        facts = {"route": self.route.path, "status": reply.status, "error": name}
+        if reply.status == HTTPStatus.UNAUTHORIZED:
+            server.server_log.write_rarely("refused", **facts)  # callers without a token can flood the log
+            return
+        task_id = getattr(request.body, "task_id", None) or ""
+        server.server_log.write("refused", task_id=task_id, agent=request.identity.name, **facts)
+
+
+def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(f"the body is not JSON: {reason(error)}") from None
+
+
+def _decode_query(query: bytes, kind: type) -> Any:
+    try:
+        pairs = parse_qsl(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=URL_QUERY_FIELDS_MAX
+        )  # fmt: skip
+    except ValueError:
+        raise InvalidMessage(f"the query has more than {URL_QUERY_FIELDS_MAX} fields") from None
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise InvalidMessage("the query names a field twice")
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(field_fault(error, "the query", kind)) from None
+
+
+async def _read_body(server: TaskServer, request: HttpRequest, bytes_max: int) -> bytes:
+    """Read the whole body, also where none is expected: a request is handled when it has arrived in full."""
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
+        if size > bytes_max:
+            raise Refusal(413, "TooLong", f"the body of this route may have at most {bytes_max} bytes")
+        if not message.get("more_body", False):
+            return b"".join([*pieces, piece]) if pieces else piece  # most bodies come in one piece
+        server.body_share.take(request.identity, len(piece))
+        request.body_bytes_held = size
+        pieces.append(piece)
+
+
+def _error_to_reply(error: BaseException) -> HttpReply:
+    if isinstance(error, Refusal):
+        return _error_reply(error.status, error.error, str(error))
+    status = next((STATUS_OF[kind] for kind in type(error).__mro__ if kind in STATUS_OF), 500)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return _error_reply(status, "InternalError", "internal error: the server has logged it")
+    retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
+    return _error_reply(status, type(error).__name__, _public_message(error), retry_after_s)
+
+
+def _public_message(error: BaseException) -> str:
+    """The message of an error, without paths of the server."""
+    match error:
+        case SinceIdNotFound():
+            return f"there is no message {error.since_id!r} in this bus"
+        case UnsafePath():
+            return "the attachment has to be in the folder of the bus"
+        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, BusFull):
+            return "the store cannot be used now: try again soon"
+        case _:
+            return str(error)
+
+
+def _error_reply(status: int, error: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> HttpReply:
+    body = _encode(ErrorAnswer(error, message.encode("utf-8", "replace").decode()))
+    headers = (JSON_TYPE, *_EXTRA_HEADERS.get(status, ()))
+    if status in (429, 503, 507):
+        headers += ((b"retry-after", str(max(1, round(retry_after_s))).encode()),)
+    return HttpReply(status, body, headers)
+
+
+async def _send(send: Send, reply: HttpReply) -> None:
+    headers = [*reply.headers]
+    if reply.status != NO_CONTENT.status:
+        headers.append((b"content-length", b"%d" % len(reply.body)))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})

@@ -1,0 +1,190 @@
+"""Server-sent events, and the routes of buses.
+
+Rule 1: a stream ends when its client disconnects, its token is removed, or the server stops.
+Rule 2: a stream reads page by page, so a slow client keeps at most one page in memory.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.types import Message
+
+from postroom.errors import InvalidMessage, SinceIdNotFound
+from postroom.runtime.handlers import visible_queue
+from postroom.runtime.http_messages import HttpReply, HttpRequest, disconnection
+from postroom.runtime.openapi import EVENT_STREAM
+from postroom.runtime.schemas import (
+    PAGE_DEFAULT,
+    STREAM_PAGE_BYTES_MAX,
+    BusAnswer,
+    BusIdAnswer,
+    BusQuery,
+    NewBusMessage,
+    ResetNotice,
+)
+from postroom.runtime.task_server import TaskServer
+
+T = TypeVar("T")
+
+STREAM_POLL_S = 1.0  # writes of other processes are seen within this
+STREAM_GATHER_S = 0.02
+STREAM_ALIVE_S = 15.0  # between comments, by which a lost connection is noticed
+STREAM_PAGE = 500
+
+_encode = msgspec.json.Encoder().encode
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a read of the store or of a bus in a thread."""
+ReadPage = Callable[[T], tuple[bytes, T]]
+"""Reads the page after a position. Returns its bytes and its last position."""
+
+
+async def events(server: TaskServer, request: HttpRequest) -> None:
+    last = request.header(b"last-event-id")
+    if last and not _NUMBER.fullmatch(last):
+        raise InvalidMessage("Last-Event-ID must be the number of an event")
+    owner = visible_queue(request.identity)
+
+    def page(position: int) -> tuple[bytes, int]:
+        found = server.tasks.events(after=position, limit=STREAM_PAGE)
+        visible = [event for event in found if owner is None or event.queue == owner]
+        data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in visible)
+        return data, found[-1].seq if found else position
+
+    position = int(last) if last else request.query.after
+    await _Stream(server, request, page, partial(server.read_for, request)).send(position)
+
+
+async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
+    query: BusQuery = request.query
+    name = request.path_param("name")
+    if EVENT_STREAM not in request.header(b"accept"):
+        messages = await server.on_bus(request, lambda: server.buses.read(name, query.since, query.limit))
+        return HttpReply(200, _encode(BusAnswer(messages)))
+    since = request.header(b"last-event-id") or query.since
+    page = _bus_pages(server, name, since)
+    await _Stream(server, request, page, partial(server.on_bus, request)).send(since)
+    return None
+
+
+def _bus_pages(server: TaskServer, name: str, since: str) -> ReadPage[str]:
+    """A reader of a bus that opens the file only after it has changed."""
+    path = server.buses.path(name)
+    follower = server.buses.follow(name, since)
+    read_version: tuple[int, int, int] | None = None
+
+    def page(position: str) -> tuple[bytes, str]:
+        nonlocal read_version
+        version = _version(path)
+        if version == read_version:
+            return b"", position
+        try:
+            messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
+        except SinceIdNotFound:  # it was in an archive that was removed, or never existed
+            follower.since = ""
+            return _sse("", "reset", _encode(ResetNotice(position))), ""
+        if not messages:
+            read_version = version
+            return b"", position
+        data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
+        return data, messages[-1].msg_id
+
+    return page
+
+
+async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: NewBusMessage = request.body
+    name = request.path_param("name")
+    msg_id = await server.on_bus(request, lambda: server.buses.append(name, body, request.identity))
+    server.wake_streams()
+    server.server_log.write("appended", agent=request.identity.name, bus=name, msg_id=msg_id)
+    return HttpReply(201, _encode(BusIdAnswer(msg_id)))
+
+
+class _Stream(Generic[T]):
+    """One event stream to one client."""
+
+    def __init__(self, server: TaskServer, request: HttpRequest, page: ReadPage[T], run: Run) -> None:
+        self._server = server
+        self._request = request
+        self._page = page
+        self._run = run
+
+    async def send(self, position: T) -> None:
+        """Send page after page from a position on, until the stream ends."""
+        server, request = self._server, self._request
+        server.stream_share.take(request.identity)
+        disconnected = asyncio.ensure_future(disconnection(request))
+        try:
+            woken = server.streams_woken
+            data, position = await self._read(position)
+            await request.send(_STREAM_STARTS)
+            await request.send(_chunk(data or b": ready\n\n"))
+            await self._follow(position, (disconnected, server.long_polls.ending), woken)
+            await request.send({"type": "http.response.body", "body": b""})
+        finally:
+            server.stream_share.give_back(request.identity)
+            disconnected.cancel()
+
+    async def _follow(
+        self, position: T, ends: tuple["asyncio.Future[None]", ...], woken: "asyncio.Future[None]"
+    ) -> None:
+        quiet_s = 0.0
+        while not any(end.done() for end in ends) and self._is_allowed():
+            data, reached = await self._read(position)
+            if data:
+                await self._request.send(_chunk(data))
+            if reached != position:
+                position, quiet_s = reached, 0.0
+                continue
+            quiet_s += STREAM_POLL_S
+            if quiet_s >= STREAM_ALIVE_S:
+                quiet_s = 0.0
+                await self._request.send(_chunk(b": alive\n\n"))
+            await asyncio.wait(
+                (*ends, woken), timeout=STREAM_POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )  # fmt: skip
+            if woken.done():
+                await asyncio.sleep(STREAM_GATHER_S)
+            woken = self._server.streams_woken
+
+    async def _read(self, position: T) -> tuple[bytes, T]:
+        page: tuple[bytes, T] = await self._run(lambda: self._page(position))
+        return page
+
+    def _is_allowed(self) -> bool:
+        return self._server.agents.identify(self._request.token) is not None
+
+
+_STREAM_STARTS: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+def _chunk(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _sse(event_id: str, kind: str, data: bytes) -> bytes:
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id.encode(), kind.encode(), data)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """Changes with every post. A new file may have the inode and the size of a removed one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns

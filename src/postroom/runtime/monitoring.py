@@ -1,0 +1,36 @@
+"""The routes by which a server is watched: health, metrics and its OpenAPI document."""
+
+import msgspec
+
+from postroom.runtime.http_messages import HttpReply, HttpRequest
+from postroom.runtime.metrics import CONTENT_TYPE, ServerCounters, metrics_text
+from postroom.runtime.schemas import ErrorAnswer, HealthAnswer
+from postroom.runtime.task_server import TaskServer
+
+_encode = msgspec.json.Encoder().encode
+_METRICS_TYPE = (b"content-type", CONTENT_TYPE.encode())
+
+
+async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no caller
+    if server.tasks.store.trouble:
+        return _unavailable("the store cannot be written to at present")
+    if not (server.writer.alive and server.harness.alive):
+        return _unavailable("a thread of the server has ended: restart it")
+    parts = await server.degraded()
+    return HttpReply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
+
+
+def _unavailable(message: str) -> HttpReply:
+    return HttpReply(503, _encode(ErrorAnswer("Unavailable", message)))
+
+
+async def metrics(server: TaskServer, request: HttpRequest) -> HttpReply:
+    status = await server.read_for(request, server.tasks.status)
+    counters = ServerCounters(
+        server.harness.status(), server.long_polls.count, server.writer.turns, server.requests
+    )
+    return HttpReply(200, metrics_text(status, counters), (_METRICS_TYPE,))
+
+
+async def openapi(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no caller
+    return HttpReply(200, server.openapi_json)

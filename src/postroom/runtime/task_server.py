@@ -1,0 +1,131 @@
+"""The parts that all requests of a task server share while it runs.
+
+Rule 1: nothing blocks the event loop. Store reads run in reader threads, writes in the writer thread, and
+        bus files are used in bus threads.
+Rule 2: one token cannot use all threads, long polls, streams or buffer bytes.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+from postroom.contracts.task_input import LEASE_S_MAX, checked_terms
+from postroom.contracts.tasks import Tasks
+from postroom.runtime.agents import Agents
+from postroom.runtime.buses import Buses
+from postroom.runtime.harness import Harness
+from postroom.runtime.http_messages import HttpRequest
+from postroom.runtime.longpoll import WAITERS_MAX, LongPolls
+from postroom.runtime.result_polls import ResultPolls
+from postroom.runtime.server_log import ServerLog
+from postroom.runtime.shares import Shares
+from postroom.runtime.writer import StoreWriter
+
+T = TypeVar("T")
+
+BUS_THREADS = 8  # apart from the readers: a bus locked by another process delays no read of the store
+BUS_THREADS_A_TOKEN_MAX = 2
+READERS = 2  # reader threads; the store has one connection for them
+READERS_A_TOKEN_MAX = 1
+STREAMS_MAX = 256
+STREAMS_A_TOKEN_MAX = 32
+OPERATOR_STREAMS_RESERVE = 32
+POLLS_A_TOKEN_MAX = 1_000
+OPERATOR_POLLS_RESERVE = 100
+BODY_BYTES_MAX = 512 * 1024 * 1024  # of all bodies that are arriving or being handled
+BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
+BODY_BYTES_RESERVE = 128 * 1024 * 1024
+TERMS_KEPT_MAX = 1_024
+HEALTH_CHECK_S = 0.5
+
+
+class TaskServer:
+    """The store, the harness, the threads and the shares of one server."""
+
+    def __init__(
+        self, tasks: Tasks, agents: Agents, harness: Harness, buses: Buses, server_log: ServerLog
+    ) -> None:  # fmt: skip
+        self.tasks = tasks
+        self.agents = agents
+        self.harness = harness
+        self.buses = buses
+        self.server_log = server_log
+        self.openapi_json = b"{}"
+        self.lease_s_max = LEASE_S_MAX
+        """Longer leases are shortened to this; the reply says how long the lease is."""
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self._loop = asyncio.get_running_loop()
+        self._readers = ThreadPoolExecutor(READERS, "postroom-reader")
+        self._read_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(READERS_A_TOKEN_MAX))
+        self._bus_threads = ThreadPoolExecutor(BUS_THREADS, "postroom-bus")
+        self._bus_turns = lru_cache(TERMS_KEPT_MAX)(lambda _: asyncio.Semaphore(BUS_THREADS_A_TOKEN_MAX))
+        self._health_thread = ThreadPoolExecutor(1, "postroom-health")
+        self._health_checked = -HEALTH_CHECK_S
+        self._degraded: dict[str, str] = {}
+        self.writer = StoreWriter(tasks, self._loop)
+        self.long_polls = LongPolls(tasks, self.writer, self.read, self._loop)
+        self.result_polls = ResultPolls(tasks, self.read, self.long_polls)
+        self.streams_woken = self._loop.create_future()
+        """Done when a stream should look for new events; replaced by a new future then."""
+        self.stream_share = Shares(
+            "event streams", STREAMS_MAX, STREAMS_A_TOKEN_MAX, OPERATOR_STREAMS_RESERVE
+        )  # fmt: skip
+        self.poll_share = Shares("long polls", WAITERS_MAX, POLLS_A_TOKEN_MAX, OPERATOR_POLLS_RESERVE)
+        self.body_share = Shares(
+            "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE
+        )
+        # Cached: an agent claims on the same terms all day.
+        self.claim_terms = lru_cache(TERMS_KEPT_MAX)(checked_terms)
+
+    def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run a read of the store in a reader thread."""
+        return self._loop.run_in_executor(self._readers, look)
+
+    async def read_for(self, request: HttpRequest, look: Callable[[], T]) -> T:
+        """Run a read for a request. Further reads of the same token wait for their turn."""
+        async with self._read_turns(request.identity.name):
+            return await self.read(look)
+
+    async def on_bus(self, request: HttpRequest, work: Callable[[], T]) -> T:
+        """Run work on a bus file in a bus thread. Further work of the same token waits for its turn."""
+        async with self._bus_turns(request.identity.name):
+            return await self._loop.run_in_executor(self._bus_threads, work)
+
+    def wake_streams(self) -> None:
+        """Make event streams look for new events now."""
+        if self.stream_share.used and not self.streams_woken.done():
+            self.streams_woken.set_result(None)
+            self.streams_woken = self._loop.create_future()
+
+    async def degraded(self) -> dict[str, str]:
+        """What does not work, by name. Checked at most every `HEALTH_CHECK_S`: anybody may ask."""
+        if self._loop.time() >= self._health_checked + HEALTH_CHECK_S:
+            self._health_checked = self._loop.time()
+            self._degraded = await self._loop.run_in_executor(self._health_thread, self._check_health)
+        return self._degraded
+
+    def _check_health(self) -> dict[str, str]:
+        """Callers without a token see this, so no bus is named."""
+        parts: dict[str, str] = {}
+        if self.buses.disk_is_nearly_full():
+            parts["disk"] = "the disk is nearly full: posts to buses are refused"
+        full = len(self.buses.full())
+        if full:
+            parts["buses"] = f"{full} of the buses have no room: an operator has to move archives away"
+        return parts
+
+    def end_waits(self) -> None:
+        """End all long polls and streams, so that the server can stop."""
+        self.long_polls.end()
+
+    def close(self) -> None:
+        """Finish the pending writes, then stop all threads."""
+        self.end_waits()
+        self.writer.close()
+        self._readers.shutdown()
+        self._health_thread.shutdown()
+        self._bus_threads.shutdown()
+        self.buses.close()
