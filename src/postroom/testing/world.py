@@ -698,6 +698,7 @@ class World:
             return True
         if not any(record.state not in lifecycle.ENDED for record in self._records()):
             return False
+        self.clock.advance(self.policy.breaker.cooldown_s)  # an open breaker would fail a replay again
         dead = [*self._records("DEAD_LETTER"), *self._records("QUARANTINED")]
         for record in dead:
             self._replay_one(record.message_id)
