@@ -127,6 +127,7 @@ def finish(engine: Engine) -> None:
     async def work() -> None:
         running = asyncio.create_task(engine.run(concurrency=10))
         deadline = time.monotonic() + STUCK_S
+        await asyncio.sleep(0)  # `stop` ends only workers that have begun
         while any(record.state not in lifecycle.ENDED for record in records_of(engine)):
             if time.monotonic() > deadline or running.done():
                 break

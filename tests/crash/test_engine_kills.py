@@ -60,7 +60,7 @@ def worker_that_dies(folder: Path, point: str, on_unknown: OnUnknown) -> int:
             die()  # inside the transaction: the intent is written, and not committed
 
         if point == "before the intent":
-            Operations.begin_effect = begin_and_die  # type: ignore[assignment,method-assign]
+            Operations.begin_effect = begin_and_die  # type: ignore[method-assign]
         with open_engine(folder) as engine:
             register(engine, folder, on_unknown, die=lambda here: die() if here == point else None)
             finish(engine)

@@ -12,7 +12,8 @@ import asyncio
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -101,7 +102,7 @@ class HandlerWorld:
 
     def run(self, messages: Iterable[Mapping[str, Any]]) -> HandlerReport:
         """Submit messages, given as the keywords of `submit`, and run their handlers to the end."""
-        with self._engine.testing() as testing:
+        with _expected_warnings_dropped(), self._engine.testing() as testing:
             core: EngineCore = testing._core  # noqa: SLF001 - the world is a part of the engine's tests
             assert isinstance(core, InlineCore)
             core.handlers = {name: self._faulty(handler) for name, handler in core.handlers.items()}
@@ -249,6 +250,21 @@ class _WorldWorker(Worker):
 
 _log = logging.getLogger("postroom.testing")
 POINTS: Final[tuple[Point, ...]] = get_args(Point)
+
+
+@contextmanager
+def _expected_warnings_dropped() -> Iterator[None]:
+    """Drop the warnings of workers, which are about the faults of the world. Errors are still logged."""
+    log = logging.getLogger("postroom.engine")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)
 
 
 def _arguments(message: Message, context: Any, takes_batches: bool) -> tuple[Any, Any]:
