@@ -270,7 +270,7 @@ def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int
     """Delay a waiting record, or a leased one that its holder cannot work on now. No retry is counted."""
     kind = _arrow("defer", record, "SCHEDULED")
     facts: dict[str, Any] = {}
-    if record.state == "PROCESSING":
+    if token or record.state == "PROCESSING":
         _holds(record, moment, token)
         facts = {"lease": token, "worker_id": record.worker_id}
     now = moment.steady_ns

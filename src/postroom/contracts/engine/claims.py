@@ -27,6 +27,8 @@ ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
 PROMOTED = LANES
 """The rotation over organizations that have messages promoted to P0."""
 PAUSED = "its type is paused"
+ORDERED = b'"ordering_key":'
+"""Stands in the body of every message with an ordering key, and perhaps in a payload."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -210,9 +212,7 @@ class Claims:
         elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._circuits and not self._service_admits(head):
-            pass
-        else:
+        elif self._is_next(head) and self._service_admits(head):
             return True
         self._held_back += 1
         return False
@@ -226,7 +226,13 @@ class Claims:
         self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
         self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
 
+    def _is_next(self, head: Head) -> bool:
+        """Whether no older message of the same ordering key is left."""
+        return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
+
     def _service_admits(self, head: Head) -> bool:
+        if not self._circuits:
+            return True
         service = self._service_of(head)
         circuit = self._circuits.get(service)
         if circuit is None:

@@ -202,27 +202,28 @@ class Operations:
         return stale
 
     def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
-        plain = [one for one in outcomes if one.usage is None]
+        plain = {one.message_id: one for one in outcomes if one.usage is None}
+        alone = [one for one in outcomes if plain.get(one.message_id) is not one]
         try:
-            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain})
-            stale = []
+            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain.values()})
         except (StaleLease, UnknownTask):
-            stale = self._complete_each(plain)
-        stale += self._complete_each([one for one in outcomes if one.usage is not None])
-        for outcome in outcomes:
-            if outcome.message_id not in stale:
-                self._after_success(outcome)
-        return stale
+            plain, alone = {}, [*outcomes]
+        for outcome in plain.values():
+            self._after_success(outcome)
+        return [one.message_id for one in alone if not self._complete_alone(one)]
 
-    def _complete_each(self, outcomes: Sequence[Outcome]) -> list[str]:
-        stale = []
-        for outcome in outcomes:
-            detail = _spent(outcome)
-            try:
-                self.transaction.apply(ByIds((outcome.message_id,)), _completion(outcome, detail))
-            except (StaleLease, UnknownTask):
-                stale.append(outcome.message_id)
-        return stale
+    def _complete_alone(self, outcome: Outcome) -> bool:
+        """Complete one message; False when the lease was over."""
+        try:
+            steps = self.transaction.apply(
+                ByIds((outcome.message_id,)), _completion(outcome, _spent(outcome))
+            )
+        except (StaleLease, UnknownTask):
+            return False
+        self._after_success(outcome)
+        if steps and outcome.usage is not None and outcome.body is not None and self._policy.guard.is_set:
+            self._count_usage(outcome, outcome.body)
+        return True
 
     def _after_success(self, outcome: Outcome) -> None:
         transaction, body = self.transaction, outcome.body
@@ -232,8 +233,6 @@ class Operations:
                 self._set_circuit(outcome.service, circuit, breaker.succeeded(circuit, outcome.message_id))
         if body is not None and body.ordering_key:
             self._ended(outcome.message_id)
-        if outcome.usage is not None and body is not None and self._policy.guard.is_set:
-            self._count_usage(outcome, body)
 
     def _count_usage(self, outcome: Outcome, body: Body) -> None:
         [record] = self.transaction.find(ByIds((outcome.message_id,)))
@@ -275,18 +274,21 @@ class Operations:
                 error_type=outcome.error_type, delay_ns=delay_ns, lane=lane,
             )  # fmt: skip
 
-        self._apply(outcome, decide)
-        if outcome.counts_for_breaker and outcome.service:
+        is_first = self._apply(outcome, decide)
+        if is_first and outcome.counts_for_breaker and outcome.service:
             circuit = CIRCUITS.get(self.transaction, outcome.service) or breaker.CLOSED
             rule_of_service = self._policy.breaker_of(outcome.service)
             now = self.transaction.steady_ns
             after = breaker.failed(circuit, rule_of_service, outcome.message_id, now)
             self._set_circuit(outcome.service, circuit, after)
 
-    def _apply(self, outcome: Outcome, decide: Decide) -> None:
-        for step in self.transaction.apply(ByIds((outcome.message_id,)), decide):
+    def _apply(self, outcome: Outcome, decide: Decide) -> bool:
+        """Apply an outcome; False when it was applied before."""
+        steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
+        for step in steps:
             if step.record.state in lifecycle.ENDED:
                 ordering.ended(self.transaction, step.record)
+        return bool(steps)
 
     def _ended(self, message_id: str) -> None:
         for record in self.transaction.find(ByIds((message_id,))):
@@ -392,11 +394,12 @@ class Operations:
         [step] = self.transaction.apply(
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
+        org_id = org_of(step.record.queue)
+        PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
         if body is not None and body.ordering_key:
             ordering.rejoin(
-                self.transaction, step.record, org_of(step.record.queue), body.ordering_key,
-                stops=body.on_dead == "stop",
-            )  # fmt: skip
+                self.transaction, step.record, org_id, body.ordering_key, stops=body.on_dead == "stop"
+            )
 
     def pause(self, org_id: str, type_name: str, *, kill: bool = False) -> None:
         """Stop deliveries of an organization, of a type, of both together, or all of them."""

@@ -7,7 +7,7 @@ import msgspec
 
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker
-from postroom.core.fairness import WEIGHT_DEFAULT
+from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
 from postroom.core.versions import CURRENT_VERSION
@@ -76,6 +76,12 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     """Submits a second of the organization."""
     user_rate_per_s: float | None = None
     """Submits a second of each of its users."""
+
+    def __post_init__(self) -> None:
+        if not self.weight >= WEIGHT_MIN:
+            raise InvalidSetting(
+                f"the weight of an organization is at least {WEIGHT_MIN}, not {self.weight!r}"
+            )
 
     @property
     def keep_s(self) -> float:
