@@ -22,6 +22,7 @@ from postroom.contracts.engine.cells import (
     PARKED,
     PARTS,
     PAUSES,
+    SEPARATOR,
     WORKERS,
     Effect,
     GoalUse,
@@ -29,6 +30,7 @@ from postroom.contracts.engine.cells import (
     Pause,
     UsedKey,
     WorkerInfo,
+    joined,
 )
 from postroom.contracts.engine.messages import Body, Prepared, decode_body, stored
 from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
@@ -411,20 +413,22 @@ class Operations:
         PAUSES.put(self.transaction, None, org_id, type_name)
         self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
 
-    def unpark(self, type_name: str, org_id: str) -> bool:
-        """Put messages of a type that was paused into their lanes; True when there may be more of them."""
+    def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
+        """Put messages of a type that was paused into their lanes, behind a key of `PARKED`.
+
+        Returns the key to continue from; None at the end.
+        """
         parts = (type_name, org_id) if org_id else (type_name,)
-        paused = {tuple(key.split("\x1f")) for key, _ in PAUSES.scan(self.transaction)}
-        found = PARKED.under(self.transaction, *parts, limit=RESUME_A_COMMIT_MAX)
-        woken = 0
+        prefix = joined(*parts) + SEPARATOR
+        paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(self.transaction)}
+        found = PARKED.scan(self.transaction, after or prefix, RESUME_A_COMMIT_MAX)
         for key, message_id in found:
-            owner = key.split("\x1f")[1]
-            if (ALL, type_name) in paused or (owner, type_name) in paused:
-                continue
-            self.transaction.put_cell(PARKED.name, key, None)
-            ordering.wake(self.transaction, message_id)
-            woken += 1
-        return woken == RESUME_A_COMMIT_MAX
+            owner = key.split(SEPARATOR)[1] if key.startswith(prefix) else None
+            if owner is not None and paused.isdisjoint({(ALL, type_name), (owner, type_name)}):
+                self.transaction.put_cell(PARKED.name, key, None)
+                ordering.wake(self.transaction, message_id)
+        is_more = len(found) == RESUME_A_COMMIT_MAX and found[-1][0].startswith(prefix)
+        return found[-1][0] if is_more else None
 
     def report_worker(self, worker_id: str, info: WorkerInfo | None) -> None:
         """Note that a worker is alive; None removes it."""
