@@ -1,5 +1,7 @@
 """The cost of one claim of 10 messages: flat, however many wait and of however many organizations.
 
+The cost of one submit stands beside it, for information.
+
 The clock of the store stands still, so that filling a large store ages no message. Then it is moved by a
 minute, after which every message counts as P0.
 """
@@ -9,8 +11,9 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from figures import Figure, Goal, compare, readable
+from figures import Figure, Goal, compare, readable, seconds
 
 from enginebench.direct import Direct
 from enginebench.engines import ADMIT_ALL, TYPE, batches, fresh, url_in
@@ -32,16 +35,10 @@ class Waiting:
         self._engine = Direct(url_in(folder), ADMIT_ALL, {}, self.clock)
         numbers = itertools.count()
         for size in batches(waiting):
-            self._engine.submit(
-                {
-                    "type": TYPE,
-                    "org_id": f"org-{number % organizations}",
-                    "priority": number // organizations % LANES,
-                    "payload": {},
-                    "durability": "os",
-                }
-                for number in itertools.islice(numbers, size)
-            )
+            places = [
+                (n % organizations, n // organizations % LANES) for n in itertools.islice(numbers, size)
+            ]
+            self._engine.fill(_message(*place) for place in sorted(places))  # equal ones are stored together
 
     def claim_ms(self, claims: int) -> float:
         """The median of some claims; the messages are released afterwards."""
@@ -56,8 +53,25 @@ class Waiting:
         self._engine.finish(claimed, "released")
         return statistics.median(took_s) * MS_PER_S
 
+    def submit_ms(self, submits: int) -> float:
+        """The median of some submits of one message. The messages stay in the store."""
+        took_s = [seconds(lambda: self._engine.submit([_message(0, LANES - 1)])) for _ in range(submits)]
+        return statistics.median(took_s) * MS_PER_S
+
     def close(self) -> None:
         self._engine.close()
+
+
+def _message(organization: int, priority: int) -> dict[str, Any]:
+    return {
+        "type": TYPE,
+        "org_id": f"org-{organization}",
+        "priority": priority,
+        "payload": {},
+        "goal_id": "goal",
+        "task_id": "task",
+        "durability": "os",
+    }
 
 
 def figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -89,5 +103,8 @@ def _beside(many: Waiting, few: Waiting, names: tuple[str, str], sizes: Sizes) -
         yield Figure(f"claim of {BATCH}, {names[0]}{age}", cost.ours, "ms", against, cost.ratio, goals)
         for side in (many, few):
             side.clock.advance(AGE_S)
+    cost = compare(lambda: many.submit_ms(sizes.claims), lambda: few.submit_ms(sizes.claims))
+    against = f"{names[1]}: {readable(cost.theirs)} ms"
+    yield Figure(f"submit, {names[0]}", cost.ours, "ms", against, cost.ratio)
     many.close()
     few.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 from postroom import Engine, Policy
 from postroom.contracts.engine.claims import Claimed, Claims
-from postroom.contracts.engine.messages import Registry
+from postroom.contracts.engine.messages import Prepared, Registry, stored
 from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES
 from postroom.core.fairness import Rotation
@@ -28,9 +28,18 @@ class Direct:
         self._rotation = Rotation()
 
     def submit(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        policy, wall_us = self._policy, self._store.wall_us()
-        prepared = [self._registry.prepare(fields, policy, wall_us) for fields in messages]
-        self._store.write(lambda transaction: Operations(transaction, policy).submit(prepared))
+        prepared = self._prepared(messages)
+        self._store.write(lambda transaction: Operations(transaction, self._policy).submit(prepared))
+
+    def fill(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        """Store messages without admission, to fill a store quickly."""
+        inline_max = self._policy.body_inline_bytes_max
+        envelopes = [stored(one, inline_max)[0] for one in self._prepared(messages)]
+        self._store.write(lambda transaction: transaction.insert(envelopes))
+
+    def _prepared(self, messages: Iterable[Mapping[str, Any]]) -> list[Prepared]:
+        wall_us = self._store.wall_us()
+        return [self._registry.prepare(fields, self._policy, wall_us) for fields in messages]
 
     def claim(self, limit: int) -> list[Claimed]:
         return self._store.write(

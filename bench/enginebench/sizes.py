@@ -30,7 +30,7 @@ class Sizes:
     waiting_of_all: int = 100_000
     """Messages that wait, however many organizations they are of."""
     claims: int = 10
-    claim_turns: int = 20
+    claim_turns: int = 5
 
     idle: int = 200
     flood: int = 10_000
