@@ -18,7 +18,7 @@ from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Moment, Record, Step, org_of
-from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
+from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
 
 HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
@@ -60,6 +60,10 @@ class Claims:
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._circuits: dict[str, Circuit] = {}
+        self._filled: list[int] = []
+        """Lanes that have messages."""
+        self._oldest: dict[int, Record | None] = {}
+        """The message that has waited longest in each of them."""
 
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
@@ -68,6 +72,9 @@ class Claims:
         if not limit or not self._look_at_rules():
             return []
         claimed: list[Claimed] = []
+        counts = transaction.total()
+        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+        self._oldest = {lane: transaction.oldest(lane) for lane in self._filled if lane}
         for lane in range(LANES):
             while len(claimed) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
                 chosen = self._choose(lane, limit - len(claimed))
@@ -97,19 +104,23 @@ class Claims:
 
     def _choose(self, lane: int, limit: int) -> list[Head]:
         """The next messages of a class, in the order of delivery."""
-        aged = [other for other in range(lane + 1, LANES) if self._has_promoted(other, lane)]
+        aged = [other for other in self._filled if other > lane and self._has_promoted(other, lane)]
+        if not aged and lane not in self._filled:
+            return []
         accepted: dict[str, list[Head]] = {}
         promoted: dict[str, list[Head]] = {}
         for queue in self._organizations(lane, aged, limit):
-            own = self._transaction.pull(queue, lane, limit)
+            own = self._transaction.pull(queue, lane, limit) if lane in self._filled else []
             older = [
                 head
                 for other in aged
                 for head in self._transaction.pull(queue, other, limit)
                 if self._class_of(head.record) <= lane
             ]
-            if lane:
+            if lane and older:
                 accepted[queue] = sorted([*own, *older], key=lambda head: head.record.place)
+            elif lane:
+                accepted[queue] = own
             else:
                 accepted[queue], promoted[queue] = own, older
         if not lane and any(promoted.values()):
@@ -139,7 +150,8 @@ class Claims:
         )
 
     def _has_promoted(self, lane: int, to: int) -> bool:
-        oldest = self._transaction.oldest(lane)
+        """Whether a lane has messages that their age has promoted to a class, as far as was known before."""
+        oldest = self._oldest[lane]
         return oldest is not None and self._class_of(oldest) <= to
 
     def _organizations(self, lane: int, aged: list[int], limit: int) -> list[str]:
@@ -147,7 +159,8 @@ class Claims:
         found: set[str] = set()
         after = self._rotation.last.get(lane, "")
         for each in (lane, *aged):
-            found |= self._active(each, after, limit)
+            if each in self._filled:
+                found |= self._active(each, after, limit)
         for each in aged:
             oldest = self._transaction.oldest(each)
             if oldest is not None and org_of(oldest.queue) not in self._paused_orgs:
