@@ -265,12 +265,12 @@ _encode = msgspec.json.Encoder().encode
 decode_body = msgspec.json.Decoder(Body).decode
 
 
-def stored(prepared: Prepared, inline_bytes_max: int) -> tuple[Envelope, bytes | None]:
-    """The envelope with its body, and the payload when it is to be stored apart."""
-    if len(prepared.payload) <= inline_bytes_max:
-        return replace(prepared.envelope, payload=_encode(prepared.body)), None
-    apart = replace(prepared.body, payload=NO_PAYLOAD, payload_ref=prepared.digest)
-    return replace(prepared.envelope, payload=_encode(apart)), prepared.payload
+def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
+    """The envelope with its body. A payload above the limit is referred to."""
+    body = prepared.body
+    if len(prepared.payload) > inline_bytes_max:
+        body = replace(body, payload=NO_PAYLOAD, payload_ref=prepared.digest)
+    return replace(prepared.envelope, payload=_encode(body))
 
 
 def message_of(record: Record, type_name: str, parent: str, body: Body, payload: Any) -> Message:
