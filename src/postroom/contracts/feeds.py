@@ -167,7 +167,7 @@ def _head_of(outbox: Outbox | None) -> StreamHead | None:
 
 def _restored(source: str) -> ShippedElsewhere:
     return ShippedElsewhere(
-        f"{source} has other events than the stream holds of it: it was put back to an older state and has "
+        f"{source} has other events than the stream holds of it: it was restored to an older state and has "
         "grown from there, so ship it to a new folder"
     )
 
