@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from postroom import Backpressure, Engine, Policy
+from postroom import Backpressure, Engine, Organization, Policy
 
 TYPE = "tool_call"
 SLOTS_DEFAULT = 10
 PATIENCE_S = 300.0
 LOOK_S = 0.005
 NEVER = 10**9
-ADMIT_ALL = Policy(backpressure=Backpressure(scale=NEVER, light=NEVER, heavy=NEVER, emergency=NEVER))
+ADMIT_ALL = Policy(
+    backpressure=Backpressure(scale=NEVER, light=NEVER, heavy=NEVER, emergency=NEVER),
+    organization=Organization(max_depth=NEVER),
+)
 """The rules of an engine that admits a flood."""
 FILL_BATCH = 1_000
 NO_VARIABLES: Mapping[str, str] = {}
