@@ -18,7 +18,7 @@ from postroom.contracts.task_operations import DECISIONS, Task, TaskOperations
 from postroom.contracts.task_views import TaskInfo, totals
 from postroom.contracts.tasks import Tasks
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
-from postroom.message import Record, State
+from postroom.message import ENGINE_PREFIX, Record, State
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     NO_CONTENT,
@@ -348,5 +348,5 @@ def _own_record(operations: TaskOperations, task_id: str, owner: str | None) -> 
 
 def _check_owner(tasks: Tasks, task_id: str, owner: str | None) -> None:
     [record] = tasks.store.find(ByIds((task_id,)))
-    if owner is not None and record.queue != owner:
+    if record.queue.startswith(ENGINE_PREFIX) or (owner is not None and record.queue != owner):
         raise UnknownTask(task_id)
