@@ -49,6 +49,10 @@ class EngineCore:
         self._keys_purged_to = ""
         store.add_commit_listener(self._committed)
 
+    def share(self, other: "EngineCore") -> None:
+        """Use the types, handlers and services of another engine, also those registered later."""
+        self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
+
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
         self._commits.close()
