@@ -151,7 +151,7 @@ def _organization(
         lanes=[counts.get(lane, 0) for lane in LANE_COUNTS],
         depth=depth,
         stage=_stage(depth, pressures.get(org_id), policy),
-        states={str(state): n for state, n in by_state(counts).items()},
+        states={str(state): n for state, n in by_state(counts).items() if state != "LAPSES"},
         paused=is_paused,
     )
 
