@@ -81,7 +81,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float) -> list[Task]:
     """Wait for tasks. Tasks claimed for a client that has disconnected are released at once."""
-    async with _poll_share(server, request) as disconnected:
+    async with poll_share(server, request) as disconnected:
         claimed = await server.long_polls.claim(terms, request.identity, wait_s, disconnected)
         if disconnected.done():
             await _release_all(server, request, claimed)
@@ -90,7 +90,7 @@ async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wai
 
 
 @asynccontextmanager
-async def _poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
+async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
     """Count a long poll in the caller's share. Gives a future that is done when the client disconnects."""
     server.poll_share.take(request.identity)
     disconnected = asyncio.ensure_future(disconnection(request))
@@ -281,7 +281,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
     info = await _readable(server, request)
     if query.wait_s and not info.ended:
-        async with _poll_share(server, request) as disconnected:
+        async with poll_share(server, request) as disconnected:
             await server.result_polls.wait(info.task_id, query.wait_s, disconnected)
             if disconnected.done():
                 raise ClientDisconnected

@@ -70,10 +70,10 @@ class EngineCore:
         try:
             return await self.write(lambda operations: operations.submit(prepared))
         except (Overloaded, GuardTripped) as error:
-            await self._note_refusal(prepared[0], error)
+            await self.note_refusal(prepared[0], error)
             raise
 
-    async def _note_refusal(self, message: Prepared, error: PostroomError) -> None:
+    async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
         now = time.monotonic()
         noted_at, count = self._refusals.get(message.org_id, (0.0, 0))
