@@ -168,7 +168,8 @@ def test_a_wrong_call_is_one_sentence(arguments: list[str], error: str) -> None:
 def test_a_folder_without_a_store_is_named() -> None:
     result = postroom("engine", "status", "--data", "nowhere")
     assert (result.code, "queue.db is not there" in result.error) == (1, True)
-    unknown = submit() and engine("explain", "0190163d-8694-739b-aea5-966c26f8ad91")
+    submit()
+    unknown = engine("explain", "0190163d-8694-739b-aea5-966c26f8ad91")
     assert (unknown.code, "there is no message" in unknown.error) == (1, True)
 
 
