@@ -220,10 +220,6 @@ ROUTES: Sequence[ServedRoute] = (
         engine_handlers.dead_letters,
     ),
     ServedRoute(
-        Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
-        engine_handlers.dead_letter,
-    ),
-    ServedRoute(
         Route(
             "POST",
             "/engine/dlq/replay",
@@ -246,6 +242,10 @@ ROUTES: Sequence[ServedRoute] = (
         ),
         engine_handlers.purge,
         operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
+        engine_handlers.dead_letter,
     ),
     ServedRoute(
         Route("GET", "/engine/status", "The state of the global queue", {200: (EngineStatus,)}, _READ),
