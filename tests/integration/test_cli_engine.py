@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine
+from postroom.cli.engine.operate import progress_line
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
@@ -335,3 +336,10 @@ def test_a_load_prints_the_latencies_of_each_priority() -> None:
     targets = {found["priority"]: found["target_ms"] for found in report["classes"]}
     assert targets == {"P0": 10.0, "P1": 50.0, "P2": 100.0, "P3": 500.0}
     assert sum(found["count"] for found in report["classes"]) == 20
+
+
+def test_the_live_view_shows_the_progress() -> None:
+    states = {"COMPLETED": 2, "DEAD_LETTER": 1, "QUEUED": 1}
+    facts = {"organizations": {"acme": {"states": states}}}
+    assert progress_line(facts, 2.5) == f"[{'#' * 22}{'.' * 8}]  75%  3 of 4 ended  2.5 a second"
+    assert progress_line({"organizations": {}}, None) == f"[{'#' * 30}] 100%  0 of 0 ended"
