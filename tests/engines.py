@@ -79,7 +79,8 @@ class EngineUnderTest:
         async def step() -> int:
             worker = Worker(self.engine._core, worker_id="w", slots=slots)
             count = await worker.step()
-            await worker.step_outcomes()
+            worker.stop()  # claim no more, and commit the outcomes
+            await worker.step()
             return count
 
         return self.wait(step())

@@ -19,7 +19,7 @@ from postroom.testing import ManualClock
 AGENT = "ada"
 
 
-class TaskHandlers:
+class OperationCases:
     """Tasks with a manual clock, and the events they emitted since the last call."""
 
     def __init__(self) -> None:
@@ -44,76 +44,76 @@ class TaskHandlers:
         return task.task_id, task.lease
 
 
-def finished(desk: TaskHandlers) -> str:
-    name, lease = desk.held()
-    desk.tasks.complete(name, lease, "done")
+def finished(cases: OperationCases) -> str:
+    name, lease = cases.held()
+    cases.tasks.complete(name, lease, "done")
     return name
 
 
-def decided(desk: TaskHandlers) -> Callable[[], object]:
-    desk.tasks.open_decision(finished(desk))
-    [decision] = desk.tasks.claim(agent=DECISIONS)
-    return lambda: desk.tasks.settle(decision)
+def decided(cases: OperationCases) -> Callable[[], object]:
+    cases.tasks.open_decision(finished(cases))
+    [decision] = cases.tasks.claim(agent=DECISIONS)
+    return lambda: cases.tasks.settle(decision)
 
 
-def lapsed(desk: TaskHandlers) -> Callable[[], object]:
-    desk.held()
-    desk.held(max_retries=0)
-    desk.clock.advance(11)
-    return desk.tasks.sweep
+def lapsed(cases: OperationCases) -> Callable[[], object]:
+    cases.held()
+    cases.held(max_retries=0)
+    cases.clock.advance(11)
+    return cases.tasks.sweep
 
 
-def delayed(desk: TaskHandlers) -> Callable[[], object]:
-    desk.enqueue(delay_s=5)
-    desk.clock.advance(6)
-    return desk.tasks.sweep
+def delayed(cases: OperationCases) -> Callable[[], object]:
+    cases.enqueue(delay_s=5)
+    cases.clock.advance(6)
+    return cases.tasks.sweep
 
 
-def failing(desk: TaskHandlers) -> Callable[[], object]:
-    tries = [(desk.held(), 5.0), (desk.held(), 0.0), (desk.held(max_retries=0), None)]
+def failing(cases: OperationCases) -> Callable[[], object]:
+    tries = [(cases.held(), 5.0), (cases.held(), 0.0), (cases.held(max_retries=0), None)]
 
     def fail_all() -> None:
         for held, pause_s in tries:
-            desk.tasks.fail(*held, "no", retry_in_s=pause_s)
+            cases.tasks.fail(*held, "no", retry_in_s=pause_s)
 
     return fail_all
 
 
-def dead(desk: TaskHandlers) -> Callable[[], object]:
-    name, lease = desk.held(max_retries=0)
-    desk.tasks.fail(name, lease, "no")
-    return lambda: desk.tasks.retry(name)
+def dead(cases: OperationCases) -> Callable[[], object]:
+    name, lease = cases.held(max_retries=0)
+    cases.tasks.fail(name, lease, "no")
+    return lambda: cases.tasks.retry(name)
 
 
-def old(desk: TaskHandlers) -> Callable[[], object]:
-    name = desk.enqueue()
-    desk.tasks.cancel(name)
-    desk.clock.advance(10)
-    return desk.tasks.purge
+def old(cases: OperationCases) -> Callable[[], object]:
+    name = cases.enqueue()
+    cases.tasks.cancel(name)
+    cases.clock.advance(10)
+    return cases.tasks.purge
 
 
-def behind(desk: TaskHandlers) -> Callable[[], object]:
-    desk.enqueue()
-    set_outbox(desk.tasks.store, Outbox(backlog_max=1, when_behind="refuse"))
-    return Tasks(desk.tasks.store).status
+def behind(cases: OperationCases) -> Callable[[], object]:
+    cases.enqueue()
+    set_outbox(cases.tasks.store, Outbox(backlog_max=1, when_behind="refuse"))
+    return Tasks(cases.tasks.store).status
 
 
-SCENES: dict[str, Callable[[TaskHandlers], Callable[[], object]]] = {
-    "enqueue": lambda desk: desk.enqueue,
-    "enqueue of a known id or key": lambda desk: (
-        desk.enqueue(task_id="t"),
-        lambda: desk.enqueue(task_id="t"),
+SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
+    "enqueue": lambda cases: cases.enqueue,
+    "enqueue of a known id or key": lambda cases: (
+        cases.enqueue(task_id="t"),
+        lambda: cases.enqueue(task_id="t"),
     )[1],
-    "claim": lambda desk: (desk.enqueue(), lambda: desk.tasks.claim(agent=AGENT))[1],
-    "heartbeat": lambda desk: (held := desk.held(), lambda: desk.tasks.heartbeat(*held))[1],
-    "complete": lambda desk: (held := desk.held(), lambda: desk.tasks.complete(*held))[1],
+    "claim": lambda cases: (cases.enqueue(), lambda: cases.tasks.claim(agent=AGENT))[1],
+    "heartbeat": lambda cases: (held := cases.held(), lambda: cases.tasks.heartbeat(*held))[1],
+    "complete": lambda cases: (held := cases.held(), lambda: cases.tasks.complete(*held))[1],
     "fail": failing,
-    "release": lambda desk: (held := desk.held(), lambda: desk.tasks.release(*held))[1],
+    "release": lambda cases: (held := cases.held(), lambda: cases.tasks.release(*held))[1],
     "claim, sweep: a delay is over": delayed,
     "claim, sweep: a lease ran out": lapsed,
-    "cancel": lambda desk: (name := desk.enqueue(), lambda: desk.tasks.cancel(name))[1],
+    "cancel": lambda cases: (name := cases.enqueue(), lambda: cases.tasks.cancel(name))[1],
     "retry": dead,
-    "open_decision": lambda desk: (name := finished(desk), lambda: desk.tasks.open_decision(name))[1],
+    "open_decision": lambda cases: (name := finished(cases), lambda: cases.tasks.open_decision(name))[1],
     "settle": decided,
     "purge": old,
     "enqueue while the stream is too far behind": behind,
@@ -126,11 +126,11 @@ def test_every_operation_of_tasks_has_its_scene() -> None:
 
 @pytest.mark.parametrize("operation", SCENES)
 def test_tasks_operations_emit_the_documented_events(operation: str) -> None:
-    desk = TaskHandlers()
-    act = SCENES[operation](desk)
-    desk.told()
+    cases = OperationCases()
+    act = SCENES[operation](cases)
+    cases.told()
     act()
-    assert set(desk.told()) == set(OPERATIONS["tasks"][operation])
+    assert set(cases.told()) == set(OPERATIONS["tasks"][operation])
 
 
 def test_file_operations_emit_the_documented_events(tmp_path: Path) -> None:

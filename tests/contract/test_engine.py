@@ -1066,6 +1066,27 @@ def test_stop_finishes_what_runs_and_releases_the_rest(url: str) -> None:
     soon(scenario())
 
 
+def test_cancelled_worker_releases_its_messages(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            started = asyncio.Event()
+
+            @engine.handler("tool_call")
+            async def run(_message: Any, _ctx: Any) -> None:
+                started.set()
+                await asyncio.sleep(60)
+
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+            await asyncio.wait_for(started.wait(), 30)
+            worker.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await worker
+            assert (await engine.get(handle.message_id)).state == "QUEUED"
+
+    soon(scenario())
+
+
 def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url) as engine:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, subscriptions
+from postroom.contracts.mail import LINK_FULL_BYTES, public_list, subscriptions
 from postroom.contracts.mail.subscriptions import GROUP_GROWTH, GROUP_PATIENCE_S
 from postroom.core.mq9 import PUBLIC_LIST
 from postroom.runtime.natsserver import NatsServer
 from tests.contract.test_mail_limits import BODY, DEAF_RECEIVE_BYTES, MSG, Connect, flood, serve
-from tests.mailrooms import FakeLink, Rooms
+from tests.mailservice import FakeLink, Harness
 
 DELETE = "$mq9.AI.MAILBOX.DELETE."
 WINDOW = 32
@@ -22,121 +22,123 @@ SLOW_BYTES_MAX = 1 << 20  # what a connection with a small receive buffer may ha
 @pytest.fixture(autouse=True)
 def closed_at_the_end() -> Iterator[None]:
     yield
-    Rooms.close_all()
+    Harness.close_all()
 
 
 @pytest.fixture
-def rooms(tmp_path: Path) -> Rooms:
-    return Rooms(tmp_path / "mail")
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path / "mail")
 
 
-def filled(rooms: Rooms, count: int, word: str = "normal") -> tuple[FakeLink, str]:
+def filled(harness: Harness, count: int, word: str = "normal") -> tuple[FakeLink, str]:
     sender = FakeLink()
-    mail_id = rooms.create(sender, ttl=60)
+    mail_id = harness.create(sender, ttl=60)
     if count:
-        send_many(rooms, sender, mail_id, count, word)
+        send_many(harness, sender, mail_id, count, word)
     return sender, mail_id
 
 
-def send_many(rooms: Rooms, sender: FakeLink, mail_id: str, count: int, word: str = "normal") -> None:
-    rooms.room.published_many(sender, f"{MSG}{mail_id}.{word}", [b"%d" % number for number in range(count)])
-    rooms.settle()
+def send_many(harness: Harness, sender: FakeLink, mail_id: str, count: int, word: str = "normal") -> None:
+    harness.service.published(
+        sender, f"{MSG}{mail_id}.{word}", "", 0, [b"%d" % number for number in range(count)]
+    )
+    harness.settle()
 
 
-def joined(rooms: Rooms, mail_id: str, ranks: str = "*") -> FakeLink:
+def joined(harness: Harness, mail_id: str, ranks: str = "*") -> FakeLink:
     worker = FakeLink()
-    assert rooms.subscribe(worker, f"{mail_id}.{ranks}", "workers") is None
+    assert harness.subscribe(worker, f"{mail_id}.{ranks}", "workers") is None
     return worker
 
 
-def delete(rooms: Rooms, link: FakeLink, mail_id: str, msg_id: int) -> None:
-    assert rooms.request(link, f"{DELETE}{mail_id}.{msg_id}") == {"deleted": True}
+def delete(harness: Harness, link: FakeLink, mail_id: str, msg_id: int) -> None:
+    assert harness.request(link, f"{DELETE}{mail_id}.{msg_id}") == {"deleted": True}
 
 
 # ---- windows of a queue group ------------------------------------------------------------------------
 
 
-def test_a_member_that_joins_late_gets_a_window_of_work_at_once(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 200)
-    first = joined(rooms, mail_id)
+def test_a_member_that_joins_late_gets_a_window_of_work_at_once(harness: Harness) -> None:
+    _, mail_id = filled(harness, 200)
+    first = joined(harness, mail_id)
     assert len(first.got) == WINDOW
-    second = joined(rooms, mail_id)
+    second = joined(harness, mail_id)
     assert len(first.got) == len(second.got) == WINDOW
 
 
-def test_a_member_gets_one_more_for_each_message_that_it_deletes(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 100)
-    worker = joined(rooms, mail_id)
+def test_a_member_gets_one_more_for_each_message_that_it_deletes(harness: Harness) -> None:
+    _, mail_id = filled(harness, 100)
+    worker = joined(harness, mail_id)
     for done in range(5):
-        delete(rooms, worker, mail_id, worker.got[done].msg_id)
+        delete(harness, worker, mail_id, worker.got[done].msg_id)
     assert worker.payloads() == [b"%d" % number for number in range(WINDOW + 5)]
 
 
-def test_two_members_that_delete_share_everything(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 200)
-    workers = [joined(rooms, mail_id), joined(rooms, mail_id)]
+def test_two_members_that_delete_share_everything(harness: Harness) -> None:
+    _, mail_id = filled(harness, 200)
+    workers = [joined(harness, mail_id), joined(harness, mail_id)]
     done = [0, 0]
     while sum(done) < 200:
         for place, worker in enumerate(workers):
             if done[place] < len(worker.got):
-                delete(rooms, worker, mail_id, worker.got[done[place]].msg_id)
+                delete(harness, worker, mail_id, worker.got[done[place]].msg_id)
                 done[place] += 1
     assert done == [100, 100]
     assert len({got.msg_id for worker in workers for got in worker.got}) == 200
 
 
-def test_a_member_whose_window_is_full_gets_nothing_that_another_has_room_for(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, WINDOW)
-    full = joined(rooms, mail_id)
-    free = joined(rooms, mail_id)
-    send_many(rooms, sender, mail_id, 10)
+def test_letters_go_to_a_member_with_room_and_not_to_a_full_window(harness: Harness) -> None:
+    sender, mail_id = filled(harness, WINDOW)
+    full = joined(harness, mail_id)
+    free = joined(harness, mail_id)
+    send_many(harness, sender, mail_id, 10)
     assert (len(full.got), len(free.got)) == (WINDOW, 10)
 
 
-def test_equal_members_take_turns_when_each_deletes_at_once(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 0)
-    workers = [joined(rooms, mail_id), joined(rooms, mail_id)]
+def test_equal_members_take_turns_when_each_deletes_at_once(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 0)
+    workers = [joined(harness, mail_id), joined(harness, mail_id)]
     for _ in range(6):
-        msg_id = rooms.send(sender, mail_id, b"x")
-        delete(rooms, sender, mail_id, msg_id)
+        msg_id = harness.send(sender, mail_id, b"x")
+        delete(harness, sender, mail_id, msg_id)
     assert [len(worker.got) for worker in workers] == [3, 3]
 
 
-def test_a_more_urgent_message_does_not_wait_for_a_window_of_others(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 2 * WINDOW)
-    worker = joined(rooms, mail_id)
-    rooms.send(sender, mail_id, b"stop", "critical")
+def test_an_urgent_message_does_not_wait_for_a_window_of_less_urgent_ones(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 2 * WINDOW)
+    worker = joined(harness, mail_id)
+    harness.send(sender, mail_id, b"stop", "critical")
     assert worker.payloads()[-1] == b"stop"
-    send_many(rooms, sender, mail_id, WINDOW, "critical")
+    send_many(harness, sender, mail_id, WINDOW, "critical")
     assert len(worker.got) == 2 * WINDOW  # a window of normal and one of critical messages
 
 
-def test_what_a_lost_member_held_fills_the_windows_of_the_others(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 2 * WINDOW)
-    lost, other = joined(rooms, mail_id), joined(rooms, mail_id)
+def test_letters_of_a_lost_member_fill_the_windows_of_the_others(harness: Harness) -> None:
+    _, mail_id = filled(harness, 2 * WINDOW)
+    lost, other = joined(harness, mail_id), joined(harness, mail_id)
     held = [got.msg_id for got in lost.got]
     own = [got.msg_id for got in other.got]
     for msg_id in own[:10]:
-        delete(rooms, other, mail_id, msg_id)
-    rooms.close_link(lost)
+        delete(harness, other, mail_id, msg_id)
+    harness.close_link(lost)
     assert [got.msg_id for got in other.got] == own + held[:10]
     for msg_id in own[10:]:
-        delete(rooms, other, mail_id, msg_id)
+        delete(harness, other, mail_id, msg_id)
     assert [got.msg_id for got in other.got] == own + held
 
 
-def test_what_was_deleted_is_not_offered_again_when_its_member_leaves(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 3)
-    lost, other = joined(rooms, mail_id), joined(rooms, mail_id)
-    delete(rooms, other, mail_id, lost.got[1].msg_id)  # by whom does not matter
-    rooms.close_link(lost)
+def test_deleted_letters_are_not_redelivered_when_their_member_leaves(harness: Harness) -> None:
+    _, mail_id = filled(harness, 3)
+    lost, other = joined(harness, mail_id), joined(harness, mail_id)
+    delete(harness, other, mail_id, lost.got[1].msg_id)  # by whom does not matter
+    harness.close_link(lost)
     assert other.payloads() == [b"0", b"2"]
 
 
-def test_a_group_knows_what_each_living_member_holds_and_nothing_else(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 40)
-    lost, other = joined(rooms, mail_id), joined(rooms, mail_id)
-    team = rooms.room._listening._audiences[mail_id].teams["workers"]
+def test_a_group_tracks_exactly_what_its_connected_members_hold(harness: Harness) -> None:
+    _, mail_id = filled(harness, 40)
+    lost, other = joined(harness, mail_id), joined(harness, mail_id)
+    team = harness.service._subscriptions._subscribers[mail_id].queue_groups["workers"]
 
     def held(*links: FakeLink) -> dict[int, int]:
         return {got.msg_id: link.number for link in links for got in link.got}
@@ -146,171 +148,171 @@ def test_a_group_knows_what_each_living_member_holds_and_nothing_else(rooms: Roo
 
     assert known() == held(lost, other)
     assert set(team.held) == set(known())
-    rooms.close_link(lost)
+    harness.close_link(lost)
     assert known() == held(other)
     assert set(team.held) == set(known())
-    rooms.tick(61)
+    harness.tick(61)
     assert known() == {}
     assert team.held == {}
 
 
-def test_a_window_begins_empty_when_a_mailbox_is_made_again(rooms: Rooms) -> None:
+def test_a_window_is_empty_when_a_mailbox_is_created_again(harness: Harness) -> None:
     sender = FakeLink()
-    rooms.create(sender, name="jobs", public=True, ttl=60)
-    worker = joined(rooms, "jobs")
+    harness.create(sender, name="jobs", public=True, ttl=60)
+    worker = joined(harness, "jobs")
     for _ in range(2):
-        send_many(rooms, sender, "jobs", 2 * WINDOW)
+        send_many(harness, sender, "jobs", 2 * WINDOW)
         assert len(worker.take()) == WINDOW
-        rooms.tick(61)
-        rooms.create(sender, name="jobs", public=True, ttl=60)
+        harness.tick(61)
+        harness.create(sender, name="jobs", public=True, ttl=60)
 
 
-def test_a_listener_that_leaves_leaves_nothing_behind(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 100)
-    subscriptions = rooms.room._listening
-    member, plain, full = joined(rooms, mail_id), FakeLink(), FakeLink()
-    rooms.subscribe(plain, f"{mail_id}.*")
+def test_an_ended_subscription_leaves_no_state(harness: Harness) -> None:
+    _, mail_id = filled(harness, 100)
+    subscriptions = harness.service._subscriptions
+    member, plain, full = joined(harness, mail_id), FakeLink(), FakeLink()
+    harness.subscribe(plain, f"{mail_id}.*")
     full.pending_bytes = LINK_FULL_BYTES + 1
-    rooms.subscribe(full, f"{mail_id}.*")
+    harness.subscribe(full, f"{mail_id}.*")
     for link in (member, plain, full):
-        rooms.room.unsubscribed(link, "1")
-    rooms.settle()
-    assert not subscriptions._listeners
-    assert not subscriptions._audiences
+        harness.service.unsubscribed(link, "1")
+    harness.settle()
+    assert not subscriptions._by_link
+    assert not subscriptions._subscribers
     assert not subscriptions._backlogs
     full.pending_bytes = 0
-    rooms.room.drained(full)
+    harness.service.drained(full)
     assert full.got == []
-    assert len(joined(rooms, mail_id).got) == WINDOW  # nobody holds anything
+    assert len(joined(harness, mail_id).got) == WINDOW  # nobody holds anything
 
 
-def test_a_group_that_never_deletes_is_not_held_up_for_good(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 20 * WINDOW)
-    worker = joined(rooms, mail_id)
-    rooms.tick(GROUP_PATIENCE_S / 2)
+def test_a_group_that_never_deletes_is_not_held_up_for_good(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 20 * WINDOW)
+    worker = joined(harness, mail_id)
+    harness.tick(GROUP_PATIENCE_S / 2)
     assert len(worker.got) == WINDOW
-    rooms.tick(GROUP_PATIENCE_S / 2)
+    harness.tick(GROUP_PATIENCE_S / 2)
     assert len(worker.got) == WINDOW * GROUP_GROWTH
-    rooms.tick(GROUP_PATIENCE_S)
-    rooms.tick(GROUP_PATIENCE_S)
+    harness.tick(GROUP_PATIENCE_S)
+    harness.tick(GROUP_PATIENCE_S)
     assert len(worker.got) == 20 * WINDOW
-    send_many(rooms, sender, mail_id, 10)
+    send_many(harness, sender, mail_id, 10)
     assert len(worker.got) == 20 * WINDOW + 10
 
 
-def test_a_group_that_has_deleted_once_keeps_to_its_window(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 20 * WINDOW)
-    worker = joined(rooms, mail_id)
-    delete(rooms, worker, mail_id, worker.got[0].msg_id)
+def test_a_group_that_has_deleted_once_keeps_to_its_window(harness: Harness) -> None:
+    _, mail_id = filled(harness, 20 * WINDOW)
+    worker = joined(harness, mail_id)
+    delete(harness, worker, mail_id, worker.got[0].msg_id)
     for _ in range(3):
-        rooms.tick(10 * GROUP_PATIENCE_S)
+        harness.tick(10 * GROUP_PATIENCE_S)
     assert len(worker.got) == WINDOW + 1
 
 
-def test_the_first_delete_ends_the_growth_of_windows(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 20 * WINDOW)
-    first = joined(rooms, mail_id)
-    rooms.tick(GROUP_PATIENCE_S)
+def test_the_first_delete_ends_the_growth_of_windows(harness: Harness) -> None:
+    _, mail_id = filled(harness, 20 * WINDOW)
+    first = joined(harness, mail_id)
+    harness.tick(GROUP_PATIENCE_S)
     assert len(first.got) == WINDOW * GROUP_GROWTH
-    delete(rooms, first, mail_id, first.got[0].msg_id)
+    delete(harness, first, mail_id, first.got[0].msg_id)
     assert len(first.got) == WINDOW * GROUP_GROWTH
-    assert len(joined(rooms, mail_id).got) == WINDOW
+    assert len(joined(harness, mail_id).got) == WINDOW
 
 
-def test_a_group_that_never_deletes_goes_on_after_a_full_connection(rooms: Rooms) -> None:
-    _, mail_id = filled(rooms, 2 * WINDOW)
+def test_a_group_that_never_deletes_continues_after_a_full_connection(harness: Harness) -> None:
+    _, mail_id = filled(harness, 2 * WINDOW)
     worker = FakeLink()
     worker.pending_bytes = LINK_FULL_BYTES + 1
-    rooms.subscribe(worker, f"{mail_id}.*", "workers")
+    harness.subscribe(worker, f"{mail_id}.*", "workers")
     worker.pending_bytes = 0
-    rooms.tick()
+    harness.tick()
     assert len(worker.got) == WINDOW
-    rooms.tick(GROUP_PATIENCE_S)
+    harness.tick(GROUP_PATIENCE_S)
     assert len(worker.got) == 2 * WINDOW
 
 
 @pytest.mark.parametrize(("window", "expected"), [(0, 100), (5, 5)])
 def test_the_window_is_a_setting(tmp_path: Path, window: int, expected: int) -> None:
-    rooms = Rooms(tmp_path, group_window=window)
-    _, mail_id = filled(rooms, 100)
-    assert len(joined(rooms, mail_id).got) == expected
+    harness = Harness(tmp_path, group_window=window)
+    _, mail_id = filled(harness, 100)
+    assert len(joined(harness, mail_id).got) == expected
 
 
-def test_members_of_other_priorities_get_what_they_asked_for(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 2 * WINDOW)
-    urgent = joined(rooms, mail_id, "urgent")
+def test_members_get_the_priorities_of_their_subscriptions(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 2 * WINDOW)
+    urgent = joined(harness, mail_id, "urgent")
     assert urgent.got == []
-    rooms.send(sender, mail_id, b"now", "urgent")
+    harness.send(sender, mail_id, b"now", "urgent")
     assert urgent.payloads() == [b"now"]
-    assert len(joined(rooms, mail_id, "normal").got) == WINDOW
+    assert len(joined(harness, mail_id, "normal").got) == WINDOW
 
 
 # ---- what goes first to a connection that has much waiting -------------------------------------------
 
 
-def test_a_critical_message_overtakes_what_waits_for_a_live_subscriber(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 0)
+def test_a_critical_message_overtakes_the_backlog_of_a_live_subscriber(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 0)
     slow = FakeLink()
-    rooms.subscribe(slow, f"{mail_id}.*")
+    harness.subscribe(slow, f"{mail_id}.*")
     slow.pending_bytes = LINK_FULL_BYTES + 1
     for number in range(200):
-        rooms.publish(sender, f"{MSG}{mail_id}", b"%d" % number)
-    rooms.send(sender, mail_id, b"stop", "critical")
-    rooms.send(sender, mail_id, b"soon", "urgent")
+        harness.publish(sender, f"{MSG}{mail_id}", b"%d" % number)
+    harness.send(sender, mail_id, b"stop", "critical")
+    harness.send(sender, mail_id, b"soon", "urgent")
     assert slow.got == []
-    assert slow.wants_room
+    assert slow.is_asked_to_notify
     slow.pending_bytes = 0
-    rooms.room.drained(slow)
-    rooms.settle()
+    harness.service.drained(slow)
+    harness.settle()
     assert slow.payloads() == [b"stop", b"soon", *(b"%d" % number for number in range(200))]
-    rooms.send(sender, mail_id, b"live")
+    harness.send(sender, mail_id, b"live")
     assert slow.payloads()[-1] == b"live"
 
 
-def test_a_critical_message_overtakes_what_waits_for_other_subscriptions_of_a_connection(
-    rooms: Rooms,
+def test_a_critical_message_overtakes_backlogs_of_other_subscriptions_of_a_connection(
+    harness: Harness,
 ) -> None:
-    sender, first = filled(rooms, 50)
-    second, third = rooms.create(sender, ttl=60), rooms.create(sender, ttl=60)
+    sender, first = filled(harness, 50)
+    second, third = harness.create(sender, ttl=60), harness.create(sender, ttl=60)
     slow = FakeLink()
     slow.pending_bytes = LINK_FULL_BYTES + 1
-    rooms.subscribe(slow, f"{first}.*", sid="1")
-    rooms.subscribe(slow, f"{second}.*", sid="2")
-    rooms.subscribe(slow, f"{third}.*", "workers", sid="3")
-    rooms.send(sender, second, b"stop", "critical")
-    rooms.send(sender, third, b"job", "critical")
+    harness.subscribe(slow, f"{first}.*", sid="1")
+    harness.subscribe(slow, f"{second}.*", sid="2")
+    harness.subscribe(slow, f"{third}.*", "workers", sid="3")
+    harness.send(sender, second, b"stop", "critical")
+    harness.send(sender, third, b"job", "critical")
     slow.pending_bytes = 0
-    rooms.room.drained(slow)
-    rooms.settle()
+    harness.service.drained(slow)
+    harness.settle()
     assert sorted(slow.payloads()[:2]) == [b"job", b"stop"]
     assert len(slow.got) == 52
 
 
-def test_a_replay_that_was_interrupted_goes_on_when_there_is_room(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_replay_continues_when_the_connection_has_drained(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
-    _, mail_id = filled(rooms, 35)
+    _, mail_id = filled(harness, 35)
     link = FakeLink()
-    rooms.room.subscribed(link, "1", f"{MSG}{mail_id}.*", "")
+    harness.service.subscribed(link, "1", f"{MSG}{mail_id}.*", "")
     link.pending_bytes = LINK_FULL_BYTES + 1
-    rooms.settle()
+    harness.settle()
     assert 0 < len(link.got) < 35
     link.pending_bytes = 0
-    rooms.room.drained(link)
-    rooms.settle()
+    harness.service.drained(link)
+    harness.settle()
     assert link.payloads() == [b"%d" % number for number in range(35)]
 
 
-def test_what_is_deleted_while_it_waits_is_not_delivered(rooms: Rooms) -> None:
-    sender, mail_id = filled(rooms, 0)
+def test_a_message_deleted_in_the_backlog_is_not_delivered(harness: Harness) -> None:
+    sender, mail_id = filled(harness, 0)
     slow = FakeLink()
-    rooms.subscribe(slow, f"{mail_id}.*")
+    harness.subscribe(slow, f"{mail_id}.*")
     slow.pending_bytes = LINK_FULL_BYTES + 1
-    ids = [rooms.send(sender, mail_id, b"%d" % number) for number in range(3)]
-    delete(rooms, sender, mail_id, ids[1])
+    ids = [harness.send(sender, mail_id, b"%d" % number) for number in range(3)]
+    delete(harness, sender, mail_id, ids[1])
     slow.pending_bytes = 0
-    rooms.tick()
+    harness.tick()
     assert slow.payloads() == [b"0", b"2"]
 
 
@@ -336,70 +338,70 @@ def test_a_slow_connection_has_little_before_a_critical_message(tmp_path: Path) 
 class Window(FakeLink):
     """A connection for which everything waits that it was given since it was last drained."""
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        super().deliver(sid, subject, reply, headers, payload)
-        self.pending_bytes += len(payload)
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
+        super().deliver(sid, subject, reply, messages)
+        self.pending_bytes += sum(len(payload) for _, payload in messages)
 
-    def drain(self, rooms: Rooms) -> list[tuple[str, str]]:
+    def drain(self, harness: Harness) -> list[tuple[str, str]]:
         """What it was given; from here on it has room."""
         self.pending_bytes = 0
         said = [json.loads(payload) for payload in self.take()]
-        rooms.room.drained(self)
+        harness.service.drained(self)
         return [(each["event"], each["mail_id"]) for each in said]
 
 
-def listed(rooms: Rooms, count: int, **facts: Any) -> FakeLink:
+def listed(harness: Harness, count: int, **facts: Any) -> FakeLink:
     """Public mailboxes with long descriptions."""
     owner = FakeLink()
     for number in range(count):
-        rooms.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, **facts)
+        harness.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, **facts)
     return owner
 
 
-def test_the_public_list_is_handed_over_as_the_connection_has_room(rooms: Rooms) -> None:
-    listed(rooms, 100)
+def test_the_public_list_is_sent_as_the_connection_drains(harness: Harness) -> None:
+    listed(harness, 100)
     link, found = Window(), []
-    assert rooms.room.subscribed(link, "1", PUBLIC_LIST, "") is None
+    assert harness.service.subscribed(link, "1", PUBLIC_LIST, "") is None
     while link.got:
         assert link.pending_bytes <= LINK_FULL_BYTES + 5_000
-        found += link.drain(rooms)
+        found += link.drain(harness)
     assert found == [("created", f"box.{number}") for number in range(100)]
 
 
-def test_mailboxes_that_come_and_go_during_the_public_list_are_told_once(rooms: Rooms) -> None:
-    owner = listed(rooms, 50, ttl=60)
-    rooms.clock.advance(30)
+def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once(harness: Harness) -> None:
+    owner = listed(harness, 50, ttl=60)
+    harness.clock.advance(30)
     for number in range(50, 100):
-        rooms.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, ttl=60)
+        harness.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, ttl=60)
     link, found = Window(), []
-    rooms.room.subscribed(link, "1", PUBLIC_LIST, "")
+    harness.service.subscribed(link, "1", PUBLIC_LIST, "")
     told = len(link.got)
     assert 0 < told < 50
-    rooms.create(owner, public=True, name="late", ttl=60)
-    rooms.tick(30)  # the first fifty end
+    harness.create(owner, public=True, name="late", ttl=60)
+    harness.tick(30)  # the first fifty end
     while link.got:
-        found += link.drain(rooms)
+        found += link.drain(harness)
     first = [("created", f"box.{number}") for number in range(told)]
     ended = [("expired", f"box.{number}") for number in range(told)]
     rest = [("created", f"box.{number}") for number in range(50, 100)]
     assert found == [*first, *ended, *rest, ("created", "late")]
-    rooms.create(owner, public=True, name="live", ttl=60)
-    assert link.drain(rooms) == [("created", "live")]
+    harness.create(owner, public=True, name="live", ttl=60)
+    assert link.drain(harness) == [("created", "live")]
 
 
 def test_a_long_public_list_leaves_turns_to_others_and_ends_with_its_subscription(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "REPLAY_STEP", 10)
-    listed(rooms, 35)
+    monkeypatch.setattr(public_list, "ENTRIES_A_TURN_MAX", 10)
+    listed(harness, 35)
     link = FakeLink()
-    rooms.room.subscribed(link, "1", PUBLIC_LIST, "")
+    harness.service.subscribed(link, "1", PUBLIC_LIST, "")
     counts = [len(link.got)]
     for _ in range(2):
-        rooms.soon.get_nowait()()
+        harness.soon.get_nowait()()
         counts.append(len(link.got))
     assert counts == [10, 20, 30]
-    rooms.room.unsubscribed(link, "1")
-    rooms.settle()
+    harness.service.unsubscribed(link, "1")
+    harness.settle()
     assert len(link.got) == 30
-    assert not rooms.room._listening._unlisted
+    assert not harness.service._subscriptions._public_list._positions

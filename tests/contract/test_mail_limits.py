@@ -82,8 +82,8 @@ def serve(folder: Path, work: Work, **options: Any) -> None:
     """Run a test beside a mail server."""
 
     async def run() -> None:
-        room = MailService(folder, asyncio.get_running_loop().call_soon_threadsafe)
-        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), room)
+        service = MailService(folder, asyncio.get_running_loop().call_soon_threadsafe)
+        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), service)
         await server.start()
         clients: list[Client] = []
 
@@ -115,7 +115,7 @@ async def flood(sender: Client, mail_id: str) -> None:
         await sender.ask(f"{MSG}{mail_id}", BODY)
 
 
-def test_what_a_member_that_takes_nothing_holds_goes_to_the_others(tmp_path: Path) -> None:
+def test_letters_of_a_member_that_reads_nothing_are_redelivered(tmp_path: Path) -> None:
     async def work(server: NatsServer, connect: Connect) -> None:
         sender, deaf, well = await connect(), await connect(DEAF_RECEIVE_BYTES), await connect()
         mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
@@ -133,9 +133,7 @@ def test_what_a_member_that_takes_nothing_holds_goes_to_the_others(tmp_path: Pat
     serve(tmp_path, work, write_timeout_s=0.3)
 
 
-def test_who_takes_a_little_now_and_then_is_not_stuck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_reader_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(natsserver, "TICK_S", HANG_GUARD_S)  # the test says what time it is
 
     async def work(server: NatsServer, connect: Connect) -> None:
@@ -146,17 +144,17 @@ def test_who_takes_a_little_now_and_then_is_not_stuck(
         [link] = server.connections - others
         slow.send(f"SUB {MSG}{mail_id}.* 1\r\nPING\r\n".encode())
         await slow.until(b"PONG\r\n")
-        assert not link.is_stuck(0.0, 5.0)
+        assert not link.output.is_stuck(0.0, 5.0)
         await flood(sender, mail_id)
         now_s = server.loop.time()
-        assert not link.is_stuck(now_s, 5.0)
-        assert not link.is_stuck(now_s + 4, 5.0)
+        assert not link.output.is_stuck(now_s, 5.0)
+        assert not link.output.is_stuck(now_s + 4, 5.0)
         before = link.pending_bytes
         while link.pending_bytes == before:
             await slow.read(len(BODY))
-        assert not link.is_stuck(now_s + 6, 5.0)
-        assert not link.is_stuck(now_s + 10, 5.0)
-        assert link.is_stuck(now_s + 12, 5.0)
+        assert not link.output.is_stuck(now_s + 6, 5.0)
+        assert not link.output.is_stuck(now_s + 10, 5.0)
+        assert link.output.is_stuck(now_s + 12, 5.0)
 
     serve(tmp_path, work, ping_interval_s=2 * HANG_GUARD_S)
 
@@ -179,7 +177,7 @@ def test_a_connection_cut_at_any_byte_of_a_send_stores_nothing_of_it(tmp_path: P
     serve(tmp_path, work)
 
 
-def test_a_deaf_subscriber_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_a_subscriber_that_reads_nothing_does_not_affect_others(tmp_path: Path) -> None:
     async def work(server: NatsServer, connect: Connect) -> None:
         sender, deaf, well = await connect(), await connect(DEAF_RECEIVE_BYTES), await connect()
         mail_id = (await sender.ask("$mq9.AI.MAILBOX.CREATE"))["mail_id"]
@@ -215,7 +213,7 @@ def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small
         assert await other.ask("$mq9.AI.MAILBOX.CREATE") == full
         assert await other.ask(f"{MSG}{mail_id}", b"normal") == full
         filler.unlink()
-        while in_trouble(server):  # noqa: ASYNC110 - a room has no event for it
+        while in_trouble(server):  # noqa: ASYNC110 - a service has no event for it
             await asyncio.sleep(0)
         assert len((await client.ask("$mq9.AI.MAILBOX.LIST.box"))["messages"]) == 1
         acknowledged.append((await other.ask(subject, b"after"))["msg_id"])
@@ -231,9 +229,9 @@ def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small
 
 
 def in_trouble(server: NatsServer) -> bool:
-    room = server._room
-    assert isinstance(room, MailService)
-    return bool(room.trouble)
+    service = server._handler
+    assert isinstance(service, MailService)
+    return bool(service.trouble)
 
 
 def test_a_query_of_a_large_mailbox_leaves_turns_to_others(tmp_path: Path) -> None:

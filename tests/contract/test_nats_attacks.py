@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import pytest
 
-from postroom.runtime import natsconn, natsoptions, natsserver
+from postroom.runtime import natsclients, natsconn, natsoptions
 from postroom.runtime.natsoptions import LOGIN_BYTES_MAX, LOGINS_MAX, ServerOptions, client_of, network_of
 from postroom.runtime.natsserver import NatsServer, new_loop
 from tests.contract.natsservers import CONNECT, HANG_GUARD_S, Server, Wanted, Wire, running
@@ -24,7 +24,7 @@ MB = 1 << 20
 
 
 @pytest.mark.parametrize("piece", [b"PUB a 1000000\r\n" + b"x" * 100_000, b"CONNECT {" + b" " * 100_000])
-def test_who_has_not_logged_in_cannot_send_much(tmp_path: Path, piece: bytes) -> None:
+def test_input_before_the_login_is_bounded(tmp_path: Path, piece: bytes) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server:
         with Wire(server, b"") as wire:
             assert wire.rest(piece).startswith(b"-ERR '")
@@ -34,7 +34,7 @@ def test_who_has_not_logged_in_cannot_send_much(tmp_path: Path, piece: bytes) ->
             assert wire.rest().startswith(b"-ERR '")
 
 
-def test_what_follows_a_login_in_one_piece_is_taken(tmp_path: Path) -> None:
+def test_commands_in_the_same_packet_as_the_login_are_handled(tmp_path: Path) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, b"") as wire:
         body = b"x" * 100_000
         wire.send(LOGIN + b"SUB a 1\r\nPUB a %d\r\n%b\r\n" % (len(body), body))
@@ -143,7 +143,9 @@ async def opened(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_password_is_answered_late_and_delays_no_other_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert natsoptions.WRONG_LOGIN_S >= WRONG_LOGIN_S_MIN
     monkeypatch.setattr(natsconn, "WRONG_LOGIN_S", 2 * HANG_GUARD_S)
 
@@ -160,16 +162,16 @@ def test_a_wrong_password_is_answered_late_and_holds_up_nobody(monkeypatch: pyte
     served(work, users=USERS, auth_timeout_s=2 * HANG_GUARD_S)
 
 
-def test_the_unfinished_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "UNFINISHED_BYTES_MAX", 200_000)
+def test_the_incomplete_messages_of_an_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsclients, "INCOMPLETE_BYTES_MAX", 200_000)
 
     async def work(server: NatsServer) -> None:
         part = b"PUB a 100000\r\n" + b"x" * 90_000
         kept = [await opened(server.port, part) for _ in range(2)]
-        while sum(server._unfinished.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
+        while sum(server.usage._incomplete.values()) < 2 * len(part):  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
         reader, writer = await opened(server.port, part)
-        assert (await reader.readline()).startswith(b"-ERR 'too much of unfinished messages")
+        assert (await reader.readline()).startswith(b"-ERR 'too many bytes of incomplete messages")
         writer.close()
         kept[0][1].write(b"x" * 10_000 + b"\r\nPING\r\n")
         assert await kept[0][0].readuntil(b"PONG\r\n")
@@ -177,7 +179,7 @@ def test_the_unfinished_messages_of_an_address_are_bounded(monkeypatch: pytest.M
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server._unfinished == {}
+        assert server.usage._incomplete == {}
 
     served(work)
 
@@ -253,8 +255,8 @@ class Deaf:
         self.socket.close()
 
 
-def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
+def test_pending_output_of_all_connections_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsclients, "CLIENT_PENDING_BYTES_MAX", 8 * MB)
     frame = b"PUB flood %d\r\n%b\r\n" % (MB // 4, bytes(MB // 4))
 
     async def work(server: NatsServer) -> None:
@@ -273,7 +275,7 @@ def test_what_waits_for_all_connections_of_a_client_is_bounded(monkeypatch: pyte
             assert len(of(server, "127.0.0.3")) == 1
         while len(server.connections) > 1:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
-        assert server._waiting == {}
+        assert server.usage._pending == {}
         writer.close()
 
     served(work, pending_bytes_max=8 * MB)
@@ -283,8 +285,8 @@ def of(server: NatsServer, address: str) -> list[natsconn.ServerConnection]:
     return [link for link in server.connections if link.network == address and not link.is_closing]
 
 
-def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsserver, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
+def test_the_cost_of_the_subscriptions_of_a_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natsclients, "CLIENT_SUBSCRIPTION_BYTES_MAX", 20_000)
 
     async def work(server: NatsServer) -> None:
         first, to_first = await opened(server.port, CONNECT)
@@ -305,6 +307,6 @@ def test_what_a_client_subscribes_to_is_bounded_by_what_it_costs(monkeypatch: py
             writer.close()
         while server.connections:  # noqa: ASYNC110 - the loop is the server's
             await asyncio.sleep(0)
-        assert server._subscribed == {}
+        assert server.usage._subscriptions == {}
 
     served(work)

@@ -60,7 +60,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 # ---- the handshake -----------------------------------------------------------------------------------
 
 
-def test_the_server_speaks_first_and_says_what_clients_need(both: Server) -> None:
+def test_the_server_sends_info_first(both: Server) -> None:
     with Wire(both) as wire:
         verb, _, text = wire.info.partition(b" ")
         info = json.loads(text)
@@ -91,7 +91,7 @@ def test_verbose_acknowledges_everything_but_ping(both: Server) -> None:
     assert answers == b"+OK\r\n+OK\r\n+OK\r\nMSG a 1 1\r\nx\r\n+OK\r\n"
 
 
-def test_nobody_has_to_say_connect_where_nobody_has_to_say_who_they_are(both: Server) -> None:
+def test_connect_is_optional_without_logins(both: Server) -> None:
     with Wire(both, b"") as wire:
         assert wire.ask(b"SUB a 1\r\nPUB a 1\r\nx\r\n") == b"+OK\r\n+OK\r\nMSG a 1 1\r\nx\r\n"
 
@@ -133,7 +133,7 @@ def test_no_responders_needs_headers(both: Server) -> None:
         (b"SUB a 1\r\nHPUB a 0 2\r\nhi\r\n", b"MSG a 1 2\r\nhi\r\n"),
     ],
 )
-def test_what_is_said_and_answered(both: Server, said: bytes, answer: bytes) -> None:
+def test_commands_and_their_answers(both: Server, said: bytes, answer: bytes) -> None:
     with Wire(both) as wire:
         assert wire.ask(said) == answer
 
@@ -159,7 +159,7 @@ def test_what_is_said_and_answered(both: Server, said: bytes, answer: bytes) -> 
         (b"UNSUB\r\n", b""),
     ],
 )
-def test_what_breaks_the_protocol_ends_the_connection(both: Server, said: bytes, told: bytes) -> None:
+def test_a_protocol_violation_ends_the_connection(both: Server, said: bytes, told: bytes) -> None:
     with Wire(both) as wire:
         wire.ask(b"SUB a 1\r\n")
         answer = wire.rest(said)
@@ -290,7 +290,7 @@ def test_unsub_with_a_number_counts_from_the_beginning(both: Server, before: int
         assert wire.ask(b"SUB n 1\r\n" + publish) == b"MSG n 1 1\r\nx\r\n"  # the number is free again
 
 
-def test_a_group_goes_on_when_a_member_has_had_its_number(both: Server) -> None:
+def test_a_group_continues_when_a_member_has_reached_its_limit(both: Server) -> None:
     with Wire(both) as wire:
         answer = wire.ask(b"SUB q g 1\r\nSUB q g 2\r\nUNSUB 1 1\r\n" + b"PUB q 1\r\nx\r\n" * 20)
     assert answer.count(b"MSG q 1 1\r\n") <= 1
@@ -310,7 +310,7 @@ def test_without_echo_one_does_not_hear_oneself(both: Server) -> None:
 # ---- request and reply -------------------------------------------------------------------------------
 
 
-def test_a_request_that_nobody_hears_is_answered_at_once(both: Server) -> None:
+def test_a_request_without_responders_is_answered_at_once(both: Server) -> None:
     with Wire(both) as wire:
         answer = wire.ask(b"SUB in.* 1\r\nPUB nobody.there in.5 1\r\nx\r\n")
     head, _, headers = answer.partition(b"\r\n")
@@ -319,7 +319,7 @@ def test_a_request_that_nobody_hears_is_answered_at_once(both: Server) -> None:
     assert b"Nats-Subject: nobody.there\r\n" in headers
 
 
-def test_only_who_asked_for_it_is_told_that_nobody_hears(both: Server) -> None:
+def test_only_clients_that_asked_for_it_get_no_responders(both: Server) -> None:
     with Wire(both, BARE) as wire:
         assert wire.ask(b"SUB in.* 1\r\nPUB nobody.there in.5 1\r\nx\r\n") == b""
     with Wire(both) as wire:
@@ -417,7 +417,7 @@ def test_a_token(kind: str, tmp_path: Path) -> None:
             asyncio.run(come_in(server, "rabbit"))
 
 
-def test_who_does_not_say_who_they_are_is_shown_the_door(kind: str, tmp_path: Path) -> None:
+def test_a_client_without_a_valid_login_is_disconnected(kind: str, tmp_path: Path) -> None:
     with running(kind, tmp_path, Wanted(token=TOKEN)) as server, Wire(server, b"") as wire:
         assert wire.rest() == b"-ERR 'Authentication Timeout'\r\n"
 
@@ -441,7 +441,7 @@ def test_tls(kind: str, tmp_path: Path, first: bool) -> None:
         asyncio.run(work(server))
 
 
-def test_who_wants_no_tls_gets_nothing_where_it_is_required(kind: str, tmp_path: Path) -> None:
+def test_a_client_without_tls_gets_nothing_where_tls_is_required(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(certificate=made_certificate(tmp_path), connections_max=2)
     with running(kind, tmp_path, wanted) as server:
         for _ in range(4):  # and takes nobody's place
@@ -469,7 +469,7 @@ def test_old_tls_and_strangers_certificates_are_the_clients_to_refuse(kind: str,
 # ---- limits ------------------------------------------------------------------------------------------
 
 
-def test_the_largest_body_is_what_info_says(kind: str, tmp_path: Path) -> None:
+def test_info_announces_the_payload_limit(kind: str, tmp_path: Path) -> None:
     with running(kind, tmp_path, Wanted(payload_bytes_max=100)) as server:
         with Wire(server) as wire:
             assert json.loads(wire.info[5:])["max_payload"] == 100
@@ -479,7 +479,7 @@ def test_the_largest_body_is_what_info_says(kind: str, tmp_path: Path) -> None:
             assert wire.rest(b"HPUB a 12 101\r\n") == b"-ERR 'Maximum Payload Violation'\r\n"
 
 
-def test_one_connection_too_many_is_told_so(kind: str, tmp_path: Path) -> None:
+def test_a_connection_above_the_limit_gets_an_error(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(connections_max=2)
     with (
         running(kind, tmp_path, wanted) as server,
@@ -505,7 +505,9 @@ def test_connections_leave_files_for_everything_else(tmp_path: Path) -> None:
             assert wire.rest() == b"-ERR 'maximum connections exceeded'\r\n"
 
 
-def test_one_subscription_too_many_is_refused_and_the_connection_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_subscription_above_the_limit_is_refused_and_the_connection_stays(
+    kind: str, tmp_path: Path
+) -> None:
     with running(kind, tmp_path, Wanted(subscriptions_max=2)) as server, Wire(server) as wire:
         answer = wire.ask(b"SUB a 1\r\nSUB b 2\r\nSUB c 3\r\n")
         assert answer.startswith(b"-ERR '")
@@ -513,7 +515,7 @@ def test_one_subscription_too_many_is_refused_and_the_connection_goes_on(kind: s
         assert wire.ask(b"PUB a 1\r\nx\r\nPUB c 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"
 
 
-def test_who_does_not_read_is_cut_off_and_nobody_else_notices(kind: str, tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_is_cut_off_without_affecting_others(kind: str, tmp_path: Path) -> None:
     frame = b"PUB flood %d\r\n%b\r\n" % (len(FLOOD_BODY), FLOOD_BODY)
     wanted = Wanted(pending_bytes_max=1 << 20)
     with (
@@ -544,7 +546,7 @@ def test_a_dead_member_of_a_group_does_not_take_messages_with_it_for_long(kind: 
                 break
 
 
-def test_the_silent_are_pinged_and_the_dead_are_let_go(kind: str, tmp_path: Path) -> None:
+def test_silent_clients_are_pinged_and_dead_ones_disconnected(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(ping_interval_s=0.1)
     with running(kind, tmp_path, wanted) as server, Wire(server) as dead, Wire(server) as alive:
         for _ in range(6):

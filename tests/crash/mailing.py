@@ -224,8 +224,8 @@ def _judge_teams(said: _Said, tally: Tally) -> None:
 def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
     """Each mailbox ends when it was said to, whatever happened in between."""
     now_us = time.time_ns() // 1_000
-    room = MailService(folder, queue.SimpleQueue[object]().put)
-    boxes = room._shelves.boxes
+    service = MailService(folder, queue.SimpleQueue[object]().put)
+    boxes = service._mailboxes.by_id
     for mail_id, ttl, before, after in said.rows["created"]:
         tally.count("mailboxes")
         ttl_us = round(float(ttl) * MICROS_PER_S)
@@ -239,4 +239,4 @@ def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
             tally.breaks(f"{mail_id} does not end {ttl} s after its creation")
         elif not ttl_us and box.expires_us:
             tally.breaks(f"{mail_id} ends, and should not")
-    room.close()
+    service.close()

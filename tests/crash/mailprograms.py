@@ -87,19 +87,23 @@ def _answer_early() -> None:
 
 
 def _deliver_twice() -> None:
-    """Offer every other letter of a team again, although a member has it."""
-    take, takes = mailbox.Team.take, iter(range(1 << 30))
+    """Offer every other letter of a queue group again, although a member has it."""
+    take, takes = mailbox.QueueGroup.take, iter(range(1 << 30))
 
     def again(
-        team: mailbox.Team, listener: mailbox.Listener, rank: int, box: mailbox.Box, now_ns: int
+        group: mailbox.QueueGroup,
+        subscription: mailbox.MailSubscription,
+        rank: int,
+        box: mailbox.Mailbox,
+        now_ns: int,
     ) -> mailbox.Letter | None:
-        letter = take(team, listener, rank, box, now_ns)
+        letter = take(group, subscription, rank, box, now_ns)
         if letter is not None and next(takes) % 2:
-            team.forget(letter.number)
-            team.give_back(letter)
+            group.forget(letter.number)
+            group.return_letter(letter)
         return letter
 
-    mailbox.Team.take = again  # type: ignore[assignment,method-assign]
+    mailbox.QueueGroup.take = again  # type: ignore[assignment,method-assign]
 
 
 def _forget_deletes() -> None:
@@ -178,8 +182,8 @@ class Post:
         except ConnectionError:
             raise HungUp from None
 
-    def subscribe(self, rest: str, team: str = "") -> None:
-        self._send(natswire.subscribe(f"{MSG}{rest}".encode(), b"1", team.encode()))
+    def subscribe(self, rest: str, group: str = "") -> None:
+        self._send(natswire.subscribe(f"{MSG}{rest}".encode(), b"1", group.encode()))
 
     def ask(self, subject: str, payload: bytes = b"") -> int:
         """Send a request; gives the number of its answer."""
@@ -188,7 +192,7 @@ class Post:
         return self._asked
 
     def burst(self, subject: str, payloads: list[bytes]) -> None:
-        """Send without asking for answers. What is of one length comes to the room in one piece."""
+        """Send without asking for answers. What is of one length reaches the service in one batch."""
         self._send(b"".join(natswire.publish(subject.encode(), payload) for payload in payloads))
 
     def answer(self, number: int) -> Any:
@@ -226,7 +230,7 @@ class Post:
                 case _:
                     pass
 
-    def _take(self, head: natswire.Head, body: bytes) -> None:
+    def _take(self, head: natswire.ControlLine, body: bytes) -> None:
         subject = head.subject.decode()
         cut = max(0, head.header_bytes)
         if subject.startswith("_INBOX"):

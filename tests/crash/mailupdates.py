@@ -16,7 +16,7 @@ from postroom.system.clock import SystemClock
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
 from tests.crash.mailprograms import ACK, CREATE, DELETE, FETCH, MSG, mail_of
 from tests.crash.updates import OLD, Attempt, Expected, Update, new_tokens
-from tests.mailrooms import FakeLink
+from tests.mailservice import FakeLink
 
 BOX = "box"
 OLD_COUNT = 4
@@ -26,8 +26,8 @@ TURNS_MAX = 5_000
 SEGMENT_BYTES_FEW = 1_000  # less than one send of many, so that it changes to the next segment
 
 
-class TaskHandlers:
-    """A mailroom whose loop is turned by hand, in one process, with real files and a real thread."""
+class MailHarness:
+    """A mail service whose loop is run by hand, in one process, with real files and a real thread."""
 
     def __init__(self, folder: Path, durability: Durability = "group") -> None:
         self._soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -35,15 +35,15 @@ class TaskHandlers:
         options = MailOptions(critical=storage, urgent=storage)
         self.folder = folder
         self.link = FakeLink()
-        self.room = MailService(self.folder, self._soon.put, options=options)
+        self.service = MailService(self.folder, self._soon.put, options=options)
 
     def ask(self, *requests: tuple[str, bytes]) -> list[Any]:
         """Requests of one batch, and their answers, for which the loop is turned as long as it takes."""
-        self.turn(lambda: not self.room.trouble)
+        self.turn(lambda: not self.service.trouble)
         first = len(self.link.answers)
         for number, (subject, payload) in enumerate(requests):
-            self.room.published(self.link, subject, f"_INBOX.{first + number}", b"", payload)
-        self.room.flush()
+            self.service.published(self.link, subject, f"_INBOX.{first + number}", 0, [payload])
+        self.service.flush()
         self.turn(lambda: len(self.link.answers) == first + len(requests))
         answers = {reply: json.loads(payload) for reply, payload in self.link.answers[first:]}
         found = [answers[f"_INBOX.{first + number}"] for number in range(len(requests))]
@@ -59,22 +59,22 @@ class TaskHandlers:
             try:
                 self._soon.get(timeout=WAIT_S)()
             except queue.Empty:
-                self.room.tick()
-            self.room.flush()
+                self.service.tick()
+            self.service.flush()
         raise PostroomError("there is no answer")
 
     def replayed(self) -> list[Delivery]:
         """What a new subscriber gets, in its order."""
         link = FakeLink()
-        if self.room.subscribed(link, "1", f"{MSG}{BOX}.*", "") is not None:
+        if self.service.subscribed(link, "1", f"{MSG}{BOX}.*", "") is not None:
             return []
         mails = [mail_of(got.msg_id, "critical", got.payload) for got in link.got]
-        self.room.closed(link)
+        self.service.closed(link)
         return [Delivery(mail.token, str(mail.msg_id), mail.body) for mail in mails]
 
 
-def _open(folder: Path, durability: Durability = "group") -> TaskHandlers:
-    return TaskHandlers(folder / "deep" / "mail", durability)
+def _open(folder: Path, durability: Durability = "group") -> MailHarness:
+    return MailHarness(folder / "deep" / "mail", durability)
 
 
 # ---- what is done ----------------------------------------------------------------------------------
@@ -84,61 +84,61 @@ def _payload(token: str) -> bytes:
     return f"{token}\n{body_of(token)}".encode()
 
 
-def _send(desk: TaskHandlers, tokens: list[str]) -> list[str]:
-    answers = desk.ask(*((f"{MSG}{BOX}.critical", _payload(token)) for token in tokens))
+def _send(harness: MailHarness, tokens: list[str]) -> list[str]:
+    answers = harness.ask(*((f"{MSG}{BOX}.critical", _payload(token)) for token in tokens))
     return [
         word for token, answer in zip(tokens, answers, strict=True) for word in (token, str(answer["msg_id"]))
     ]
 
 
-def _send_one(desk: TaskHandlers, attempt: int) -> list[str]:
-    return _send(desk, new_tokens(attempt))
+def _send_one(harness: MailHarness, attempt: int) -> list[str]:
+    return _send(harness, new_tokens(attempt))
 
 
-def _send_many(desk: TaskHandlers, attempt: int) -> list[str]:
-    return _send(desk, new_tokens(attempt, count=5, size=700))
+def _send_many(harness: MailHarness, attempt: int) -> list[str]:
+    return _send(harness, new_tokens(attempt, count=5, size=700))
 
 
-def _send_first(desk: TaskHandlers, attempt: int) -> list[str]:
-    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
-    return _send_one(desk, attempt)
+def _send_first(harness: MailHarness, attempt: int) -> list[str]:
+    harness.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
+    return _send_one(harness, attempt)
 
 
-def _send_across(desk: TaskHandlers, attempt: int) -> list[str]:
+def _send_across(harness: MailHarness, attempt: int) -> list[str]:
     mail_log.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
-    words = _send_many(desk, attempt)
-    return words + _send(desk, new_tokens(attempt + 10))
+    words = _send_many(harness, attempt)
+    return words + _send(harness, new_tokens(attempt + 10))
 
 
-def _compact(desk: TaskHandlers, attempt: int) -> list[str]:
+def _compact(harness: MailHarness, attempt: int) -> list[str]:
     """Copy what is alive, with something on its way to the disk, and see the old segments go."""
-    first = next(desk.folder.glob("mail-*-00000001.log"), "")
-    words = _send_many(desk, attempt)
+    first = next(harness.folder.glob("mail-*-00000001.log"), "")
+    words = _send_many(harness, attempt)
     mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
     mail_log.COMPACT_AFTER_S = 0.0  # a copy that met an error is tried again at once
-    desk.room.published(
-        desk.link, f"{MSG}{BOX}.critical", "", b"", _payload(token_of(f"way{attempt}", 0, 50))
+    harness.service.published(
+        harness.link, f"{MSG}{BOX}.critical", "", 0, [_payload(token_of(f"way{attempt}", 0, 50))]
     )
-    desk.room.flush()
-    desk.room.tick()
-    desk.turn(lambda: not os.path.exists(first))
-    return words + _send(desk, new_tokens(attempt + 10))
+    harness.service.flush()
+    harness.service.tick()
+    harness.turn(lambda: not os.path.exists(first))
+    return words + _send(harness, new_tokens(attempt + 10))
 
 
-def _delete(desk: TaskHandlers, attempt: int) -> list[str]:
+def _delete(harness: MailHarness, attempt: int) -> list[str]:
     """Whatever of the first two is still there."""
-    found = desk.replayed()[:2]
+    found = harness.replayed()[:2]
     msg_ids = [delivery.msg_id for delivery in found if delivery.token in _old_tokens()[:2]]
-    desk.ask(*((f"{DELETE}{BOX}.{msg_id}", b"") for msg_id in msg_ids))
+    harness.ask(*((f"{DELETE}{BOX}.{msg_id}", b"") for msg_id in msg_ids))
     return _old_tokens()[:2]
 
 
-def _acknowledge(desk: TaskHandlers, attempt: int) -> list[str]:
+def _acknowledge(harness: MailHarness, attempt: int) -> list[str]:
     fetch = {"group_name": GROUP, "deliver": "earliest", "config": {"num_msgs": 2, "max_wait_ms": 0}}
-    [found] = desk.ask((f"{FETCH}{BOX}", json.dumps(fetch).encode()))
+    [found] = harness.ask((f"{FETCH}{BOX}", json.dumps(fetch).encode()))
     ids = [message["msg_id"] for message in found["messages"]]
     said = {"group_name": GROUP, "mail_address": BOX, "msg_id": ids[-1]}
-    desk.ask((f"{ACK}{BOX}", json.dumps(said).encode()))
+    harness.ask((f"{ACK}{BOX}", json.dumps(said).encode()))
     return [str(msg_id) for msg_id in ids]
 
 
@@ -155,10 +155,10 @@ def _prepare_nothing(folder: Path) -> Expected:
 
 
 def _prepare_box(folder: Path) -> Expected:
-    desk = _open(folder)
-    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
-    _send(desk, _old_tokens())
-    desk.room.close()
+    harness = _open(folder)
+    harness.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
+    _send(harness, _old_tokens())
+    harness.service.close()
     return {"": _old_tokens()}
 
 
@@ -175,20 +175,20 @@ def _judge_deleted(folder: Path, expected: Expected, attempts: list[Attempt], ta
 
 def _judge_acknowledged(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tally) -> None:
     done = {word for attempt in attempts if attempt.outcome == "ok" for word in attempt.words}
-    desk = _open(folder)
+    harness = _open(folder)
     fetch = {"group_name": GROUP, "deliver": "earliest", "config": {"num_msgs": 100, "max_wait_ms": 0}}
-    [found] = desk.ask((f"{FETCH}{BOX}", json.dumps(fetch).encode()))
+    [found] = harness.ask((f"{FETCH}{BOX}", json.dumps(fetch).encode()))
     again = {str(message["msg_id"]) for message in found["messages"]}
     tally.doubled += len(again & done)
     tally.lost += max(0, OLD_COUNT // 2 - len(again))  # one acknowledgement covers two
-    desk.room.close()
+    harness.service.close()
     _judge(folder, set(expected[""]), set(), {}, tally)
 
 
 def _judge(folder: Path, old: set[str], gone: set[str], acknowledged: dict[str, str], tally: Tally) -> None:
     """What was acknowledged is there and whole, what was deleted is not, and the next send is simply next."""
-    desk = _open(folder)
-    found = desk.replayed()
+    harness = _open(folder)
+    found = harness.replayed()
     tally.acknowledged += len(acknowledged) + len(old) + len(gone)
     compare(acknowledged, found, tally)
     tokens = [delivery.token for delivery in found]
@@ -198,14 +198,14 @@ def _judge(folder: Path, old: set[str], gone: set[str], acknowledged: dict[str, 
     numbers = [int(delivery.msg_id) for delivery in found]
     if numbers != sorted(numbers):
         tally.breaks("the replay is not in the order of the numbers")
-    desk.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
+    harness.ask((CREATE, json.dumps({"name": BOX, "public": True, "ttl": 0}).encode()))
     after = token_of("after", 0, 50)
-    _send(desk, [after])
-    desk.room.close()
-    desk = _open(folder)
-    if [delivery.token for delivery in desk.replayed()] != [*tokens, after]:
+    _send(harness, [after])
+    harness.service.close()
+    harness = _open(folder)
+    if [delivery.token for delivery in harness.replayed()] != [*tokens, after]:
         tally.breaks("a send afterwards did not simply add its message")
-    desk.room.close()
+    harness.service.close()
 
 
 MAIL_UPDATES = [

@@ -30,7 +30,7 @@ from tests.crash import child, mailprograms, taskprograms
 from tests.crash.kills import check_hand_overs
 from tests.crash.ledger import Delivery, Tally, acknowledged_in, body_of, compare, token_of
 from tests.crash.mailprograms import DURABLE, Post
-from tests.crash.mailupdates import BOX, TaskHandlers
+from tests.crash.mailupdates import BOX, MailHarness
 from tests.crash.taskprograms import WAL_PAGES_FEW, open_tasks, task_of
 from tests.crash.tasks import check_store, delivery_of, ids_of
 from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
@@ -443,8 +443,8 @@ class _Mail:
         return {token: msg_id for _, _, word, token, msg_id in sent if word in DURABLE and msg_id not in gone}
 
     def compare(self, folder: Path, tally: Tally) -> None:
-        desk = TaskHandlers(folder / "mail")
-        found = desk.replayed()
+        harness = MailHarness(folder / "mail")
+        found = harness.replayed()
         _count(self.acknowledged(), iter(found), self.durability, tally)
         deleted = {row[2] for row in self._rows(self._member, "deleted") if row[1] in DURABLE}
         undead = deleted & {delivery.msg_id for delivery in found}
@@ -453,10 +453,10 @@ class _Mail:
         elif undead:
             tally.breaks(f"{len(undead)} deleted messages came again")
         numbers = [delivery.msg_id for delivery in found]
-        [answer] = desk.ask((f"{mailprograms.MSG}{BOX}.urgent", b"after"))
-        if [each.msg_id for each in desk.replayed()] != [*numbers, str(answer["msg_id"])]:
+        [answer] = harness.ask((f"{mailprograms.MSG}{BOX}.urgent", b"after"))
+        if [each.msg_id for each in harness.replayed()] != [*numbers, str(answer["msg_id"])]:
             tally.breaks("a send after the cut did not simply add its message")
-        desk.room.close()
+        harness.service.close()
 
 
 SCENES: dict[str, type[Scene]] = {"bus": _Bus, "queue": _Queue, "tasks": _Tasks, "mail": _Mail}

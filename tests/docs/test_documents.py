@@ -273,6 +273,7 @@ LIMITED = (
     "contracts.mail.agents",
     "contracts.mail.subscriptions",
     "contracts.mail.fetch",
+    "contracts.mail.public_list",
     "logs.mail_records",
     "contracts.mail.refusals",
     "logs.mail_log",

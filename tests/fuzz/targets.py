@@ -29,7 +29,7 @@ from postroom.logs.queuefile import SessionFiles
 from postroom.message import BusMessage, Damage
 from postroom.settings import BusSettings, QueueSettings, Settings, described, load
 from tests.fuzz.mutate import mutated
-from tests.mailrooms import FakeLink
+from tests.mailservice import FakeLink
 
 NOW_NS = 1_794_700_800_000_000_000
 NAME_LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
@@ -557,7 +557,7 @@ class NatsTarget(Target):
         return found
 
     @staticmethod
-    def _sized(head: natswire.Head, body: bytes) -> natswire.Head:
+    def _sized(head: natswire.ControlLine, body: bytes) -> natswire.ControlLine:
         """Of bodies of several sizes the reader gives one head for all."""
         size = len(body) if head.size == natswire.ANY_SIZE else head.size
         return msgspec.structs.replace(head, size=size, before_sid=b"", after_sid=b"")
@@ -606,15 +606,15 @@ WRITTEN: tuple[mail_records.Record, ...] = (
     mail_records.Removed(1, [NUMBER]),
     mail_records.Pulled(1, "g", 0, [0, NUMBER + 1, 0, 0], [NUMBER + 1]),
     mail_records.Extended(2, 7200.0, LATE_US + 1),
-    mail_records.Agent("ann", 5, b'{"name":"ann"}'),
-    mail_records.Gone(3),
+    mail_records.AgentRecord("ann", 5, b'{"name":"ann"}'),
+    mail_records.MailboxExpired(3),
 )
 FRAMES = tuple(map(mail_records.Framing(SECRET).frame, WRITTEN))
 TRUE_CHECKSUM_SHARE = 0.2
 
 
 class MailLogTarget(_InFolder):
-    """A segment of the mail log, and the room that opens on it: it holds what was written, and only that."""
+    """A segment of the mail log: a service that opens it holds exactly what was written."""
 
     corpus = (b"".join(FRAMES), b"".join(FRAMES[:5]), b"".join(FRAMES[3:9] * 2), *FRAMES)
     words = (*FRAMES[3:8], SECRET[:4], SECRET[:4] + b"\x05\0\0\0", b"\x9a\x04", b"\xc4\xff", b"\xdd\xff\xff")
@@ -634,23 +634,23 @@ class MailLogTarget(_InFolder):
             else:
                 demand(self.forged or item in WRITTEN, item, "was made up")
         (self.folder / f"mail-{SECRET.hex()}-00000001.log").write_bytes(data)
-        room = MailService(self.folder, lambda _: None)
+        service = MailService(self.folder, lambda _: None)
         try:
-            self._check_room(room)
+            self._check_service(service)
         finally:
-            room.close()
+            service.close()
             for path in self.folder.iterdir():
                 path.unlink()
 
-    def _check_room(self, room: MailService) -> None:
+    def _check_service(self, service: MailService) -> None:
         puts = [record for record in WRITTEN if isinstance(record, mail_records.Put)]
         puts += [
             put for record in WRITTEN if isinstance(record, mail_records.PutRow) for put in record.puts()
         ]
-        known = {(put.number, put.word, put.payload, put.headers) for put in puts}
-        for box in room._shelves.boxes.values():
+        known = {(put.number, put.priority, put.payload, put.headers) for put in puts}
+        for box in service._mailboxes.by_id.values():
             for letter in [*box.letters.values(), *box.delayed.values()]:
-                shown = (letter.number, letter.word, letter.payload, letter.headers)
+                shown = (letter.number, letter.priority, letter.payload, letter.headers)
                 demand(self.forged or shown in known, shown, "was made up")
 
 
@@ -721,7 +721,7 @@ class MailCallsTarget(Target):
     def check(self, data: bytes) -> None:
         subject, headers, payload = [*data.split(b"\0", 2), b"", b""][:3]
         soon: list[Callable[[], None]] = []
-        room = MailService(None, soon.append, options=MailOptions(extend=True, receipts=True))
+        service = MailService(None, soon.append, options=MailOptions(extend=True, receipts=True))
         asking, other = FakeLink(), FakeLink()
         for call, body in (
             ("MAILBOX.CREATE", b'{"name":"box","public":true}'),
@@ -730,19 +730,20 @@ class MailCallsTarget(Target):
             ("MSG.FETCH.box", b'{"group_name":"g","deliver":"earliest"}'),
             ("AGENT.REGISTER", b'{"name":"ben","mailbox":"ben.box"}'),
         ):
-            room.published(other, f"$mq9.AI.{call}", "_INBOX.other", b"", body)
+            service.published(other, f"$mq9.AI.{call}", "_INBOX.other", 0, [body])
         secret = json.loads(other.answers[1][1])["mail_id"].encode()
         for inbox in ("_INBOX.1", "_INBOX.2"):  # the second finds what the first has left
-            room.published(asking, f"$mq9.AI.{subject.decode('utf-8', 'replace')}", inbox, headers, payload)
-            room.tick()
+            text = f"$mq9.AI.{subject.decode('utf-8', 'replace')}"
+            service.published(asking, text, inbox, len(headers), [headers + payload])
+            service.tick()
         inboxes = [reply for reply, _ in asking.answers]
         demand(len(set(inboxes)) == len(inboxes), "was answered more than once")
         for _, answer in asking.answers:
             demand(isinstance(json.loads(answer), dict), answer)
             demand(secret not in answer, "a private id was shown")
-        room.published(other, "$mq9.AI.MAILBOX.MSG.box", "_INBOX.after", b"", b"x")
+        service.published(other, "$mq9.AI.MAILBOX.MSG.box", "_INBOX.after", 0, [b"x"])
         demand(b"msg_id" in other.answers[-1][1], "nothing can be sent afterwards")
-        room.close()
+        service.close()
 
 
 # ---- names, times, settings --------------------------------------------------------------------------

@@ -335,7 +335,7 @@ def test_the_exit_code_is_1_when_the_server_does_not_answer_in_time() -> None:
 def test_another_server_without_mailboxes_is_told_apart(tmp_path: Path) -> None:
     with running("nats-server", tmp_path) as plain:
         done = mail("create", "--server", plain.url)
-    assert done.error == "postroom: nobody there keeps mailboxes: it may be a plain NATS server"
+    assert done.error == "postroom: the server has no mailboxes: it may be a plain NATS server"
 
 
 def test_a_full_mailbox_says_so() -> None:

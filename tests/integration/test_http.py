@@ -165,6 +165,18 @@ def test_a_second_decision_is_refused(server: Server) -> None:
     assert server.get("triage", f"/tasks/{task_id}").json["result"] == first
 
 
+def test_completion_claims_the_next_task_once(server: Server) -> None:
+    server.enqueue()
+    second, third = server.enqueue(), server.enqueue()
+    task = server.claim()
+    word = {"task_id": task["task_id"], "lease": task["lease"], "claim_next": 1}
+    first = server.post("triage", "/queue/complete", **word, decision="a")
+    assert [each["task_id"] for each in first.json["tasks"]] == [second]
+    assert server.post("triage", "/queue/complete", **word, decision="a").json.get("tasks", []) == []
+    assert server.post("triage", "/queue/complete", **word, decision="b").status == 409
+    assert server.claim()["task_id"] == third
+
+
 def test_of_two_simultaneous_decisions_one_is_refused(server: Server) -> None:
     for _ in range(5):
         server.enqueue()

@@ -15,7 +15,7 @@ import pytest
 from postroom import Mail, MailRefused, MailUnavailable
 from postroom.client.nats import servers_of
 from postroom.core.mailcalls import message_of
-from postroom.core.natswire import Head
+from postroom.core.natswire import ControlLine
 from postroom.errors import InvalidMessage, InvalidSetting
 from tests.contract.natsservers import key_beside, made_certificate, running
 from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
@@ -502,7 +502,7 @@ def test_addresses_say_who_we_are() -> None:
 def test_a_message_is_read_in_every_form(
     body: bytes, headers: bytes, expected: tuple[int, str, bytes | None]
 ) -> None:
-    head = Head(b"$mq9.AI.MAILBOX.MSG.a.b.urgent", b"", len(headers) or -1, len(headers) + len(body))
+    head = ControlLine(b"$mq9.AI.MAILBOX.MSG.a.b.urgent", b"", len(headers) or -1, len(headers) + len(body))
     found = message_of("a.b", head, headers + body)
     assert (found.msg_id, found.priority) == expected[:2]
     assert found.payload == (body if expected[2] is None else expected[2])

@@ -15,12 +15,12 @@ from postroom.contracts.audit import Audit
 from postroom.contracts.feeds import FileFeeds
 from postroom.contracts.mail.options import MailOptions
 from postroom.core.events import OPERATIONS, AuditEvent
-from postroom.core.mailbox import RANKS, Letter, Word
+from postroom.core.mailbox import RANKS, Letter, Priority
 from postroom.runtime import mailserver
 from postroom.runtime.mailserver import EventLog
 from tests.integration.commandline import isolate, postroom
 from tests.integration.mailservers import HANG_GUARD_S, MailServer, serving
-from tests.mailrooms import FakeLink, Rooms
+from tests.mailservice import FakeLink, Harness
 from tests.waiting import until
 
 BODY = "what nobody else may read"
@@ -127,7 +127,7 @@ def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sender", ["", 'ada "the first"'])
 def test_stored_messages_are_told_as_any_other_event(tmp_path: Path, sender: str) -> None:
     label = 'a"b\\c.ä'
-    sent: list[tuple[Word, int]] = [("urgent", 1), ("urgent", 1), ("urgent", 20), ("low", 20)]
+    sent: list[tuple[Priority, int]] = [("urgent", 1), ("urgent", 1), ("urgent", 20), ("low", 20)]
     letters = [
         Letter(number, word, RANKS[word], size, b"x" * size, b"", 10 + number // 3, durable=True)
         for number, (word, size) in enumerate(sent)
@@ -235,24 +235,24 @@ def read(folder: Path) -> list[AuditEvent]:
 
 def test_every_event_of_a_room_is_one_that_the_stream_has(tmp_path: Path) -> None:
     """Damage and trouble included, which a healthy server does not tell."""
-    rooms = Rooms(tmp_path / "data", receipts=True)
+    harness = Harness(tmp_path / "data", receipts=True)
     link = FakeLink()
-    box = rooms.create(link, ttl=60)
-    rooms.send(link, box, b"x", "critical")
-    rooms.room.close()
+    box = harness.create(link, ttl=60)
+    harness.send(link, box, b"x", "critical")
+    harness.service.close()
     [segment] = (tmp_path / "data").glob("mail-*.log")
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 0xFF
     segment.write_bytes(data)
     log = EventLog(tmp_path / "data" / "events.jsonl", lambda _: None)
-    rooms.options = MailOptions()
-    rooms.events.clear()
-    rooms.room = rooms.opened()
+    harness.options = MailOptions()
+    harness.events.clear()
+    harness.service = harness.opened()
     log.open()
-    for kind, fields in rooms.events:
+    for kind, fields in harness.events:
         log(kind, **fields)
     log.close()
-    Rooms.close_all()
+    Harness.close_all()
     assert [event.kind for event in read(tmp_path / "data")] == ["quarantined"]
 
 

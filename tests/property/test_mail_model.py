@@ -1,7 +1,7 @@
-"""Mailboxes against a model that is a few lists: any calls, restarts and crashes in any order.
+"""Mailboxes against a model of a few lists: any calls, restarts and crashes in any order.
 
-A crash is a copy of the folder at that moment, opened by another room: whatever was acknowledged as durable
-by then has to be in it.
+A crash is a copy of the folder at that moment, opened by another service. Everything that was acknowledged as
+durable by then has to be in the copy.
 """
 
 import base64
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from postroom.contracts.mail import subscriptions
 from postroom.logs import mail_log
-from tests.mailrooms import CREATE, MSG, FakeLink, Rooms
+from tests.mailservice import CREATE, MSG, FakeLink, Harness
 from tests.quick import QUICK
 
 EXAMPLES = settings().max_examples
@@ -49,7 +49,7 @@ class Mailboxes(RuleBasedStateMachine):
         super().__init__()
         self.top = Path(tempfile.mkdtemp(prefix="mail-model-", dir=QUICK))
         self.folders = 0
-        self.rooms = Rooms(self.top / "0", normal=self.NORMAL)
+        self.harness = Harness(self.top / "0", normal=self.NORMAL)
         self.caller = FakeLink()
         self.now = 0.0
         self.ends: dict[str, float] = {}
@@ -59,7 +59,7 @@ class Mailboxes(RuleBasedStateMachine):
         self.members: list[tuple[FakeLink, str, str, set[int]]] = []
 
     def teardown(self) -> None:
-        Rooms.close_all()
+        Harness.close_all()
         shutil.rmtree(self.top)
 
     # ---- the model's own words -----------------------------------------------------------------
@@ -85,7 +85,7 @@ class Mailboxes(RuleBasedStateMachine):
     @rule(name=names, ttl=st.sampled_from([3, 10, 1_000]))
     def create(self, name: str, ttl: int) -> None:
         body = json.dumps({"name": name, "public": True, "ttl": ttl}).encode()
-        reply = self.rooms.request(self.caller, CREATE, body)
+        reply = self.harness.request(self.caller, CREATE, body)
         assert reply["is_new"] is not self.lives(name)
         if not self.lives(name):
             self.ends[name] = self.now + ttl
@@ -94,7 +94,7 @@ class Mailboxes(RuleBasedStateMachine):
 
     @rule(name=names, word=st.sampled_from(WORDS))
     def send(self, name: str, word: str) -> None:
-        reply = self.rooms.request(self.caller, f"{MSG}{name}.{word}", b"x")
+        reply = self.harness.request(self.caller, f"{MSG}{name}.{word}", b"x")
         assert ("error" in reply) is not self.lives(name)
         if not self.lives(name):
             return
@@ -114,10 +114,10 @@ class Mailboxes(RuleBasedStateMachine):
     @rule(name=names, word=st.sampled_from(WORDS), count=st.integers(2, 5))
     def send_many(self, name: str, word: str, count: int) -> None:
         """In a row and without answers; their ids are seen in a list."""
-        self.rooms.room.published_many(self.caller, f"{MSG}{name}.{word}", [b"x"] * count)
-        self.rooms.settle()
+        self.harness.service.published(self.caller, f"{MSG}{name}.{word}", "", 0, [b"x"] * count)
+        self.harness.settle()
         if self.lives(name):
-            rows = self.rooms.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")["messages"]
+            rows = self.harness.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")["messages"]
             newest = self.newest(name)
             fresh = sorted(row["msg_id"] for row in rows if row["msg_id"] > newest)
             assert len(fresh) == count
@@ -128,7 +128,7 @@ class Mailboxes(RuleBasedStateMachine):
     def delete(self, name: str, choice: int) -> None:
         stored = self.stored[name]
         msg_id = stored[choice % len(stored)].msg_id if stored else 1
-        reply = self.rooms.request(self.caller, f"$mq9.AI.MAILBOX.DELETE.{name}.{msg_id}")
+        reply = self.harness.request(self.caller, f"$mq9.AI.MAILBOX.DELETE.{name}.{msg_id}")
         if self.lives(name):
             assert reply["deleted"] is bool(stored)
             self.stored[name] = [message for message in stored if message.msg_id != msg_id]
@@ -138,7 +138,7 @@ class Mailboxes(RuleBasedStateMachine):
     @rule(name=names, kind=st.sampled_from(sorted(FILTERS)), team=st.sampled_from(TEAMS))
     def subscribe(self, name: str, kind: str, team: str) -> None:
         link = FakeLink()
-        refusal = self.rooms.subscribe(link, f"{name}.{kind}", team)
+        refusal = self.harness.subscribe(link, f"{name}.{kind}", team)
         assert (refusal is None) is self.lives(name)
         if refusal is not None:
             return
@@ -154,14 +154,14 @@ class Mailboxes(RuleBasedStateMachine):
     def lose(self, choice: int) -> None:
         everybody = [*self.members, *self.plain]
         link = everybody[choice % len(everybody)][0]
-        self.rooms.close_link(link)
+        self.harness.close_link(link)
         self.members = [member for member in self.members if member[0] is not link]
         self.plain = [listener for listener in self.plain if listener[0] is not link]
 
     @rule(name=names, limit=st.integers(1, 4), choice=choices)
     def fetch_and_acknowledge(self, name: str, limit: int, choice: int) -> None:
         body = {"group_name": "g", "deliver": "earliest", "config": {"num_msgs": limit, "max_wait_ms": 0}}
-        reply = self.rooms.request(self.caller, f"$mq9.AI.MSG.FETCH.{name}", json.dumps(body).encode())
+        reply = self.harness.request(self.caller, f"$mq9.AI.MSG.FETCH.{name}", json.dumps(body).encode())
         if not self.lives(name):
             assert reply["code"] in {404, 410}
             return
@@ -174,7 +174,7 @@ class Mailboxes(RuleBasedStateMachine):
         if ids:
             last = choice % len(ids)
             body = {"group_name": "g", "mail_address": name, "msg_id": ids[last]}
-            answer = self.rooms.request(self.caller, f"$mq9.AI.MSG.ACK.{name}", json.dumps(body).encode())
+            answer = self.harness.request(self.caller, f"$mq9.AI.MSG.ACK.{name}", json.dumps(body).encode())
             assert answer == {"error": ""}
             self.acked[name].update(ids[: last + 1])
 
@@ -182,17 +182,17 @@ class Mailboxes(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 600.0]), ticks=st.booleans())
     def wait(self, seconds: float, ticks: bool) -> None:
-        self.rooms.clock.advance(seconds)
+        self.harness.clock.advance(seconds)
         self.now += seconds
         if ticks:
-            self.rooms.tick()
+            self.harness.tick()
         for name in NAMES:
             if not self.lives(name):
                 self.stored[name] = []
 
     @rule()
     def restart(self) -> None:
-        self.rooms.reopen()
+        self.harness.reopen()
         self.forget_links()
         self.lose_memory()
 
@@ -201,11 +201,11 @@ class Mailboxes(RuleBasedStateMachine):
         self.folders += 1
         folder = self.top / str(self.folders)
         shutil.copytree(self.top / str(self.folders - 1), folder)
-        before = self.rooms
-        self.rooms = Rooms(folder, normal=self.NORMAL)
-        self.rooms.room.close()
-        self.rooms.clock = before.clock
-        self.rooms.room = self.rooms.opened()
+        before = self.harness
+        self.harness = Harness(folder, normal=self.NORMAL)
+        self.harness.service.close()
+        self.harness.clock = before.clock
+        self.harness.service = self.harness.opened()
         self.forget_links()
         self.lose_memory()
 
@@ -230,7 +230,7 @@ class Mailboxes(RuleBasedStateMachine):
     @invariant()
     def the_list_is_what_is_stored(self) -> None:
         for name in NAMES:
-            reply: Any = self.rooms.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")
+            reply: Any = self.harness.request(self.caller, f"$mq9.AI.MAILBOX.LIST.{name}")
             if self.lives(name):
                 listed = [message["msg_id"] for message in reply["messages"]]
                 assert listed == [message.msg_id for message in self.ordered(name, {0, 1, 2, 3})]

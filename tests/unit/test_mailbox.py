@@ -11,10 +11,10 @@ from postroom.core.mailbox import (
     MAILBOX_COST_BYTES,
     MESSAGE_COST_BYTES,
     RANKS,
-    Box,
     Letter,
+    Mailbox,
+    Priority,
     PullGroup,
-    Word,
     cost_of,
     group_cost,
     mailbox_cost,
@@ -24,17 +24,21 @@ from postroom.core.mailbox import (
 NOW_NS = 1_000
 
 
-def letter(number: int, word: Word = "normal", payload: bytes = b"x", key: str = "") -> Letter:
+def letter(number: int, word: Priority = "normal", payload: bytes = b"x", key: str = "") -> Letter:
     cost = cost_of(len(payload), key)
     return Letter(number, word, RANKS[word], cost, payload, b"", 10, key=key)
 
 
 @pytest.fixture
-def box() -> Box:
-    return Box(1, "box", public=False, named=True, label="box")
+def box() -> Mailbox:
+    return Mailbox(1, "box", public=False, named=True, label="box")
 
 
-def numbers(box: Box) -> list[int]:
+def add(box: Mailbox, *letters: Letter) -> Letter | None:
+    return box.add(list(letters), sum(each.cost for each in letters))
+
+
+def numbers(box: Mailbox) -> list[int]:
     return [each.number for each in box.replay(EVERY_RANK, NOW_NS)]
 
 
@@ -58,9 +62,9 @@ def test_a_text_costs_the_memory_that_it_takes_up(char: str) -> None:
     assert group_cost(char * 128) >= GROUP_COST_BYTES + (0 if char == "a" else size_of(char * 128))
 
 
-def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:
-    box.add(letter(1, "critical", b"1"))
-    box.add_plain([letter(2), letter(3, payload=b"333")], letter(2).cost + letter(3, payload=b"333").cost)
+def test_the_bytes_of_removed_letters_are_subtracted_exactly(box: Mailbox) -> None:
+    add(box, letter(1, "critical", b"1"))
+    add(box, letter(2), letter(3, payload=b"333"))
     assert box.bytes == cost_of(1) + cost_of(1) + cost_of(3)
     assert box.remove(3) is not None
     assert box.bytes == 2 * cost_of(1)
@@ -72,31 +76,31 @@ def test_bytes_go_back_exactly_when_letters_leave(box: Box) -> None:
     assert (box.bytes, len(box.letters), numbers(box)) == (0, 0, [])
 
 
-def test_a_letter_that_is_replaced_by_its_key_is_given_back(box: Box) -> None:
-    box.add(letter(1, payload=b"long" * 10, key="k"))
-    replaced = box.add(letter(2, "urgent", b"s", key="k"))
+def test_add_returns_the_letter_that_the_key_replaces(box: Mailbox) -> None:
+    add(box, letter(1, payload=b"long" * 10, key="k"))
+    replaced = add(box, letter(2, "urgent", b"s", key="k"))
     assert replaced is not None
     assert replaced.number == 1
     assert box.bytes == cost_of(1, "k")
     assert box.keys == {"k": 2}
-    assert box.add(letter(3, payload=b"s", key="other")) is None
+    assert add(box, letter(3, payload=b"s", key="other")) is None
     box.remove(2)
     assert box.keys == {"other": 3}
-    assert box.add(letter(4, key="k")) is None
+    assert add(box, letter(4, key="k")) is None
     assert numbers(box) == [3, 4]
 
 
-def test_an_older_letter_that_leaves_does_not_forget_the_key_of_a_newer_one(box: Box) -> None:
-    box.add(letter(1, key="k"))
+def test_removing_an_older_letter_keeps_the_key_of_a_newer_one(box: Mailbox) -> None:
+    add(box, letter(1, key="k"))
     box.keys["k"] = 7  # a newer one has taken the key
     box.remove(1)
     assert box.keys == {"k": 7}
 
 
-def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Box) -> None:
+def test_a_removed_letter_is_forgotten_by_all_groups(box: Mailbox) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
-    groups = [box.group(name, "earliest", 0, anew=False)[0] for name in ("g", "h")]
+        add(box, letter(number))
+    groups = [box.group(name, "earliest", 0, restart=False)[0] for name in ("g", "h")]
     for group in groups:
         group.hand(group.next(box.lanes, 7, 10, NOW_NS), 7)
     groups[0].settle([2])
@@ -108,10 +112,10 @@ def test_what_leaves_is_no_longer_held_or_acknowledged_by_any_group(box: Box) ->
     assert box.failures == {}
 
 
-def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Box) -> None:
+def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Mailbox) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
-    group, _ = box.group("g", "earliest", 0, anew=False)
+        add(box, letter(number))
+    group, _ = box.group("g", "earliest", 0, restart=False)
     first = group.next(box.lanes, 7, 2, NOW_NS)
     group.hand(first, 7)
     assert group.handed == {1: 7, 2: 7}
@@ -123,10 +127,10 @@ def test_a_group_marks_what_it_hands_out_as_held_by_that_connection(box: Box) ->
     assert [each.number for each in group.next(box.lanes, 8, 10, NOW_NS)] == [1, 2, 3]
 
 
-def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box: Box) -> None:
+def test_an_acknowledgement_ends_the_hold_and_moves_the_position(box: Mailbox) -> None:
     for number in (1, 2, 3):
-        box.add(letter(number))
-    group, _ = box.group("g", "earliest", 0, anew=False)
+        add(box, letter(number))
+    group, _ = box.group("g", "earliest", 0, restart=False)
     group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
     assert sorted(group.acknowledge(2)) == [1, 2]
     assert group.handed == {3: 7}
@@ -134,11 +138,11 @@ def test_an_acknowledgement_ends_the_hold_and_is_passed_when_there_is_no_gap(box
     assert (group.done, group.through[RANKS["normal"]]) == (set(), 2)
 
 
-def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
-    box = Box(1, "box", public=False, named=True, label="box")
+def test_dead_numbers_are_dropped_when_they_are_more_than_half() -> None:
+    box = Mailbox(1, "box", public=False, named=True, label="box")
     count = 4 * mailbox.DEAD_NUMBERS_MAX
     for number in range(1, count + 1):
-        box.add(letter(number))
+        add(box, letter(number))
     for number in range(1, count):
         box.remove(number)
     lane = box.lanes[RANKS["normal"]]
@@ -147,11 +151,11 @@ def test_a_lane_forgets_its_dead_numbers_when_they_are_more_than_half() -> None:
     assert numbers(box) == [count]
 
 
-def test_a_new_turn_of_a_group_holds_nothing(box: Box) -> None:
-    box.add(letter(1))
-    group, _ = box.group("g", "earliest", 0, anew=False)
+def test_a_restarted_group_holds_nothing(box: Mailbox) -> None:
+    add(box, letter(1))
+    group, _ = box.group("g", "earliest", 0, restart=False)
     group.hand(group.next(box.lanes, 7, 3, NOW_NS), 7)
-    again, begins = box.group("g", "earliest", 0, anew=True)
+    again, begins = box.group("g", "earliest", 0, restart=True)
     assert begins
     assert isinstance(again, PullGroup)
     assert (again.turn, again.handed, again.done) == (group.turn + 1, {}, set())

@@ -6,35 +6,35 @@ from hypothesis import strategies as st
 
 from postroom.core import mq9
 from postroom.core.mailbox import RANKS
-from postroom.core.mq9 import Call, Mq9Error
+from postroom.core.mq9 import MailCall, Mq9Error
 
 
 @pytest.mark.parametrize(
     ("subject", "call"),
     [
-        ("$mq9.AI.MAILBOX.CREATE", Call("create")),
-        ("$mq9.AI.MAILBOX.MSG.task.queue", Call("send", "task.queue", "normal")),
-        ("$mq9.AI.MAILBOX.MSG.task.queue.normal", Call("send", "task.queue", "normal")),
-        ("$mq9.AI.MAILBOX.MSG.m-1.critical", Call("send", "m-1", "critical")),
-        ("$mq9.AI.MAILBOX.MSG.m-1.urgent", Call("send", "m-1", "urgent")),
-        ("$mq9.AI.MAILBOX.MSG.m-1.high", Call("send", "m-1", "high")),
-        ("$mq9.AI.MAILBOX.MSG.m-1.low", Call("send", "m-1", "low")),
-        ("$mq9.AI.MAILBOX.MSG.m-1.lower", Call("send", "m-1.lower", "normal")),
-        ("$mq9.AI.MAILBOX.MSG.critical", Call("send", "critical", "normal")),
-        ("$mq9.AI.MAILBOX.LIST.a.b", Call("list", "a.b")),
-        ("$mq9.AI.MAILBOX.DELETE.a.b.17", Call("delete", "a.b", "17")),
-        ("$mq9.AI.MAILBOX.DELETE.a.b.", Call("delete", "a.b", "")),
-        ("$mq9.AI.MAILBOX.EXTEND.a", Call("extend", "a")),
-        ("$mq9.AI.MSG.SEND.a.b", Call("send3", "a.b")),
-        ("$mq9.AI.MSG.FETCH.a", Call("fetch", "a")),
-        ("$mq9.AI.MSG.ACK.a", Call("ack", "a")),
-        ("$mq9.AI.MSG.QUERY.a", Call("query", "a")),
-        ("$mq9.AI.MSG.DELETE.a.b.17", Call("delete3", "a.b", "17")),
-        ("$mq9.AI.AGENT.REGISTER", Call("register")),
-        ("$mq9.AI.AGENT.DISCOVER", Call("discover")),
+        ("$mq9.AI.MAILBOX.CREATE", MailCall("create")),
+        ("$mq9.AI.MAILBOX.MSG.task.queue", MailCall("send", "task.queue", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.task.queue.normal", MailCall("send", "task.queue", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.critical", MailCall("send", "m-1", "critical")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.urgent", MailCall("send", "m-1", "urgent")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.high", MailCall("send", "m-1", "high")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.low", MailCall("send", "m-1", "low")),
+        ("$mq9.AI.MAILBOX.MSG.m-1.lower", MailCall("send", "m-1.lower", "normal")),
+        ("$mq9.AI.MAILBOX.MSG.critical", MailCall("send", "critical", "normal")),
+        ("$mq9.AI.MAILBOX.LIST.a.b", MailCall("list", "a.b")),
+        ("$mq9.AI.MAILBOX.DELETE.a.b.17", MailCall("delete", "a.b", "17")),
+        ("$mq9.AI.MAILBOX.DELETE.a.b.", MailCall("delete", "a.b", "")),
+        ("$mq9.AI.MAILBOX.EXTEND.a", MailCall("extend", "a")),
+        ("$mq9.AI.MSG.SEND.a.b", MailCall("send3", "a.b")),
+        ("$mq9.AI.MSG.FETCH.a", MailCall("fetch", "a")),
+        ("$mq9.AI.MSG.ACK.a", MailCall("ack", "a")),
+        ("$mq9.AI.MSG.QUERY.a", MailCall("query", "a")),
+        ("$mq9.AI.MSG.DELETE.a.b.17", MailCall("delete3", "a.b", "17")),
+        ("$mq9.AI.AGENT.REGISTER", MailCall("register")),
+        ("$mq9.AI.AGENT.DISCOVER", MailCall("discover")),
     ],
 )
-def test_subjects_of_every_dialect(subject: str, call: Call) -> None:
+def test_subjects_of_every_dialect(subject: str, call: MailCall) -> None:
     assert mq9.parse(subject) == call
 
 
@@ -96,9 +96,9 @@ def test_a_name_that_is_taken_can_be_sent_to_and_subscribed_to(name: str) -> Non
         mq9.checked_name(name)
     except Mq9Error:
         return
-    assert mq9.parse(mq9.SEND + name) == Call("send", name, "normal")
+    assert mq9.parse(mq9.SEND + name) == MailCall("send", name, "normal")
     for word in RANKS:
-        assert mq9.parse(f"{mq9.SEND}{name}.{word}") == Call("send", name, word)
+        assert mq9.parse(f"{mq9.SEND}{name}.{word}") == MailCall("send", name, word)
     assert mq9.subscription(f"{mq9.SEND}{name}.*")[0] == name
 
 
@@ -124,14 +124,14 @@ def test_headers_become_wishes_whatever_their_case() -> None:
     headers = (
         b"NATS/1.0\r\nMQ9-Priority: Critical\r\nmq9-key:k\r\nmq9-delay: 2\r\nX: y\r\nMq9-Tags: a, b,\r\n\r\n"
     )
-    assert mq9.wishes(headers) == ("critical", "k", 2.0, 0.0, ("a", "b"))
-    assert mq9.wishes(b"NATS/1.0\r\nX: y\r\n\r\n") is mq9.PLAIN
+    assert mq9.send_options(headers) == ("critical", "k", 2.0, 0.0, ("a", "b"))
+    assert mq9.send_options(b"NATS/1.0\r\nX: y\r\n\r\n") is mq9.PLAIN
 
 
 @given(st.binary(max_size=200))
 def test_no_headers_do_anything_but_parse_or_be_refused(headers: bytes) -> None:
     for block in (headers, b"NATS/1.0\r\nmq9-ttl: " + headers, b"NATS/1.0\r\nmq9-tags:" + headers):
         try:
-            mq9.wishes(block)
+            mq9.send_options(block)
         except Mq9Error as error:
             assert error.code == 400  # noqa: PT017 - it may also pass

@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 
 from postroom.core import mq9
 from postroom.core import mq9replies as replies
-from postroom.core.mailbox import RANKS, Letter, Word
+from postroom.core.mailbox import RANKS, Letter, Priority
 from postroom.core.mq9 import Mq9Error
 
 
-def letter(payload: bytes = b"x", headers: bytes = b"", word: Word = "normal", number: int = 7) -> Letter:
+def letter(payload: bytes = b"x", headers: bytes = b"", word: Priority = "normal", number: int = 7) -> Letter:
     size = len(payload) + len(headers)
     return Letter(number, word, RANKS[word], size, payload, headers, 1_794_702_425_000_000)
 
 
 @given(st.binary(max_size=100), st.sampled_from(sorted(RANKS)))
-def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
-    frame = replies.enveloped_frame("m", letter(payload, word=word))
-    envelope = json.loads(frame.payload)
+def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Priority) -> None:
+    subject, [(_, found)] = replies.enveloped("m", [letter(payload, word=word)])
+    envelope = json.loads(found)
     assert envelope["payload"]
     assert base64.b64decode(envelope["payload"]) == payload
-    assert frame.subject.rpartition(".")[2] == envelope["priority"]
+    assert subject.rpartition(".")[2] == envelope["priority"]
     assert envelope["priority"] in {"high", "normal", "low"}
     assert envelope["msg_id"] == "7"
 
@@ -32,16 +32,19 @@ def test_an_envelope_decodes_to_the_payload(payload: bytes, word: Word) -> None:
 @pytest.mark.parametrize(
     ("word", "subject"), [("normal", "m"), ("critical", "m.critical"), ("low", "m.low"), ("high", "m.high")]
 )
-def test_a_raw_frame_has_the_word_that_was_sent(word: Word, subject: str) -> None:
-    frame = replies.raw_frame("m", letter(word=word))
-    assert frame == (mq9.SEND + subject, b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x")
+def test_a_raw_delivery_has_the_word_that_was_sent(word: Priority, subject: str) -> None:
+    batch = replies.raw("m", [letter(word=word), letter(b"y", word=word, number=8)])
+    assert batch.subject == mq9.SEND + subject
+    assert batch.messages == [
+        (b"NATS/1.0\r\nMq9-Msg-Id: 7\r\n\r\n", b"x"),
+        (b"NATS/1.0\r\nMq9-Msg-Id: 8\r\n\r\n", b"y"),
+    ]
 
 
 def test_a_sender_cannot_forge_a_message_id() -> None:
     headers = b"NATS/1.0\r\nMQ9-MSG-ID: 1\r\nA: b\r\nmq9-msg-id: 2\r\n\r\n"
-    assert replies.raw_frame("m", letter(headers=headers)).headers == (
-        b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
-    )
+    [(sent, _)] = replies.raw("m", [letter(headers=headers)]).messages
+    assert sent == b"NATS/1.0\r\nMq9-Msg-Id: 7\r\nA: b\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_replies_have_the_error_key_only_in_the_newest_dialect() -> None:
 
 
 @pytest.mark.parametrize(("word", "seen"), [("high", "urgent"), ("low", "normal"), ("critical", "critical")])
-def test_a_fetch_speaks_the_words_of_its_dialect(word: Word, seen: str) -> None:
+def test_a_fetch_speaks_the_words_of_its_dialect(word: Priority, seen: str) -> None:
     message = json.loads(replies.fetched([letter(b"\xff", b"NATS/1.0\r\n\r\n", word)]))["messages"][0]
     assert message["priority"] == seen
     assert base64.b64decode(message["payload"]) == b"\xff"

@@ -29,7 +29,7 @@ def flat(commands: list[wire.Command]) -> list[object]:
     return found
 
 
-def sized(head: wire.Head, size: int) -> wire.Head:
+def sized(head: wire.ControlLine, size: int) -> wire.ControlLine:
     """The head of one frame; of bodies of several sizes, the reader gives one for all."""
     if head.size != wire.ANY_SIZE:
         return head
@@ -37,7 +37,7 @@ def sized(head: wire.Head, size: int) -> wire.Head:
     if head.before_sid:
         before, after = wire.message_line(head.subject, head.reply, head.header_bytes, size)
         assert (before, after.rpartition(b" ")[0] + b" ") == (head.before_sid, head.after_sid)
-    return wire.Head(head.subject, head.reply, head.header_bytes, size, head.sid, before, after)
+    return wire.ControlLine(head.subject, head.reply, head.header_bytes, size, head.sid, before, after)
 
 
 def read(data: bytes, *, step: int = 1 << 30, reader: wire.ClientReader | None = None) -> list[object]:
@@ -50,9 +50,9 @@ def read(data: bytes, *, step: int = 1 << 30, reader: wire.ClientReader | None =
 
 def published(
     subject: bytes, body: bytes, reply: bytes = b"", header_bytes: int = -1
-) -> tuple[wire.Head, bytes]:
+) -> tuple[wire.ControlLine, bytes]:
     before, after = wire.message_line(subject, reply, header_bytes, len(body))
-    return wire.Head(subject, reply, header_bytes, len(body), b"", before, after), body
+    return wire.ControlLine(subject, reply, header_bytes, len(body), b"", before, after), body
 
 
 def test_what_a_client_sends() -> None:
@@ -75,10 +75,10 @@ def test_what_a_server_sends() -> None:
     assert flat(wire.ServerReader().feed(SERVER)) == [
         wire.Info(b'{"headers":true}'),
         wire.Pong(),
-        (wire.Head(b"a.b", b"", -1, 3, b"1"), b"a\r\n"),
-        (wire.Head(b"a.b", b"in.box", -1, 2, b"1"), b"hi"),
-        (wire.Head(b"a.b", b"", 12, 14, b"1"), b"NATS/1.0\r\n\r\nhi"),
-        (wire.Head(b"a", b"r", 12, 12, b"2"), b"NATS/1.0\r\n\r\n"),
+        (wire.ControlLine(b"a.b", b"", -1, 3, b"1"), b"a\r\n"),
+        (wire.ControlLine(b"a.b", b"in.box", -1, 2, b"1"), b"hi"),
+        (wire.ControlLine(b"a.b", b"", 12, 14, b"1"), b"NATS/1.0\r\n\r\nhi"),
+        (wire.ControlLine(b"a", b"r", 12, 12, b"2"), b"NATS/1.0\r\n\r\n"),
         wire.Okay(),
         wire.Error("Stale Connection"),
         wire.Ping(),
@@ -161,8 +161,8 @@ def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
     reader.feed(data)
     commands = [each for each in reader.feed(data) if isinstance(each, wire.Messages)]
     assert any(each.head.size == wire.ANY_SIZE for each in commands)
-    found = b"".join(wire.passed_on(each.head, each.bodies, b"7", with_headers=True) for each in commands)
-    assert found == b"".join(wire.message(b"a", b"7", b"", b"", body) for body in MIXED_BODIES)
+    found = b"".join(wire.forwarded(each.head, each.bodies, b"7", with_headers=True) for each in commands)
+    assert found == b"".join(wire.messages(b"a", b"7", b"", [(b"", body)]) for body in MIXED_BODIES)
 
 
 def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
@@ -256,10 +256,10 @@ def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
     sent = wire.publish(b"a.b", b"hello", reply=reply, headers=headers) * count
     [messages] = wire.ClientReader().feed(sent)
     assert isinstance(messages, wire.Messages)
-    passed = wire.passed_on(messages.head, messages.bodies, b"7", with_headers=with_headers)
+    passed = wire.forwarded(messages.head, messages.bodies, b"7", with_headers=with_headers)
     given_headers = headers if with_headers else b""
-    assert passed == wire.message(b"a.b", b"7", reply, given_headers, b"hello") * count
-    head = wire.Head(b"a.b", reply, len(given_headers) or -1, len(given_headers) + 5, b"7")
+    assert passed == wire.messages(b"a.b", b"7", reply, [(given_headers, b"hello")] * count)
+    head = wire.ControlLine(b"a.b", reply, len(given_headers) or -1, len(given_headers) + 5, b"7")
     assert flat(wire.ServerReader().feed(passed)) == [(head, given_headers + b"hello")] * count
 
 
@@ -287,4 +287,16 @@ def test_errors_are_in_single_quotes() -> None:
     assert (
         wire.permissions_violation("Subscription", b"a.>")
         == b"-ERR 'Permissions Violation for Subscription to \"a.>\"'\r\n"
+    )
+
+
+def test_messages_of_one_batch_have_headers_or_none() -> None:
+    headers = b"NATS/1.0\r\nA: b\r\n\r\n"
+    found = wire.messages(b"a", b"7", b"", [(b"", b"one"), (headers, b"two"), (b"", b"six"), (headers, b"")])
+    sizes = len(headers), len(headers) + 3
+    assert found == (
+        b"MSG a 7 3\r\none\r\n"
+        b"HMSG a 7 %d %d\r\n%btwo\r\n"
+        b"MSG a 7 3\r\nsix\r\n"
+        b"HMSG a 7 %d %d\r\n%b\r\n" % (*sizes, headers, sizes[0], sizes[0], headers)
     )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom.core import subjects
-from postroom.core.subjects import Subscriptions
+from postroom.core.subjects import SubjectIndex
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ def test_matches(pattern: bytes, subject: bytes, matches: bool) -> None:
 def test_the_tree_finds_what_matching_one_by_one_finds(
     wanted: list[tuple[bytes, bytes]], published: list[bytes], data: st.DataObject
 ) -> None:
-    tree: Subscriptions[Interest] = Subscriptions()
+    tree: SubjectIndex[Interest] = SubjectIndex()
     interests = [Interest(*each) for each in wanted]
     for count, interest in enumerate(interests, 1):
         tree.add(interest.pattern, interest)
@@ -92,7 +92,7 @@ def test_the_tree_finds_what_matching_one_by_one_finds(
     assert not tree._literal
 
 
-def check(tree: Subscriptions[Interest], interests: list[Interest], subject: bytes) -> None:
+def check(tree: SubjectIndex[Interest], interests: list[Interest], subject: bytes) -> None:
     each, groups = tree.match(subject)
     matching = [interest for interest in interests if subjects.matches(interest.pattern, subject)]
     assert set(each) == {interest for interest in matching if not interest.group}
@@ -106,21 +106,21 @@ def check(tree: Subscriptions[Interest], interests: list[Interest], subject: byt
 
 def test_what_was_matched_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
-    tree: Subscriptions[Interest] = Subscriptions()
+    tree: SubjectIndex[Interest] = SubjectIndex()
     tree.add(b"in.*", Interest(b"in.*"))
     for number in range(100):
         assert len(tree.match(b"in.%d" % number).each) == 1
-        assert len(tree._made) <= 10
+        assert len(tree._cache) <= 10
 
 
 def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "MATCHED_KEPT_MAX", 100)
-    subscriptions: Subscriptions[Interest] = Subscriptions()
+    subscriptions: SubjectIndex[Interest] = SubjectIndex()
     for number in range(40):
         subscriptions.add(b">", Interest(b">", b"g" if number % 2 else b""))
     for number in range(20):
         assert len(subscriptions.match(b"a.%d" % number).each) == 20
-        kept = subscriptions._made.values()
+        kept = subscriptions._cache.values()
         assert sum(len(made.each) + sum(map(len, made.groups)) for made in kept) <= 100
     own = Interest(b"a.19")
     for _ in range(10):  # what is forgotten makes room
@@ -128,4 +128,4 @@ def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch
         subscriptions.match(b"a.19")
         subscriptions.remove(b"a.19", own)
         subscriptions.match(b"a.19")
-    assert len(subscriptions._made) == 2
+    assert len(subscriptions._cache) == 2

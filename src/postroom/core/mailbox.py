@@ -1,10 +1,10 @@
-"""Mailboxes as decisions: what is stored, in which order it is replayed, who of a group gets it.
+"""Mailboxes as pure data: what is stored, the order of replay, and which member of a group gets a letter.
 
-Rule 1: inside a rank the order is the order of the numbers, which is the order of acceptance.
-Rule 2: a letter is held by at most one living member of a team. It goes to another when that one is lost.
-        A member holds at most a window of letters that are as urgent as the next one or more urgent.
-Rule 3: a team whose last member has gone is forgotten: the next one to join gets everything.
-Rule 4: what a pull group has acknowledged never comes again to it, and nothing else is left out.
+Rule 1: inside a rank, letters are ordered by number, which is the order of acceptance.
+Rule 2: at most one connected member of a queue group holds a letter. When the member is lost, another member
+        gets it. A full window of equally or more urgent letters stops deliveries to a member.
+Rule 3: a queue group without members is forgotten: the next subscription to join gets everything.
+Rule 4: a pull group never gets an acknowledged letter again, and gets every other letter.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -14,14 +14,14 @@ from typing import Literal
 
 import msgspec
 
-Word = Literal["critical", "urgent", "high", "normal", "low"]
+Priority = Literal["critical", "urgent", "high", "normal", "low"]
 RANKS: dict[str, int] = {"critical": 0, "urgent": 1, "high": 1, "normal": 2, "low": 3}
-"""The words of every dialect. A smaller rank goes first."""
+"""The priorities of all dialects. A smaller rank is delivered first."""
 
 RANK_COUNT = 4
 EVERY_RANK = (1 << RANK_COUNT) - 1  # ranks as bits
-NO_PLACE = -1
-DEAD_NUMBERS_MAX = 64  # of a lane before it looks whether half of it is dead
+NOT_QUEUED = -1
+DEAD_NUMBERS_MAX = 64  # removed numbers kept in a sequence before it checks whether half of it is dead
 
 MESSAGE_COST_BYTES = 320  # of memory, besides its own bytes: 210 to 290 measured, and its deadline
 KEY_COST_BYTES = 150
@@ -33,16 +33,16 @@ Deliver = Literal["latest", "earliest", "from_time", "from_id"]
 
 
 class Account:
-    """What one client has stored."""
+    """What one client has stored, counted against its quota."""
 
     __slots__ = ("agents", "bytes", "card_bytes", "client", "groups", "mailboxes", "remembered")
 
     def __init__(self, client: str) -> None:
         self.client = client
-        self.bytes = 0  # what its messages, mailboxes and pull groups cost
+        self.bytes = 0  # cost of its messages, mailboxes and pull groups
         self.mailboxes = self.agents = self.card_bytes = 0
-        self.groups = 0  # pull groups that it made
-        self.remembered = 0  # letters of which these know that they are held or acknowledged
+        self.groups = 0  # pull groups that it created
+        self.remembered = 0  # letters that these groups hold, or know to be acknowledged
 
     @property
     def empty(self) -> bool:
@@ -53,23 +53,23 @@ NOBODY = Account("")
 
 
 def cost_of(size: int, key: str = "", tags: tuple[str, ...] = ()) -> int:
-    """The memory that a message of so many bytes takes up."""
+    """The memory that a message of `size` bytes takes up."""
     cost = MESSAGE_COST_BYTES + size + sum(TAG_COST_BYTES + size_of(tag) for tag in tags)
     return cost + KEY_COST_BYTES + size_of(key) if key else cost
 
 
 def mailbox_cost(mail_id: str, desc: str) -> int:
-    """The memory that a mailbox takes up without its messages. The constant has room for an ASCII name."""
+    """The memory of a mailbox without its messages. The constant includes an ASCII name."""
     return MAILBOX_COST_BYTES + size_of(desc) + (0 if mail_id.isascii() else size_of(mail_id))
 
 
 def group_cost(name: str) -> int:
-    """The memory that a pull group takes up. The constant has room for an ASCII name."""
+    """The memory of a pull group. The constant includes an ASCII name."""
     return GROUP_COST_BYTES + (0 if name.isascii() else size_of(name))
 
 
 def size_of(text: str) -> int:
-    """Bytes of a text in memory: as wide as its widest character, and its UTF-8 form kept beside."""
+    """The memory of a text: each character as wide as the widest one, plus the cached UTF-8 form."""
     if text.isascii():
         return len(text)
     widest = max(text)
@@ -78,10 +78,10 @@ def size_of(text: str) -> int:
 
 
 class Letter(msgspec.Struct, frozen=True, gc=False):
-    """One stored message. `rank` and `cost` follow from the rest, and stand here because all look at them."""
+    """One stored message. `rank` and `cost` are derived from the rest, and kept because they are hot."""
 
     number: int
-    word: Word
+    priority: Priority
     rank: int
     cost: int
     payload: bytes
@@ -89,16 +89,16 @@ class Letter(msgspec.Struct, frozen=True, gc=False):
     created_us: int
     durable: bool = False
     account: Account = NOBODY
-    """Who sent it."""
+    """The account of its sender."""
     expires_ns: int = 0
     due_ns: int = 0
-    """When it may be seen; 0 is at once."""
+    """When it is delivered; 0 is at once."""
     key: str = ""
     tags: tuple[str, ...] = ()
 
 
-class Lane:
-    """Ascending numbers, such as those of one rank. What was removed stays until half of it is dead."""
+class SortedNumbers:
+    """Ascending numbers, such as those of one rank. Removed numbers stay until half of them are dead."""
 
     __slots__ = ("_dead", "_numbers")
 
@@ -106,39 +106,37 @@ class Lane:
         self._numbers: list[int] = []
         self._dead = 0
 
-    def add(self, number: int) -> None:
-        if number > self.newest():
-            self._numbers.append(number)
-        else:  # it waited for the disk while later ones did not
-            insort(self._numbers, number)
-
-    def extend(self, numbers: list[int]) -> None:
-        """Add ascending numbers."""
-        if numbers[0] > self.newest():
-            self._numbers.extend(numbers)
+    def add(self, first: int, count: int = 1) -> None:
+        """Add `count` consecutive numbers."""
+        numbers = self._numbers
+        if numbers and first < numbers[-1]:  # they waited for the disk while later numbers did not
+            for number in range(first, first + count):
+                insort(numbers, number)
+        elif count == 1:
+            numbers.append(first)
         else:
-            self._numbers = sorted([*self._numbers, *numbers])
+            numbers += range(first, first + count)
 
     def lost(self, alive: Container[int]) -> None:
-        """One of the numbers is dead."""
+        """Count one number as dead. `alive` holds the live numbers."""
         self._dead += 1
         if self._dead > DEAD_NUMBERS_MAX and self._dead * 2 > len(self._numbers):
             self._numbers = [number for number in self._numbers if number in alive]
             self._dead = 0
 
     def behind(self, number: int) -> Iterator[int]:
-        """The numbers above one, the dead included. The lane may change meanwhile."""
+        """The numbers above `number`, dead ones included. The sequence may change meanwhile."""
         numbers = self._numbers
         for index in range(bisect_right(numbers, number), len(numbers)):
             yield numbers[index]
 
     def next(self, number: int, limit: int) -> list[int]:
-        """At most `limit` numbers above one, the dead included."""
+        """At most `limit` numbers above `number`, dead ones included."""
         first = bisect_right(self._numbers, number)
         return self._numbers[first : first + limit]
 
     def last_below(self, number: int) -> int:
-        """The largest number below one; 0 when there is none."""
+        """The largest number below `number`; 0 when there is none."""
         index = bisect_left(self._numbers, number)
         return self._numbers[index - 1] if index else 0
 
@@ -147,35 +145,34 @@ class Lane:
 
 
 class PullGroup:
-    """How far a group has acknowledged, and what its members hold meanwhile."""
+    """What a group has acknowledged, and what its connections hold unacknowledged."""
 
     __slots__ = ("_alive", "_counted", "account", "done", "handed", "through", "turn")
 
     def __init__(self, alive: dict[int, Letter], turn: int = 0) -> None:
-        self.turn = turn  # counts how often the group was told to begin anew
+        self.turn = turn  # how often the group was restarted
         self.through = [0] * RANK_COUNT
         self.done: set[int] = set()
         self.handed: dict[int, int] = {}
-        """Letter to the connection that fetched it, in the order of the fetches."""
+        """The connection that fetched each letter, in the order of the fetches."""
         self.account = NOBODY
-        """Who made it."""
+        """The account of its creator."""
         self._counted = 0
         self._alive = alive
 
     def count(self) -> None:
-        """Count what it remembers against who made it."""
+        """Count the letters that it remembers against its creator."""
         remembered = len(self.done) + len(self.handed)
         self.account.remembered += remembered - self._counted
         self._counted = remembered
 
     def forget_all(self) -> None:
-        """It ends."""
         self.done.clear()
         self.handed.clear()
         self.count()
 
-    def next(self, lanes: "list[Lane]", link: int, limit: int, now_ns: int) -> list[Letter]:
-        """What a connection can get: unacknowledged, and not with another connection."""
+    def next(self, lanes: "list[SortedNumbers]", link: int, limit: int, now_ns: int) -> list[Letter]:
+        """The letters that a connection can fetch: neither acknowledged nor held by another connection."""
         found: list[Letter] = []
         for rank, lane in enumerate(lanes):
             for number in lane.behind(self.through[rank]):
@@ -189,20 +186,21 @@ class PullGroup:
         return found
 
     def hand(self, letters: Iterable[Letter], link: int) -> None:
-        """A connection gets them, in this order."""
+        """Mark letters as held by a connection, in this order."""
         for letter in letters:
             self.handed.pop(letter.number, None)
             self.handed[letter.number] = link
         self.count()
 
     def acknowledge(self, number: int) -> list[int]:
-        """Acknowledge a letter, and what the same connection was handed before it. Gives the new ones.
+        """Acknowledge a letter, and those that the same connection fetched before it. Returns the new ones.
 
-        Not what comes behind it: a letter that is fetched again alone was handed after those behind it.
+        Letters behind it in the order of delivery stay unacknowledged, also when they were fetched earlier:
+        a letter that is fetched again alone was fetched after those behind it.
         """
         letter = self._alive.get(number)
         if letter is None or number <= self.through[letter.rank]:
-            return []  # what is not there, or has been passed, need not be remembered
+            return []  # removed letters, and those before the position, need not be remembered
         link = self.handed.get(number)
         fresh = [number] if number not in self.done else []
         if link is not None:
@@ -218,14 +216,14 @@ class PullGroup:
         return (self._alive[number].rank, number) < (letter.rank, letter.number)
 
     def settle(self, numbers: Iterable[int]) -> None:
-        """Count letters as acknowledged."""
+        """Mark letters as acknowledged."""
         for number in numbers:
             self.done.add(number)
             self.handed.pop(number, None)
         self.count()
 
-    def advance(self, lanes: "list[Lane]") -> None:
-        """Pass what is acknowledged or gone without a gap, so that it need not be remembered singly."""
+    def advance(self, lanes: "list[SortedNumbers]") -> None:
+        """Move the position past leading letters that are acknowledged or removed, and forget those."""
         for rank, lane in enumerate(lanes):
             for number in lane.behind(self.through[rank]):
                 if number in self._alive and number not in self.done:
@@ -235,18 +233,18 @@ class PullGroup:
         self.count()
 
     def unsettle(self, numbers: Iterable[int]) -> None:
-        """Letters are not acknowledged after all."""
+        """Take acknowledgements back."""
         self.done.difference_update(numbers)
         self.count()
 
     def forget(self, number: int) -> None:
-        """The letter is gone."""
+        """Forget a removed letter."""
         if self.handed.pop(number, None) is not None or number in self.done:
             self.done.discard(number)
             self.count()
 
     def lose(self, link: int) -> list[int]:
-        """A connection is gone: what it held can be fetched by others."""
+        """Release what a lost connection held, so that others can fetch it. Returns the numbers."""
         lost = [number for number, holder in self.handed.items() if holder == link]
         for number in lost:
             del self.handed[number]
@@ -254,8 +252,8 @@ class PullGroup:
         return lost
 
 
-class Box:
-    """One mailbox between its creation and its end."""
+class Mailbox:
+    """One mailbox from its creation to its expiry."""
 
     __slots__ = (
         "account",
@@ -269,8 +267,9 @@ class Box:
         "expires_ns",
         "expires_us",
         "failures",
-        "gone",
         "groups",
+        "has_expired",
+        "is_stored",
         "keys",
         "label",
         "lanes",
@@ -280,7 +279,6 @@ class Box:
         "public",
         "reserved",
         "reserved_bytes",
-        "safe",
         "serial",
         "syncing",
         "ttl_s",
@@ -291,50 +289,47 @@ class Box:
         self.mail_id = mail_id
         self.public = public
         self.named = named
-        self.label = label  # how events call it
+        self.label = label  # its name in events
         self.desc = ""
         self.creator = ""
         self.creator_link = 0
         self.account = NOBODY
-        self.cost = 0  # of the mailbox, without its letters
+        self.cost = 0  # without its letters
         self.ttl_s = 0.0
         self.created_us = self.expires_us = self.expires_ns = 0
         self.bytes = 0
-        self.reserved = self.reserved_bytes = 0  # letters that are accepted and not yet stored
-        self.syncing = 0  # those of them that wait for the disk
-        self.gone = False
-        self.safe = False  # whether its creation is stored
+        self.reserved = self.reserved_bytes = 0  # accepted letters that are not stored yet
+        self.syncing = 0  # batches of them that wait for the disk
+        self.has_expired = False
+        self.is_stored = False  # whether its creation is durable
         self.letters: dict[int, Letter] = {}
-        self.lanes: list[Lane] = []
+        self.lanes: list[SortedNumbers] = []
         self.keys: dict[str, int] = {}
         self.groups: dict[str, PullGroup] = {}
         self.delayed: dict[int, Letter] = {}
         self.failures: dict[int, int] = {}
 
-    def add(self, letter: Letter) -> Letter | None:
-        """Store a letter. Gives the one that its key replaces."""
+    def add(self, letters: list[Letter], nbytes: int) -> Letter | None:
+        """Store letters of one rank with consecutive numbers, which cost `nbytes` together.
+
+        Only a batch of one may have a key. Returns the letter that the key replaces.
+        """
         if not self.lanes:
-            self.lanes = [Lane() for _ in range(RANK_COUNT)]
+            self.lanes = [SortedNumbers() for _ in range(RANK_COUNT)]
+        first = letters[0]
         replaced = None
-        if letter.key:
-            replaced = self.remove(self.keys.get(letter.key, 0))
-            self.keys[letter.key] = letter.number
-        self.letters[letter.number] = letter
-        self.bytes += letter.cost
-        self.lanes[letter.rank].add(letter.number)
+        if first.key:
+            replaced = self.remove(self.keys.get(first.key, 0))
+            self.keys[first.key] = first.number
+        stored = self.letters
+        for letter in letters:
+            stored[letter.number] = letter
+        self.bytes += nbytes
+        self.lanes[first.rank].add(first.number, len(letters))
         return replaced
 
-    def add_plain(self, letters: list[Letter], nbytes: int) -> None:
-        """Store letters of one rank that have no keys."""
-        if not self.lanes:
-            self.lanes = [Lane() for _ in range(RANK_COUNT)]
-        by_number = {letter.number: letter for letter in letters}
-        self.letters.update(by_number)
-        self.bytes += nbytes
-        self.lanes[letters[0].rank].extend(list(by_number))
-
     def remove(self, number: int) -> Letter | None:
-        """Take a letter away; None when there is none."""
+        """Remove a letter; None when there is none with this number."""
         letter = self.letters.pop(number, None)
         if letter is None:
             return None
@@ -348,7 +343,7 @@ class Box:
         return letter
 
     def replay(self, ranks: int, now_ns: int) -> Iterator[Letter]:
-        """What is stored and not expired, in the order of delivery."""
+        """The letters that are not expired, in the order of delivery."""
         for rank, lane in enumerate(self.lanes):
             if ranks & (1 << rank):
                 for number in lane.behind(0):
@@ -357,38 +352,41 @@ class Box:
                         yield letter
 
     def waiting_rank(self, through: list[int], ranks: int) -> int:
-        """The first rank that may have a letter behind a position; `RANK_COUNT` when none has."""
+        """The first of `ranks` that may have a letter behind a position; `RANK_COUNT` when none has."""
         for rank, lane in enumerate(self.lanes):
             if ranks & (1 << rank) and lane.newest() > through[rank]:
                 return rank
         return RANK_COUNT
 
     def next_run(self, through: list[int], rank: int, limit: int, nbytes: int, now_ns: int) -> list[Letter]:
-        """The next letters of one word behind a position, which is moved behind them.
+        """The next letters of one priority behind a position, which moves behind them.
 
-        There are at most `limit` of them. They have at most `nbytes`, unless the first alone has more.
+        At most `limit` letters and `nbytes` of cost, but always one letter if there is any.
         """
         found: list[Letter] = []
-        size, word, last = 0, "", through[rank]
+        size, priority, last = 0, "", through[rank]
         get, lane = self.letters.get, self.lanes[rank]
         while not found and (numbers := lane.next(last, limit)):
             for number in numbers:
                 letter = get(number)
                 if letter is not None and not 0 < letter.expires_ns <= now_ns:
                     size += letter.cost
-                    if letter.word != word or size > nbytes:
+                    if letter.priority != priority or size > nbytes:
                         if found:
                             break
-                        word = letter.word
+                        priority = letter.priority
                     found.append(letter)
                 last = number
         through[rank] = last
         return found
 
-    def group(self, name: str, deliver: Deliver, bound: int, *, anew: bool) -> tuple[PullGroup, bool]:
-        """A pull group, and whether it begins here. `bound` is an instant (us) or a letter's number."""
+    def group(self, name: str, deliver: Deliver, bound: int, *, restart: bool) -> tuple[PullGroup, bool]:
+        """Get or create a pull group. Returns whether it is new or restarted.
+
+        `bound` is an instant in microseconds or a letter's number.
+        """
         known = self.groups.get(name)
-        if known is not None and not anew:
+        if known is not None and not restart:
             return known, False
         group = PullGroup(self.letters, 0 if known is None else known.turn + 1)
         group.through = self.position(deliver, bound)
@@ -399,7 +397,7 @@ class Box:
         return group, True
 
     def position(self, deliver: Deliver, bound: int) -> list[int]:
-        """For each rank, the number behind which a reader begins."""
+        """For each rank, the number behind which a reader starts."""
         if not self.lanes or deliver == "earliest":
             return [0] * RANK_COUNT
         if deliver == "latest":
@@ -408,8 +406,8 @@ class Box:
             return [lane.last_below(bound) for lane in self.lanes]
         return [self._last_before(lane, bound) for lane in self.lanes]
 
-    def _last_before(self, lane: Lane, instant_us: int) -> int:
-        """Wall clocks step, so the first that is late enough decides."""
+    def _last_before(self, lane: SortedNumbers, instant_us: int) -> int:
+        """The last number before an instant. Wall clocks step: the first letter after it decides."""
         last = 0
         for number in lane.behind(0):
             letter = self.letters.get(number)
@@ -419,75 +417,93 @@ class Box:
         return last
 
 
-class Listener:
-    """One subscription. `link` is whatever the caller delivers through."""
+class MailSubscription:
+    """One subscription to a mailbox. `link` is the connection, which is opaque here."""
 
-    __slots__ = ("enveloped", "link", "mail_id", "number", "place", "ranks", "sid", "team", "through")
+    __slots__ = (
+        "enveloped",
+        "link",
+        "mail_id",
+        "number",
+        "queue_group",
+        "queue_rank",
+        "ranks",
+        "sid",
+        "through",
+    )
 
     def __init__(
-        self, link: object, number: int, sid: str, mail_id: str, ranks: int, team: str, *, enveloped: bool
+        self,
+        link: object,
+        number: int,
+        sid: str,
+        mail_id: str,
+        ranks: int,
+        queue_group: str,
+        *,
+        enveloped: bool,
     ) -> None:
         self.link = link
         self.number = number
         self.sid = sid
         self.mail_id = mail_id
         self.ranks = ranks
-        self.team = team
+        self.queue_group = queue_group
         self.enveloped = enveloped
         self.through = [0] * RANK_COUNT
-        """For each rank, the last number it got. Only kept while it stands in a backlog."""
-        self.place = NO_PLACE
-        """The queue of the backlog that it stands in."""
+        """For each rank, the last number delivered. Valid only while the subscription is in a backlog."""
+        self.queue_rank = NOT_QUEUED
+        """The rank of the queue in the backlog that holds it."""
 
     @property
-    def waits(self) -> bool:
-        """Whether it stands in a backlog: what is new for it has to wait there, too."""
-        return self.place != NO_PLACE
+    def is_waiting(self) -> bool:
+        """Whether it is in a backlog: new letters wait there as well."""
+        return self.queue_rank != NOT_QUEUED
 
 
-class Backlog:
-    """The listeners of one connection that have letters waiting, by the rank of the first of these."""
+class ConnectionBacklog:
+    """Subscriptions of one connection with undelivered letters, by the most urgent rank of these."""
 
     __slots__ = ("_queues", "is_scheduled")
 
     def __init__(self) -> None:
-        self._queues: list[dict[Listener, None]] = [{} for _ in range(RANK_COUNT)]
+        self._queues: list[dict[MailSubscription, None]] = [{} for _ in range(RANK_COUNT)]
         self.is_scheduled = False
-        """Whether somebody goes on with it in the next turn of the loop."""
+        """Whether its delivery continues in the next turn of the loop."""
 
     def __bool__(self) -> bool:
         return any(self._queues)
 
-    def put(self, listener: Listener, rank: int) -> None:
-        """Place a listener behind the others of this rank."""
-        self.remove(listener)
-        self._queues[rank][listener] = None
-        listener.place = rank
+    def put(self, subscription: MailSubscription, rank: int) -> None:
+        """Queue a subscription behind the others of this rank."""
+        self.remove(subscription)
+        self._queues[rank][subscription] = None
+        subscription.queue_rank = rank
 
-    def promote(self, listener: Listener, rank: int) -> None:
-        """A letter of this rank has come for a listener."""
-        if rank < listener.place:
-            self.put(listener, rank)
+    def promote(self, subscription: MailSubscription, rank: int) -> None:
+        """Move a subscription forward for a new letter of this rank."""
+        if rank < subscription.queue_rank:
+            self.put(subscription, rank)
 
-    def remove(self, listener: Listener) -> None:
-        if listener.waits:
-            del self._queues[listener.place][listener]
-            listener.place = NO_PLACE
+    def remove(self, subscription: MailSubscription) -> None:
+        if subscription.is_waiting:
+            del self._queues[subscription.queue_rank][subscription]
+            subscription.queue_rank = NOT_QUEUED
 
-    def first(self) -> Listener:
-        """The listener whose turn it is."""
+    def first(self) -> MailSubscription:
+        """The subscription that is next."""
         return next(iter(next(queue for queue in self._queues if queue)))
 
 
-class Member:
-    """One connection in a team, and the undeleted letters that it was given."""
+class GroupMember:
+    """One connection in a queue group, and the undeleted letters delivered to it."""
 
-    __slots__ = ("_counts", "held", "listeners")
+    __slots__ = ("_counts", "held", "subscriptions")
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.subscriptions: list[MailSubscription] = []
         self.held: dict[int, int] = {}
-        """Number to rank."""
+        """Ranks by number."""
         self._counts = [0] * RANK_COUNT
 
     def hold(self, letter: Letter) -> None:
@@ -502,57 +518,57 @@ class Member:
         self._counts = [0] * RANK_COUNT
 
     def has_room(self, rank: int, window: int) -> bool:
-        """Whether it may get a letter of a rank. Less urgent letters that it holds do not count."""
+        """Whether its window has room for a letter of a rank. Less urgent letters do not count."""
         return not window or sum(self._counts[: rank + 1]) < window
 
 
-class Team:
-    """A queue group: each letter to one member that has room for it."""
+class QueueGroup:
+    """A queue group: each letter goes to one member with room in its window."""
 
     __slots__ = ("_through", "held", "is_deleting", "members", "returned", "window")
 
     def __init__(self, window: int) -> None:
         self.window = window
-        """Undeleted letters of a member; 0 is no limit."""
+        """Undeleted letters that a member may hold; 0 is no limit."""
         self.is_deleting = False
-        """Whether a member has ever deleted a letter that the team held."""
-        self.members: dict[int, Member] = {}
-        """By connection. Who got a letter last stands at the end."""
-        self.held: dict[int, Member] = {}
+        """Whether a member has ever deleted a letter that the group held."""
+        self.members: dict[int, GroupMember] = {}
+        """Members by connection, the least recently served first."""
+        self.held: dict[int, GroupMember] = {}
         self.returned: list[list[int]] = [[] for _ in range(RANK_COUNT)]
-        """Numbers that were held and have to go to another member, a heap for each rank."""
+        """Numbers to redeliver to another member: a heap for each rank."""
         self._through = [0] * RANK_COUNT
-        """For each rank, the number up to which everything was given to somebody, or was returned."""
+        """For each rank, the number up to which every letter was delivered or returned."""
 
-    def join(self, listener: Listener) -> None:
-        self.members.setdefault(listener.number, Member()).listeners.append(listener)
+    def join(self, subscription: MailSubscription) -> None:
+        self.members.setdefault(subscription.number, GroupMember()).subscriptions.append(subscription)
 
-    def leave(self, listener: Listener) -> list[int]:
-        """End a subscription. Gives what its connection held, when that has none left; ascending."""
-        member = self.members.get(listener.number)
-        if member is None or listener not in member.listeners:
+    def leave(self, subscription: MailSubscription) -> list[int]:
+        """End a subscription. Returns what its connection held if it was the last one there, ascending."""
+        member = self.members.get(subscription.number)
+        if member is None or subscription not in member.subscriptions:
             return []
-        member.listeners.remove(listener)
-        if member.listeners:
+        member.subscriptions.remove(subscription)
+        if member.subscriptions:
             return []
-        del self.members[listener.number]
+        del self.members[subscription.number]
         for number in member.held:
             del self.held[number]
         return sorted(member.held)
 
-    def give_back(self, letter: Letter) -> None:
-        """Offer a letter again: nobody holds it any more."""
+    def return_letter(self, letter: Letter) -> None:
+        """Return a letter that no member holds any more, for redelivery."""
         heappush(self.returned[letter.rank], letter.number)
 
-    def came(self, letter: Letter) -> None:
-        """A new letter. It is found behind the position, unless later ones of its rank have been given."""
+    def arrived(self, letter: Letter) -> None:
+        """Note a new letter. Letters behind the position need no note; earlier ones count as returned."""
         if letter.number <= self._through[letter.rank]:
-            self.give_back(letter)
+            self.return_letter(letter)
 
-    def offer(self, box: Box) -> tuple[Listener, int] | None:
-        """Who gets the next letter, and of which rank it is; None when nobody can get one.
+    def offer(self, box: Mailbox) -> tuple[MailSubscription, int] | None:
+        """The next subscription to deliver to, and the rank of the letter; None when no member can take one.
 
-        Of those who want the rank, have room and wait for nothing, it is the one that holds the fewest.
+        Of the members that want the rank, have room and no backlog, the one that holds the fewest letters.
         """
         for rank in range(RANK_COUNT):
             if self._has_letter(box, rank):
@@ -561,42 +577,42 @@ class Team:
                     return chosen, rank
         return None
 
-    def rank_for(self, listener: Listener, box: Box) -> int:
-        """The rank of the next letter that one listener can get; `RANK_COUNT` when there is none."""
-        member = self.members[listener.number]
+    def rank_for(self, subscription: MailSubscription, box: Mailbox) -> int:
+        """The rank of the next letter for one subscription; `RANK_COUNT` when there is none."""
+        member = self.members[subscription.number]
         for rank in range(RANK_COUNT):
             if (
-                listener.ranks & (1 << rank)
+                subscription.ranks & (1 << rank)
                 and self._has_letter(box, rank)
                 and member.has_room(rank, self.window)
             ):
                 return rank
         return RANK_COUNT
 
-    def take(self, listener: Listener, rank: int, box: Box, now_ns: int) -> Letter | None:
-        """Give the next letter of a rank to a listener; None when those left of it are gone."""
+    def take(self, subscription: MailSubscription, rank: int, box: Mailbox, now_ns: int) -> Letter | None:
+        """Assign the next letter of a rank to a subscription; None when no live letter is left."""
         letter = self._next(rank, box, now_ns)
         if letter is not None:
-            member = self.members.pop(listener.number)
-            self.members[listener.number] = member
+            member = self.members.pop(subscription.number)
+            self.members[subscription.number] = member
             member.hold(letter)
             self.held[letter.number] = member
         return letter
 
-    def is_held_up(self, box: Box) -> bool:
-        """Whether letters wait for no other reason than that all windows are full."""
+    def is_held_up(self, box: Mailbox) -> bool:
+        """Whether letters wait only because all windows are full."""
         if not self.window or self.offer(box) is not None:
             return False
         wanted = 0
         for member in self.members.values():
-            for listener in member.listeners:
-                wanted |= 0 if listener.waits else listener.ranks
+            for subscription in member.subscriptions:
+                wanted |= 0 if subscription.is_waiting else subscription.ranks
         return any(wanted & (1 << rank) and self._has_letter(box, rank) for rank in range(RANK_COUNT))
 
-    def _has_letter(self, box: Box, rank: int) -> bool:
+    def _has_letter(self, box: Mailbox, rank: int) -> bool:
         return bool(self.returned[rank]) or box.waiting_rank(self._through, 1 << rank) == rank
 
-    def _next(self, rank: int, box: Box, now_ns: int) -> Letter | None:
+    def _next(self, rank: int, box: Mailbox, now_ns: int) -> Letter | None:
         returned = self.returned[rank]
         while returned:
             letter = box.letters.get(heappop(returned))
@@ -604,30 +620,30 @@ class Team:
                 return letter
         return next(iter(box.next_run(self._through, rank, 1, 0, now_ns)), None) if box.lanes else None
 
-    def _choose(self, rank: int) -> Listener | None:
+    def _choose(self, rank: int) -> MailSubscription | None:
         bit = 1 << rank
-        best: Member | None = None
-        chosen: Listener | None = None
+        best: GroupMember | None = None
+        chosen: MailSubscription | None = None
         for member in self.members.values():
             if best is not None and len(member.held) >= len(best.held):
                 continue
             if not member.has_room(rank, self.window):
                 continue
-            for listener in member.listeners:
-                if listener.ranks & bit and not listener.waits:
-                    best, chosen = member, listener
+            for subscription in member.subscriptions:
+                if subscription.ranks & bit and not subscription.is_waiting:
+                    best, chosen = member, subscription
                     break
         return chosen
 
     def forget(self, number: int) -> bool:
-        """The letter is gone. Whether a member held it."""
+        """Forget a removed letter. Returns whether a member held it."""
         member = self.held.pop(number, None)
         if member is not None:
             member.forget(number)
         return member is not None
 
     def forget_all(self) -> None:
-        """The mailbox is gone."""
+        """Forget all letters, because the mailbox has expired."""
         self.held.clear()
         for heap in self.returned:
             heap.clear()
@@ -635,34 +651,34 @@ class Team:
             member.forget_all()
 
 
-class Audience:
-    """Who listens to one address: each plain listener gets everything, each team once."""
+class Subscribers:
+    """The subscriptions to one mailbox. Each plain one gets every letter, each queue group gets it once."""
 
-    __slots__ = ("plain", "teams")
+    __slots__ = ("plain", "queue_groups")
 
     def __init__(self) -> None:
-        self.plain: dict[Listener, None] = {}
-        self.teams: dict[str, Team] = {}
+        self.plain: dict[MailSubscription, None] = {}
+        self.queue_groups: dict[str, QueueGroup] = {}
 
-    def add(self, listener: Listener, window: int) -> None:
-        if listener.team:
-            self.teams.setdefault(listener.team, Team(window)).join(listener)
+    def add(self, subscription: MailSubscription, window: int) -> None:
+        if subscription.queue_group:
+            self.queue_groups.setdefault(subscription.queue_group, QueueGroup(window)).join(subscription)
         else:
-            self.plain[listener] = None
+            self.plain[subscription] = None
 
-    def remove(self, listener: Listener) -> list[int]:
-        """Gives the letters that have to go to another member of the team."""
-        if not listener.team:
-            self.plain.pop(listener, None)
+    def remove(self, subscription: MailSubscription) -> list[int]:
+        """Returns the letters that have to be redelivered to another member of the queue group."""
+        if not subscription.queue_group:
+            self.plain.pop(subscription, None)
             return []
-        team = self.teams.get(listener.team)
-        if team is None:
+        queue_group = self.queue_groups.get(subscription.queue_group)
+        if queue_group is None:
             return []
-        orphans = team.leave(listener)
-        if not team.members:
-            del self.teams[listener.team]
+        orphans = queue_group.leave(subscription)
+        if not queue_group.members:
+            del self.queue_groups[subscription.queue_group]
         return orphans
 
     @property
     def empty(self) -> bool:
-        return not self.plain and not self.teams
+        return not self.plain and not self.queue_groups

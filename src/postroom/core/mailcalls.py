@@ -1,7 +1,7 @@
-"""What a client of mailboxes writes and reads in the mq9 design: subjects, headers, messages, answers.
+"""The client side of mq9: builds subjects and headers, and reads messages and answers.
 
-Rule 1: nothing that a caller gives can change the meaning of a line of the protocol.
-Rule 2: a message is read in each form that servers deliver it in.
+Rule 1: no argument of a caller can change the meaning of a protocol line.
+Rule 2: a message is understood in every form in which servers deliver it.
 """
 
 from base64 import b64decode
@@ -19,10 +19,10 @@ from postroom.errors import InvalidMessage, MailRefused, MailUnavailable, reason
 
 CREATE = b"$mq9.AI.MAILBOX.CREATE"
 LIST = "$mq9.AI.MAILBOX.LIST."
-WITHOUT_PAYLOADS = b'{"payload":false}'  # what a list is asked with; a server that does not know it lists all
+WITHOUT_PAYLOADS = b'{"payload":false}'  # the body of LIST; servers that do not know it send payloads
 NO_RESPONDERS = b"NATS/1.0 503"
-REPLY_TO = "Mq9-Reply-To"  # a header: the mailbox that waits for an answer
-LATER = (429, 503)  # codes with which the same call can succeed later
+REPLY_TO = "Mq9-Reply-To"  # a header with the mailbox that waits for an answer
+LATER = (429, 503)  # error codes after which the same call can succeed later
 
 
 class MailMessage(NamedTuple):
@@ -30,7 +30,7 @@ class MailMessage(NamedTuple):
 
     mail_id: str
     msg_id: int
-    """0 when the server does not say it."""
+    """0 when the server does not send it."""
     priority: str
     payload: bytes
     headers: dict[str, str]
@@ -45,7 +45,7 @@ class MailMessage(NamedTuple):
         return self.payload.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The payload as JSON."""
+        """Decode the payload as JSON."""
         try:
             return msgspec.json.decode(self.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -53,16 +53,16 @@ class MailMessage(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """One message as a list shows it."""
+    """One message in a list, without its payload."""
 
     msg_id: int
     priority: str
     created_s: int
-    """Seconds of UTC."""
+    """Unix time in seconds."""
 
 
 class PublicMailbox(NamedTuple):
-    """One mailbox that everybody may know."""
+    """One public mailbox."""
 
     mail_id: str
     desc: str
@@ -70,11 +70,11 @@ class PublicMailbox(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A mailbox that was asked for."""
+    """The answer to a create."""
 
     mail_id: str
     is_new: bool | None
-    """False when it existed already, and was left as it is; None when the server does not say."""
+    """False when the mailbox existed and is unchanged; None when the server does not tell."""
 
 
 Priority = Literal["critical", "urgent", "high", "normal", "low"]
@@ -82,7 +82,7 @@ Payload = bytes | bytearray | memoryview | str | Mapping[str, Any] | list[Any]
 
 
 def checked_text(name: str, value: object) -> str:
-    """An argument that is text, and can be sent as such."""
+    """An argument that is text and can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise InvalidMessage(f"{name} must be text, not {type(value).__name__}")
     try:
@@ -93,14 +93,14 @@ def checked_text(name: str, value: object) -> str:
 
 
 def checked_number(msg_id: object) -> int:
-    """The id of a message, as a send or a list gave it."""
+    """A valid message id, as a send or a list returns it."""
     if isinstance(msg_id, bool) or not isinstance(msg_id, int) or msg_id < 0:
         raise InvalidMessage(f"msg_id must be the number of a message, not {msg_id!r}")
     return msg_id
 
 
 def address(mail_id: str, *, what: str = mq9.SEND, after: str = "") -> bytes:
-    """A subject for a mailbox. What would change the meaning of the line is refused."""
+    """The subject of a call to a mailbox. Characters that would change the protocol line are refused."""
     if not isinstance(mail_id, str):
         raise InvalidMessage(f"mail_id must be text, not {type(mail_id).__name__}")
     if not mail_id or any(char in mail_id for char in " \t\r\n*>") or not mail_id.isprintable():
@@ -115,7 +115,7 @@ def suffix(priority: str) -> str:
 
 
 def wanted_suffix(priority: str) -> str:
-    """The same for a reader, who may want all of them."""
+    """The suffix of a subscription: one priority, or `*` for all."""
     if priority == "*":
         return ".*"
     if not isinstance(priority, str) or priority not in RANKS:
@@ -135,8 +135,8 @@ def as_bytes(payload: Payload) -> bytes:
     except UnicodeEncodeError:
         raise InvalidMessage("payload holds lone surrogates, which are not Unicode text") from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        told = f"payload must be bytes, text, or what JSON can hold, not {type(payload).__name__}"
-        raise InvalidMessage(f"{told}: {reason(error)}") from None
+        fault = f"payload must be bytes, text, or what JSON can hold, not {type(payload).__name__}"
+        raise InvalidMessage(f"{fault}: {reason(error)}") from None
 
 
 def header_block(headers: Mapping[str, str]) -> bytes:
@@ -161,15 +161,15 @@ def _headers_of(block: bytes) -> dict[str, str]:
 
 
 class _Envelope(msgspec.Struct):
-    """A message as a server sends it to the published SDK."""
+    """The JSON envelope in which a server delivers to the published SDK."""
 
     msg_id: int | str
     priority: str
     payload: str
 
 
-def message_of(mail_id: str, head: wire.Head, body: bytes) -> MailMessage:
-    """What a server delivered: raw with the id in a header, or in an envelope, or raw without an id."""
+def message_of(mail_id: str, head: wire.ControlLine, body: bytes) -> MailMessage:
+    """A delivered message: raw with its id in a header, in an envelope, or raw without an id."""
     cut = max(head.header_bytes, 0)
     headers, payload = _headers_of(body[:cut]) if cut else {}, body[cut:]
     priority = head.subject.decode("utf-8", "replace").removeprefix(mq9.SEND + mail_id).removeprefix(".")
@@ -184,7 +184,7 @@ def message_of(mail_id: str, head: wire.Head, body: bytes) -> MailMessage:
 
 
 class Reply(msgspec.Struct):
-    """All that any server answers."""
+    """An answer of any server, with the fields of all calls."""
 
     error: str | None = None
     code: int = 0
@@ -197,11 +197,11 @@ class Reply(msgspec.Struct):
 
 
 def checked(answer: wire.Messages) -> Reply:
-    """The answer, or the error that it tells."""
+    """Decode an answer, or raise its error."""
     cut = max(answer.head.header_bytes, 0)
     body = answer.bodies[0]
     if body[:cut].startswith(NO_RESPONDERS):
-        raise MailUnavailable("nobody there keeps mailboxes: it may be a plain NATS server")
+        raise MailUnavailable("the server has no mailboxes: it may be a plain NATS server")
     try:
         reply = msgspec.json.decode(body[cut:], type=Reply)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -214,7 +214,7 @@ def checked(answer: wire.Messages) -> Reply:
 
 
 def listed(reply: Reply) -> list[Listed]:
-    """The rows of a list, with what any server leaves out filled in."""
+    """The messages of a list. Fields that a server leaves out have defaults."""
     return [
         Listed(int(each.get("msg_id", 0)), str(each.get("priority", "normal")), int(each.get("ts") or 0))
         for each in reply.messages

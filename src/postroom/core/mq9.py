@@ -1,7 +1,7 @@
-"""The dialects of mq9: subjects, headers and bodies to calls. All of them at once.
+"""Parses the subjects, headers and bodies of all mq9 dialects.
 
-Rule 1: the subject alone says which dialect a call is in. Only CREATE is shared.
-Rule 2: no text made here holds a mailbox's id.
+Rule 1: the subject alone determines the dialect of a call. Only CREATE is shared.
+Rule 2: no error text holds a mailbox's id.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Word
+from postroom.core.mailbox import EVERY_RANK, RANKS, Deliver, Priority
 from postroom.core.names import look_alike_fault
 from postroom.core.times import SECONDS_MAX
 from postroom.errors import PostroomError
@@ -32,9 +32,9 @@ DISCOVER_MAX = 100
 DEFAULT_TTL_S = 86_400
 DEFAULT_FETCH = 100
 DEFAULT_WAIT_MS = 500
-WAIT_MS_MAX = 300_000  # of a FETCH that finds nothing
+WAIT_MS_MAX = 300_000  # timeout of a FETCH that finds nothing
 JSON_BYTES_MAX = 128 << 10  # of the body of a call that is not a message
-JSON_DEPTH_MAX = 64  # of lists and objects inside each other in such a body
+JSON_DEPTH_MAX = 64  # levels of nested lists and objects in such a body
 
 Verb = Literal[
     "create", "send", "list", "delete", "extend", "send3", "fetch", "ack", "query", "delete3",
@@ -69,15 +69,15 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class Mq9Error(PostroomError):
-    """A call that is answered with an error, in one sentence and a code."""
+    """Answers a call with an error: one sentence and a code."""
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
         super().__init__(text)
 
 
-class Call(NamedTuple):
-    """What a subject asks for. `detail` is the word of a send, or the message id of a delete."""
+class MailCall(NamedTuple):
+    """The call of a subject. `detail` is the priority of a send, or the message id of a delete."""
 
     verb: Verb
     mail_id: str = ""
@@ -87,17 +87,17 @@ class Call(NamedTuple):
 # ---- subjects --------------------------------------------------------------------------------------
 
 
-def address(rest: str) -> tuple[str, Word]:
-    """The mailbox and the priority in what follows `MSG.`; without a priority word it is normal."""
+def address(rest: str) -> tuple[str, Priority]:
+    """Split what follows `MSG.` into the mailbox and the priority, which is normal by default."""
     mail_id, dot, last = rest.rpartition(".")
     if dot and last in RANKS:
-        return mail_id, cast("Word", last)
+        return mail_id, cast("Priority", last)
     return rest, "normal"
 
 
 @lru_cache(maxsize=SUBJECTS_CACHED)
-def parse(subject: str) -> Call:
-    """What a published subject asks for."""
+def parse(subject: str) -> MailCall:
+    """The call that a published subject stands for."""
     area, _, rest = subject.removeprefix(ROOT).partition(".")
     word, dot, rest = rest.partition(".")
     verb = _VERBS.get((area, word))
@@ -106,30 +106,30 @@ def parse(subject: str) -> Call:
     if verb is None or (verb in _WITHOUT_MAILBOX) == bool(dot):
         raise Mq9Error(400, "unrecognized mq9 subject")
     if verb == "send":
-        return Call(verb, *address(rest))
+        return MailCall(verb, *address(rest))
     if verb in ("delete", "delete3"):
         mail_id, _, msg_id = rest.rpartition(".")
-        return Call(verb, mail_id, msg_id)
-    return Call(verb, rest)
+        return MailCall(verb, mail_id, msg_id)
+    return MailCall(verb, rest)
 
 
 def subscription(subject: str) -> tuple[str, int]:
-    """The mailbox and the ranks that a subscription asks for, as bits."""
+    """The mailbox and the ranks, as bits, of a subscription."""
     if not subject.startswith(SEND):
         raise Mq9Error(403, "only mailboxes and the public list can be subscribed to")
     rest = subject[len(SEND) :]
     if rest.endswith(".*"):
         mail_id, ranks = rest[:-2], EVERY_RANK
     else:
-        mail_id, word = address(rest)
-        ranks = 1 << RANKS[word]
+        mail_id, priority = address(rest)
+        ranks = 1 << RANKS[priority]
     if not _NAME.fullmatch(mail_id):
         raise Mq9Error(403, "a wildcard in place of a mailbox is not allowed")
     return mail_id, ranks
 
 
 def checked_name(name: str, *, known: bool = False) -> str:
-    """A name that its owner chose, as a mailbox's id. One that is known already may look like another."""
+    """A valid name of a public mailbox. A known name may look like another."""
     if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise Mq9Error(
             400,
@@ -143,21 +143,21 @@ def checked_name(name: str, *, known: bool = False) -> str:
 
 
 def checked_agent_name(name: str) -> str:
-    """What a new agent, or its mailbox, is called."""
+    """A valid name of a new agent or of its mailbox."""
     if fault := look_alike_fault(name):
         raise Mq9Error(400, f"the agent's name {fault}")
     return name
 
 
 def checked_prefix(prefix: str) -> str:
-    """What a private id is to begin with."""
+    """A valid prefix of a private id."""
     if len(prefix) > NAME_CHARS_MAX or not _PREFIX_NAME.fullmatch(prefix):
         raise Mq9Error(400, "a prefix has lower-case letters, digits and single dots")
     return prefix
 
 
 def number(text: str) -> int:
-    """A message id as clients write it."""
+    """A message id in a subject."""
     if not _NUMBER.fullmatch(text):
         raise Mq9Error(400, "invalid msg_id: it is a number")
     return int(text)
@@ -176,21 +176,21 @@ class Creation(msgspec.Struct, frozen=True):
     prefix: str | None = None
 
 
-class Listing(msgspec.Struct, frozen=True):
+class ListOptions(msgspec.Struct, frozen=True):
     """The body of LIST."""
 
     payload: bool = True
-    """Whether the list is to hold what the messages say."""
+    """Whether the list includes the payloads."""
 
 
 class Extension(msgspec.Struct, frozen=True):
-    """The body of EXTEND: from now on, so many seconds."""
+    """The body of EXTEND: the lifetime in seconds from now on."""
 
     ttl: float
 
 
 class FetchConfig(msgspec.Struct, frozen=True):
-    """How much a FETCH wants, and how long it waits for the first."""
+    """How many messages a FETCH wants, and how long it waits for the first."""
 
     num_msgs: int | None = None
     max_wait_ms: int | None = None
@@ -218,7 +218,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
     @property
     def bound(self) -> int:
-        """Where it begins: an instant in microseconds, or a message id."""
+        """Where it starts: an instant in microseconds, or a message id."""
         if self.deliver == "from_time":
             return int(max(0, min(self.from_time or 0, SECONDS_MAX)) * 1_000_000)
         return self.from_id or 0
@@ -262,7 +262,7 @@ _NOTHING = (b"", b"{}", b'""', b"null")
 
 
 def checked_json(payload: bytes) -> bytes:
-    """Refuse JSON that is too long or too deeply nested, before anything is made of it."""
+    """Refuse JSON that is too long or too deeply nested, before it is decoded."""
     if len(payload) > JSON_BYTES_MAX:
         raise Mq9Error(400, f"the body of this call has at most {JSON_BYTES_MAX} bytes")
     if payload.count(b"[") + payload.count(b"{") > JSON_DEPTH_MAX < _depth(payload):
@@ -271,7 +271,7 @@ def checked_json(payload: bytes) -> bytes:
 
 
 def _depth(payload: bytes) -> int:
-    """How many lists and objects stand inside each other, brackets in strings not counted."""
+    """The depth of nested lists and objects, without brackets in strings."""
     depth = deepest = 0
     for byte in _STRING.sub(b"", payload):
         if byte in b"[{":
@@ -283,16 +283,16 @@ def _depth(payload: bytes) -> int:
 
 
 def body(payload: bytes, kind: type[_Body]) -> _Body:
-    """A request's JSON as what its verb takes. Nothing at all is an empty object."""
+    """Decode the JSON body of a call. An empty body is an empty object."""
     checked_json(payload)
     try:
         return msgspec.json.decode(b"{}" if payload.strip() in _NOTHING else payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Mq9Error(400, f"the body is not what this call takes: {error}") from error
+        raise Mq9Error(400, f"the body does not fit this call: {error}") from error
 
 
 def card(payload: bytes) -> dict[str, Any]:
-    """An agent's card or report: any JSON object that says whose it is."""
+    """Decode the card or report of an agent: any JSON object that names it."""
     checked_json(payload)
     try:
         found = msgspec.json.decode(payload, type=dict[str, Any])
@@ -304,13 +304,13 @@ def card(payload: bytes) -> dict[str, Any]:
 
 
 def agent_names(found: dict[str, Any]) -> list[str]:
-    """What an agent can be called by, its name first."""
+    """The names of an agent: its name first, then its mailbox."""
     named = (found.get("name"), found.get("mailbox"))
     return [name for name in named if isinstance(name, str) and name]
 
 
 def checked_ttl_s(ttl: float | None) -> float:
-    """A mailbox's lifetime. Zero is for ever."""
+    """A valid lifetime of a mailbox in seconds. Zero is unlimited."""
     if ttl is None:
         return DEFAULT_TTL_S
     if not 0 <= ttl <= SECONDS_MAX:
@@ -321,21 +321,21 @@ def checked_ttl_s(ttl: float | None) -> float:
 # ---- headers ---------------------------------------------------------------------------------------
 
 
-class Wishes(NamedTuple):
-    """What the headers of a send ask for."""
+class SendOptions(NamedTuple):
+    """The options in the headers of a send."""
 
-    word: Word = "normal"
+    priority: Priority = "normal"
     key: str = ""
     delay_s: float = 0.0
     ttl_s: float = 0.0
     tags: tuple[str, ...] = ()
 
 
-PLAIN = Wishes()
+PLAIN = SendOptions()
 
 
-def wishes(headers: bytes) -> Wishes:
-    """Read the `mq9-` headers of a send."""
+def send_options(headers: bytes) -> SendOptions:
+    """Read the `mq9-` headers of a send. Returns `PLAIN` when there are none."""
     if not headers:
         return PLAIN
     found: dict[str, str] = {}
@@ -345,14 +345,14 @@ def wishes(headers: bytes) -> Wishes:
             found[name.strip().lower()] = value.strip()
     if not found:
         return PLAIN
-    word = found.get("mq9-priority", "normal").lower()
-    if word not in RANKS:
+    priority = found.get("mq9-priority", "normal").lower()
+    if priority not in RANKS:
         raise Mq9Error(400, f"mq9-priority is one of {', '.join(RANKS)}")
     key = found.get("mq9-key", "")
     if len(key) > KEY_CHARS_MAX:
         raise Mq9Error(400, f"mq9-key has at most {KEY_CHARS_MAX} characters")
-    return Wishes(
-        cast("Word", word),
+    return SendOptions(
+        cast("Priority", priority),
         key,
         _seconds(found, "mq9-delay"),
         _seconds(found, "mq9-ttl"),

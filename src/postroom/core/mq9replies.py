@@ -1,10 +1,10 @@
-"""What clients of mq9 get: deliveries and replies, to each dialect in its own words.
+"""Builds the deliveries and replies of mq9, for each dialect.
 
-Rule 1: a success of the older dialects has no `error` key: their published client takes an empty one for a
-        failure. The newest dialect always has it. The reply to CREATE suits all.
-Rule 2: each client reads its own words: the published SDK knows high, normal and low, the newest critical,
-        urgent and normal.
-Rule 3: no error holds a mailbox's id, and no reply holds one that the caller did not name or create.
+Rule 1: a successful reply of the older dialects has no `error` key: their published client takes an empty one
+        for a failure. The newest dialect always has the key. The reply to CREATE suits all.
+Rule 2: each dialect has its own priorities: the published SDK knows high, normal and low, the newest dialect
+        critical, urgent and normal.
+Rule 3: no error holds a mailbox's id, and no reply holds an id that the caller did not send or create.
 """
 
 import base64
@@ -15,23 +15,23 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from postroom.core.mailbox import Letter, Word
+from postroom.core.mailbox import Letter, Priority
 from postroom.core.mq9 import DELETE, NEWEST, SEND, Mq9Error, Verb
 
-ENVELOPE_CLIENT = "robustmq"  # how the published SDK calls itself, unless its user says otherwise
-LIST_MAX = 1_000  # messages in one LIST
-REPLY_BYTES_MAX = 1 << 20  # of payloads in one reply; what is left over comes with the next call
+ENVELOPE_CLIENT = "robustmq"  # the default client name of the published SDK
+LIST_MAX = 1_000  # messages in the reply to one LIST
+REPLY_BYTES_MAX = 1 << 20  # of messages in one reply; the rest comes with the next call
 
 Envelope = Literal["auto", "always", "never"]
 
-_SDK_WORDS: dict[Word, Word] = {
+_SDK_PRIORITIES: dict[Priority, Priority] = {
     "critical": "high",
     "urgent": "high",
     "high": "high",
     "normal": "normal",
     "low": "low",
 }
-_NEWEST_WORDS: dict[Word, Word] = {
+_NEWEST_PRIORITIES: dict[Priority, Priority] = {
     "critical": "critical",
     "urgent": "urgent",
     "high": "urgent",
@@ -44,28 +44,28 @@ _MSG_ID_LINE = re.compile(rb"\r\n[Mm][Qq]9-[Mm][Ss][Gg]-[Ii][Dd][^\r\n]*")
 
 
 def is_enveloped(mode: Envelope, client_name: str) -> bool:
-    """Whether a connection gets envelopes: the published SDK needs them, and all others the raw bytes."""
+    """Whether a connection gets envelopes: the published SDK needs them, every other client the raw bytes."""
     if mode == "auto":
         return client_name.startswith(ENVELOPE_CLIENT)
     return mode == "always"
 
 
-class Frame(NamedTuple):
-    """One message as it goes out."""
+class DeliveryBatch(NamedTuple):
+    """Messages of one subject: the headers and the payload of each."""
 
     subject: str
-    headers: bytes
-    payload: bytes
+    messages: list[tuple[bytes, bytes]]
 
 
-def raw_frame(mail_id: str, letter: Letter) -> Frame:
-    """The sender's own bytes; the message id stands in a header."""
-    return Frame(raw_subject(mail_id, letter.word), numbered(letter), letter.payload)
+def raw(mail_id: str, letters: list[Letter]) -> DeliveryBatch:
+    """The sender's own bytes, with the message id in a header. All letters have one priority."""
+    subject = raw_subject(mail_id, letters[0].priority)
+    return DeliveryBatch(subject, [(numbered(letter), letter.payload) for letter in letters])
 
 
-def raw_subject(mail_id: str, word: Word) -> str:
-    """On which subject a message of this priority goes out."""
-    return f"{SEND}{mail_id}" if word == "normal" else f"{SEND}{mail_id}.{word}"
+def raw_subject(mail_id: str, priority: Priority) -> str:
+    """The subject on which messages of this priority are delivered."""
+    return f"{SEND}{mail_id}" if priority == "normal" else f"{SEND}{mail_id}.{priority}"
 
 
 def delete_subject(mail_id: str, number: int) -> str:
@@ -74,30 +74,35 @@ def delete_subject(mail_id: str, number: int) -> str:
 
 
 def numbered(letter: Letter) -> bytes:
-    """The sender's headers, behind a message id that only the server can write."""
+    """The sender's headers behind the message id. A message id that the sender wrote is removed."""
     if not letter.headers:
         return b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n\r\n" % letter.number
     rest = _MSG_ID_LINE.sub(b"", letter.headers)
     return b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n%b" % (letter.number, rest[rest.find(b"\r\n") + 2 :])
 
 
-def enveloped_frame(mail_id: str, letter: Letter) -> Frame:
-    """What the published SDK reads: priority from the subject, the rest from the envelope."""
-    word = _SDK_WORDS[letter.word]
-    # An empty payload would be taken for none; a blank decodes to nothing.
-    text = base64.b64encode(letter.payload).decode("ascii") or " "
-    envelope = {
-        "msg_id": str(letter.number),
-        "mail_id": mail_id,
-        "priority": word,
-        "payload": text,
-        "ts": letter.created_us // 1_000_000,
-    }
-    return Frame(f"{SEND}{mail_id}.{word}", letter.headers, encode(envelope))
+def enveloped(mail_id: str, letters: list[Letter]) -> DeliveryBatch:
+    """The form that the published SDK reads: priority in the subject, the rest in a JSON envelope."""
+    priority = _SDK_PRIORITIES[letters[0].priority]
+    messages = [(letter.headers, _envelope(mail_id, letter, priority)) for letter in letters]
+    return DeliveryBatch(f"{SEND}{mail_id}.{priority}", messages)
+
+
+def _envelope(mail_id: str, letter: Letter, priority: Priority) -> bytes:
+    return encode(
+        {
+            "msg_id": str(letter.number),
+            "mail_id": mail_id,
+            "priority": priority,
+            # The SDK takes an empty payload for a missing one; a blank decodes to an empty payload.
+            "payload": base64.b64encode(letter.payload).decode("ascii") or " ",
+            "ts": letter.created_us // 1_000_000,
+        }
+    )
 
 
 def announcement(event: Literal["created", "expired"], mail_id: str, desc: str, ttl_s: float) -> bytes:
-    """One line of the public list."""
+    """One entry of the public list."""
     if event == "expired":
         return encode({"event": event, "mail_id": mail_id})
     return encode({"event": event, "mail_id": mail_id, "desc": desc, "ttl": _whole(ttl_s)})
@@ -126,7 +131,7 @@ def extended(mail_id: str, ttl_s: float) -> bytes:
 
 
 def done(**facts: Any) -> bytes:
-    """A success of the newest dialect."""
+    """A successful reply of the newest dialect."""
     return encode({"error": "", **facts})
 
 
@@ -135,7 +140,7 @@ def refused(error: Mq9Error) -> bytes:
 
 
 def listed(mail_id: str, letters: Iterable[Letter], *, sdk: bool, payloads: bool) -> bytes:
-    """The reply to LIST: what every dialect looks for, in the words of the one who asks."""
+    """The reply to LIST: the keys of all dialects, with the priorities of the caller's dialect."""
     whole = payloads and not sdk  # the published SDK reads neither payloads nor headers here
     found = _bounded(letters, LIST_MAX) if whole else islice(letters, LIST_MAX)
     messages = [_listed(letter, sdk=sdk) | (_content(letter) if whole else {}) for letter in found]
@@ -146,7 +151,7 @@ def _listed(letter: Letter, *, sdk: bool) -> dict[str, Any]:
     created_s = letter.created_us // 1_000_000
     return {
         "msg_id": str(letter.number) if sdk else letter.number,
-        "priority": _SDK_WORDS[letter.word] if sdk else letter.word,
+        "priority": _SDK_PRIORITIES[letter.priority] if sdk else letter.priority,
         "ts": created_s,
         "create_time": created_s,
     }
@@ -165,14 +170,14 @@ def _fetched(letter: Letter) -> dict[str, Any]:
     return {
         "msg_id": letter.number,
         "payload": base64.b64encode(letter.payload).decode("ascii"),
-        "priority": _NEWEST_WORDS[letter.word],
+        "priority": _NEWEST_PRIORITIES[letter.priority],
         "header": list(letter.headers) or None,
         "create_time": letter.created_us // 1_000_000,
     }
 
 
 def _bounded(letters: Iterable[Letter], limit: int) -> Iterator[Letter]:
-    """The first of them that fit one reply; at least one."""
+    """The first letters that fit one reply; at least one."""
     size = 0
     for count, letter in enumerate(letters, 1):
         size += len(letter.payload) + len(letter.headers)
@@ -182,10 +187,10 @@ def _bounded(letters: Iterable[Letter], limit: int) -> Iterator[Letter]:
 
 
 def fitting(letters: Iterable[Letter], limit: int) -> list[Letter]:
-    """The first of them that fit one reply."""
+    """At most `limit` letters, as many as fit one reply."""
     return list(_bounded(letters, limit))
 
 
 def _whole(seconds: float) -> float:
-    """Clients read whole seconds as whole numbers."""
+    """Whole seconds as an integer, which clients expect."""
     return int(seconds) if seconds == int(seconds) else seconds

@@ -1,12 +1,13 @@
 r"""The NATS protocol as bytes and commands: no sockets, both directions, any chunking.
 
-Rule 1: what a peer sends is cut into control lines and bodies; a length rules over whatever a body contains.
-Rule 2: a verb is read in any case, blanks and tabs separate in any number, and `\n` alone ends a line too.
-Rule 3: nothing is kept beyond one frame of the allowed size. The first frame that breaks a rule yields a
-        `Fault`, and after it nothing is read any more.
-Rule 4: many frames in a row that differ in their bodies alone come as one command with many bodies. Of one
-        length, they are checked column by column, which costs a fraction of looking at each. Of several,
-        they are cut at the line ends, and believed as far as each length fits what lies between.
+Rule 1: a stream consists of control lines and bodies. The length in the control line delimits the body,
+        whatever the body contains.
+Rule 2: verbs are case-insensitive, any number of blanks and tabs separates, and `\n` alone ends a line too.
+Rule 3: at most one frame of the allowed size is buffered. The first frame that breaks the protocol yields a
+        `Fault`, and nothing is read after it.
+Rule 4: consecutive frames that differ in their bodies only become one command with many bodies. Frames of one
+        length are verified column by column, which is much cheaper than frame by frame. Frames of several
+        lengths are split at the line ends, and accepted as far as each length fits its body.
 """
 
 import re
@@ -20,10 +21,10 @@ import msgspec
 CONTROL_LINE_BYTES_MAX = 4096
 CONNECT_BYTES_MAX = 64 * 1024  # CONNECT and INFO carry JSON: tokens, certificates, lists of servers
 PAYLOAD_BYTES_MAX = 1024 * 1024  # the default, and what clients assume
-HEADS_KEPT_MAX = 2048  # control lines repeat: the same subject, the same size
-RUN_FRAMES_FIRST = 16  # a burst is tried on so many frames,
-RUN_GROWTH = 4  # and then on so many times more
-MIXED_FRAMES_MAX = 512  # of several sizes that are cut apart at a time
+HEADS_KEPT_MAX = 2048  # parsed control lines: the same subject and size often repeat
+RUN_FRAMES_FIRST = 16  # frames in the first attempt at a run of equal frames,
+RUN_GROWTH = 4  # and the factor for the following attempts
+MIXED_FRAMES_MAX = 512  # frames of several sizes that are split at a time
 ANY_SIZE = -1
 
 CRLF = b"\r\n"
@@ -38,26 +39,27 @@ LINE_TOO_LONG = "maximum control line exceeded"
 _SIZE = re.compile(rb"[0-9]{1,9}")
 
 
-class Head(msgspec.Struct, frozen=True, gc=False):
+class ControlLine(msgspec.Struct, frozen=True, gc=False):
     """The control line of a frame with a body."""
 
     subject: bytes
     reply: bytes
     header_bytes: int
-    """How much of the body is headers. -1 where there can be none (PUB, MSG)."""
+    """Bytes of headers at the start of the body; -1 for PUB and MSG, which have none."""
     size: int
     """`ANY_SIZE` for bodies of several sizes."""
     sid: bytes = b""
-    """Whose it is, in what a server sends."""
+    """The subscription, in lines of a server."""
     before_sid: bytes = b""
     after_sid: bytes = b""
-    """In what a client sends: the control line with which it is passed on, but for the sid and `ANY_SIZE`."""
+    """In lines of a client: the parts around the sid of the MSG or HMSG line for its subscribers. With
+    `ANY_SIZE` the size is missing."""
 
 
 class Messages(msgspec.Struct, frozen=True, gc=False):
-    """PUB and HPUB from a client, MSG and HMSG from a server: bodies, headers in front, in their order."""
+    """PUB and HPUB of a client, MSG and HMSG of a server. Each body begins with its headers."""
 
-    head: Head
+    head: ControlLine
     bodies: list[bytes]
 
 
@@ -74,19 +76,19 @@ class Okay(msgspec.Struct, frozen=True, gc=False):
 
 
 class Connect(msgspec.Struct, frozen=True, gc=False):
-    """CONNECT: JSON, not looked into yet."""
+    """CONNECT, with its JSON undecoded."""
 
     options: bytes
 
 
 class Info(msgspec.Struct, frozen=True, gc=False):
-    """INFO: JSON, not looked into yet."""
+    """INFO, with its JSON undecoded."""
 
     options: bytes
 
 
 class Error(msgspec.Struct, frozen=True, gc=False):
-    """-ERR from a server, without its quotes."""
+    """-ERR of a server, without its quotes."""
 
     text: str
 
@@ -100,14 +102,14 @@ class Subscribe(msgspec.Struct, frozen=True, gc=False):
 
 
 class Unsubscribe(msgspec.Struct, frozen=True, gc=False):
-    """UNSUB. `after` is how many messages since SUB are the last one; 0 is at once."""
+    """UNSUB. `after` is the number of messages since SUB after which it ends; 0 is at once."""
 
     sid: bytes
     after: int
 
 
 class Fault(msgspec.Struct, frozen=True, gc=False):
-    """The peer broke a rule. `text` is what it is told before the connection ends."""
+    """The peer broke the protocol. `text` is sent to it before the connection ends."""
 
     text: str
 
@@ -116,11 +118,11 @@ Command = Messages | Ping | Pong | Okay | Connect | Info | Error | Subscribe | U
 
 
 class Broken(Exception):
-    """A line that breaks the protocol. The first argument is what the peer is told."""
+    """A line breaks the protocol. The first argument is sent to the peer."""
 
 
 class ConnectOptions(msgspec.Struct, frozen=True, rename={"password": "pass"}):
-    """What a client says about itself. What is missing means what it means to nats-server."""
+    """The options of CONNECT. Missing options have the defaults of nats-server."""
 
     verbose: bool = True
     echo: bool = True
@@ -137,7 +139,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def connect_options(options: bytes) -> ConnectOptions:
-    """The JSON of a CONNECT; `Broken` when it is none."""
+    """Decode the JSON of a CONNECT. Raises `Broken` when it is invalid."""
     try:
         return _decode_options(options)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -148,36 +150,36 @@ def connect_options(options: bytes) -> ConnectOptions:
 
 
 class _Reader:
-    """Cuts a stream into commands. What a line means is up to the two kinds below."""
+    """Splits a stream into commands. The subclasses parse the lines of clients and of servers."""
 
     __slots__ = ("_broken", "_held", "_payload_bytes_max", "_wanted")
 
-    _head: Callable[[bytes], Head | None]
-    """Reads a control line; None when no body follows it."""
-    _heads: ClassVar[dict[bytes, Head]]
-    """Those read lately, by any reader of this kind. Nothing secret is in such a line."""
-    _mixable: ClassVar[dict[bytes, tuple[int, Head]]]
-    """The same by the line without its end: the size, and the head for any size."""
-    _rows: ClassVar[dict[tuple[bytes, bytes], Head]]
-    """The heads for any size."""
+    _head: Callable[[bytes], ControlLine | None]
+    """Parses a control line; None when no body follows it."""
+    _heads: ClassVar[dict[bytes, ControlLine]]
+    """Recently parsed control lines, shared by all readers of this kind. Such lines hold no secrets."""
+    _mixable: ClassVar[dict[bytes, tuple[int, ControlLine]]]
+    """The same by the line without its line end: the size, and the control line for any size."""
+    _rows: ClassVar[dict[tuple[bytes, bytes], ControlLine]]
+    """The control lines for any size."""
     _other: Callable[[bytes], Command]
-    """Reads every other line."""
+    """Parses every other line."""
 
     def __init__(self, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self._payload_bytes_max = payload_bytes_max
         self._held = bytearray()
-        """The beginning of a frame whose rest has not come."""
+        """The start of an incomplete frame."""
         self._wanted = 0
-        """How much of it there must be before looking again is worthwhile."""
+        """Bytes needed before it is worth parsing again."""
         self._broken = False
 
     @property
     def held_bytes(self) -> int:
-        """What has come of a frame that is not complete."""
+        """Bytes of the incomplete frame."""
         return len(self._held)
 
     def feed(self, data: bytes) -> list[Command]:
-        """What is complete with these bytes. After a `Fault`, nothing."""
+        """The commands that are complete with these bytes; none after a `Fault`."""
         if self._broken:
             return []
         if self._held:
@@ -198,10 +200,10 @@ class _Reader:
         return commands
 
     def _read(self, data: bytes, commands: list[Command]) -> int:
-        """Append the commands in `data`; gives where the first incomplete frame begins."""
+        """Append the commands in `data`. Returns the offset of the first incomplete frame."""
         position, end = 0, len(data)
         heads, find = self._heads, data.find
-        head: Head | None = None
+        head: ControlLine | None = None
         bodies: list[bytes] = []
         mixed = True
         while position < end:
@@ -229,7 +231,7 @@ class _Reader:
                 continue
             if mixed and head is not None and end - position >= RUN_FRAMES_FIRST * (after_frame - position):
                 taken = self._read_mixed(data, position, commands)
-                mixed = taken > after_frame  # where it does not help once, it would only cost
+                mixed = taken > after_frame  # if it did not help once, do not try again
                 position, head = taken, None
                 continue
             head, bodies = found, [body]
@@ -238,11 +240,11 @@ class _Reader:
         return position
 
     def _read_mixed(self, data: bytes, position: int, commands: list[Command]) -> int:
-        """Take frames whose lines were all seen lately; gives where they end."""
+        """Append frames whose control lines were all parsed recently. Returns the offset of their end."""
         parts = data[position:].split(CRLF, 2 * MIXED_FRAMES_MAX)
-        parts.pop()  # behind the last line end: a beginning, or nothing
+        parts.pop()  # the rest behind the last line end
         known, most = self._mixable.get, self._payload_bytes_max
-        row: Head | None = None
+        row: ControlLine | None = None
         bodies: list[bytes] = []
         for line, body in zip(parts[::2], parts[1::2], strict=False):
             size, any_size = known(line, _UNKNOWN)
@@ -256,8 +258,8 @@ class _Reader:
             position += len(line) + size + 2 * len(CRLF)
         return position
 
-    def _new_head(self, line: bytes) -> Head | None:
-        """What a line says that was not seen lately; None when no body follows it."""
+    def _new_head(self, line: bytes) -> ControlLine | None:
+        """Parse and remember a control line; None when no body follows it."""
         head = self._head(line) if line else None
         if head is None:
             return None
@@ -265,19 +267,19 @@ class _Reader:
             for kept in (self._heads, self._mixable, self._rows):
                 kept.clear()
         self._heads[line] = head
-        # Replies differ, and headers have line ends in them: neither makes rows.
+        # Reply subjects differ, and headers contain line ends: neither can be split in rows.
         if line.endswith(CRLF) and not head.reply and head.header_bytes < 0:
             self._mixable[line.removesuffix(CRLF)] = head.size, self._any_size(head)
         return head
 
-    def _any_size(self, head: Head) -> Head:
-        """The same for bodies of any size: one and the same for all heads that differ in nothing else."""
+    def _any_size(self, head: ControlLine) -> ControlLine:
+        """The control line for bodies of any size: the same object for all lines that differ in size only."""
         after_sid = head.after_sid[: head.after_sid.rfind(b" ") + 1]
-        made = Head(head.subject, b"", -1, ANY_SIZE, head.sid, head.before_sid, after_sid)
+        made = ControlLine(head.subject, b"", -1, ANY_SIZE, head.sid, head.before_sid, after_sid)
         return self._rows.setdefault((head.subject, head.sid), made)
 
     def _read_other(self, data: bytes, start: int, after_line: int, commands: list[Command]) -> int:
-        """A line without a body; gives where it ends, 0 when it has not come."""
+        """Append a command without a body. Returns the offset of its end; 0 when it is incomplete."""
         if not after_line:
             longest = CONNECT_BYTES_MAX if data[start] in b"CcIi" else CONTROL_LINE_BYTES_MAX
             after_line = data.find(b"\n", start, start + longest) + 1
@@ -289,22 +291,22 @@ class _Reader:
         commands.append(self._other(data[start:after_line]))
         return after_line
 
-    def _check_size(self, head: Head) -> None:
+    def _check_size(self, head: ControlLine) -> None:
         if head.size > self._payload_bytes_max:
             raise Broken(PAYLOAD_TOO_LARGE)
 
 
-_UNKNOWN = -1, Head(b"", b"", -1, ANY_SIZE)  # no body is that short
+_UNKNOWN = -1, ControlLine(b"", b"", -1, ANY_SIZE)  # a size that no body has
 
 
 def _read_run(data: bytes, position: int, line: bytes, size: int, bodies: list[bytes]) -> int:
-    """Take the frames that begin with the same line, in ever larger pieces; gives where they end."""
+    """Append frames with the same line and size, in growing pieces. Returns the offset of their end."""
     stride = len(line) + size + len(CRLF)
     frames = RUN_FRAMES_FIRST
     while (whole := (len(data) - position) // stride) >= RUN_FRAMES_FIRST:
         frames = min(frames, whole)
         end = position + frames * stride
-        # The last one is looked at first: it tells most of what is no run apart without further ado.
+        # The last frame is checked first: that rules out most sequences that are no run.
         if not (data.startswith(line, end - stride) and _is_run(data[position:end], line, stride, frames)):
             break
         layout = f"{len(line)}x{size}s{len(CRLF)}x"
@@ -315,7 +317,7 @@ def _read_run(data: bytes, position: int, line: bytes, size: int, bodies: list[b
 
 
 def _is_run(piece: bytes, line: bytes, stride: int, frames: int) -> bool:
-    """Whether each of these frames has this very line and the end of a body, by columns instead of rows."""
+    """Whether each frame has this line and a line end behind its body, checked column by column."""
     ends = zip(range(stride - len(CRLF), stride), CRLF, strict=True)
     return all(
         piece[column::stride].count(letter) == frames for column, letter in chain(enumerate(line), ends)
@@ -335,29 +337,29 @@ def _number(word: bytes) -> int:
     return int(word)
 
 
-def _client_head(line: bytes) -> Head | None:
+def _client_head(line: bytes) -> ControlLine | None:
     """PUB subject [reply] size, HPUB subject [reply] header-size size."""
     found = _head_words(line, b"PUB", b"HPUB", 2)
     if found is None:
         return None
     (_, subject), reply, header_bytes, size = found
     before, after = message_line(subject, reply, header_bytes, size)
-    return Head(subject, reply, header_bytes, size, b"", before, after)
+    return ControlLine(subject, reply, header_bytes, size, b"", before, after)
 
 
-def _server_head(line: bytes) -> Head | None:
+def _server_head(line: bytes) -> ControlLine | None:
     """MSG subject sid [reply] size, HMSG subject sid [reply] header-size size."""
     found = _head_words(line, b"MSG", b"HMSG", 3)
     if found is None:
         return None
     (_, subject, sid), reply, header_bytes, size = found
-    return Head(subject, reply, header_bytes, size, sid)
+    return ControlLine(subject, reply, header_bytes, size, sid)
 
 
 def _head_words(
     line: bytes, plain: bytes, headed: bytes, first: int
 ) -> tuple[list[bytes], bytes, int, int] | None:
-    """The first words of a line with a body, the reply, the size of the headers and the size of all."""
+    """The first words of a line with a body, the reply, the size of the headers, and the total size."""
     verb, _ = _verb(line)
     if verb not in (plain, headed):
         return None
@@ -414,29 +416,29 @@ def _verb(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _count(word: bytes) -> int:
-    """As nats-server reads it: what is no number is no limit, so the subscription ends at once."""
+    """As nats-server parses it: without a valid number the subscription ends at once."""
     return int(word) if _SIZE.fullmatch(word) else 0
 
 
 class ClientReader(_Reader):
-    """What a client sends, as its server reads it."""
+    """Reads what a client sends."""
 
     __slots__ = ()
     _head = staticmethod(_client_head)
-    _heads: ClassVar[dict[bytes, Head]] = {}
-    _mixable: ClassVar[dict[bytes, tuple[int, Head]]] = {}
-    _rows: ClassVar[dict[tuple[bytes, bytes], Head]] = {}
+    _heads: ClassVar[dict[bytes, ControlLine]] = {}
+    _mixable: ClassVar[dict[bytes, tuple[int, ControlLine]]] = {}
+    _rows: ClassVar[dict[tuple[bytes, bytes], ControlLine]] = {}
     _other = staticmethod(_client_other)
 
 
 class ServerReader(_Reader):
-    """What a server sends, as its client reads it."""
+    """Reads what a server sends."""
 
     __slots__ = ()
     _head = staticmethod(_server_head)
-    _heads: ClassVar[dict[bytes, Head]] = {}
-    _mixable: ClassVar[dict[bytes, tuple[int, Head]]] = {}
-    _rows: ClassVar[dict[tuple[bytes, bytes], Head]] = {}
+    _heads: ClassVar[dict[bytes, ControlLine]] = {}
+    _mixable: ClassVar[dict[bytes, tuple[int, ControlLine]]] = {}
+    _rows: ClassVar[dict[tuple[bytes, bytes], ControlLine]] = {}
     _other = staticmethod(_server_other)
 
 
@@ -469,7 +471,7 @@ def publish(subject: bytes, payload: bytes, *, reply: bytes = b"", headers: byte
 
 
 def message_line(subject: bytes, reply: bytes, header_bytes: int, size: int) -> tuple[bytes, bytes]:
-    """The control line of a MSG, or of an HMSG when header_bytes is above 0: before the sid, and after it."""
+    """The control line of a MSG, or of an HMSG if `header_bytes` > 0: the parts before and after the sid."""
     if reply:
         reply += b" "
     if header_bytes > 0:
@@ -477,8 +479,8 @@ def message_line(subject: bytes, reply: bytes, header_bytes: int, size: int) -> 
     return b"MSG %b " % subject, b" %b%d\r\n" % (reply, size)
 
 
-def passed_on(head: Head, bodies: list[bytes], sid: bytes, *, with_headers: bool) -> bytes:
-    """What a subscription gets of what was published, which is at least one body."""
+def forwarded(head: ControlLine, bodies: list[bytes], sid: bytes, *, with_headers: bool) -> bytes:
+    """The frames that a subscription gets of published bodies, of which there is at least one."""
     before, after = head.before_sid, head.after_sid
     cut = head.header_bytes
     if cut > 0 and not with_headers:
@@ -492,30 +494,24 @@ def passed_on(head: Head, bodies: list[bytes], sid: bytes, *, with_headers: bool
     return b"".join((line, (CRLF + line).join(bodies), CRLF))
 
 
-def message(subject: bytes, sid: bytes, reply: bytes, headers: bytes, payload: bytes) -> bytes:
-    """One MSG, or HMSG with headers."""
-    before, after = message_line(subject, reply, len(headers), len(headers) + len(payload))
-    return b"".join((before, sid, after, headers, payload, CRLF))
-
-
-def messages(subject: bytes, sid: bytes, bodies: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Several HMSG in a row, of the headers and the payload of each."""
+def messages(subject: bytes, sid: bytes, reply: bytes, bodies: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """MSG for each payload without headers, HMSG for the others."""
     pieces: list[bytes] = []
     line, made_for = b"", (-1, -1)
     for headers, payload in bodies:
         sizes = len(headers), len(payload)
-        if sizes != made_for:  # most are as long as the one before
-            line = b"HMSG %b %b %d %d\r\n" % (subject, sid, sizes[0], sum(sizes))
-            made_for = sizes
+        if sizes != made_for:  # most are as long as the previous one
+            before, after = message_line(subject, reply, sizes[0], sum(sizes))
+            line, made_for = b"".join((before, sid, after)), sizes
         pieces += (line, headers, payload, CRLF)
     return b"".join(pieces)
 
 
 def error(text: str) -> bytes:
-    """-ERR, which most clients take as the end; see `permissions_violation`."""
+    """-ERR. Most clients close the connection; see `permissions_violation`."""
     return b"-ERR '%b'\r\n" % text.replace("'", "").encode("utf-8", "replace")
 
 
 def permissions_violation(what: str, subject: bytes) -> bytes:
-    """The one -ERR that every client survives. `what` is Subscription or Publish."""
+    """The only -ERR after which every client keeps the connection. `what` is Subscription or Publish."""
     return b"-ERR 'Permissions Violation for %b to \"%b\"'\r\n" % (what.encode(), subject)

@@ -1,18 +1,18 @@
-"""Subjects: names in dots, wildcards, and who has subscribed to what.
+"""Subjects, wildcards, and an index of subscriptions by subject.
 
-Rule 1: a subject is bytes, as on the wire. Tokens stand between dots, and none is empty.
-Rule 2: `*` is any one token and `>` at the end is one token or more, in a subscription only. In what somebody
-        publishes, and inside a token, both are letters like any other.
-Rule 3: a match is computed once and kept until a subscription that could change it comes or goes.
+Rule 1: a subject is bytes, as on the wire. It consists of non-empty tokens between dots.
+Rule 2: in a subscription, the token `*` matches one token and a final token `>` matches one or more. In a
+        published subject, and as part of a token, both are ordinary characters.
+Rule 3: a match is cached until a subscription that could change it is added or removed.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-SUBJECT_BYTES_MAX = 4096  # a control line is no longer
-TOKENS_MAX = 512  # of a subscription: the tree gets no deeper
-MATCHES_KEPT_MAX = 16_384  # inboxes are new with every request; the memory for them is not
-MATCHED_KEPT_MAX = 1_000_000  # subscriptions in all of these matches, each time that they stand there
+SUBJECT_BYTES_MAX = 4096  # the limit of a control line
+TOKENS_MAX = 512  # of a subscription: the depth of the tree
+MATCHES_KEPT_MAX = 16_384  # cached subjects: every request has a new inbox
+MATCHED_KEPT_MAX = 1_000_000  # subscriptions in all cached matches together
 
 ANY_ONE = b"*"
 ANY_MORE = b">"
@@ -21,32 +21,32 @@ _BLANKS = b" \t\r\n"
 
 
 class Grouped(Protocol):
-    """A subscription, as far as it matters here."""
+    """A subscription, as the index sees it."""
 
     @property
     def group(self) -> bytes:
-        """The queue group that it shares its messages with; empty for none."""
+        """Its queue group; empty for none."""
 
 
 T = TypeVar("T", bound=Grouped)
 
 
 class Match(NamedTuple, Generic[T]):
-    """Who gets what is published to a subject."""
+    """The subscriptions that match a subject."""
 
     each: tuple[T, ...]
-    """All of these get it,"""
+    """Each of these gets a message,"""
     groups: tuple[tuple[T, ...], ...]
-    """and of each of these, one."""
+    """and one member of each of these."""
 
     @property
     def size(self) -> int:
-        """How many subscriptions stand in it."""
+        """The number of subscriptions."""
         return len(self.each) + sum(map(len, self.groups))
 
 
 def is_pattern(subject: bytes) -> bool:
-    """Whether it has the form of a subscription: what is literal is one too."""
+    """Whether a subject is valid in a subscription, with or without wildcards."""
     if not 0 < len(subject) <= SUBJECT_BYTES_MAX or subject.translate(None, _BLANKS) != subject:
         return False
     tokens = subject.split(b".")
@@ -54,12 +54,12 @@ def is_pattern(subject: bytes) -> bool:
 
 
 def is_literal(subject: bytes) -> bool:
-    """Whether it can be published to: a pattern without wildcards."""
+    """Whether a subject is valid and has no wildcards."""
     return is_pattern(subject) and not has_wildcard(subject)
 
 
 def has_wildcard(pattern: bytes) -> bool:
-    """Whether a valid pattern can match more than itself."""
+    """Whether a valid pattern has wildcards."""
     if ANY_ONE not in pattern and ANY_MORE not in pattern:
         return False
     tokens = pattern.split(b".")
@@ -67,7 +67,7 @@ def has_wildcard(pattern: bytes) -> bool:
 
 
 def matches(pattern: bytes, subject: bytes) -> bool:
-    """Whether a subscription to `pattern` gets what is published to `subject`."""
+    """Whether a subscription to `pattern` matches a published `subject`."""
     wanted, given = pattern.split(b"."), subject.split(b".")
     if wanted[-1] == ANY_MORE:
         wanted.pop()
@@ -80,7 +80,7 @@ def matches(pattern: bytes, subject: bytes) -> bool:
 
 
 class _Node(Generic[T]):
-    """One token of the wildcard patterns, and what follows it."""
+    """One token of the wildcard patterns, and the tokens that follow it."""
 
     __slots__ = ("here", "more", "next", "one")
 
@@ -103,7 +103,7 @@ class _Node(Generic[T]):
         return not (self.here or self.more or self.next or self.one)
 
     def forget(self, token: bytes) -> None:
-        """Drop a child that holds nothing any more."""
+        """Drop an empty child."""
         if token == ANY_ONE:
             if self.one is not None and self.one.is_empty():
                 self.one = None
@@ -111,76 +111,76 @@ class _Node(Generic[T]):
             del self.next[token]
 
 
-class Subscriptions(Generic[T]):
-    """Who gets what: a dictionary for literal subjects, a tree for wildcards, and the matches made so far."""
+class SubjectIndex(Generic[T]):
+    """Subscriptions by subject: a dictionary for literals, a tree for wildcards, and a cache of matches."""
 
     def __init__(self) -> None:
         self._literal: dict[bytes, list[T]] = {}
         self._root: _Node[T] = _Node()
-        self._wild = 0
-        self._made: dict[bytes, Match[T]] = {}
-        self._made_size = 0  # subscriptions in these matches
+        self._wildcards = 0
+        self._cache: dict[bytes, Match[T]] = {}
+        self._cached_size = 0  # subscriptions in these matches
 
     def __len__(self) -> int:
-        return self._wild + sum(map(len, self._literal.values()))
+        return self._wildcards + sum(map(len, self._literal.values()))
 
     def add(self, pattern: bytes, subscription: T) -> None:
         if not has_wildcard(pattern):
             self._literal.setdefault(pattern, []).append(subscription)
-            self._forget(pattern)
+            self._uncache(pattern)
             return
         self._place(self._path(pattern)[-1], pattern).append(subscription)
-        self._wild += 1
-        self._forget_all()
+        self._wildcards += 1
+        self._clear_cache()
 
     def remove(self, pattern: bytes, subscription: T) -> None:
-        """Take out what was added. It has to be there."""
+        """Remove a subscription that was added."""
         if not has_wildcard(pattern):
             found = self._literal[pattern]
             found.remove(subscription)
             if not found:
                 del self._literal[pattern]
-            self._forget(pattern)
+            self._uncache(pattern)
             return
         path = self._path(pattern)
         self._place(path[-1], pattern).remove(subscription)
         for parent, token in zip(path[-2::-1], reversed(self._walked(pattern)), strict=True):
             parent.forget(token)
-        self._wild -= 1
-        self._forget_all()
+        self._wildcards -= 1
+        self._clear_cache()
 
     def match(self, subject: bytes) -> Match[T]:
-        """Who gets what is published to a subject, in no order that anybody may rely on."""
-        made = self._made.get(subject)
-        if made is None:
-            made = _match(self._found(subject))
-            self._keep(subject, made)
-        return made
+        """The subscriptions that match a published subject, in no particular order."""
+        match = self._cache.get(subject)
+        if match is None:
+            match = _match(self._matching(subject))
+            self._cache_match(subject, match)
+        return match
 
-    def _keep(self, subject: bytes, made: Match[T]) -> None:
-        size = made.size
-        if len(self._made) >= MATCHES_KEPT_MAX or self._made_size + size > MATCHED_KEPT_MAX:
-            self._forget_all()
+    def _cache_match(self, subject: bytes, match: Match[T]) -> None:
+        size = match.size
+        if len(self._cache) >= MATCHES_KEPT_MAX or self._cached_size + size > MATCHED_KEPT_MAX:
+            self._clear_cache()
         if size <= MATCHED_KEPT_MAX:
-            self._made[subject] = made
-            self._made_size += size
+            self._cache[subject] = match
+            self._cached_size += size
 
-    def _forget(self, subject: bytes) -> None:
-        made = self._made.pop(subject, None)
-        if made is not None:
-            self._made_size -= made.size
+    def _uncache(self, subject: bytes) -> None:
+        match = self._cache.pop(subject, None)
+        if match is not None:
+            self._cached_size -= match.size
 
-    def _forget_all(self) -> None:
-        self._made.clear()
-        self._made_size = 0
+    def _clear_cache(self) -> None:
+        self._cache.clear()
+        self._cached_size = 0
 
     def literal(self, subject: bytes) -> tuple[T, ...]:
-        """Those whose subscription is this very subject."""
+        """The subscriptions to exactly this subject."""
         return tuple(self._literal.get(subject, ()))
 
-    def _found(self, subject: bytes) -> Iterator[T]:
+    def _matching(self, subject: bytes) -> Iterator[T]:
         yield from self._literal.get(subject, ())
-        if not self._wild:
+        if not self._wildcards:
             return
         level = [self._root]
         tokens = subject.split(b".")
@@ -200,7 +200,7 @@ class Subscriptions(Generic[T]):
             yield from node.here
 
     def _path(self, pattern: bytes) -> list[_Node[T]]:
-        """The nodes from the root to a pattern's last, which are made where they are missing."""
+        """The nodes from the root to the last token of a pattern. Missing nodes are created."""
         path = [self._root]
         for token in self._walked(pattern):
             path.append(path[-1].child(token))

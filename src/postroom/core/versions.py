@@ -46,7 +46,10 @@ def migrated(
     fields: dict[str, Any], migrations: Mapping[int, Migration], current: str = CURRENT_VERSION
 ) -> dict[str, Any]:
     """The fields of a message in the current major version, by the migration registered for its own."""
-    version = checked(fields.get("version", current), current)
+    given = fields.get("version")
+    if given is None or given == current:
+        return fields
+    version = checked(given, current)
     migrate = migrations.get(version.major)
     if version.major == parse(current).major or migrate is None:
         return fields

@@ -1,12 +1,12 @@
-"""What stands in the mail log: records in frames.
+"""The record format of the mail log: records in frames.
 
     frame   mark (4 bytes) | length of the body (u32, little endian) | crc32 (u32) | body
     body    one record as a MessagePack array that begins with its kind
 
-Rule 1: records can be read in any order and more than once. A letter's number and a mailbox's serial are
-        never given twice, and what is removed does not come back.
-Rule 2: mark and checksum start from a secret of the folder, so that no payload can pass for a frame when
-        the reader looks for the next one behind a damaged place.
+Rule 1: records can be read in any order and more than once. The number of a letter and the serial of a
+        mailbox are never reused, and a removed letter does not come back.
+Rule 2: mark and checksum start from a secret of the folder. So no payload can pass for a frame when the
+        reader looks for the next frame behind a damaged stretch.
 """
 
 import struct
@@ -17,12 +17,12 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from postroom.core.mailbox import RANK_COUNT, Word
+from postroom.core.mailbox import RANK_COUNT, Priority
 from postroom.core.times import SECONDS_MAX
 from postroom.message import Damage
 
 RECORD_BYTES_MAX = 65 << 20
-ROW_BYTES_MAX = 1 << 20  # of payloads in one record
+ROW_BYTES_MAX = 1 << 20  # cost of the letters in one record
 SECRET_BYTES = 8
 STARTS_MAX = (1 << 31) - 1
 _HEAD = struct.Struct("<4sII")
@@ -32,13 +32,13 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 
 
 class Started(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
-    """The server's starts, counted. The first record of every segment."""
+    """The count of the server's starts. The first record of every segment."""
 
     start: Annotated[int, Meta(ge=0, le=STARTS_MAX)]
 
 
 class Opened(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
-    """A mailbox."""
+    """A mailbox was created."""
 
     serial: Count
     mail_id: str
@@ -50,29 +50,29 @@ class Opened(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     expires_us: Count
     creator: str
     client: str = ""
-    """Whose quota it counts against."""
+    """The client whose quota it counts against."""
 
 
 class Extended(msgspec.Struct, array_like=True, tag=2, frozen=True, gc=False):
-    """A mailbox ends later; the latest end holds."""
+    """The lifetime of a mailbox was extended. The latest end wins."""
 
     serial: Count
     ttl_s: Seconds
     expires_us: Count
 
 
-class Gone(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
+class MailboxExpired(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
     """A mailbox has expired."""
 
     serial: Count
 
 
 class Put(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
-    """A letter. With `due_us` it waits until then, and gets its final number when it is due."""
+    """A letter. With `due_us` it is delayed until then, and gets its final number when it is due."""
 
     serial: Count
     number: Count
-    word: Word
+    priority: Priority
     payload: bytes
     headers: bytes
     created_us: Count
@@ -84,34 +84,34 @@ class Put(msgspec.Struct, array_like=True, tag=4, frozen=True, gc=False):
 
 
 class PutRow(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
-    """Letters in a row that have nothing of their own but what they say. Their numbers follow each other."""
+    """A batch of letters that differ in their payloads only. Their numbers are consecutive."""
 
     serial: Count
     first: Count
-    word: Word
+    priority: Priority
     created_us: Count
     payloads: list[bytes]
     client: str = ""
 
     def puts(self) -> list[Put]:
-        """Each of them for itself."""
+        """One record for each letter."""
         return [
-            Put(self.serial, number, self.word, payload, b"", self.created_us, client=self.client)
+            Put(self.serial, number, self.priority, payload, b"", self.created_us, client=self.client)
             for number, payload in enumerate(self.payloads, self.first)
         ]
 
 
 class Removed(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
-    """Letters that are deleted, replaced or expired."""
+    """Letters that were deleted, replaced or expired."""
 
     serial: Count
     numbers: list[Count]
 
 
 class Pulled(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
-    """What a group has acknowledged. Records of one turn add up; a later turn begins anew.
+    """Acknowledgements of a pull group. Records of one turn add up; a later turn replaces earlier ones.
 
-    Who made the group stands in the first record of a turn.
+    The first record of a turn names the client that created the group.
     """
 
     serial: Count
@@ -122,27 +122,29 @@ class Pulled(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
     client: str = ""
 
 
-class Agent(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
-    """An agent of the registry; the highest stamp holds. Without a card it is gone."""
+class AgentRecord(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
+    """An agent of the registry. The highest stamp wins. Without a card the agent was removed."""
 
     name: str
     stamp: Count
     card: bytes
     client: str = ""
     secret: bytes = b""
-    """The SHA-256 of what proves that the name is one's own."""
+    """The SHA-256 of the secret that proves ownership of the name."""
     seen_us: Count = 0
-    """The last sign of life."""
+    """When the agent last registered or reported."""
 
 
-Record: TypeAlias = Started | Opened | Extended | Gone | Put | PutRow | Removed | Pulled | Agent
+Record: TypeAlias = (
+    Started | Opened | Extended | MailboxExpired | Put | PutRow | Removed | Pulled | AgentRecord
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Framing:
-    """Frames under one folder's secret."""
+    """Frames with the secret of one folder."""
 
     def __init__(self, secret: bytes) -> None:
         self._mark = secret[:4]
@@ -153,7 +155,7 @@ class Framing:
         return _HEAD.pack(self._mark, len(body), zlib.crc32(body, self._seed)) + body
 
     def scan(self, data: bytes) -> Iterator[Record | Damage]:
-        """The records in a segment, and the stretches that are none."""
+        """The records of a segment, and its damaged stretches."""
         offset = 0
         while offset < len(data):
             found = self._at(data, offset)
@@ -168,7 +170,7 @@ class Framing:
                 yield record
 
     def _at(self, data: bytes, offset: int) -> tuple[Record, int] | None:
-        """The record whose frame begins here, and where it ends."""
+        """The record of the frame at `offset`, and the end of the frame; None without a whole frame."""
         start = offset + _HEAD.size
         if start > len(data):
             return None
@@ -185,7 +187,7 @@ class Framing:
             return None
 
     def _resume(self, data: bytes, offset: int) -> int:
-        """Where the next whole frame begins; the end when there is none."""
+        """The offset of the next whole frame; the end of the data when there is none."""
         while True:
             offset = data.find(self._mark, offset)
             if offset < 0:

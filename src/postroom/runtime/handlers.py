@@ -135,8 +135,9 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
             operations.settle(body.task_id, body.lease)
             return False, []
         results = checked_results([(body.task_id, body.lease, body.decision)])
-        claimed = operations.complete(results, body.claim_next)
-        return record.lease == body.lease and record.state in _COMPLETED, claimed
+        is_repeated = record.lease == body.lease and record.state in _COMPLETED
+        # A repeated call claims nothing: it may be refused below, and nobody would get the tasks.
+        return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next)
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
     is_repeated, claimed = await server.writer.submit(work, request.identity, size, makes_room=True)

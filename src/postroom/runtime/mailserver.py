@@ -1,11 +1,11 @@
-"""The mail server: a mailroom behind a NATS server, and its events in a file.
+"""The mail server: the mail service behind a NATS server, with its events in files.
 
 Rule 1: a data folder belongs to one server.
-Rule 2: events are lines that are finished when they are written, one write for each turn of the loop. They
-        are with the operating system then: a kill loses at most those of the turn that it ended.
-Rule 3: what cannot be written waits, up to a limit; what was lost beyond it is counted and told.
-Rule 4: the files of events are bounded. What the shipper has taken goes first; events that are removed before
-        they were shipped are counted and told.
+Rule 2: events are whole lines, with one write for each turn of the loop. The operating system has them then:
+        a kill loses at most the events of the current turn.
+Rule 3: events that cannot be written wait, up to a limit; lost ones are counted and reported.
+Rule 4: the files of events are bounded. Shipped files are removed first; events that are removed before they
+        were shipped are counted and reported.
 """
 
 import gc
@@ -28,28 +28,28 @@ from postroom.runtime.natsserver import RunSoon
 from postroom.runtime.natsserver import serve as serve_nats
 from postroom.system.atomic import open_safely
 
-EVENTS_WAITING_BYTES_MAX = 8 << 20  # of lines that could not be written yet
+EVENTS_WAITING_BYTES_MAX = 8 << 20  # of events that could not be written yet
 
 _log = logging.getLogger("postroom.mail")
 _encode = msgspec.json.Encoder().encode
 
 
 class FolderTaken(Unavailable):
-    """Another server works on this data folder."""
+    """Another server uses this data folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"{folder} belongs to a mail server that is running")
 
 
 class EventLog:
-    """The files of a room's events (`eventfiles`). What is told before `open` is written after it."""
+    """The files of the service's events (`eventfiles`). Events before `open` are written after it."""
 
     def __init__(self, path: Path, run_soon: RunSoon) -> None:
         self._path = path
         self._run_soon = run_soon
         self._fd = -1
         self._lines: list[bytes] = []
-        self._told = 0  # events in these lines
+        self._line_count = 0  # the number of events in them
         self._unwritten = b""
         self._lost = 0
         self._failing = False
@@ -61,8 +61,8 @@ class EventLog:
     def open(self) -> None:
         self._open_growing()
         if self._size > 0 and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            self._unwritten = b"\n"  # a line that a crash cut short
-        self._remove_superfluous()
+            self._unwritten = b"\n"  # behind a line that a crash cut short
+        self._remove_old_files()
 
     def _open_growing(self) -> None:
         self._fd = open_safely(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -70,7 +70,7 @@ class EventLog:
         self._full_at = eventfiles.FILE_BYTES_MAX
 
     def stats(self) -> dict[str, int]:
-        """Counts of this server since it began, and what its files hold."""
+        """Counts since the start of this server, and the size of its files."""
         full = eventfiles.full_files(self._path.parent)
         return {
             "event_files": len(full) + 1,
@@ -80,15 +80,15 @@ class EventLog:
         }
 
     def __call__(self, kind: str, /, **fields: object) -> None:
-        """One event of the room."""
+        """Emit one event."""
         fields["kind"] = kind
         fields["ts_us"] = time_ns() // 1000
         self._add(_encode(fields) + b"\n", 1)
 
     def stored(self, label: str, letters: list[Letter], sender: str) -> None:
-        """The events of messages that were stored, as the room would tell them.
+        """Emit the events of stored messages, in the form of `__call__`.
 
-        There are many of them, and most differ from the one before in the number alone.
+        There are many of them, and most differ from the previous one only in the number.
         """
         name = _encode(label)[1:-1]
         last = b',"sender":%b}\n' % _encode(sender) if sender else b"}\n"
@@ -108,26 +108,26 @@ class EventLog:
         if not self._lines:
             self._run_soon(self.write)
         self._lines.append(lines)
-        self._told += count
+        self._line_count += count
 
     def write(self) -> None:
-        """Write what this turn has told. Nothing is raised: what it tells has happened."""
-        data, told = b"".join([self._unwritten, *self._lines]), self._told
-        self._lines, self._told = [], 0
+        """Write the events of this turn. Errors are not raised: the events have happened already."""
+        data, count = b"".join([self._unwritten, *self._lines]), self._line_count
+        self._lines, self._line_count = [], 0
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            self._keep(data, told, error)
+            self._keep(data, count, error)
             return
         self._unwritten = data[written:]
         self._size += written
         self._failing = False
-        self._tell_lost()
+        self._report_lost()
         if self._size >= self._full_at and not (self._unwritten or self._removing):
             self._rotate()
 
     def _rotate(self) -> None:
-        """Begin a new file. What cannot be renamed is gone on with."""
+        """Begin a new file, or continue the current one when it cannot be renamed."""
         full = self._fd
         try:
             eventfiles.end_growing(self._path.parent)
@@ -137,30 +137,30 @@ class EventLog:
             _log.warning("%s: no new file of events: %s", self._path, error)
             return
         os.close(full)
-        self._remove_superfluous()
+        self._remove_old_files()
 
-    def _remove_superfluous(self) -> None:
-        """Keep the full files within their limits. What was not shipped is told before it is removed."""
+    def _remove_old_files(self) -> None:
+        """Remove full files above their limits. Unshipped ones are reported before."""
         full = eventfiles.full_files(self._path.parent)
-        self._removing = True  # an alert about it begins no further file
+        self._removing = True  # an alert about a removal must not begin another file
         for file in eventfiles.superfluous(full, eventfiles.SHIPPED_BYTES_MAX, eventfiles.TOTAL_BYTES_MAX):
             try:
                 if not file.is_shipped:
-                    self._tell_removed(file)
+                    self._report_removed(file)
                 file.path.unlink(missing_ok=True)
             except (OSError, UnsafePath) as error:
                 _log.warning("%s: it cannot be removed: %s", file.path, error)
         self._removing = False
 
-    def _tell_removed(self, file: eventfiles.FullFile) -> None:
+    def _report_removed(self, file: eventfiles.FullFile) -> None:
         events = eventfiles.lines_in(file.path)
         self._removed += events
-        said = (
+        text = (
             f"{file.path.name} is removed with {events} events that were not all shipped: more than "
             f"{eventfiles.TOTAL_BYTES_MAX} bytes of events waited for a shipper"
         )
-        _log.warning("%s", said)
-        self("alert", type="mail-events", error_type="EventsRemoved", error=said, detail={"events": events})
+        _log.warning("%s", text)
+        self("alert", type="mail-events", error_type="EventsRemoved", error=text, detail={"events": events})
         self.write()
 
     def _keep(self, data: bytes, count: int, error: OSError) -> None:
@@ -172,13 +172,13 @@ class EventLog:
         else:
             self._lost += count
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         lost, self._lost = self._lost, 0
         if lost:
             self("alert", type="mail-events", error=f"{lost} events are missing: they could not be written")
 
     def close(self) -> None:
-        """Write the last of them, and end."""
+        """Write the remaining events, and end."""
         if self._fd >= 0:
             self.write()
             if self._unwritten or self._lines:
@@ -188,38 +188,38 @@ class EventLog:
 
 
 def serve(data: Path, server: ServerOptions, mail: MailOptions, *, ready: Callable[[int], None]) -> None:
-    """Serve a data folder until SIGTERM or SIGINT. `ready` is told the port."""
+    """Serve a data folder until SIGTERM or SIGINT. `ready` is called with the port."""
     opened: list[EventLog] = []
 
-    def open_room(run_soon: RunSoon) -> MailService:
+    def open_service(run_soon: RunSoon) -> MailService:
         events = EventLog(data / eventfiles.GROWING, run_soon)
         try:
-            room = MailService(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
+            service = MailService(data, run_soon, options=mail, emit=events, emit_stored=events.stored)
         except LockTimeout:
             raise FolderTaken(data) from None
         try:
             events.open()
         except BaseException:
-            room.close()
+            service.close()
             raise
         opened.append(events)
-        return room
+        return service
 
-    def listening(port: int) -> None:
-        # What was restored lives as long as its mailboxes: looking through it again and again finds nothing.
+    def announce(port: int) -> None:
+        # Restored objects live as long as their mailboxes: the garbage collector need not scan them.
         gc.collect()
         gc.freeze()
         ready(port)
 
     try:
-        serve_nats(server, make_room=open_room, ready=listening)
+        serve_nats(server, make_handler=open_service, ready=announce)
     finally:
-        for events in opened:  # after the room, which still has something to tell
+        for events in opened:  # after the service, which emits events while it closes
             events.close()
 
 
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """What a server shows to its clients."""
+    """The TLS context of a server."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certificate, key)

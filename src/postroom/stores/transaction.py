@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from postroom.core import lifecycle
+from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
 from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
 from postroom.stores.base import (
@@ -92,7 +93,7 @@ class LimitsCache:
         self._known: dict[str, tuple[float, Limits]] = {}
 
     def get(self, queue: str) -> Limits | None:
-        """What is known, unless it is too old."""
+        """The limits of a queue; None when they are unknown or too old."""
         until, limits = self._known.get(queue, (0.0, DEFAULT_LIMITS))
         return limits if time.monotonic() < until else None
 
@@ -106,16 +107,16 @@ class LimitsCache:
 
 
 class Transaction(Ledger, Lanes):
-    """Everything inside one commit, which is one instant: the clocks are read once, at its beginning."""
+    """The work of one commit. The clocks are read once, at its beginning, so a commit is one instant."""
 
     changes = 0
-    """Grows with everything that is written, and with numbers that are taken. A backend counts."""
+    """Grows with every write and with numbers that are taken. The backend counts."""
     synced = False
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
     notable: Sequence[Event] = ()
-    """Events that a person may have to know: see `lifecycle.is_notable`."""
+    """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
     def __init__(self, store_id: str, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
         self.store_id = store_id
@@ -129,7 +130,7 @@ class Transaction(Ledger, Lanes):
     # ---- inserting -----------------------------------------------------------------------------
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        """Accept messages, all or none. A message whose id or key is known already is dropped."""
+        """Accept messages, all or none. A message with a known id or key is dropped as a duplicate."""
         self._check_depths(envelopes)
         is_named = False
         for envelope in envelopes:
@@ -146,7 +147,7 @@ class Transaction(Ledger, Lanes):
         return [Accepted(change.step.record.message_id, duplicate=False) for change in changes]
 
     def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
-        """Check that there is room. Known messages are dropped, so they need none."""
+        """Raise `QueueFull` when a queue has no room. Duplicates are dropped, so they need none."""
         more: dict[str, int] = {}
         for envelope in envelopes:
             more[envelope.queue] = more.get(envelope.queue, 0) + 1
@@ -164,7 +165,10 @@ class Transaction(Ledger, Lanes):
 
     def _accept(self, envelope: Envelope, message_id: str) -> Step:
         number = self.take_numbers(1 if envelope.delay_ns else 2)
-        return lifecycle.accept(envelope, self._moment(number), message_id or f"{self.store_id}-{number}")
+        return lifecycle.accept(envelope, self._moment(number), message_id or self._new_id(envelope, number))
+
+    def _new_id(self, envelope: Envelope, number: int) -> str:
+        return new_id(self.store_id, envelope.queue, number, self.wall_us)
 
     def _insert_named(self, envelope: Envelope) -> Accepted:
         known = self._known_by_key(envelope) if envelope.key else None
@@ -181,7 +185,7 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=False)
 
     def _drop(self, message_id: str, envelope: Envelope) -> Accepted:
-        """Answer a repeated insert. That acknowledges the first record, so it is synced as its class says.
+        """Answer a repeated insert. The answer acknowledges the first record, so that record must be synced.
 
         The process that stored the first record may have died before its fsync, or may still be in it.
         """
@@ -197,9 +201,12 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=True)
 
     def _check_id(self, message_id: str) -> None:
-        """An id in the form of the store's own ids must be one of them."""
-        if message_id.startswith(f"{self.store_id}-") and self.record(message_id) is None:
-            raise InvalidMessage(f"ids that begin with {self.store_id}- are given by the store")
+        """Refuse an id in the form of the store's own ids that is none of them."""
+        is_own = message_id.startswith(f"{self.store_id}-") or number_in_uuid(
+            message_id, store_tag(self.store_id)
+        )
+        if is_own and self.record(message_id) is None:
+            raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
         value = self.cell(KEY, _key_of(envelope))
@@ -217,7 +224,7 @@ class Transaction(Ledger, Lanes):
                 number += len(step.events)
                 changes.append(Change(record, step))
             elif record.durability != "os":
-                self.synced = True  # a repeated call is acknowledged like the first one
+                self.synced = True  # a repeated call is acknowledged like the first call
         self.take_numbers(number - first)
         self._save(changes)
         return [change.step for change in changes]
@@ -243,7 +250,7 @@ class Transaction(Ledger, Lanes):
         return []
 
     def _heads(self, terms: Claim) -> list[Head]:
-        """What is delivered next. Lanes are in the order of position and age: the first records suffice."""
+        """The records to deliver next. A lane is ordered by position and age: its first records suffice."""
         counts = self.depth(terms.queue)
         lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane], 0)]
         heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
@@ -278,7 +285,7 @@ class Transaction(Ledger, Lanes):
         return [change.step.record for change in changes]
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
-        """Queues of organizations that have QUEUED records in a lane, by name, behind `after`."""
+        """Queues of organizations that have QUEUED records in a lane, in a fixed order, behind `after`."""
         waiting_here = [
             queue
             for queue in self.queues()
@@ -346,7 +353,7 @@ class Transaction(Ledger, Lanes):
         return seen[-1][0] if len(seen) == limit else ""
 
     def purge_events(self, up_to: int, before_us: int, limit: int) -> None:
-        """Forget `limit` events up to a position and before a time, but none that is to be shipped."""
+        """Forget up to `limit` events up to a position and before a time, except events not yet shipped."""
         outbox = self.outbox()
         if outbox is not None:
             up_to = min(up_to, outbox.shipped)
@@ -364,7 +371,7 @@ class Transaction(Ledger, Lanes):
         return None
 
     def alert(self, error_type: str, error: str) -> None:
-        """Emit an event that a person should look at."""
+        """Emit an event for a person to look at."""
         self._emit(lifecycle.alert(self._moment(self.take_numbers(1)), error_type, error))
 
     def note_duplicate(self, record: Record, key: str) -> None:
@@ -376,7 +383,7 @@ class Transaction(Ledger, Lanes):
         self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
 
     def limits(self, queue: str) -> Limits:
-        """What a queue may hold."""
+        """The limits of a queue."""
         limits = self._limits.get(queue)
         if limits is None:
             limits = self._limits_known.get(queue)
@@ -388,24 +395,24 @@ class Transaction(Ledger, Lanes):
         return limits
 
     def set_limits(self, queue: str, limits: Limits) -> None:
-        """Change what a queue may hold."""
+        """Change the limits of a queue."""
         self.put_cell(LIMITS, queue, msgspec.json.encode(limits))
         self._limits[queue] = limits
         self._limits_known.clear()
 
     def outbox(self) -> Outbox | None:
-        """How far the shipper has come; None when the events are not shipped."""
+        """The position of the shipper; None when events are not shipped."""
         value = self.cell(OUTBOX, "")
         return None if value is None else msgspec.json.decode(value, type=Outbox)
 
     def set_outbox(self, outbox: Outbox | None) -> None:
-        """Note how far the shipper has come. Shipped events are forgotten, but for the last `LIVE_EVENTS`."""
+        """Set the position of the shipper. Shipped events are forgotten, except the last `LIVE_EVENTS`."""
         self.put_cell(OUTBOX, "", None if outbox is None else msgspec.json.encode(outbox))
         if outbox is not None and outbox.shipped > LIVE_EVENTS:
             self.forget((), outbox.shipped - LIVE_EVENTS)
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        """The payloads of messages that are still there."""
+        """The payloads of messages, without unknown ids."""
         found = {message_id: self.load(message_id) for message_id in message_ids}
         return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
 
@@ -414,12 +421,12 @@ class Transaction(Ledger, Lanes):
         return next((event.seq for event in self.events(NEWEST, 1)), 0)
 
     def oldest_ns(self, queue: str) -> int | None:
-        """For how long the oldest record of a queue could have been claimed; None when there is none."""
+        """How long the oldest ready record of a queue has been ready; None when there is none."""
         heads = [head for lane in range(LANES) for head in self.pull(queue, lane, 1)]
         return max((max(0, self.steady_ns - head.record.ready_at) for head in heads), default=None)
 
     def next_work_ns(self, queue: str) -> int | None:
-        """After how long a claim has something to do: 0 for now, None when nothing waits or is leased.
+        """The time until a claim has something to do: 0 for now, None when nothing waits or is leased.
 
         A claim handles the deadlines of all queues, so this may be the deadline of another queue.
         """
@@ -478,7 +485,7 @@ def _delivery(head: Head, record: Record) -> Delivery:
 
 
 def _key_of(envelope: Envelope) -> str:
-    """The key of a cell. The length keeps two pairs of queue and key apart whose texts run together."""
+    """The key of a cell. The length separates queue and key: "a" + "bc" is not "ab" + "c"."""
     return f"{len(envelope.queue)}:{envelope.queue}{envelope.key}"
 
 

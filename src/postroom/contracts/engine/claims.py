@@ -6,6 +6,7 @@ Rule 3: a message that must not run now is put off, quarantined or expired by th
 """
 
 from collections.abc import Callable, Mapping
+from math import ceil
 
 import msgspec
 
@@ -18,7 +19,7 @@ from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Moment, Record, Step, org_of
-from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
+from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
 
 HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
@@ -26,6 +27,8 @@ ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
 PROMOTED = LANES
 """The rotation over organizations that have messages promoted to P0."""
 PAUSED = "its type is paused"
+ORDERED = b'"ordering_key":'
+"""Stands in the body of every message with an ordering key, and perhaps in a payload."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -60,6 +63,10 @@ class Claims:
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._circuits: dict[str, Circuit] = {}
+        self._filled: list[int] = []
+        """Lanes that have messages."""
+        self._oldest: dict[int, Record | None] = {}
+        """The message that has waited longest in each of them."""
 
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
@@ -68,6 +75,9 @@ class Claims:
         if not limit or not self._look_at_rules():
             return []
         claimed: list[Claimed] = []
+        counts = transaction.total()
+        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+        self._oldest = {lane: transaction.oldest(lane) for lane in self._filled if lane}
         for lane in range(LANES):
             while len(claimed) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
                 chosen = self._choose(lane, limit - len(claimed))
@@ -97,19 +107,24 @@ class Claims:
 
     def _choose(self, lane: int, limit: int) -> list[Head]:
         """The next messages of a class, in the order of delivery."""
-        aged = [other for other in range(lane + 1, LANES) if self._has_promoted(other, lane)]
+        aged = [other for other in self._filled if other > lane and self._has_promoted(other, lane)]
+        if not aged and lane not in self._filled:
+            return []
         accepted: dict[str, list[Head]] = {}
         promoted: dict[str, list[Head]] = {}
-        for queue in self._organizations(lane, aged, limit):
-            own = self._transaction.pull(queue, lane, limit)
+        queues = self._organizations(lane, aged, limit)
+        for queue, count in self._shares(queues, limit):
+            own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
             older = [
                 head
                 for other in aged
-                for head in self._transaction.pull(queue, other, limit)
+                for head in self._transaction.pull(queue, other, count)
                 if self._class_of(head.record) <= lane
             ]
-            if lane:
+            if lane and older:
                 accepted[queue] = sorted([*own, *older], key=lambda head: head.record.place)
+            elif lane:
+                accepted[queue] = own
             else:
                 accepted[queue], promoted[queue] = own, older
         if not lane and any(promoted.values()):
@@ -139,39 +154,47 @@ class Claims:
         )
 
     def _has_promoted(self, lane: int, to: int) -> bool:
-        oldest = self._transaction.oldest(lane)
+        """Whether a lane has messages that their age has promoted to a class, as far as was known before."""
+        oldest = self._oldest[lane]
         return oldest is not None and self._class_of(oldest) <= to
 
     def _organizations(self, lane: int, aged: list[int], limit: int) -> list[str]:
-        """Queues that may have messages of a class, in the order of their turns."""
-        found: set[str] = set()
+        """Queues that may have messages of a class, the one whose turn is next first."""
+        found: dict[str, None] = {}
         after = self._rotation.last.get(lane, "")
         for each in (lane, *aged):
-            found |= self._active(each, after, limit)
+            if each in self._filled:
+                found.update(dict.fromkeys(self._active(each, after, limit)))
         for each in aged:
-            oldest = self._transaction.oldest(each)
+            oldest = self._oldest[each]
             if oldest is not None and org_of(oldest.queue) not in self._paused_orgs:
-                found.add(oldest.queue)  # whatever the turns: nothing waits for ever
-        return self._rotation.order(lane, [*found])
+                found[oldest.queue] = None  # whatever the turns: nothing waits for ever
+        return [*found]
 
-    def _active(self, lane: int, after: str, limit: int) -> set[str]:
+    def _active(self, lane: int, after: str, limit: int) -> list[str]:
         """Up to `limit` queues with messages in a lane that are not paused, from `after` on and around."""
-        found: set[str] = set()
-        looked = 0
-        for start, end in ((after, None), ("", after)):
+        found: list[str] = []
+        seen: set[str] = set()
+        for start in (after, ""):
             at = start
-            while len(found) < limit and looked < ORGANIZATIONS_A_CLAIM_MAX:
-                queues = self._transaction.active(lane, at, limit)
-                looked += len(queues)
-                found.update(
-                    queue
-                    for queue in queues
-                    if org_of(queue) not in self._paused_orgs and (end is None or queue <= end)
-                )
-                if len(queues) < limit or (end is not None and queues[-1] > end):
+            while len(found) < limit and len(seen) < ORGANIZATIONS_A_CLAIM_MAX:
+                queues = [queue for queue in self._transaction.active(lane, at, limit) if queue not in seen]
+                if not queues:
                     break
+                seen.update(queues)
+                found += [queue for queue in queues if org_of(queue) not in self._paused_orgs]
                 at = queues[-1]
-        return found
+            if not start:
+                break
+        return found[:limit]
+
+    def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:
+        """How many messages of each queue one round of turns can take. The next round takes the rest."""
+        if len(queues) <= 1:
+            return [(queue, limit) for queue in queues]
+        weights = {queue: self._weight(queue) for queue in queues}
+        rounds = limit / sum(weights.values())
+        return [(queue, min(limit, ceil(rounds * weight) + 1)) for queue, weight in weights.items()]
 
     def _weight(self, queue: str) -> float:
         return self._policy.organization_of(org_of(queue)).weight
@@ -189,9 +212,7 @@ class Claims:
         elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._circuits and not self._service_admits(head):
-            pass
-        else:
+        elif self._is_next(head) and self._service_admits(head):
             return True
         self._held_back += 1
         return False
@@ -205,7 +226,13 @@ class Claims:
         self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
         self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
 
+    def _is_next(self, head: Head) -> bool:
+        """Whether no older message of the same ordering key is left."""
+        return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
+
     def _service_admits(self, head: Head) -> bool:
+        if not self._circuits:
+            return True
         service = self._service_of(head)
         circuit = self._circuits.get(service)
         if circuit is None:

@@ -4,7 +4,8 @@ Who remembers what was done: the store. A message is leased to one worker at a t
 of a handler happens once (`ctx.effect`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from postroom.contracts.engine import inspection
@@ -15,6 +16,7 @@ from postroom.contracts.engine.explanation import explain
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.handlers import Handler, checked_handler
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
+from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.worker import DRAIN_S, Worker
 from postroom.core.names import is_name
@@ -129,13 +131,18 @@ class Engine(Closing):
 
     # ---- working -------------------------------------------------------------------------------
 
-    async def run(self, *, concurrency: int | None = None, worker_id: str | None = None) -> None:
+    def run(
+        self, *, concurrency: int | None = None, worker_id: str | None = None
+    ) -> Coroutine[Any, Any, None]:
         """Work in this process until `stop`, on up to `concurrency` messages at a time.
 
         The default is the smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY, which are 10.
         """
         worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
-        self._workers.append(worker)
+        self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
+        return self._run(worker)
+
+    async def _run(self, worker: Worker) -> None:
         try:
             await worker.run()
         finally:
@@ -185,8 +192,9 @@ class Engine(Closing):
         self._check_scope(org_id, type)
         await self._core.write(lambda operations: operations.resume(org_id, type), makes_room=True)
         if type:
-            while await self._core.write(lambda operations: operations.unpark(type, org_id), makes_room=True):
-                pass
+            after: str | None = ""
+            while after is not None:
+                after = await self._core.write(partial(_unpark, type, org_id, after), makes_room=True)
         self._core.ring_ready()
 
     def _check_scope(self, org_id: str, type_name: str) -> None:
@@ -223,3 +231,7 @@ class Engine(Closing):
     async def __aexit__(self, *error: object) -> None:
         await self.stop()
         self.close()
+
+
+def _unpark(type_name: str, org_id: str, after: str, operations: Operations) -> str | None:
+    return operations.unpark(type_name, org_id, after)

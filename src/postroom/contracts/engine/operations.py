@@ -4,7 +4,6 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +22,7 @@ from postroom.contracts.engine.cells import (
     PARKED,
     PARTS,
     PAUSES,
+    SEPARATOR,
     WORKERS,
     Effect,
     GoalUse,
@@ -30,11 +30,11 @@ from postroom.contracts.engine.cells import (
     Pause,
     UsedKey,
     WorkerInfo,
+    joined,
 )
 from postroom.contracts.engine.messages import Body, Prepared, decode_body, stored
 from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
 from postroom.core import breaker, lifecycle
-from postroom.core.ids import uuid7
 from postroom.core.retry import demoted
 from postroom.errors import (
     EffectUnknown,
@@ -158,15 +158,7 @@ class Operations:
         transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
         for org_id in {message.org_id for message in messages}:
             self._apply_depth_limit(org_id)
-        envelopes = []
-        for message in messages:
-            envelope, apart = stored(message, inline_max)
-            if not envelope.message_id:
-                bits = int.from_bytes(os.urandom(10), "big")
-                envelope = replace(envelope, message_id=uuid7(transaction.wall_us, bits))
-            if apart is not None:
-                self._store_body(message.digest, apart, envelope.message_id)
-            envelopes.append(envelope)
+        envelopes = [stored(message, inline_max) for message in messages]
         try:
             accepted = transaction.insert(envelopes)
         except QueueFull as full:
@@ -188,6 +180,8 @@ class Operations:
 
     def _after_insert(self, message: Prepared, message_id: str) -> None:
         transaction, body = self.transaction, message.body
+        if len(message.payload) > self._policy.body_inline_bytes_max:
+            self._store_body(message.digest, message.payload, message_id)
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
@@ -211,27 +205,28 @@ class Operations:
         return stale
 
     def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
-        plain = [one for one in outcomes if one.usage is None]
+        plain = {one.message_id: one for one in outcomes if one.usage is None}
+        alone = [one for one in outcomes if plain.get(one.message_id) is not one]
         try:
-            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain})
-            stale = []
+            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain.values()})
         except (StaleLease, UnknownTask):
-            stale = self._complete_each(plain)
-        stale += self._complete_each([one for one in outcomes if one.usage is not None])
-        for outcome in outcomes:
-            if outcome.message_id not in stale:
-                self._after_success(outcome)
-        return stale
+            plain, alone = {}, [*outcomes]
+        for outcome in plain.values():
+            self._after_success(outcome)
+        return [one.message_id for one in alone if not self._complete_alone(one)]
 
-    def _complete_each(self, outcomes: Sequence[Outcome]) -> list[str]:
-        stale = []
-        for outcome in outcomes:
-            detail = _spent(outcome)
-            try:
-                self.transaction.apply(ByIds((outcome.message_id,)), _completion(outcome, detail))
-            except (StaleLease, UnknownTask):
-                stale.append(outcome.message_id)
-        return stale
+    def _complete_alone(self, outcome: Outcome) -> bool:
+        """Complete one message; False when the lease was over."""
+        try:
+            steps = self.transaction.apply(
+                ByIds((outcome.message_id,)), _completion(outcome, _spent(outcome))
+            )
+        except (StaleLease, UnknownTask):
+            return False
+        self._after_success(outcome)
+        if steps and outcome.usage is not None and outcome.body is not None and self._policy.guard.is_set:
+            self._count_usage(outcome, outcome.body)
+        return True
 
     def _after_success(self, outcome: Outcome) -> None:
         transaction, body = self.transaction, outcome.body
@@ -241,8 +236,6 @@ class Operations:
                 self._set_circuit(outcome.service, circuit, breaker.succeeded(circuit, outcome.message_id))
         if body is not None and body.ordering_key:
             self._ended(outcome.message_id)
-        if outcome.usage is not None and body is not None and self._policy.guard.is_set:
-            self._count_usage(outcome, body)
 
     def _count_usage(self, outcome: Outcome, body: Body) -> None:
         [record] = self.transaction.find(ByIds((outcome.message_id,)))
@@ -284,18 +277,21 @@ class Operations:
                 error_type=outcome.error_type, delay_ns=delay_ns, lane=lane,
             )  # fmt: skip
 
-        self._apply(outcome, decide)
-        if outcome.counts_for_breaker and outcome.service:
+        is_first = self._apply(outcome, decide)
+        if is_first and outcome.counts_for_breaker and outcome.service:
             circuit = CIRCUITS.get(self.transaction, outcome.service) or breaker.CLOSED
             rule_of_service = self._policy.breaker_of(outcome.service)
             now = self.transaction.steady_ns
             after = breaker.failed(circuit, rule_of_service, outcome.message_id, now)
             self._set_circuit(outcome.service, circuit, after)
 
-    def _apply(self, outcome: Outcome, decide: Decide) -> None:
-        for step in self.transaction.apply(ByIds((outcome.message_id,)), decide):
+    def _apply(self, outcome: Outcome, decide: Decide) -> bool:
+        """Apply an outcome; False when it was applied before."""
+        steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
+        for step in steps:
             if step.record.state in lifecycle.ENDED:
                 ordering.ended(self.transaction, step.record)
+        return bool(steps)
 
     def _ended(self, message_id: str) -> None:
         for record in self.transaction.find(ByIds((message_id,))):
@@ -401,11 +397,12 @@ class Operations:
         [step] = self.transaction.apply(
             ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
         )
+        org_id = org_of(step.record.queue)
+        PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
         if body is not None and body.ordering_key:
             ordering.rejoin(
-                self.transaction, step.record, org_of(step.record.queue), body.ordering_key,
-                stops=body.on_dead == "stop",
-            )  # fmt: skip
+                self.transaction, step.record, org_id, body.ordering_key, stops=body.on_dead == "stop"
+            )
 
     def pause(self, org_id: str, type_name: str, *, kill: bool = False) -> None:
         """Stop deliveries of an organization, of a type, of both together, or all of them."""
@@ -417,20 +414,22 @@ class Operations:
         PAUSES.put(self.transaction, None, org_id, type_name)
         self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
 
-    def unpark(self, type_name: str, org_id: str) -> bool:
-        """Put messages of a type that was paused into their lanes; True when there may be more of them."""
+    def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
+        """Put messages of a type that was paused into their lanes, behind a key of `PARKED`.
+
+        Returns the key to continue from; None at the end.
+        """
         parts = (type_name, org_id) if org_id else (type_name,)
-        paused = {tuple(key.split("\x1f")) for key, _ in PAUSES.scan(self.transaction)}
-        found = PARKED.under(self.transaction, *parts, limit=RESUME_A_COMMIT_MAX)
-        woken = 0
+        prefix = joined(*parts) + SEPARATOR
+        paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(self.transaction)}
+        found = PARKED.scan(self.transaction, after or prefix, RESUME_A_COMMIT_MAX)
         for key, message_id in found:
-            owner = key.split("\x1f")[1]
-            if (ALL, type_name) in paused or (owner, type_name) in paused:
-                continue
-            self.transaction.put_cell(PARKED.name, key, None)
-            ordering.wake(self.transaction, message_id)
-            woken += 1
-        return woken == RESUME_A_COMMIT_MAX
+            owner = key.split(SEPARATOR)[1] if key.startswith(prefix) else None
+            if owner is not None and paused.isdisjoint({(ALL, type_name), (owner, type_name)}):
+                self.transaction.put_cell(PARKED.name, key, None)
+                ordering.wake(self.transaction, message_id)
+        is_more = len(found) == RESUME_A_COMMIT_MAX and found[-1][0].startswith(prefix)
+        return found[-1][0] if is_more else None
 
     def report_worker(self, worker_id: str, info: WorkerInfo | None) -> None:
         """Note that a worker is alive; None removes it."""

@@ -4,6 +4,8 @@ Rule 1: the messages of a key form a line. Only its head is in a lane; the other
         SCHEDULED without an end.
 Rule 2: a message leaves its line when it ends. A dead head that says so stops the key until it is replayed
         or purged.
+Rule 3: a claim that meets a message behind its head parks it: its own delay may have ended, or an older
+        message was replayed.
 """
 
 from msgspec.structs import replace
@@ -62,6 +64,7 @@ def ended(transaction: Transaction, record: Record) -> None:
     entry = LINES.get(transaction, org_id, key, record.seq)
     if entry is not None and entry.stops and record.state in ("DEAD_LETTER", "QUARANTINED"):
         LINES.put(transaction, replace(entry, is_dead=True), org_id, key, record.seq)
+        _wake_head(transaction, org_id, key)  # an older message may have been replayed
         return
     leave(transaction, record)
 
@@ -74,6 +77,10 @@ def leave(transaction: Transaction, record: Record) -> None:
     org_id, _, key = line.partition(SEPARATOR)
     LINES.put(transaction, None, org_id, key, record.seq)
     LINE_OF.put(transaction, None, record.message_id)
+    _wake_head(transaction, org_id, key)
+
+
+def _wake_head(transaction: Transaction, org_id: str, key: str) -> None:
     for _, head in LINES.under(transaction, org_id, key, limit=1):
         if not head.is_dead:
             wake(transaction, head.message_id, head.due_ns)
@@ -83,13 +90,39 @@ def rejoin(transaction: Transaction, record: Record, org_id: str, key: str, *, s
     """A message is replayed: it takes its old position in the line, in front of everything younger."""
     LINES.put(transaction, KeyEntry(record.message_id, 0, stops), org_id, key, record.seq)
     LINE_OF.put(transaction, SEPARATOR.join((org_id, key)), record.message_id)
-    head = LINES.under(transaction, org_id, key, limit=2)
-    if head[0][1].message_id != record.message_id:
+    [(_, head)] = LINES.under(transaction, org_id, key, limit=1)
+    if head.message_id != record.message_id or _is_running(transaction, org_id, key):
         park(transaction, record.message_id, BEHIND)
-    elif len(head) > 1:
-        follower = transaction.record(head[1][1].message_id)
-        if follower is not None and follower.state == "QUEUED":
-            park(transaction, follower.message_id, BEHIND)
+
+
+def is_next(transaction: Transaction, record: Record) -> bool:
+    """Whether a message that is about to be leased is the head of its line, or in none.
+
+    A message behind the head is parked. A parked head is woken, unless a younger message runs: the head was
+    replayed meanwhile, and is woken when that one ends or comes by here.
+    """
+    line = LINE_OF.get(transaction, record.message_id)
+    if line is None:
+        return True
+    org_id, _, key = line.partition(SEPARATOR)
+    [(_, head)] = LINES.under(transaction, org_id, key, limit=1)
+    if head.message_id == record.message_id:
+        return True
+    park(transaction, record.message_id, BEHIND)
+    oldest = transaction.record(head.message_id)
+    waits = oldest is not None and is_parked(oldest, transaction.steady_ns)
+    if waits and not _is_running(transaction, org_id, key):
+        _wake_head(transaction, org_id, key)
+    return False
+
+
+def _is_running(transaction: Transaction, org_id: str, key: str) -> bool:
+    """Whether a message of a line is leased. Only replayed messages stand in front of that one."""
+    for _, entry in LINES.under(transaction, org_id, key):
+        record = transaction.record(entry.message_id)
+        if record is not None and record.state == "PROCESSING":
+            return True
+    return False
 
 
 def head_of(transaction: Transaction, message_id: str) -> KeyEntry | None:

@@ -7,7 +7,7 @@ import msgspec
 
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker
-from postroom.core.fairness import WEIGHT_DEFAULT
+from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
 from postroom.core.versions import CURRENT_VERSION
@@ -77,6 +77,12 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     user_rate_per_s: float | None = None
     """Submits a second of each of its users."""
 
+    def __post_init__(self) -> None:
+        if not self.weight >= WEIGHT_MIN:
+            raise InvalidSetting(
+                f"the weight of an organization is at least {WEIGHT_MIN}, not {self.weight!r}"
+            )
+
     @property
     def keep_s(self) -> float:
         """How long an ended message is kept."""
@@ -116,6 +122,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidSetting(
                 "promote_after_s must be three positive numbers: P1 to P0, P2 to P1, P3 to P2"
             )
+        if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
+            raise InvalidSetting("the weight of an organization must be positive")
         for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")

@@ -13,10 +13,11 @@ import random
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -51,6 +52,10 @@ DRAIN_S: Final = 30.0
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+Cycle: TypeAlias = tuple[list[str], list[Claimed], list[bytes | None]]
+"""Messages whose outcome came too late, claimed messages, and their payloads that are stored apart."""
 
 
 def slots_from_environment() -> int:
@@ -115,6 +120,9 @@ class Worker:
         try:
             with self._core.heard(partial(_set_soon, loop, self._wake)):
                 await self._work()
+        except asyncio.CancelledError:
+            await self._give_back()
+            raise
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -154,6 +162,7 @@ class Worker:
 
     async def _give_back(self) -> None:
         """Cancel what still runs and release its messages."""
+        self._stopping = True
         for running in list(self._running.values()):
             self._drop(running)
             self._outcomes.append(ended(running.claimed, "released"))
@@ -184,12 +193,6 @@ class Worker:
             await asyncio.wait(tasks)
         return claimed
 
-    async def step_outcomes(self) -> None:
-        """Commit the outcomes and claim nothing; for tests."""
-        self._stopping, was = True, self._stopping
-        await self._cycle()
-        self._stopping = was
-
     # ---- the cycle -----------------------------------------------------------------------------
 
     async def _cycle(self) -> int:
@@ -201,7 +204,7 @@ class Worker:
         services = self._core.services
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
-        def work(transaction: Transaction) -> tuple[list[str], list[Claimed], list[bytes | None]]:
+        def work(transaction: Transaction) -> Cycle:
             operations = Operations(transaction, policy)
             stale = operations.finish(outcomes) if outcomes else []
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
@@ -212,7 +215,7 @@ class Worker:
             return stale, found, bodies
 
         try:
-            stale, claimed, bodies = await self._core.write_raw(work, makes_room=bool(outcomes))
+            stale, claimed, bodies = await self._committed(work, makes_room=bool(outcomes))
         except Unavailable as error:
             await self._outage(outcomes, error)
             return 0
@@ -224,6 +227,17 @@ class Worker:
         for one, payload in zip(claimed, bodies, strict=True):
             self._start(one, payload)
         return len(claimed)
+
+    async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
+        """Commit a cycle. When the worker is cancelled meanwhile, what the cycle claimed is released."""
+        commit = asyncio.ensure_future(self._core.write_raw(work, makes_room=makes_room))
+        try:
+            return await asyncio.shield(commit)
+        except asyncio.CancelledError:
+            with suppress(Unavailable):
+                _, claimed, _ = await commit
+                self._outcomes += [ended(one, "released") for one in claimed]
+            raise
 
     _failures = 0
 
@@ -260,7 +274,8 @@ class Worker:
         except asyncio.CancelledError:
             outcome = None if running.is_dropped else ended(claimed, "released")
         finally:
-            self._running.pop(claimed.record.message_id, None)
+            if self._running.get(claimed.record.message_id) is running:  # else a later attempt runs here
+                del self._running[claimed.record.message_id]
         if outcome is not None and not running.is_dropped:
             self._outcomes.append(outcome)
         self._wake.set()

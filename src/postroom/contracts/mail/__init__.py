@@ -1,21 +1,22 @@
-"""Mailboxes of the mq9 design: stored first, then pushed, gone when their time is over.
+"""Mailboxes of the mq9 design: a message is stored first, then pushed, and ends with its mailbox.
 
-The two sides of the seam to a server. The server has the sockets, the room has the mailboxes:
-`postroom.contracts.mail.service.MailService` is the one room, and a `Link` is one connection of a server.
+This module is the seam between a NATS server and the mail service. The server owns the sockets and shows
+each connection to the service as a `Link`. The service owns the mailboxes: to the server,
+`postroom.contracts.mail.service.MailService` is a `SubjectHandler`.
 
-Rule 1: every method is called on the server's loop and returns at once.
-Rule 2: nothing is pushed or answered before it is stored as its class says.
-Rule 3: a private mailbox's id is its only key. It is shown to nobody who did not bring it along.
+Rule 1: every method is called on the server's event loop and returns at once.
+Rule 2: nothing is pushed or answered before it is stored as its storage class says.
+Rule 3: the id of a private mailbox is its only key. It is shown only to clients that sent it.
 """
 
 from collections.abc import Awaitable
 from typing import Protocol
 
-LINK_FULL_BYTES = 128 << 10  # that wait for a connection before the room hands it no more
+LINK_FULL_BYTES = 128 << 10  # waiting for a connection before the service hands it no more
 
 
 class Link(Protocol):
-    """One connection, as the room sees it. On a closed one all methods do nothing."""
+    """One connection, as the service sees it. On a closed connection every method does nothing."""
 
     @property
     def number(self) -> int:
@@ -23,74 +24,71 @@ class Link(Protocol):
 
     @property
     def user(self) -> str:
-        """Who it is; empty when it did not authenticate."""
+        """The user that logged in; empty without a login."""
 
     @property
     def client(self) -> str:
-        """Whose quota it uses: who logged in, or the network address. The same on every connection."""
+        """Whose quota the connection uses: the user, or the network address. Stable across reconnects."""
 
     @property
     def name(self) -> str:
-        """What the client calls itself."""
+        """The name that the client gave in CONNECT."""
 
     @property
     def address(self) -> str:
-        """Where it comes from: host and port."""
+        """Host and port of the peer."""
 
     @property
     def headers(self) -> bool:
-        """Whether it can read headers."""
+        """Whether the client understands headers."""
 
     @property
     def is_closing(self) -> bool:
-        """Whether it has ended. `Room.closed` has been called, or is about to be."""
+        """Whether the connection has ended. `SubjectHandler.closed` was called, or is about to be."""
 
     @property
     def pending_bytes(self) -> int:
-        """What waits for it. With more than `LINK_FULL_BYTES` the room pauses until `drained`."""
+        """Bytes waiting to be sent. Above `LINK_FULL_BYTES` the service pauses until `drained`."""
 
-    def want_room(self) -> None:
-        """Ask for a call of `Room.drained` when little waits for it. It is called at most once for that."""
+    def notify_when_drained(self) -> None:
+        """Request one call of `SubjectHandler.drained` when few bytes wait for the connection."""
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """Queue one message for a subscription. Never blocks."""
-
-    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
-        """As `deliver`, for several in a row: the headers and the payload of each."""
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
+        """Queue messages for a subscription: the headers and the payload of each. Never blocks."""
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
-        """Answer a request of this connection. No stranger's wildcard sees it."""
+        """Answer a request of this connection. Wildcard subscriptions of other clients do not get it."""
 
 
-class Room(Protocol):
-    """What takes everything under the mq9 prefix."""
+class SubjectHandler(Protocol):
+    """Takes everything that is published or subscribed under its own subjects."""
 
     def owns(self, subject: str) -> bool:
-        """Whether a published or subscribed subject is the room's."""
+        """Whether a published or subscribed subject belongs to this handler."""
 
-    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        """One message of a connection. Call `flush` after the last of a batch."""
+    def published(self, link: Link, subject: str, reply: str, header_bytes: int, bodies: list[bytes]) -> None:
+        """Take a batch of messages. Each body begins with `header_bytes` bytes of headers.
 
-    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
-        """Several in a row that have neither a reply nor headers."""
+        Call `flush` after the last batch of a turn.
+        """
 
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
-        """None when taken; otherwise why it is refused, without the mailbox's id."""
+        """Take a subscription. Returns why it is refused, without the mailbox's id; None when accepted."""
 
     def unsubscribed(self, link: Link, sid: str) -> None:
-        """A subscription ended; harmless when the room did not take it."""
+        """A subscription ended. Unknown subscriptions are ignored."""
 
     def closed(self, link: Link) -> None:
         """A connection ended, and all its subscriptions with it."""
 
     def drained(self, link: Link) -> None:
-        """A connection that had much waiting for it can take more."""
+        """A connection that called `notify_when_drained` can take more."""
 
     def flush(self) -> Awaitable[None] | None:
-        """Write what a batch left behind. An awaitable asks to read no further until it is done."""
+        """Write the batch. While a returned awaitable is pending, read nothing more from its publishers."""
 
     def tick(self) -> None:
-        """Let time pass: lifetimes, delays, waiting fetches. Call it a few times a second."""
+        """Handle lifetimes, delays and waiting fetches that are due. Call it a few times a second."""
 
     def close(self) -> None:
         """Write everything, and end."""

@@ -1,4 +1,4 @@
-"""What can be chosen for a room."""
+"""The options of the mail service."""
 
 from typing import Literal
 
@@ -8,11 +8,11 @@ from postroom.core.mq9 import DEFAULT_TTL_S
 from postroom.core.mq9replies import Envelope
 
 Storage = Literal["memory", "os", "group"]
-"""When a message counts as stored: at once, with the operating system, after a shared fsync."""
+"""When a message counts as stored: at once, when the operating system has it, or after a shared fsync."""
 
 
 class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are what the mq9 design says, except that normal messages outlive the server's process."""
+    """The defaults are those of the mq9 design, except that normal messages outlive the server process."""
 
     critical: Storage = "group"
     urgent: Storage = "group"
@@ -23,21 +23,21 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     default_ttl_s: float = DEFAULT_TTL_S
     mailboxes_max: int = 1_000_000
     stored_bytes_max: int = 1 << 30
-    """What all messages and mailboxes cost, which stand in memory."""
+    """Memory that all messages and mailboxes may take up."""
     quota_messages: int = 0
-    """Of one mailbox; 0 is no quota."""
+    """Messages of one mailbox; 0 is no quota."""
     quota_bytes: int = 128 << 20
-    """What the messages of one mailbox cost; 0 is no quota."""
+    """Memory that the messages of one mailbox may take up; 0 is no quota."""
     client_quota_bytes: int = 256 << 20
-    """What the messages and mailboxes of one client cost; 0 is no quota. A client is who logged in, or an
-    address."""
+    """Memory that the messages and mailboxes of one client may take up; 0 is no quota. A client is a user, or
+    a network address without a login."""
     client_quota_mailboxes: int = 100_000
     client_quota_agents: int = 1_000
     group_window: int = 32
-    """Undeleted messages that a member of a queue group holds before the others get more; 0 is no limit."""
+    """Undeleted messages that a member of a queue group may hold; 0 is no limit."""
     dead_letter_after: int = 0
-    """Failed deliveries to a group after which a message goes to the mailbox `ID.dead`; 0 is never."""
+    """Failed deliveries to a group after which a message moves to the mailbox `ID.dead`; 0 is never."""
     receipts: bool = False
-    """Whether each delivery becomes an event."""
+    """Whether each delivery is emitted as an event."""
     extend: bool = False
-    """Whether a mailbox's creator may give it more time."""
+    """Whether the creator of a mailbox may extend its lifetime."""

@@ -1,10 +1,13 @@
-"""Mailboxes and letters to records, and a log full of records back to what was alive."""
+"""Mailboxes and letters as log records, and the contents of a log at a restart."""
 
-from postroom.core.mailbox import RANKS, Account, Box, Letter, cost_of
+from collections.abc import Sequence
+
+from postroom.core.mailbox import RANKS, Account, Letter, Mailbox, cost_of
 from postroom.logs.mail_records import (
-    Agent,
+    ROW_BYTES_MAX,
+    AgentRecord,
     Extended,
-    Gone,
+    MailboxExpired,
     Opened,
     Pulled,
     Put,
@@ -18,7 +21,7 @@ from postroom.system.clock import Clock
 NANOS_PER_US = 1_000
 
 
-def opened_record(box: Box) -> Opened:
+def opened_record(box: Mailbox) -> Opened:
     return Opened(
         box.serial,
         box.mail_id,
@@ -33,8 +36,8 @@ def opened_record(box: Box) -> Opened:
     )
 
 
-def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
-    """Deadlines count on the steady clock here, and on the wall's in the log: that one survives a reboot."""
+def put_record(box: Mailbox, letter: Letter, clock: Clock) -> Put:
+    """Deadlines use the monotonic clock in memory and the wall clock in the log, which survives a reboot."""
     expires_us = due_us = 0
     if letter.expires_ns or letter.due_ns:
         shift_us = clock.wall_us() - clock.boot_ns() // NANOS_PER_US
@@ -43,7 +46,7 @@ def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
     return Put(
         box.serial,
         letter.number,
-        letter.word,
+        letter.priority,
         letter.payload,
         letter.headers,
         letter.created_us,
@@ -55,41 +58,48 @@ def put_record(box: Box, letter: Letter, clock: Clock) -> Put:
     )
 
 
+def row_records(box: Mailbox, letters: list[Letter], nbytes: int) -> Sequence[Put | PutRow]:
+    """The records of a batch of letters: a single record when they are short enough."""
+    first, payloads = letters[0], [letter.payload for letter in letters]
+    row = PutRow(box.serial, first.number, first.priority, first.created_us, payloads, first.account.client)
+    return (row,) if nbytes <= ROW_BYTES_MAX else row.puts()
+
+
 def letter_of(put: Put, account: Account, now_ns: int, now_us: int) -> Letter:
-    def steady(instant_us: int) -> int:
+    def monotonic(instant_us: int) -> int:
         return max(1, now_ns + (instant_us - now_us) * NANOS_PER_US) if instant_us else 0
 
     return Letter(
         put.number,
-        put.word,
-        RANKS[put.word],
+        put.priority,
+        RANKS[put.priority],
         cost_of(len(put.payload) + len(put.headers), put.key, put.tags),
         put.payload,
         put.headers,
         put.created_us,
         durable=True,
         account=account,
-        expires_ns=steady(put.expires_us),
-        due_ns=steady(put.due_us),
+        expires_ns=monotonic(put.expires_us),
+        due_ns=monotonic(put.due_us),
         key=put.key,
         tags=put.tags,
     )
 
 
-class Found:
-    """What a log says, whatever the order it says it in."""
+class LogContents:
+    """The state that the records of a log describe, in whatever order they are read."""
 
     def __init__(self) -> None:
         self.start = -1
         self.opened: dict[int, Opened] = {}
         self.extended: dict[int, Extended] = {}
-        self.gone: set[int] = set()
+        self.expired: set[int] = set()
         self.puts: dict[int, dict[int, Put]] = {}
         self.removed: dict[int, set[int]] = {}
         self.pulled: dict[int, dict[str, Pulled]] = {}
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, AgentRecord] = {}
 
-    def take(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         match record:
             case Put():
                 self.puts.setdefault(record.serial, {})[record.number] = record
@@ -100,14 +110,14 @@ class Found:
                 self.removed.setdefault(record.serial, set()).update(record.numbers)
             case Opened():
                 self.opened[record.serial] = record
-            case Gone():
-                self.gone.add(record.serial)
+            case MailboxExpired():
+                self.expired.add(record.serial)
                 self.puts.pop(record.serial, None)
             case Extended():
                 self._extend(record)
             case Pulled():
                 self._pull(record)
-            case Agent():
+            case AgentRecord():
                 known = self.agents.get(record.name, record)
                 self.agents[record.name] = max(known, record, key=lambda agent: agent.stamp)
             case Started():
@@ -132,20 +142,20 @@ class Found:
             )
 
     def last_serial(self) -> int:
-        """The last that anything is said about: the record of its opening may be compacted away already."""
-        told = (self.opened, self.gone, self.puts, self.removed, self.extended, self.pulled)
-        return max((max(serials) for serials in told if serials), default=0)
+        """The highest serial in any record: the `Opened` record of that mailbox may be compacted away."""
+        seen = (self.opened, self.expired, self.puts, self.removed, self.extended, self.pulled)
+        return max((max(serials) for serials in seen if serials), default=0)
 
-    def alive(self) -> list[Opened]:
-        """The mailboxes that are not gone, one for each name."""
+    def live_mailboxes(self) -> list[Opened]:
+        """The mailboxes that have not expired: the newest one of each name."""
         newest: dict[str, Opened] = {}
         for serial in sorted(self.opened):
-            if serial not in self.gone:
+            if serial not in self.expired:
                 newest[self.opened[serial].mail_id] = self.opened[serial]
         return list(newest.values())
 
-    def letters(self, serial: int) -> list[Put]:
-        """What is alive of a mailbox, in the order of the numbers."""
+    def live_letters(self, serial: int) -> list[Put]:
+        """The letters of a mailbox that were not removed, in the order of their numbers."""
         removed = self.removed.get(serial, set())
         puts = self.puts.get(serial, {})
         return [puts[number] for number in sorted(puts) if number not in removed]

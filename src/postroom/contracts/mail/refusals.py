@@ -1,8 +1,8 @@
-"""Events of refused calls: who was refused, and why.
+"""Events of refused calls: which client was refused, and why.
 
-Rule 1: an event holds little of what a client said.
-Rule 2: a client that is refused again and again is told of a few times a second. The rest is one event with
-        their number.
+Rule 1: an event holds a bounded part of what a client sent.
+Rule 2: at most `REFUSAL_EVENTS_MAX` refusals of a client in a second are emitted one by one. The others are
+        summed up in one event.
 """
 
 from postroom.contracts.mail import Link
@@ -10,67 +10,67 @@ from postroom.contracts.mail.mailboxes import Mailboxes
 from postroom.core.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 
-EVENT_TEXT_CHARS_MAX = 200  # of a client's name and of the sentence that it was told
-REFUSALS_TOLD_MAX = 20  # of one client in a second
+EVENT_TEXT_CHARS_MAX = 200  # of a client's name, and of the error sentence
+REFUSAL_EVENTS_MAX = 20  # of one client in a second, one event each
 
 
-class _Second:
-    """The refusals of one client since its first one that is not summed up."""
+class _Window:
+    """The refusals of one client within a second from its first one."""
 
-    __slots__ = ("began_ns", "detail", "told", "untold", "user")
+    __slots__ = ("began_ns", "detail", "emitted", "suppressed", "user")
 
     def __init__(self, began_ns: int, user: str) -> None:
         self.began_ns = began_ns
         self.user = user
-        self.detail: dict[str, object] = {}  # of the last one that was told
-        self.told = self.untold = 0
+        self.detail: dict[str, object] = {}  # of the last one that was emitted
+        self.emitted = self.suppressed = 0
 
 
 class Refusals:
-    """What is told of them, and how many are not."""
+    """Emits refusals, and counts those that are not emitted one by one."""
 
-    def __init__(self, shelves: Mailboxes) -> None:
-        self._shelves = shelves
-        self._seconds: dict[str, _Second] = {}  # by client, the earliest first
+    def __init__(self, mailboxes: Mailboxes) -> None:
+        self._mailboxes = mailboxes
+        self._windows: dict[str, _Window] = {}  # by client, the oldest first
 
-    def tell(self, link: Link, error: Mq9Error, kind: str, queue: str = "") -> None:
-        second = self._seconds.get(link.client)
-        if second is None:
-            second = self._seconds[link.client] = _Second(self._shelves.now_ns(), link.user)
-        if second.told >= REFUSALS_TOLD_MAX:
-            second.untold += 1
+    def record(self, link: Link, error: Mq9Error, kind: str, queue: str = "") -> None:
+        window = self._windows.get(link.client)
+        if window is None:
+            window = self._windows[link.client] = _Window(self._mailboxes.now_ns(), link.user)
+        if window.emitted >= REFUSAL_EVENTS_MAX:
+            window.suppressed += 1
             return
-        second.told += 1
-        second.detail = {"client": link.name[:EVENT_TEXT_CHARS_MAX], "address": link.address}
-        self._shelves.tell(
+        window.emitted += 1
+        window.detail = {"client": link.name[:EVENT_TEXT_CHARS_MAX], "address": link.address}
+        self._mailboxes.emit_event(
             "rejected",
             queue=queue,
             type=kind,
             sender=link.user,
             error_type=str(error.code),
             error=str(error)[:EVENT_TEXT_CHARS_MAX],
-            detail=second.detail,
+            detail=window.detail,
         )
 
     def tick(self) -> None:
-        """Sum up the seconds that are over."""
-        until_ns = self._shelves.now_ns() - NANOS_PER_S
-        while self._seconds:
-            client, second = next(iter(self._seconds.items()))
-            if second.began_ns > until_ns:
+        """Emit the summaries of the windows that have ended."""
+        until_ns = self._mailboxes.now_ns() - NANOS_PER_S
+        while self._windows:
+            client, window = next(iter(self._windows.items()))
+            if window.began_ns > until_ns:
                 return
-            self._sum_up(client)
+            self._emit_summary(client)
 
     def close(self) -> None:
-        for client in list(self._seconds):
-            self._sum_up(client)
+        for client in list(self._windows):
+            self._emit_summary(client)
 
-    def _sum_up(self, client: str) -> None:
-        second = self._seconds.pop(client)
-        if second.untold:
-            self._shelves.tell(
+    def _emit_summary(self, client: str) -> None:
+        window = self._windows.pop(client)
+        if window.suppressed:
+            self._mailboxes.emit_event(
                 "rejected",
-                sender=second.user,
-                error=f"{second.untold} more calls of this client were refused",
-                detail={**second.detail, "refused": second.untold},
+                sender=window.user,
+                error=f"{window.suppressed} more calls of this client were refused",
+                detail={**window.detail, "refused": window.suppressed},
             )

@@ -1,4 +1,4 @@
-"""The seam between the NATS server and a room: what it owns goes to it, and to nobody else."""
+"""The seam between the NATS server and a handler, which gets everything on its own subjects."""
 
 import asyncio
 import ssl
@@ -27,8 +27,8 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(LOOPS, "this", LOOPS[request.param])
 
 
-class Shelf:
-    """A small room: keeps what is published under `$room.`, answers requests, replays on subscribe."""
+class KeepingHandler:
+    """A small handler: keeps what is published under `$own.`, answers requests, replays on subscribe."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[str, bytes, bytes]] = []
@@ -37,30 +37,27 @@ class Shelf:
         self.owed: dict[Link, tuple[str, int]] = {}
 
     def owns(self, subject: str) -> bool:
-        return subject.startswith("$room.")
+        return subject.startswith("$own.")
 
-    def published(self, link: Link, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
-        self.kept.append((subject, headers, payload))
-        self.noted.append(("published", payload))
-        if reply:
-            link.answer(
-                reply, b"%s %s" % (link.name.encode(), link.user.encode()), b"NATS/1.0\r\nA: b\r\n\r\n"
-            )
-
-    def published_many(self, link: Link, subject: str, payloads: list[bytes]) -> None:
-        for payload in payloads:
-            self.published(link, subject, "", b"", payload)
+    def published(self, link: Link, subject: str, reply: str, header_bytes: int, bodies: list[bytes]) -> None:
+        for body in bodies:
+            headers, payload = body[:header_bytes], body[header_bytes:]
+            self.kept.append((subject, headers, payload))
+            self.noted.append(("published", payload))
+            if reply:
+                said = b"%s %s" % (link.name.encode(), link.user.encode())
+                link.answer(reply, said, b"NATS/1.0\r\nA: b\r\n\r\n")
 
     def subscribed(self, link: Link, sid: str, subject: str, group: str) -> str | None:
         self.noted.append(("subscribed", (sid, subject, group)))
         if subject.endswith(">"):
             return "no wildcards here"
-        if subject == "$room.long":
+        if subject == "$own.long":
             self.owed[link] = (sid, LONG_REPLAY)
             self.drained(link)
             return None
         for kept, headers, payload in self.kept:
-            link.deliver(sid, kept, "", headers, payload)
+            link.deliver(sid, kept, "", [(headers, payload)])
         return None
 
     def unsubscribed(self, link: Link, sid: str) -> None:  # noqa: ARG002 - the seam's
@@ -72,7 +69,7 @@ class Shelf:
     def drained(self, link: Link) -> None:
         sid, left = self.owed.get(link, ("", 0))
         while left and link.pending_bytes < LINK_FULL_BYTES:
-            link.deliver(sid, "$room.long", "", b"", BODY)
+            link.deliver(sid, "$own.long", "", [(b"", BODY)])
             left -= 1
         self.owed[link] = (sid, left)
 
@@ -112,15 +109,15 @@ class Client:
 
 
 Connect = Callable[..., Coroutine[Any, Any, Client]]
-Work = Callable[[NatsServer, Shelf, Connect], Coroutine[Any, Any, None]]
+Work = Callable[[NatsServer, KeepingHandler, Connect], Coroutine[Any, Any, None]]
 
 
-def serve(work: Work, **options: Any) -> Shelf:
-    """Run a test beside a server with a shelf."""
-    shelf = Shelf()
+def serve(work: Work, **options: Any) -> KeepingHandler:
+    """Run a test with a server and its handler."""
+    handler = KeepingHandler()
 
     async def run() -> None:
-        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), shelf)
+        server = NatsServer(ServerOptions(port=0, lame_duck_s=0.0, **options), handler)
         await server.start()
         clients: list[Client] = []
 
@@ -133,7 +130,7 @@ def serve(work: Work, **options: Any) -> Shelf:
 
         try:
             async with asyncio.timeout(HANG_GUARD_S):
-                await work(server, shelf, connect)
+                await work(server, handler, connect)
         finally:
             for client in clients:
                 client.writer.close()
@@ -141,28 +138,28 @@ def serve(work: Work, **options: Any) -> Shelf:
 
     with asyncio.Runner(loop_factory=LOOPS["this"]) as runner:
         runner.run(run())
-    return shelf
+    return handler
 
 
-def test_what_the_room_owns_goes_to_the_room_and_to_no_wildcard() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+def test_owned_subjects_go_to_the_handler_and_to_no_wildcard() -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         stranger, sender = await connect(), await connect()
         await stranger.ask(b"SUB > 1\r\nSUB *.a 2\r\nSUB _INBOX.> 3\r\n")
-        await sender.ask(b"PUB $room.a 2\r\nhi\r\nHPUB $room.a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
-        assert shelf.kept == [("$room.a", b"", b"hi"), ("$room.a", b"NATS/1.0\r\n\r\n", b"hi")]
-        await sender.ask(b"PUB roomy 2\r\nhi\r\n")
-        assert await stranger.ask() == b"MSG roomy 1 2\r\nhi\r\n"
+        await sender.ask(b"PUB $own.a 2\r\nhi\r\nHPUB $own.a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
+        assert handler.kept == [("$own.a", b"", b"hi"), ("$own.a", b"NATS/1.0\r\n\r\n", b"hi")]
+        await sender.ask(b"PUB owner 2\r\nhi\r\n")
+        assert await stranger.ask() == b"MSG owner 1 2\r\nhi\r\n"
 
     serve(work)
 
 
-def test_an_answer_reaches_who_asked_and_no_strangers_wildcard() -> None:
-    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+def test_an_answer_reaches_the_caller_and_no_wildcard_of_others() -> None:
+    async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         stranger = await connect()
         asking = await connect(CONNECT.replace(b"{", b'{"name":"sdk",'))
         await stranger.ask(b"SUB > 1\r\nSUB _INBOX.> 2\r\nSUB _INBOX.me.* g 3\r\n")
         await asking.ask(b"SUB _INBOX.me.* 9\r\n")
-        asking.send(b"PUB $room.a _INBOX.me.1 0\r\n\r\n")
+        asking.send(b"PUB $own.a _INBOX.me.1 0\r\n\r\n")
         head = b"HMSG _INBOX.me.1 9 18 22\r\nNATS/1.0\r\nA: b\r\n\r\nsdk \r\n"
         assert await asking.until(b"sdk \r\n") + b"sdk \r\n" == head
         assert await stranger.ask() == b""
@@ -171,75 +168,75 @@ def test_an_answer_reaches_who_asked_and_no_strangers_wildcard() -> None:
 
 
 def test_an_inbox_on_another_connection_is_found_by_its_very_name() -> None:
-    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+    async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         inbox, asking = await connect(b'CONNECT {"verbose":false}\r\n'), await connect()
         await inbox.ask(b"SUB _INBOX.exact 5\r\n")
-        await asking.ask(b"PUB $room.a _INBOX.exact 0\r\n\r\n")
+        await asking.ask(b"PUB $own.a _INBOX.exact 0\r\n\r\n")
         assert await inbox.ask() == b"MSG _INBOX.exact 5 1\r\n \r\n"  # without the headers it cannot read
 
     serve(work)
 
 
 def test_a_refused_subscription_is_an_error_that_clients_survive() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         client = await connect()
-        answer = await client.ask(b"SUB $room.> 1\r\n")
-        assert answer == b"-ERR 'Permissions Violation for Subscription to \"$room.>\"'\r\n"
+        answer = await client.ask(b"SUB $own.> 1\r\n")
+        assert answer == b"-ERR 'Permissions Violation for Subscription to \"$own.>\"'\r\n"
         await client.ask(b"UNSUB 1\r\n")
-        assert shelf.notes("unsubscribed") == []
+        assert handler.notes("unsubscribed") == []
 
     serve(work)
 
 
 def test_a_replay_begins_with_subscribe_and_unsub_counts_it() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         client = await connect()
-        await client.ask(b"".join(b"PUB $room.a 1\r\n%d\r\n" % number for number in range(5)))
-        answer = await client.ask(b"SUB $room.a g 1\r\n")
-        assert answer == b"".join(b"MSG $room.a 1 1\r\n%d\r\n" % number for number in range(5))
+        await client.ask(b"".join(b"PUB $own.a 1\r\n%d\r\n" % number for number in range(5)))
+        answer = await client.ask(b"SUB $own.a g 1\r\n")
+        assert answer == b"".join(b"MSG $own.a 1 1\r\n%d\r\n" % number for number in range(5))
         await client.ask(b"UNSUB 1 6\r\n")
-        assert shelf.notes("unsubscribed") == []
+        assert handler.notes("unsubscribed") == []
         await client.ask(b"UNSUB 1 2\r\n")
-        assert shelf.notes("subscribed", "unsubscribed") == [
-            ("subscribed", ("1", "$room.a", "g")),
+        assert handler.notes("subscribed", "unsubscribed") == [
+            ("subscribed", ("1", "$own.a", "g")),
             ("unsubscribed", "1"),
         ]
 
     serve(work)
 
 
-def test_the_room_hears_of_the_end_of_a_connection_once() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+def test_the_handler_is_told_once_that_a_connection_closed() -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         one, two = await connect(), await connect()
-        await one.ask(b"SUB $room.a 1\r\n")
+        await one.ask(b"SUB $own.a 1\r\n")
         two.send(b"NONSENSE\r\n")
         await two.until(b"-ERR 'Unknown Protocol Operation'\r\n")
         await one.leave()
-        while len(shelf.notes("closed")) < 2:  # noqa: ASYNC110 - the server's loop is this one
+        while len(handler.notes("closed")) < 2:  # noqa: ASYNC110 - the server's loop is this one
             await asyncio.sleep(0)
 
-    shelf = serve(work)
-    assert sorted(shelf.notes("closed")) == [("closed", 1), ("closed", 2)]
-    assert shelf.notes("close") == [("close", None)]
+    handler = serve(work)
+    assert sorted(handler.notes("closed")) == [("closed", 1), ("closed", 2)]
+    assert handler.notes("close") == [("close", None)]
 
 
-def test_a_batch_is_flushed_once_and_what_came_meanwhile_afterwards() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+def test_a_batch_is_flushed_once_and_later_messages_afterwards() -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         disk = asyncio.get_running_loop().create_future()
-        shelf.behind = lambda: disk
-        client.send(b"PUB $room.a 1\r\n1\r\n" * 3)
-        while not shelf.notes("flush"):  # noqa: ASYNC110 - the same
+        handler.behind = lambda: disk
+        client.send(b"PUB $own.a 1\r\n1\r\n" * 3)
+        while not handler.notes("flush"):  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
         other = await connect()
-        await other.ask(b"PUB $room.a 1\r\n2\r\n")
-        client.send(b"PUB $room.a 1\r\n3\r\n")
+        await other.ask(b"PUB $own.a 1\r\n2\r\n")
+        client.send(b"PUB $own.a 1\r\n3\r\n")
         await other.ask()  # the loop has looked at every socket once more
-        assert [what for kind, what in shelf.notes("published", "flush")] == [b"1"] * 3 + [None, b"2"]
-        shelf.behind = lambda: None
+        assert [what for kind, what in handler.notes("published", "flush")] == [b"1"] * 3 + [None, b"2"]
+        handler.behind = lambda: None
         disk.set_result(None)
         assert await client.ask() == b""
-        kinds = [what for kind, what in shelf.notes("published", "flush")]
+        kinds = [what for kind, what in handler.notes("published", "flush")]
         assert kinds[:5] == [b"1", b"1", b"1", None, b"2"]
         assert kinds[5:].count(b"3") == 1
         assert kinds[-1] is None
@@ -247,11 +244,11 @@ def test_a_batch_is_flushed_once_and_what_came_meanwhile_afterwards() -> None:
     serve(work)
 
 
-def test_a_long_replay_goes_on_when_there_is_room_and_is_not_cut_off() -> None:
-    async def work(server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+def test_a_long_replay_continues_when_drained_and_is_not_cut_off() -> None:
+    async def work(server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         client = await connect()
-        client.send(b"SUB $room.long 1\r\n")
-        while not any(link.paused for link in server.connections):  # noqa: ASYNC110 - the same
+        client.send(b"SUB $own.long 1\r\n")
+        while not any(link.output.paused for link in server.connections):  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
         for _ in range(LONG_REPLAY):
             await client.until(b"\r\n")
@@ -260,34 +257,34 @@ def test_a_long_replay_goes_on_when_there_is_room_and_is_not_cut_off() -> None:
     serve(work, pending_bytes_max=4 << 20)
 
 
-def test_a_server_whose_room_fails_stops_and_says_why() -> None:
+def test_a_server_whose_handler_fails_stops_and_reports_why() -> None:
     class Lost(Exception):
         pass
 
-    async def work(server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+    async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         def fail() -> None:
             raise Lost
 
-        shelf.behind = fail
+        handler.behind = fail
         client = await connect()
-        client.send(b"PUB $room.a 1\r\n1\r\n")
+        client.send(b"PUB $own.a 1\r\n1\r\n")
         await server.until_stopped()
         assert isinstance(server.failure, Lost)
 
     serve(work)
 
 
-def test_time_passes_for_the_room() -> None:
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
-        while len(shelf.notes("tick")) < 2:  # noqa: ASYNC110 - the same
+def test_the_handler_gets_ticks() -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
+        while len(handler.notes("tick")) < 2:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0.01)
 
     serve(work)
 
 
-@pytest.mark.parametrize("subject", [b"$room.\xff", b"\xff\xfe"])
-def test_subjects_that_are_no_text_harm_nobody(subject: bytes) -> None:
-    async def work(_server: NatsServer, _shelf: Shelf, connect: Connect) -> None:
+@pytest.mark.parametrize("subject", [b"$own.\xff", b"\xff\xfe"])
+def test_subjects_that_are_not_utf8_do_no_harm(subject: bytes) -> None:
+    async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         await client.ask(b"SUB %b %b\r\nPUB %b %b 1\r\nx\r\nUNSUB %b\r\n" % ((subject,) * 5))
         assert await client.ask() == b""
@@ -300,7 +297,7 @@ def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key_beside(certificate))
 
-    async def work(server: NatsServer, _shelf: Shelf, _connect: Connect) -> None:
+    async def work(server: NatsServer, _shelf: KeepingHandler, _connect: Connect) -> None:
         for _ in range(3):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             assert (await reader.readline()).startswith(b"INFO ")
@@ -313,42 +310,42 @@ def test_a_failed_handshake_leaves_nothing_behind(tmp_path: Path) -> None:
     serve(work, tls=context)
 
 
-def test_a_burst_of_one_connection_holds_up_nobody_and_keeps_its_order(
+def test_a_burst_of_one_connection_delays_no_other_and_keeps_its_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)  # time for one message a turn
 
-    async def work(_server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+    async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(b'CONNECT {"headers":true}\r\n'), await connect()
-        same = b"".join(b"PUB $room.a 3\r\n%03d\r\n" % number for number in range(BURST // 2))
+        same = b"".join(b"PUB $own.a 3\r\n%03d\r\n" % number for number in range(BURST // 2))
         different = b"".join(
-            b"PUB $room.%d 3\r\n%03d\r\n" % (number, number) for number in range(BURST // 2, BURST)
+            b"PUB $own.%d 3\r\n%03d\r\n" % (number, number) for number in range(BURST // 2, BURST)
         )
         busy.send(same + different + b"PING\r\n")
-        while not shelf.kept:  # noqa: ASYNC110 - the server's loop is this one
+        while not handler.kept:  # noqa: ASYNC110 - the server's loop is this one
             await asyncio.sleep(0)
         await other.ask()
-        assert len(shelf.kept) < BURST
+        assert len(handler.kept) < BURST
         assert (await busy.until(b"PONG\r\n")).count(b"+OK\r\n") == BURST
-        assert [int(payload) for _, _, payload in shelf.kept] == list(range(BURST))
-        await busy.ask(b"PUB $room.a 1\r\n1\r\n")  # and it is read on
+        assert [int(payload) for _, _, payload in handler.kept] == list(range(BURST))
+        await busy.ask(b"PUB $own.a 1\r\n1\r\n")  # and it is read on
 
     serve(work)
 
 
-def test_what_a_connection_sent_and_had_no_time_for_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_commands_end_with_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postroom.runtime.natsconn.SLICE_S", 0.0)
 
-    async def work(server: NatsServer, shelf: Shelf, connect: Connect) -> None:
+    async def work(server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         busy, other = await connect(), await connect()
-        busy.send(b"PUB $room.a 1\r\n1\r\n" * BURST)
-        while not shelf.kept:  # noqa: ASYNC110 - the same
+        busy.send(b"PUB $own.a 1\r\n1\r\n" * BURST)
+        while not handler.kept:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
         for link in list(server.connections):
             if link.number == 1:
                 link.cut()
-        count = len(shelf.kept)
+        count = len(handler.kept)
         await other.ask()
-        assert len(shelf.kept) == count < BURST
+        assert len(handler.kept) == count < BURST
 
     serve(work)

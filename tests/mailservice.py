@@ -1,4 +1,4 @@
-"""A mailroom without a server: links that remember what they got, and a loop that is turned by hand."""
+"""The mail service without a server: links that record what they got, and an event loop run by hand."""
 
 import json
 import queue
@@ -31,7 +31,7 @@ class Got(NamedTuple):
 
 
 class FakeLink:
-    """A connection that keeps everything. As one that closed, it takes nothing more."""
+    """A connection that records everything. A closed one takes nothing more."""
 
     last_number = 0
 
@@ -46,7 +46,7 @@ class FakeLink:
         self.headers = headers
         self.address = f"{address}:{self.number}"
         self.pending_bytes = 0
-        self.wants_room = False
+        self.is_asked_to_notify = False
         self.got: list[Got] = []
         self.answers: list[tuple[str, bytes]] = []
         self.open = True
@@ -55,17 +55,13 @@ class FakeLink:
     def is_closing(self) -> bool:
         return not self.open
 
-    def deliver(self, sid: str, subject: str, reply: str, headers: bytes, payload: bytes) -> None:
+    def deliver(self, sid: str, subject: str, reply: str, messages: list[tuple[bytes, bytes]]) -> None:
         assert (reply == "") == self.headers  # the server has answered the sender itself
-        if self.open:
+        for headers, payload in messages if self.open else ():
             self.got.append(Got(sid, subject, headers if self.headers else b"", payload, reply))
 
-    def want_room(self) -> None:
-        self.wants_room = True
-
-    def deliver_many(self, sid: str, subject: str, messages: list[tuple[bytes, bytes]]) -> None:
-        for headers, payload in messages:
-            self.deliver(sid, subject, "", headers, payload)
+    def notify_when_drained(self) -> None:
+        self.is_asked_to_notify = True
 
     def answer(self, reply: str, payload: bytes, headers: bytes = b"") -> None:
         assert reply
@@ -77,26 +73,26 @@ class FakeLink:
         return [got.payload for got in self.got]
 
     def take(self) -> list[bytes]:
-        """What came since the last time."""
+        """The payloads since the last call."""
         payloads = self.payloads()
         self.got.clear()
         return payloads
 
 
-class Rooms:
-    """A room that can be ended and opened again, with its loop, its clock and its events."""
+class Harness:
+    """A service that can be closed and opened again, with its loop, its clock and its events."""
 
-    alive: ClassVar[list["Rooms"]] = []
+    alive: ClassVar[list["Harness"]] = []
 
     def __init__(self, folder: Path | None, **options: Any) -> None:
-        Rooms.alive.append(self)
+        Harness.alive.append(self)
         self.folder = folder
         self.options = MailOptions(**options)
         self.clock = ManualClock()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.inboxes = 0
-        self.room = self.opened()
+        self.service = self.opened()
 
     def opened(self) -> MailService:
         return MailService(self.folder, self.soon.put, options=self.options, clock=self.clock, emit=self.emit)
@@ -104,7 +100,7 @@ class Rooms:
     @classmethod
     def close_all(cls) -> None:
         while cls.alive:
-            cls.alive.pop().room.close()
+            cls.alive.pop().service.close()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -113,32 +109,32 @@ class Rooms:
         return [kind for kind, _ in self.events]
 
     def settle(self) -> None:
-        """Turn the loop until nothing is under way."""
-        self.room.flush()
-        log = self.room._shelves.log
-        while not self.soon.empty() or (log is not None and log._asked):
+        """Run the loop until it is idle."""
+        self.service.flush()
+        log = self.service._mailboxes.journal.log
+        while not self.soon.empty() or (log is not None and log._jobs_pending):
             self.soon.get(timeout=HANG_GUARD_S)()
-            self.room.flush()
+            self.service.flush()
 
     def tick(self, seconds: float = 0.0) -> None:
         self.clock.advance(seconds)
-        self.room.tick()
+        self.service.tick()
         self.settle()
 
     def reopen(self) -> None:
-        self.room.close()
+        self.service.close()
         self.soon = queue.SimpleQueue()
-        self.room = self.opened()
+        self.service = self.opened()
 
     def publish(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> None:
-        self.room.published(link, subject, "", headers, payload)
+        self.service.published(link, subject, "", len(headers), [headers + payload])
         self.settle()
 
     def request(self, link: FakeLink, subject: str, payload: bytes = b"", headers: bytes = b"") -> Any:
-        """Ask, and turn the loop; None when there is no answer yet."""
+        """Send a request, and run the loop; None when there is no answer yet."""
         self.inboxes += 1
         inbox = f"_INBOX.{self.inboxes}"
-        self.room.published(link, subject, inbox, headers, payload)
+        self.service.published(link, subject, inbox, len(headers), [headers + payload])
         self.settle()
         return self.answer_of(link, inbox)
 
@@ -162,11 +158,11 @@ class Rooms:
         return msg_id
 
     def subscribe(self, link: FakeLink, rest: str, group: str = "", sid: str = "1") -> str | None:
-        refusal = self.room.subscribed(link, sid, MSG + rest, group)
+        refusal = self.service.subscribed(link, sid, MSG + rest, group)
         self.settle()
         return refusal
 
     def close_link(self, link: FakeLink) -> None:
         link.open = False
-        self.room.closed(link)
+        self.service.closed(link)
         self.settle()

@@ -1,0 +1,116 @@
+"""The calls about mailboxes: CREATE, EXTEND, LIST, and DELETE of a message."""
+
+from postroom.contracts.mail.mailboxes import Mailboxes
+from postroom.contracts.mail.options import Storage
+from postroom.contracts.mail.requests import Request, Responder
+from postroom.contracts.mail.subscriptions import Subscriptions
+from postroom.core import mq9
+from postroom.core import mq9replies as replies
+from postroom.core.mailbox import EVERY_RANK, Mailbox
+from postroom.core.mq9 import Creation, Mq9Error
+
+
+class MailboxCalls:
+    """Creates, extends and lists mailboxes, and deletes messages."""
+
+    def __init__(self, mailboxes: Mailboxes, subscriptions: Subscriptions, responder: Responder) -> None:
+        self._mailboxes = mailboxes
+        self._journal = mailboxes.journal
+        self._subscriptions = subscriptions
+        self._responder = responder
+        self._on_created, self._on_uncreated = self._created, self._uncreated  # bound once, for every create
+
+    def create(self, request: Request) -> None:
+        body = mq9.body(request.payload, Creation)
+        _check_creation(body)
+        mailboxes = self._mailboxes
+        ttl_s = mailboxes.options.default_ttl_s if body.ttl is None else mq9.checked_ttl_s(body.ttl)
+        self._journal.check("group")
+        name = body.name or ""
+        if name and self._is_duplicate(request, mq9.checked_name(name, known=name in mailboxes.by_id)):
+            return
+        box = mailboxes.open(
+            name or mailboxes.private_id(mq9.checked_prefix(body.prefix) if body.prefix else ""),
+            ttl_s,
+            public=bool(body.public),
+            named=bool(name),
+            desc=body.desc or "",
+            creator=request.link.user,
+            client=request.link.client,
+        )
+        box.creator_link = request.link.number
+        self._journal.after("group", self._on_created, box, request, fail=self._on_uncreated)
+
+    def _is_duplicate(self, request: Request, name: str) -> bool:
+        """Whether a live public mailbox has this name; if so, the call is answered."""
+        try:
+            box = self._mailboxes.find(name)
+        except Mq9Error:
+            return False
+        if not box.public:
+            raise Mq9Error(409, "the name belongs to a mailbox that is not public")
+        self._mailboxes.emit_event("duplicate", queue=box.label, type="mailbox", sender=request.link.user)
+        storage: Storage = "memory" if box.is_stored else "group"
+        self._responder.answer_when_stored(request, storage, replies.created(name, is_new=False))
+        return True
+
+    def _created(self, box: Mailbox, request: Request) -> None:
+        box.is_stored = True
+        if not box.has_expired:
+            self._subscriptions.announce_created(box)
+        request.answer(replies.created(box.mail_id, is_new=True))
+
+    def _uncreated(self, box: Mailbox, request: Request, why: str) -> None:
+        """End a mailbox that could not be written to the log, and refuse the call."""
+        if not box.has_expired:
+            self._mailboxes.expire(box)
+        self._responder.refuse_unwritten(request, why)
+
+    def extend(self, request: Request) -> None:
+        if not self._mailboxes.options.extend:
+            raise Mq9Error(403, "this server does not extend lifetimes")
+        ttl_s = mq9.checked_ttl_s(mq9.body(request.payload, mq9.Extension).ttl)
+        box = self._mailboxes.find(request.call.mail_id)
+        link = request.link
+        if box.creator != link.user or (not link.user and box.creator_link != link.number):
+            raise Mq9Error(403, "only the creator of a mailbox can extend its lifetime")
+        self._journal.check("group")
+        self._mailboxes.extend(box, ttl_s)
+        self._responder.answer_when_stored(request, "group", replies.extended(box.mail_id, ttl_s))
+
+    def list(self, request: Request) -> None:
+        box = self._mailboxes.find(request.call.mail_id)
+        payloads = mq9.body(request.payload, mq9.ListOptions).payload
+        sdk = replies.is_enveloped(self._mailboxes.options.envelope, request.link.name)
+        letters = box.replay(EVERY_RANK, self._mailboxes.now_ns())
+        request.answer(replies.listed(box.mail_id, letters, sdk=sdk, payloads=payloads))
+
+    def delete(self, request: Request) -> None:
+        call = request.call
+        number = mq9.number(call.detail)
+        box = self._mailboxes.find(call.mail_id)
+        letter = box.letters.get(number)
+        if letter is None:
+            self._journal.check("group")  # an earlier removal may not have been written yet
+            request.answer(replies.deleted(call.verb, found=False))
+            return
+        storage: Storage = self._journal.storage(letter.rank) if letter.durable else "memory"
+        self._journal.check(storage)
+        self._subscriptions.deleting(box, number)
+        self._mailboxes.remove(box, number)
+        message_id = f"{box.label}/{number}"
+        self._mailboxes.emit_event(
+            "deleted", queue=box.label, message_id=message_id, worker_id=request.link.user
+        )
+        self._responder.answer_when_stored(request, storage, replies.deleted(call.verb, found=True))
+
+
+def _check_creation(body: Creation) -> None:
+    if body.public and not body.name:
+        raise Mq9Error(400, "a public mailbox needs a name")
+    if body.name and not body.public:
+        raise Mq9Error(
+            400, "a private mailbox has no name: a name can be guessed, so the server makes its id"
+        )
+    if body.desc and len(body.desc) > mq9.DESC_CHARS_MAX:
+        raise Mq9Error(400, f"a description has at most {mq9.DESC_CHARS_MAX} characters")

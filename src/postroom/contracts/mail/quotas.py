@@ -1,0 +1,135 @@
+"""Quotas: what clients, mailboxes and the whole server store, and whether more fits.
+
+Rule 1: everything stored is counted against the client that sent or created it, also after a reconnect.
+Rule 2: a batch is admitted as a whole or refused as a whole.
+"""
+
+import math
+
+from postroom.contracts.mail.options import MailOptions
+from postroom.core.mailbox import (
+    MESSAGE_COST_BYTES,
+    NOBODY,
+    Account,
+    Letter,
+    Mailbox,
+    PullGroup,
+    group_cost,
+    mailbox_cost,
+)
+from postroom.core.mq9 import Mq9Error
+
+ACCOUNTS_TIDIED_FROM = 1_024  # accounts before those without anything stored are dropped
+RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
+MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost: what the log does not hold
+
+
+class Accounts(dict[str, Account]):
+    """Accounts by client. Use an account within one call only: an empty account may be dropped later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tidy_at = ACCOUNTS_TIDIED_FROM
+
+    def __missing__(self, client: str) -> Account:
+        if len(self) >= self._tidy_at:
+            self._tidy()
+        account = self[client] = Account(client)
+        return account
+
+    def _tidy(self) -> None:
+        for account in [each for each in self.values() if each.empty]:
+            del self[account.client]
+        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
+
+
+class Quotas:
+    """The totals of one server."""
+
+    def __init__(self, options: MailOptions) -> None:
+        self._options = options
+        self.accounts = Accounts()
+        self.messages = self.stored_bytes = 0
+        self.log_bytes = 0  # about what the live messages and agents take up in the log
+        self._mailbox_messages_max = options.quota_messages or math.inf
+        self._mailbox_bytes_max = options.quota_bytes or math.inf
+        self._client_bytes_max = options.client_quota_bytes or math.inf
+        self._bytes_max = options.stored_bytes_max
+
+    # ---- admission -----------------------------------------------------------------------------
+
+    def admit_letters(self, box: Mailbox, account: Account, count: int, cost: int) -> None:
+        """Refuse letters that do not all fit together."""
+        if len(box.letters) + len(box.delayed) + box.reserved + count > self._mailbox_messages_max:
+            quota = self._options.quota_messages
+            raise Mq9Error(429, f"the mailbox holds {quota} messages, which is its quota")
+        if box.bytes + box.reserved_bytes + cost > self._mailbox_bytes_max:
+            quota = self._options.quota_bytes
+            raise Mq9Error(429, f"the mailbox may hold {quota} bytes, which is its quota")
+        if account.bytes + cost > self._client_bytes_max or self.stored_bytes + cost > self._bytes_max:
+            self._admit_cost(account, cost)
+
+    def admit_mailbox(self, account: Account, cost: int, existing: int) -> None:
+        """Refuse one more mailbox beside the `existing` ones."""
+        options = self._options
+        if existing >= options.mailboxes_max:
+            raise Mq9Error(429, f"there are {options.mailboxes_max} mailboxes, which is the limit")
+        if account.mailboxes >= (options.client_quota_mailboxes or math.inf):
+            raise Mq9Error(429, f"this client has {options.client_quota_mailboxes} mailboxes, its quota")
+        self._admit_cost(account, cost)
+
+    def admit_group(self, account: Account, name: str) -> None:
+        """Refuse a pull group that does not fit the quota of its creator."""
+        self._admit_cost(account, group_cost(name))
+
+    def _admit_cost(self, account: Account, cost: int) -> None:
+        if account.bytes + cost > self._client_bytes_max:
+            quota = self._options.client_quota_bytes
+            raise Mq9Error(429, f"this client may store {quota} bytes, which is its quota")
+        if self.stored_bytes + cost > self._bytes_max:
+            raise Mq9Error(429, f"the server stores {self._bytes_max} bytes, which is its limit")
+
+    # ---- counting ------------------------------------------------------------------------------
+
+    def count(self, letter: Letter, count: int, nbytes: int) -> None:
+        """Add `count` letters like this one, which cost `nbytes` together; negative numbers remove."""
+        self.messages += count
+        self.stored_bytes += nbytes
+        letter.account.bytes += nbytes
+        if letter.durable:
+            self.log_bytes += nbytes - MEMORY_ONLY_BYTES * count
+
+    def add_mailbox(self, box: Mailbox, account: Account) -> None:
+        """Count a mailbox against its creator."""
+        box.account = account
+        box.cost = mailbox_cost(box.mail_id, box.desc)
+        account.mailboxes += 1
+        self._add_cost(account, box.cost)
+
+    def remove_mailbox(self, box: Mailbox) -> None:
+        """Stop counting a mailbox and its pull groups."""
+        box.account.mailboxes -= 1
+        self._add_cost(box.account, -box.cost)
+        for name, group in box.groups.items():
+            self._remove_group(name, group)
+
+    def add_group(self, name: str, group: PullGroup, account: Account) -> None:
+        """Count a pull group against its creator."""
+        group.account = account
+        group.count()
+        account.groups += 1
+        self._add_cost(account, group_cost(name))
+
+    def _remove_group(self, name: str, group: PullGroup) -> None:
+        group.forget_all()
+        group.account.groups -= 1
+        self._add_cost(group.account, -group_cost(name))
+        group.account = NOBODY  # an acknowledgement may still be on its way to the disk
+
+    def _add_cost(self, account: Account, cost: int) -> None:
+        account.bytes += cost
+        self.stored_bytes += cost
+
+    def count_agent(self, card: bytes, count: int) -> None:
+        """Count the record of an agent in the log; -1 removes it."""
+        self.log_bytes += count * (len(card) + RECORD_BYTES)
