@@ -126,7 +126,7 @@ HTTP_HEAD = f"""\
 
 The routes of `postroom tasks serve`. Bodies and answers are JSON. Every route except `/health` needs a token,
 as `Authorization: Bearer TOKEN`. `GET /openapi.json` returns the same as an OpenAPI document. The meaning of
-the calls: [Tasks](../contracts/tasks.md#over-http).
+the calls: [Tasks](../contracts/tasks.md#over-http), [Engine](../contracts/engine.md#over-http).
 
 An error is `{{"error": NAME, "message": ONE SENTENCE}}`.
 """

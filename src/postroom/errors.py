@@ -304,23 +304,22 @@ class ValidationError(InvalidMessage):
 class KeyReused(InvalidMessage):
     """An idempotency key was used before, for another message."""
 
-    def __init__(self, key: str, message_id: str) -> None:
+    def __init__(self, key: str, message_id: str, message: str = "") -> None:
         self.key = key
         self.message_id = message_id
         super().__init__(
-            f"idempotency key {key!r} belongs to message {message_id}, which has another content"
+            message or f"idempotency key {key!r} belongs to message {message_id}, which has another content"
         )
 
 
 class ResultGone(Rejected):
     """The message of an idempotency key has ended, and its result is no longer kept. Nothing was stored."""
 
-    def __init__(self, key: str, message_id: str) -> None:
+    def __init__(self, key: str, message_id: str, message: str = "") -> None:
         self.key = key
         self.message_id = message_id
-        super().__init__(
-            f"idempotency key {key!r} belongs to message {message_id}, whose result is no longer kept"
-        )
+        gone = f"idempotency key {key!r} belongs to message {message_id}, whose result is no longer kept"
+        super().__init__(message or gone)
 
 
 class EffectUnknown(Rejected):
@@ -338,10 +337,10 @@ class EffectUnknown(Rejected):
 class GuardTripped(Rejected):
     """A goal has used up one of its limits. Nothing was stored."""
 
-    def __init__(self, goal_id: str, what: str, used: float, limit: float) -> None:
+    def __init__(self, goal_id: str, what: str, used: float, limit: float, message: str = "") -> None:
         self.goal_id = goal_id
         self.what = what
-        super().__init__(f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
+        super().__init__(message or f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
 
 
 class MessageFailed(Rejected):
@@ -358,9 +357,9 @@ class MessageFailed(Rejected):
 class Overloaded(Unavailable):
     """Backpressure refuses a submit. Nothing was stored."""
 
-    def __init__(self, reason: str, retry_after: float) -> None:
+    def __init__(self, reason: str, retry_after: float, message: str = "") -> None:
         self.retry_after = self.retry_after_s = retry_after
-        super().__init__(f"{reason}: try again in {retry_after:.3g} s")
+        super().__init__(message or f"{reason}: try again in {retry_after:.3g} s")
 
 
 class RateLimited(Unavailable):

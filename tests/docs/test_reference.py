@@ -39,7 +39,10 @@ def every_command(command: click.Command, path: str) -> Iterator[tuple[str, clic
             yield from every_command(below, f"{path} {name}")
 
 
-SPEAK_FOR_THEMSELVES = ("NAME", "TASK_ID", "FILE", "MESSAGE", "DIR", "QUERY", "[FOLDER]", "MAIL_ID", "MSG_ID")
+SPEAK_FOR_THEMSELVES = (
+    "NAME", "TASK_ID", "FILE", "MESSAGE", "DIR", "QUERY", "[FOLDER]", "MAIL_ID", "MSG_ID", "MESSAGE_ID",
+    "[MESSAGE_ID]...",
+)  # fmt: skip
 COMMANDS = dict([*every_command(main.cli, "postroom"), *every_command(zosmq.cli, "zos-mq")])
 
 

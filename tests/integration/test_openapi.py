@@ -42,6 +42,7 @@ finite = schema.exclude(path="/events")
 )
 def test_the_server_does_what_its_document_says(case: "schemathesis.Case[Any]", server: Server) -> None:
     without_waiting(case.body)
+    without_waiting(case.query)
     case.call_and_validate(
         base_url=f"http://127.0.0.1:{server.port}",
         headers={"Authorization": f"Bearer {server.tokens['boss']}"},

@@ -162,3 +162,26 @@ def test_a_refused_change_of_permissions_changes_nothing(tmp_path: Path) -> None
     with pytest.raises(InvalidMessage, match="at most"):
         agents.allow("planner", [f"a{n}" for n in range(MAY_SEND_TO_MAX)])
     assert agents.list() == before
+
+
+def test_an_agent_has_an_organization(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("caller", org="acme")
+    assert agents.identify(token) == Identity("caller", "agent", None, (), "acme")
+    assert [agent.org for agent in agents.list()] == ["acme"]
+    for wrong in ("a b", "org:x", "../x"):
+        with pytest.raises(InvalidName):
+            agents.add("other", org=wrong)
+    with pytest.raises(InvalidMessage, match="no organization"):
+        agents.add("boss", role="operator", org="acme")
+
+
+def test_a_file_without_organizations_can_be_read(tmp_path: Path) -> None:
+    agents = Agents(tmp_path)
+    token = agents.add("caller")
+    path = tmp_path / FILE_NAME
+    lines = json.loads(path.read_text())
+    for line in lines["agents"]:
+        del line["org"]
+    path.write_text(json.dumps(lines))
+    assert Agents(tmp_path).identify(token) == Identity("caller", "agent")

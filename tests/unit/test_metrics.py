@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from postroom.contracts.engine.inspection import BreakerStatus, EngineStatus, OrganizationStatus
 from postroom.contracts.tasks import AgentStatus, TasksStatus
 from postroom.runtime.harness import HarnessStatus
 from postroom.runtime.loop import LoopStatus
@@ -23,10 +24,25 @@ SERVER = ServerCounters(
 )
 
 
+ENGINE = EngineStatus(
+    organizations={
+        "acme": OrganizationStatus(
+            lanes=[1, 0, 2, 0], depth=3, stage=1, states={"QUEUED": 3, "COMPLETED": 4}, paused=False
+        )
+    },
+    depth=3,
+    stage=1,
+    workers={},
+    wanted_workers=7,
+    breakers={"slack": BreakerStatus("open", 10.0), "mail": BreakerStatus("closed")},
+    pauses=[],
+)
+
+
 def scrape(tasks: TasksStatus) -> dict[str, dict[tuple[str, ...], float]]:
     """Metric name to values by label values."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(metrics_text(tasks, SERVER).decode()):
+    for family in text_string_to_metric_families(metrics_text(tasks, ENGINE, SERVER).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, {})[*sample.labels.values()] = sample.value
     return found
@@ -42,6 +58,12 @@ def test_counters_of_the_store_and_the_server() -> None:
         "postroom_tasks": {("triage", "QUEUED"): 3},
         "postroom_events_waiting": {(): 13},
         "postroom_held_up_total": {(): 14},
+        "postroom_engine_depth": {("P0", "acme"): 1, ("P1", "acme"): 0, ("P2", "acme"): 2, ("P3", "acme"): 0},
+        "postroom_engine_messages": {("acme", "QUEUED"): 3, ("acme", "COMPLETED"): 4},
+        "postroom_engine_stage": {("acme",): 1},
+        "postroom_engine_breaker_open": {("slack",): 1, ("mail",): 0},
+        "postroom_engine_workers": {(): 0},
+        "postroom_engine_wanted_workers": {(): 7},
         "postroom_loop_runs_total": {("drain",): 7},
         "postroom_loop_errors_total": {("drain",): 1},
         "postroom_decisions_executed_total": {(): 5},

@@ -6,6 +6,7 @@ import click
 
 from postroom.cli.audit import audit
 from postroom.cli.bus import bus
+from postroom.cli.engine import engine
 from postroom.cli.mail import mail
 from postroom.cli.pipeline import pipeline
 from postroom.cli.queue import queue
@@ -43,6 +44,7 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
 
 cli.add_command(audit)
 cli.add_command(bus)
+cli.add_command(engine)
 cli.add_command(mail)
 cli.add_command(pipeline)
 cli.add_command(queue)

@@ -18,10 +18,14 @@ import msgspec
 
 from postroom.client import arguments
 from postroom.errors import (
+    GuardTripped,
     HarnessRefused,
     InvalidMessage,
+    KeyReused,
     NotAllowed,
+    Overloaded,
     PostroomError,
+    ResultGone,
     StaleLease,
     UnknownTask,
     Unreachable,
@@ -113,6 +117,23 @@ class Connections:
             return _decode(body) if body else None
         except msgspec.DecodeError as error:
             raise HarnessRefused(status, f"the answer of {self.url} is not JSON: {error}") from None
+
+    def lines(self, call: Call) -> Iterator[str]:
+        """The lines of a long answer as they come, on a connection of its own."""
+        connection = self._kind(self._host, self._port, timeout=call.timeout_s)
+        try:
+            connection.request(call.method, self._prefix + call.path, call.body, call.headers)
+            response = connection.getresponse()
+            if response.status >= _SUCCESS_BELOW:
+                raise refusal(call, response.status, response.headers, self._read(response))
+            while line := response.readline(ANSWER_BYTES_MAX):
+                yield line.decode().rstrip("\r\n")
+        except TimeoutError:
+            raise Unreachable(f"{self.url} sent nothing for {call.timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"cannot reach {self.url}: {_reason(error)}") from error
+        finally:
+            connection.close()
 
     def _exchange_on_any(self, call: Call) -> _Answer:
         """Use an idle connection, or a new one when the server has closed the idle one meanwhile."""
@@ -210,18 +231,23 @@ def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: byt
         answer = _ErrorAnswer()
     message = answer.message or f"the harness answered with status {status}"
     if status == _TOO_MANY or status >= _SERVER_ERROR:
-        return Unreachable(message, _retry_after_s(headers.get("Retry-After", "")))
+        retry_after_s = _retry_after_s(headers.get("Retry-After", ""))
+        if answer.error == "Overloaded":
+            return Overloaded(message, retry_after_s, message)
+        return Unreachable(message, retry_after_s)
     if status in _NOT_ALLOWED:
         return NotAllowed(status, message)
     subject = _subject(call)
-    match answer.error:
-        case "StaleLease":
-            return StaleLease(subject.task_id, subject.lease, message)
-        case "UnknownTask":
-            return UnknownTask(subject.task_id, message)
-        case "WrongState":
-            return WrongState(subject.task_id, call.path.rpartition("/")[2], "", message)
-    return InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
+    named: dict[str, PostroomError] = {
+        "StaleLease": StaleLease(subject.task_id, subject.lease, message),
+        "UnknownTask": UnknownTask(subject.task_id, message),
+        "WrongState": WrongState(subject.task_id, call.path.rpartition("/")[2], "", message),
+        "KeyReused": KeyReused("", "", message),
+        "ResultGone": ResultGone("", "", message),
+        "GuardTripped": GuardTripped("", "", 0, 0, message),
+    }
+    other = InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
+    return named.get(answer.error, other)
 
 
 def _subject(call: Call) -> _Subject:
@@ -230,8 +256,9 @@ def _subject(call: Call) -> _Subject:
             return msgspec.json.decode(call.body, type=_Subject)
     except msgspec.DecodeError:
         return _Subject()
-    path = call.path.partition("?")[0].split("/")  # such as /tasks/t-1/retry
-    return _Subject(urllib.parse.unquote(path[2]) if path[1:2] == ["tasks"] and len(path) > 2 else "")  # noqa: PLR2004
+    path = call.path.partition("?")[0].removeprefix("/engine").split("/")  # such as /tasks/t-1/retry
+    named = path[1:2] in (["tasks"], ["messages"], ["dlq"]) and len(path) > 2  # noqa: PLR2004
+    return _Subject(urllib.parse.unquote(path[2]) if named else "")
 
 
 def _retry_after_s(header: str) -> float:

@@ -12,7 +12,6 @@ Rule 3: no secret is logged or shown.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -25,28 +24,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import msgspec
 
 from postroom.client import arguments
-from postroom.client.connections import PAUSE_S_MAX, Call, Connections, LongPolls, pause_s
+from postroom.client.calls import RETRIES, TIMEOUT_S, HttpClient
+from postroom.client.connections import PAUSE_S_MAX, Call, LongPolls
 from postroom.client.worker import LEASE_OVER, TaskEnd, Worker
 from postroom.errors import (
-    HarnessRefused,
     InvalidMessage,
     NoResult,
     NotHeld,
     PostroomError,
     Rejected,
-    Unavailable,
 )
 
 LEASE_S = 300.0
 LEASE_AT_WORK_S = 75.0  # shorter, because `work` sends heartbeats: a dead worker is noticed sooner
-TIMEOUT_S = 10.0  # of one answer; a long poll adds its own time
-RETRIES = 4
 HEARTBEAT_EVERY_S = 25.0
 HEARTBEATS_PER_LEASE = 3  # at least, so that two may be lost
 POLL_EVERY_S = 10.0  # the longest delay that a lost nudge causes
@@ -55,8 +50,6 @@ GRACE_S = 20.0  # for the tasks that are in flight when a worker is told to stop
 LEASES_REMEMBERED_MAX = 10_000
 CONCURRENCY_MAX = 1_000
 PORT_MAX = 65_535
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger("postroom.client")
 _encode = msgspec.json.Encoder().encode
@@ -145,7 +138,7 @@ class _Heartbeats:
 # ---- the client ----------------------------------------------------------------------------------------
 
 
-class TaskClient:
+class TaskClient(HttpClient):
     """One agent's client of its harness. Safe to share between threads.
 
     A call about a task takes the task or its id. With an id, the client shows the latest lease that it was
@@ -164,18 +157,12 @@ class TaskClient:
         poll_every_s: float = POLL_EVERY_S,
         worker: str | None = None,
     ) -> None:
+        super().__init__(url, token, timeout_s=timeout_s, retries=retries)
         self.agent = arguments.text("agent", agent)
         self._identity = {"agent": agent} if agent else {}  # the token alone names the agent, too
-        self.timeout_s = arguments.positive_seconds("timeout_s", timeout_s)
-        self.retries = arguments.count("retries", retries)
         self.heartbeat_every_s = arguments.positive_seconds("heartbeat_every_s", heartbeat_every_s)
         self.poll_every_s = arguments.positive_seconds("poll_every_s", poll_every_s)
         self._worker = None if worker is None else arguments.text("worker", worker)
-        self._connections = Connections(url)
-        self._headers = {
-            "Authorization": f"Bearer {arguments.token(token)}",
-            "Content-Type": "application/json",
-        }
         self._leases: OrderedDict[str, int] = OrderedDict()
         self._leases_lock = threading.Lock()
         self._heartbeats: dict[int, _Heartbeats] = {}  # by lease
@@ -494,58 +481,10 @@ class TaskClient:
         for worker in list(self._workers):
             worker.stop()
 
-    # ---- requests ------------------------------------------------------------------------------
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout_s: float | None = None,
-        retries: int | None = None,
-    ) -> Any:
-        """Send one request of the protocol; gives the decoded answer, or None for an empty one.
-
-        The request is repeated with growing, random pauses while no harness answers, so it must be one that
-        may arrive twice.
-        """
-        data = None if body is None else arguments.json_bytes("the request", body)
-        longest_s = self.timeout_s
-        if timeout_s is not None:
-            longest_s = arguments.positive_seconds("timeout_s", timeout_s)
-        call = Call(method, path, data, self._headers, longest_s)
-        return self._call(call, self.retries if retries is None else retries)
-
-    def _call(self, call: Call, retries: int) -> Any:
-        for attempt in itertools.count():
-            try:
-                return self._connections.ask(call)
-            except Unavailable as error:
-                if attempt >= retries or call.aborted:
-                    raise
-                time.sleep(pause_s(attempt, getattr(error, "retry_after_s", 0.0)))
-        raise AssertionError("unreachable")  # pragma: no cover - the loop has no end
-
-    def _converted(self, answer: Any, kind: type[_T]) -> _T:
-        try:
-            return msgspec.convert(answer, kind)
-        except msgspec.ValidationError as error:
-            wrong = f"the answer of {self._connections.url} does not fit the protocol: {error}"
-            raise HarnessRefused(0, wrong) from None
-
     def close(self) -> None:
         """End every `work`, and close every connection. A later call opens new ones."""
         self.stop()
-        self._connections.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()
 
 
 def _unconfirmed(heartbeats: _Heartbeats) -> str:

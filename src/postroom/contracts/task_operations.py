@@ -27,13 +27,14 @@ from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
-from postroom.message import Durability, Envelope, Moment, Record, Step
+from postroom.message import ENGINE_PREFIX, Durability, Envelope, Moment, Record, Step
 from postroom.stores.base import ByIds, Limits
 from postroom.stores.transaction import Claim, Decide, Delivery, Transaction
 
 LEASE_S = 300.0  # from the last heartbeat
 DECISIONS = "harness.decisions"
 """The queue of decisions: results that the harness has to execute."""
+MESSAGE_ID_CHARS = 36  # every message of an organization has a UUID as its id; few tasks have
 
 _decode = msgspec.json.Decoder().decode
 
@@ -77,7 +78,7 @@ class TaskOperations:
     """Operations on the tasks of one transaction."""
 
     def __init__(self, transaction: Transaction, rules: Rules) -> None:
-        self._transaction = transaction
+        self.transaction = transaction
         self._rules = rules
 
     # ---- senders -------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class TaskOperations:
                 envelopes.append(replace(envelopes[-1], payload=encoded("the payload", new.payload)))
             else:
                 envelopes.append(self._envelope(new))
-        return [accepted.message_id for accepted in self._transaction.insert(envelopes)]
+        return [accepted.message_id for accepted in self.transaction.insert(envelopes)]
 
     def _envelope(self, new: NewTask) -> Envelope:
         queue = checked_name("agent", new.agent)
@@ -102,7 +103,7 @@ class TaskOperations:
             checked_seconds("delay_s", new.delay_s, DELAY_S_MAX)
         rules, durability = self._rules, new.durability
         if durability is None:
-            durability = self._transaction.limits(queue).durability or rules.durability
+            durability = self.transaction.limits(queue).durability or rules.durability
         else:
             check_durability(durability)
         sender = new.sender if new.sender == "" else checked_name("sender", new.sender)
@@ -125,7 +126,7 @@ class TaskOperations:
 
     def claim(self, terms: Claim) -> list[Task]:
         """Lease ready tasks, oldest first."""
-        return [_task(delivery) for delivery in self._transaction.claim(terms)]
+        return [_task(delivery) for delivery in self.transaction.claim(terms)]
 
     def heartbeat(self, task_id: str, lease: int) -> None:
         """Renew a lease: it runs its full length from now."""
@@ -136,7 +137,10 @@ class TaskOperations:
         """Complete tasks (id to token and result). Then claim more with the same worker and lease length."""
         if not results:
             return []
-        self._transaction.complete(results)
+        for task_id in results:
+            if len(task_id) == MESSAGE_ID_CHARS:
+                self.record(task_id)
+        self.transaction.complete(results)
         if not claim_next:
             return []
         record = self.record(next(iter(results)))
@@ -174,18 +178,18 @@ class TaskOperations:
 
     def set_limits(self, agent: str, limits: Limits) -> None:
         """Change the limits of an agent's queue."""
-        self._transaction.set_limits(checked_name("agent", agent), limits)
+        self.transaction.set_limits(checked_name("agent", agent), limits)
 
     def sweep(self, limit: int) -> int:
         """Requeue overdue tasks of every queue. Returns how many."""
-        return self._transaction.sweep(limit)
+        return self.transaction.sweep(limit)
 
     # ---- the harness ---------------------------------------------------------------------------
 
     def open_decision(self, task_id: str) -> str | None:
         """Turn the result of a completed task into a decision. Returns None if that was done before."""
-        stored = self._transaction.load(checked_id(task_id))
-        if stored is None:
+        stored = self.transaction.load(checked_id(task_id))
+        if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(task_id)
         if stored.record.state != "COMPLETED" or stored.result is None:
             return None
@@ -198,14 +202,14 @@ class TaskOperations:
             max_retries=self._rules.retry.max_retries,
             durability=stored.record.durability,
         )
-        decision_id = self._transaction.insert([envelope])[0].message_id
+        decision_id = self.transaction.insert([envelope])[0].message_id
         self._apply(task_id, lambda record, moment: lifecycle.hand_over(record, moment, decision_id))
         return decision_id
 
     def settle(self, decision_id: str, lease: int) -> None:
         """Mark a decision as executed: it completes, and its task is done."""
-        self._transaction.complete({checked_id(decision_id): (checked_token(lease), b"null")})
-        decision = self._transaction.load(decision_id)
+        self.transaction.complete({checked_id(decision_id): (checked_token(lease), b"null")})
+        decision = self.transaction.load(decision_id)
         with suppress(UnknownTask):  # the task was purged while the decision was executed
             if decision is not None and self.record(decision.envelope.parent_message_id).state == "EXECUTING":
                 self._apply(decision.envelope.parent_message_id, lifecycle.settle)
@@ -213,11 +217,19 @@ class TaskOperations:
     # ---- reading -------------------------------------------------------------------------------
 
     def record(self, task_id: str) -> Record:
-        """The delivery state of a task. Raises `UnknownTask`."""
-        return self._transaction.find(ByIds((checked_id(task_id),)))[0]
+        """The delivery state of a task. Raises `UnknownTask`, also for a message of an organization."""
+        [record] = self.transaction.find(ByIds((checked_id(task_id),)))
+        if record.queue.startswith(ENGINE_PREFIX):
+            raise UnknownTask(task_id)
+        return record
 
     def _apply(self, task_id: str, decide: Decide) -> None:
-        self._transaction.apply(ByIds((checked_id(task_id),)), decide)
+        def decide_for_task(record: Record, moment: Moment) -> Step | None:
+            if record.queue.startswith(ENGINE_PREFIX):
+                raise UnknownTask(task_id)
+            return decide(record, moment)
+
+        self.transaction.apply(ByIds((checked_id(task_id),)), decide_for_task)
 
 
 TaskCall = Callable[[TaskOperations], Any]

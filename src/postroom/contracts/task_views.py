@@ -5,11 +5,12 @@ from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.message import Event, Record, State, Stored
+from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored
 from postroom.stores.base import Counted, Listing, by_state, ready, waiting
 from postroom.stores.transaction import Transaction
 
@@ -156,8 +157,22 @@ def agents_status(transaction: Transaction) -> dict[str, AgentStatus]:
         of_queue = holders.setdefault(record.queue, {})
         of_queue[record.worker_id] = of_queue.get(record.worker_id, 0) + 1
     return {
-        queue: _agent_status(transaction, queue, holders.get(queue, {})) for queue in transaction.queues()
+        queue: _agent_status(transaction, queue, holders.get(queue, {})) for queue in _agents(transaction)
     }
+
+
+def find_tasks(transaction: Transaction, pick: Listing) -> list[Record]:
+    """The picked tasks. Messages of organizations, which may be far more, are not read."""
+    agents = _agents(transaction)
+    if pick.queue is not None or len(agents) == len(transaction.queues()):
+        return transaction.find(pick)
+    found = [record for agent in agents for record in transaction.find(replace(pick, queue=agent))]
+    return sorted(found, key=lambda record: record.seq)[: pick.limit]
+
+
+def _agents(transaction: Transaction) -> list[str]:
+    """The queues of agents. The other ones hold the messages of organizations."""
+    return [queue for queue in transaction.queues() if not queue.startswith(ENGINE_PREFIX)]
 
 
 def _agent_status(transaction: Transaction, agent: str, holders: dict[str, int]) -> AgentStatus:

@@ -41,6 +41,7 @@ from postroom.contracts.task_views import (
     TaskLine,
     TasksStatus,
     agents_status,
+    find_tasks,
     task_info,
     task_line,
     totals,
@@ -52,7 +53,7 @@ from postroom.core.names import checked_name
 from postroom.core.retry import RetryPolicy
 from postroom.core.times import checked_seconds
 from postroom.errors import InvalidMessage, UnknownTask
-from postroom.message import Durability, Event, State
+from postroom.message import ENGINE_PREFIX, Durability, Event, State
 from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Limits, Listing
 from postroom.stores.open import open_store
@@ -104,7 +105,7 @@ class Tasks(Closing):
         self.notifier = Notifier(notifier_folder(store.url))
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with its notable events: lapses, retries, dead letters, duplicates."""
-        store.on_commit = self._committed
+        store.add_commit_listener(self._committed)
         self._purge = Purge(store, Retention() if retention is None else retention)
         self._backlog = Backlog(store)
 
@@ -166,7 +167,8 @@ class Tasks(Closing):
 
     def _committed(self, transaction: Transaction) -> None:
         for queue in transaction.ready:
-            self.notifier.notify(queue)
+            if not queue.startswith(ENGINE_PREFIX):
+                self.notifier.notify(queue)
         if transaction.ended:
             self.notifier.notify_rarely_awaited(TASK_ENDED)
         if transaction.notable and self.on_notable is not None:
@@ -316,7 +318,7 @@ class Tasks(Closing):
     def get(self, task_id: str) -> TaskInfo:
         """Return everything about a task, with its history. Raises `UnknownTask`."""
         stored = self.store.load(checked_id(task_id))
-        if stored is None:
+        if stored is None or stored.record.queue.startswith(ENGINE_PREFIX):
             raise UnknownTask(task_id)
         return task_info(stored)
 
@@ -356,7 +358,8 @@ class Tasks(Closing):
         if state is not None and state not in STATUS:
             raise InvalidMessage(f"state must be one of {', '.join(STATUS)}, not {state!r}")
         check_page(after, limit)
-        return [task_line(record) for record in self.store.find(Listing(agent, state, after, limit))]
+        pick = Listing(agent, state, after, limit)
+        return [task_line(record) for record in self.store.read(lambda found: find_tasks(found, pick))]
 
     def status(self) -> TasksStatus:
         """Return the state of every queue."""

@@ -48,6 +48,8 @@ class RegisteredAgent(msgspec.Struct, frozen=True):
     created: datetime
     may_send_to: tuple[str, ...] = ()
     """Agents that this agent may send tasks to. An operator may send to all."""
+    org: str = ""
+    """The organization whose messages it may submit and see in the global queue; empty for none."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Identity(msgspec.Struct, frozen=True):
     role: Role
     url: str | None = None
     may_send_to: tuple[str, ...] = ()
+    org: str = ""
 
     @property
     def is_operator(self) -> bool:
@@ -92,7 +95,12 @@ class Agents:
         self._checked = -CHECK_EVERY_S
 
     def add(
-        self, name: str, url: str | None = None, role: Role = "agent", may_send_to: Iterable[str] = ()
+        self,
+        name: str,
+        url: str | None = None,
+        role: Role = "agent",
+        may_send_to: Iterable[str] = (),
+        org: str = "",
     ) -> str:
         """Add an agent or operator. Returns its token, which is not stored."""
         checked_name("agent", name)
@@ -102,13 +110,19 @@ class Agents:
             raise InvalidMessage(f"role must be agent or operator, not {role!r}")
         checked = None if url is None else checked_url(url)
         targets = _targets(may_send_to)
+        if org:
+            checked_name("organization", org)
+            if role == "operator":
+                raise InvalidMessage("an operator belongs to no organization: it may act for every one")
         token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
         with self._changing() as agents:
             if any(agent.name == name for agent in agents):
                 raise AgentExists(name)
             if len(agents) >= AGENTS_MAX:
                 raise InvalidMessage(f"there are {AGENTS_MAX} agents already, which is the limit")
-            agents.append(RegisteredAgent(name, role, checked, _digest(token), datetime.now(UTC), targets))
+            agents.append(
+                RegisteredAgent(name, role, checked, _digest(token), datetime.now(UTC), targets, org)
+            )
         return token
 
     def remove(self, name: str) -> None:
@@ -210,7 +224,7 @@ class Agents:
         by_digest = {
             agent.token_sha256: (
                 agent.token_sha256,
-                Identity(agent.name, agent.role, agent.url, agent.may_send_to),
+                Identity(agent.name, agent.role, agent.url, agent.may_send_to, agent.org),
             )
             for agent in agents
         }

@@ -17,10 +17,14 @@ from starlette.types import Receive, Scope, Send
 from postroom.core.fieldfaults import field_fault
 from postroom.errors import (
     BusFull,
+    GuardTripped,
     InvalidMessage,
+    KeyReused,
+    Overloaded,
     PostroomError,
     QueueFull,
     Rejected,
+    ResultGone,
     SinceIdNotFound,
     StaleLease,
     TooMany,
@@ -49,11 +53,15 @@ RETRY_AFTER_S = 1
 STATUS_OF: dict[type[BaseException], int] = {
     StaleLease: 409,
     WrongState: 409,
+    KeyReused: 409,
+    GuardTripped: 409,
+    ResultGone: 410,
     UnknownTask: 404,
     SinceIdNotFound: 404,
     Rejected: 400,
     QueueFull: 429,
     TooMany: 429,
+    Overloaded: 429,
     BusFull: 507,
     Unavailable: 503,
     PostroomError: 500,
@@ -116,6 +124,7 @@ class Endpoint:
         body = await _read_body(server, request, self._served.body_bytes_max)
         request.size = len(body)
         if self._decoders:
+            request.raw = body
             request.body = self._decode(body)
         else:
             request.query = _decode_query(request.scope["query_string"], self.route.query)
@@ -146,7 +155,7 @@ class Endpoint:
 
     def _fault(self, body: bytes, error: msgspec.ValidationError) -> str:
         """Describe the fault by the first struct, unless the body was meant as the last (a batch)."""
-        if len(self._decoders) > 1 and b'"tasks"' not in body:
+        if len(self._decoders) > 1 and not _has_field_of(body, self.route.bodies[-1]):
             try:
                 self._decoders[0].decode(body)
             except msgspec.ValidationError as first:
@@ -174,6 +183,14 @@ def _decoded(decoder: "msgspec.json.Decoder[Any]", body: bytes) -> Any:
         raise
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidMessage(f"the body is not JSON: {reason(error)}") from None
+
+
+def _has_field_of(body: bytes, struct: type) -> bool:
+    """Whether an object has a field of a struct."""
+    with suppress(msgspec.DecodeError):
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return not fields.keys().isdisjoint(field.encode_name for field in msgspec.structs.fields(struct))
+    return False
 
 
 def _decode_query(query: bytes, kind: type) -> Any:
@@ -228,7 +245,7 @@ def _public_message(error: BaseException) -> str:
             return f"there is no message {error.since_id!r} in this bus"
         case UnsafePath():
             return "the attachment has to be in the folder of the bus"
-        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, BusFull):
+        case Unavailable() if type(error) not in (Unavailable, QueueFull, TooMany, Overloaded, BusFull):
             return "the store cannot be used now: try again soon"
         case _:
             return str(error)

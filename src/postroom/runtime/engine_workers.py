@@ -187,7 +187,8 @@ class WorkerProcesses:
 def default_command(app: str) -> Callable[[str], Sequence[str]]:
     """The command that starts one worker of an app."""
     return lambda worker_id: (
-        sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app, "--as-worker", worker_id
+        sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", app,
+        "--as-worker", worker_id, "--supervisor", str(os.getpid()),
     )  # fmt: skip
 
 

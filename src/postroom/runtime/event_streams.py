@@ -1,6 +1,7 @@
 """Server-sent events, and the routes of buses.
 
-Rule 1: a stream ends when its client disconnects, its token is removed, or the server stops.
+Rule 1: a stream ends when its client disconnects, its token is removed, the server stops, or nothing more
+        can come.
 Rule 2: a stream reads page by page, so a slow client keeps at most one page in memory.
 """
 
@@ -41,8 +42,8 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a read of the store or of a bus in a thread."""
-ReadPage = Callable[[T], tuple[bytes, T]]
-"""Reads the page after a position. Returns its bytes and its last position."""
+ReadPage = Callable[[T], tuple[bytes, T | None]]
+"""Reads the page after a position. Returns its bytes and its last position; None when the stream is over."""
 
 
 async def events(server: TaskServer, request: HttpRequest) -> None:
@@ -54,11 +55,11 @@ async def events(server: TaskServer, request: HttpRequest) -> None:
     def page(position: int) -> tuple[bytes, int]:
         found = server.tasks.events(after=position, limit=STREAM_PAGE)
         visible = [event for event in found if owner is None or event.queue == owner]
-        data = b"".join(_sse(str(event.seq), event.kind, _encode(event)) for event in visible)
+        data = b"".join(sse(str(event.seq), event.kind, _encode(event)) for event in visible)
         return data, found[-1].seq if found else position
 
     position = int(last) if last else request.query.after
-    await _Stream(server, request, page, partial(server.read_for, request)).send(position)
+    await EventStream(server, request, page, partial(server.read_for, request)).send(position)
 
 
 async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None:
@@ -69,7 +70,7 @@ async def read_bus(server: TaskServer, request: HttpRequest) -> HttpReply | None
         return HttpReply(200, _encode(BusAnswer(messages)))
     since = request.header(b"last-event-id") or query.since
     page = _bus_pages(server, name, since)
-    await _Stream(server, request, page, partial(server.on_bus, request)).send(since)
+    await EventStream(server, request, page, partial(server.on_bus, request)).send(since)
     return None
 
 
@@ -88,11 +89,11 @@ def _bus_pages(server: TaskServer, name: str, since: str) -> ReadPage[str]:
             messages = follower.page(PAGE_DEFAULT, STREAM_PAGE_BYTES_MAX)
         except SinceIdNotFound:  # it was in an archive that was removed, or never existed
             follower.since = ""
-            return _sse("", "reset", _encode(ResetNotice(position))), ""
+            return sse("", "reset", _encode(ResetNotice(position))), ""
         if not messages:
             read_version = version
             return b"", position
-        data = b"".join(_sse(message.msg_id, "message", _encode(message)) for message in messages)
+        data = b"".join(sse(message.msg_id, "message", _encode(message)) for message in messages)
         return data, messages[-1].msg_id
 
     return page
@@ -107,10 +108,19 @@ async def append_bus(server: TaskServer, request: HttpRequest) -> HttpReply:
     return HttpReply(201, _encode(BusIdAnswer(msg_id)))
 
 
-class _Stream(Generic[T]):
+class EventStream(Generic[T]):
     """One event stream to one client."""
 
-    def __init__(self, server: TaskServer, request: HttpRequest, page: ReadPage[T], run: Run) -> None:
+    def __init__(
+        self,
+        server: TaskServer,
+        request: HttpRequest,
+        page: ReadPage[T],
+        run: Run,
+        *,
+        poll_s: float = STREAM_POLL_S,
+    ) -> None:
+        self._poll_s = poll_s
         self._server = server
         self._request = request
         self._page = page
@@ -123,10 +133,11 @@ class _Stream(Generic[T]):
         disconnected = asyncio.ensure_future(disconnection(request))
         try:
             woken = server.streams_woken
-            data, position = await self._read(position)
+            data, reached = await self._read(position)
             await request.send(_STREAM_STARTS)
             await request.send(_chunk(data or b": ready\n\n"))
-            await self._follow(position, (disconnected, server.long_polls.ending), woken)
+            if reached is not None:
+                await self._follow(reached, (disconnected, server.long_polls.ending), woken)
             await request.send({"type": "http.response.body", "body": b""})
         finally:
             server.stream_share.give_back(request.identity)
@@ -140,22 +151,24 @@ class _Stream(Generic[T]):
             data, reached = await self._read(position)
             if data:
                 await self._request.send(_chunk(data))
+            if reached is None:
+                return
             if reached != position:
                 position, quiet_s = reached, 0.0
                 continue
-            quiet_s += STREAM_POLL_S
+            quiet_s += self._poll_s
             if quiet_s >= STREAM_ALIVE_S:
                 quiet_s = 0.0
                 await self._request.send(_chunk(b": alive\n\n"))
             await asyncio.wait(
-                (*ends, woken), timeout=STREAM_POLL_S, return_when=asyncio.FIRST_COMPLETED
+                (*ends, woken), timeout=self._poll_s, return_when=asyncio.FIRST_COMPLETED
             )  # fmt: skip
             if woken.done():
                 await asyncio.sleep(STREAM_GATHER_S)
             woken = self._server.streams_woken
 
-    async def _read(self, position: T) -> tuple[bytes, T]:
-        page: tuple[bytes, T] = await self._run(lambda: self._page(position))
+    async def _read(self, position: T) -> tuple[bytes, T | None]:
+        page: tuple[bytes, T | None] = await self._run(lambda: self._page(position))
         return page
 
     def _is_allowed(self) -> bool:
@@ -177,7 +190,8 @@ def _chunk(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
-def _sse(event_id: str, kind: str, data: bytes) -> bytes:
+def sse(event_id: str, kind: str, data: bytes) -> bytes:
+    """One server-sent event."""
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id.encode(), kind.encode(), data)
 
 

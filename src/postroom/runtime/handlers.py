@@ -18,7 +18,7 @@ from postroom.contracts.task_operations import DECISIONS, Task, TaskOperations
 from postroom.contracts.task_views import TaskInfo, totals
 from postroom.contracts.tasks import Tasks
 from postroom.errors import InvalidMessage, PostroomError, UnknownTask
-from postroom.message import Record, State
+from postroom.message import ENGINE_PREFIX, Record, State
 from postroom.runtime.agents import Identity
 from postroom.runtime.http_messages import (
     NO_CONTENT,
@@ -81,7 +81,7 @@ async def claim(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wait_s: float) -> list[Task]:
     """Wait for tasks. Tasks claimed for a client that has disconnected are released at once."""
-    async with _poll_share(server, request) as disconnected:
+    async with poll_share(server, request) as disconnected:
         claimed = await server.long_polls.claim(terms, request.identity, wait_s, disconnected)
         if disconnected.done():
             await _release_all(server, request, claimed)
@@ -90,7 +90,7 @@ async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wai
 
 
 @asynccontextmanager
-async def _poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
+async def poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
     """Count a long poll in the caller's share. Gives a future that is done when the client disconnects."""
     server.poll_share.take(request.identity)
     disconnected = asyncio.ensure_future(disconnection(request))
@@ -282,7 +282,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: ShowQuery = request.query
     info = await _readable(server, request)
     if query.wait_s and not info.ended:
-        async with _poll_share(server, request) as disconnected:
+        async with poll_share(server, request) as disconnected:
             await server.result_polls.wait(info.task_id, query.wait_s, disconnected)
             if disconnected.done():
                 raise ClientDisconnected
@@ -349,5 +349,5 @@ def _own_record(operations: TaskOperations, task_id: str, owner: str | None) -> 
 
 def _check_owner(tasks: Tasks, task_id: str, owner: str | None) -> None:
     [record] = tasks.store.find(ByIds((task_id,)))
-    if owner is not None and record.queue != owner:
+    if record.queue.startswith(ENGINE_PREFIX) or (owner is not None and record.queue != owner):
         raise UnknownTask(task_id)

@@ -17,7 +17,7 @@ from postroom.contracts.task_operations import DECISIONS, Task
 from postroom.contracts.tasks import Tasks
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import HandleDead, InvalidMessage, PostroomError, StaleLease, UnknownTask
-from postroom.message import Event
+from postroom.message import ENGINE_PREFIX, Event
 from postroom.runtime.agent_nudges import AgentNudges
 from postroom.runtime.agents import Agents
 from postroom.runtime.executions import CONCURRENCY_MAX, Executions
@@ -263,8 +263,10 @@ class Harness:
         self._log("nudge_failed", task_id=task_id, agent=agent, reason=reason)
 
     def _log_events(self, events: Sequence[Event]) -> None:
-        """Log lapses, retries, dead letters and duplicates."""
+        """Log lapses, retries, dead letters and duplicates of tasks."""
         for event in events:
+            if event.queue.startswith(ENGINE_PREFIX):
+                continue
             facts = {"worker": event.worker_id} if event.worker_id else {}
             name = "requeued" if event.kind == "enqueued" else event.kind
             self._log(name, task_id=event.message_id, agent=event.queue, attempt=event.attempt, **facts)

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
+from postroom.contracts.engine import Engine
 from postroom.contracts.task_input import LEASE_S_MAX, LEASE_S_MIN
 from postroom.contracts.tasks import Tasks
 from postroom.core.times import checked_seconds
@@ -121,6 +122,7 @@ def create_app(
     execute: Execute | None = None,
     agents: Agents | None = None,
     harness: Harness | None = None,
+    engine: Engine | None = None,
     server_log: ServerLog | None = None,
     allowed_nudge_hosts: Iterable[str] = (),
     bus_durability: Durability = "os",
@@ -129,8 +131,10 @@ def create_app(
 ) -> TasksApp:
     """The server of a data folder as an ASGI application. The harness runs from its start to its end.
 
-    The caller closes `tasks`.
+    The caller closes `tasks`. `engine` has to use the same store; without one, the global queue has the
+    default rules and types.
     """
+    engine = Engine(tasks.store) if engine is None else engine
     agents = Agents(data) if agents is None else agents
     server_log = ServerLog() if server_log is None else server_log
     if harness is None:
@@ -145,7 +149,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: TasksApp) -> AsyncIterator[None]:
         buses = Buses(data, bus_durability, bus_max_bytes)
-        server = app.server = TaskServer(tasks, agents, harness, buses, server_log)
+        server = app.server = TaskServer(tasks, agents, harness, buses, server_log, engine)
         server.openapi_json = app.openapi_json
         server.lease_s_max = lease_s_max
         harness.start()
@@ -175,6 +179,7 @@ def serve(
     lease_s_max: float = LEASE_S_MAX,
     concurrency: int = 1,
     in_order: bool = False,
+    app_engine: Engine | None = None,
     server_log: ServerLog | None = None,
     ready: Callable[[int], None] | None = None,
     beside: AbstractContextManager[object] | None = None,
@@ -183,7 +188,8 @@ def serve(
 
     `beside` is entered once the server has its port and its folder. A server that cannot start removes the
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
-    same time; with `in_order`, those of one agent one after the other.
+    same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
+    types of `app_engine`, but not its store.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
@@ -211,6 +217,7 @@ def serve(
             tasks,
             agents=agents,
             harness=harness,
+            engine=None if app_engine is None else app_engine.on(tasks.store),
             server_log=server_log,
             bus_durability=durability,
             bus_max_bytes=bus_max_bytes,

@@ -38,7 +38,18 @@ NO_CONTENT = HttpReply(204, b"", ())
 class HttpRequest:
     """One request: the caller, and the decoded body or query."""
 
-    __slots__ = ("body", "body_bytes_held", "identity", "query", "receive", "scope", "send", "size", "token")
+    __slots__ = (
+        "body",
+        "body_bytes_held",
+        "identity",
+        "query",
+        "raw",
+        "receive",
+        "scope",
+        "send",
+        "size",
+        "token",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -47,6 +58,8 @@ class HttpRequest:
         self.token = ""
         self.identity: Identity = _ANONYMOUS
         self.body: Any = None
+        self.raw = b""
+        """The body before it was decoded."""
         self.size = 0
         """Bytes of the body."""
         self.body_bytes_held = 0

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from postroom.contracts.engine.inspection import EngineStatus
 from postroom.contracts.tasks import AgentStatus, TasksStatus
 from postroom.runtime.harness import HarnessStatus
 
@@ -26,16 +27,17 @@ class ServerCounters(NamedTuple):
     """Answered requests by route and status."""
 
 
-def metrics_text(tasks: TasksStatus, server: ServerCounters) -> bytes:
+def metrics_text(tasks: TasksStatus, engine: EngineStatus, server: ServerCounters) -> bytes:
     """Return one scrape."""
-    return generate_latest(_TaskServer(tasks, server))
+    return generate_latest(_TaskServer(tasks, engine, server))
 
 
 class _TaskServer(Collector):
     """The metrics of one scrape. A registry would be global state, and one scrape needs none."""
 
-    def __init__(self, tasks: TasksStatus, server: ServerCounters) -> None:
+    def __init__(self, tasks: TasksStatus, engine: EngineStatus, server: ServerCounters) -> None:
         self._tasks = tasks
+        self._engine = engine
         self._server = server
 
     def collect(self) -> Iterator[Metric]:
@@ -47,6 +49,7 @@ class _TaskServer(Collector):
             yield CounterMetricFamily(
                 "postroom_held_up", "Enqueues delayed or refused by the backlog.", self._tasks.held_up
             )
+        yield from _organizations(self._engine)
         yield from _harness(self._server.harness)
         yield GaugeMetricFamily("postroom_waiting_requests", "Long polls under way.", self._server.long_polls)
         yield CounterMetricFamily("postroom_commits", "Commits made for HTTP requests.", self._server.commits)
@@ -72,6 +75,32 @@ def _queues(agents: Mapping[str, AgentStatus]) -> Iterator[Metric]:
         for state, count in sorted(agent.states.items()):
             tasks.add_metric([name, state], count)
     yield from (depth, in_flight, age, lapses, tasks)
+
+
+def _organizations(engine: EngineStatus) -> Iterator[Metric]:
+    depth = GaugeMetricFamily(
+        "postroom_engine_depth", "Messages that wait in a lane.", labels=["organization", "lane"]
+    )
+    messages = GaugeMetricFamily(
+        "postroom_engine_messages", "Messages in each state.", labels=["organization", "state"]
+    )
+    stage = GaugeMetricFamily("postroom_engine_stage", "The stage of backpressure.", labels=["organization"])
+    breakers = GaugeMetricFamily(
+        "postroom_engine_breaker_open", "1 while a breaker is not closed.", labels=["service"]
+    )
+    for name, found in engine.organizations.items():
+        for lane, count in enumerate(found.lanes):
+            depth.add_metric([name, f"P{lane}"], count)
+        for state, count in sorted(found.states.items()):
+            messages.add_metric([name, state], count)
+        stage.add_metric([name], found.stage)
+    for service, breaker in engine.breakers.items():
+        breakers.add_metric([service], breaker.state != "closed")
+    yield from (depth, messages, stage, breakers)
+    yield GaugeMetricFamily("postroom_engine_workers", "Workers that reported lately.", len(engine.workers))
+    yield GaugeMetricFamily(
+        "postroom_engine_wanted_workers", "Workers that the backlog asks for.", engine.wanted_workers
+    )
 
 
 def _harness(status: HarnessStatus) -> Iterator[Metric]:

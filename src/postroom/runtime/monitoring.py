@@ -2,6 +2,7 @@
 
 import msgspec
 
+from postroom.runtime.engine_handlers import engine_status
 from postroom.runtime.http_messages import HttpReply, HttpRequest
 from postroom.runtime.metrics import CONTENT_TYPE, ServerCounters, metrics_text
 from postroom.runtime.schemas import ErrorAnswer, HealthAnswer
@@ -26,10 +27,11 @@ def _unavailable(message: str) -> HttpReply:
 
 async def metrics(server: TaskServer, request: HttpRequest) -> HttpReply:
     status = await server.read_for(request, server.tasks.status)
+    engine = await server.read_for(request, lambda: engine_status(server))
     counters = ServerCounters(
         server.harness.status(), server.long_polls.count, server.writer.turns, server.requests
     )
-    return HttpReply(200, metrics_text(status, counters), (_METRICS_TYPE,))
+    return HttpReply(200, metrics_text(status, engine, counters), (_METRICS_TYPE,))
 
 
 async def openapi(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa: ARG001 - needs no caller

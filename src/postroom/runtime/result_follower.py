@@ -12,7 +12,7 @@ import msgspec
 from postroom.contracts.task_operations import DECISIONS, TaskCall
 from postroom.contracts.tasks import Tasks
 from postroom.errors import PostroomError, Rejected
-from postroom.message import Event
+from postroom.message import ENGINE_PREFIX, Event
 from postroom.system.atomic import read_file, replace_file
 
 POSITION_FILE = "harness.position"
@@ -44,7 +44,9 @@ class ResultFollower:
             completed = [
                 event.message_id
                 for event in events
-                if event.kind == "execution_completed" and event.queue != DECISIONS
+                if event.kind == "execution_completed"
+                and event.queue != DECISIONS
+                and not event.queue.startswith(ENGINE_PREFIX)
             ]
             for start in range(0, len(completed), DECISIONS_A_COMMIT):
                 self._open(completed[start : start + DECISIONS_A_COMMIT])

@@ -4,9 +4,25 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from postroom.contracts.engine.dlq import DeadLetter
+from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.task_views import TaskInfo
-from postroom.runtime import event_streams, handlers, monitoring
+from postroom.runtime import engine_handlers, event_streams, handlers, monitoring
 from postroom.runtime.endpoint import ServedRoute
+from postroom.runtime.engine_schemas import (
+    ExplainAnswer,
+    LettersAnswer,
+    LettersQuery,
+    MessageAnswer,
+    MessagesAnswer,
+    NewMessageBody,
+    NewMessagesBody,
+    PauseBody,
+    PurgeBody,
+    ReplayBody,
+    ResumeBody,
+    ScopeAnswer,
+)
 from postroom.runtime.openapi import EVENT_STREAM, TEXT, Route, document
 from postroom.runtime.schemas import (
     BUS_POST_BYTES_MAX,
@@ -138,6 +154,126 @@ ROUTES: Sequence[ServedRoute] = (
     ServedRoute(
         Route("GET", "/queue/status", "The state of the queues", {200: (StatusAnswer,)}, _READ),
         handlers.status,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/messages",
+            "Submit one message or several",
+            {202: (MessageAnswer, MessagesAnswer)},
+            (400, 401, 403, 409, 410, 413, 429, 503),
+            (NewMessageBody, NewMessagesBody),
+        ),
+        engine_handlers.submit,
+        ENQUEUE_BYTES_MAX,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/messages/{id}",
+            "A message and its history, now or after its end",
+            {200: (MessageInfo,)},
+            _READ,
+            query=ShowQuery,
+        ),
+        engine_handlers.show,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/messages/{id}/stream",
+            "The parts of the answer as they come, to the last one",
+            {200: EVENT_STREAM},
+            _READ,
+        ),
+        engine_handlers.stream,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/messages/{id}/explain",
+            "Why a message does not move",
+            {200: (ExplainAnswer,)},
+            _READ,
+        ),
+        engine_handlers.explain,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/messages/{id}/cancel",
+            "End a message without a result",
+            {202: (MessageAnswer,)},
+            _CHANGE,
+        ),
+        engine_handlers.cancel,
+    ),
+    ServedRoute(
+        Route(
+            "GET",
+            "/engine/dlq",
+            "Dead letters in the order of acceptance",
+            {200: (LettersAnswer,)},
+            _READ,
+            query=LettersQuery,
+        ),
+        engine_handlers.dead_letters,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/dlq/replay",
+            "Queue dead letters again",
+            {202: (MessagesAnswer,)},
+            _CHANGE,
+            (ReplayBody,),
+        ),
+        engine_handlers.replay,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/dlq/purge",
+            "Forget dead letters",
+            {202: (MessagesAnswer,)},
+            _CHANGE,
+            (PurgeBody,),
+        ),
+        engine_handlers.purge,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/dlq/{id}", "A dead letter and its errors", {200: (DeadLetter,)}, (*_READ, 409)),
+        engine_handlers.dead_letter,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/status", "The state of the global queue", {200: (EngineStatus,)}, _READ),
+        engine_handlers.status,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/pause",
+            "Stop deliveries of an organization or a type",
+            {202: (ScopeAnswer,)},
+            (400, 401, 403, 413, 429, 503),
+            (PauseBody,),
+        ),
+        engine_handlers.pause,
+        operators_only=True,
+    ),
+    ServedRoute(
+        Route(
+            "POST",
+            "/engine/resume",
+            "End a pause",
+            {202: (ScopeAnswer,)},
+            (400, 401, 403, 413, 429, 503),
+            (ResumeBody,),
+        ),
+        engine_handlers.resume,
+        operators_only=True,
     ),
     ServedRoute(
         Route("GET", "/events", "Events as they happen", {200: EVENT_STREAM}, _READ, query=EventsQuery),

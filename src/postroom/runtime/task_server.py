@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
+from postroom.contracts.engine import Engine
 from postroom.contracts.task_input import LEASE_S_MAX, checked_terms
 from postroom.contracts.tasks import Tasks
 from postroom.runtime.agents import Agents
@@ -46,9 +47,17 @@ class TaskServer:
     """The store, the harness, the threads and the shares of one server."""
 
     def __init__(
-        self, tasks: Tasks, agents: Agents, harness: Harness, buses: Buses, server_log: ServerLog
-    ) -> None:  # fmt: skip
+        self,
+        tasks: Tasks,
+        agents: Agents,
+        harness: Harness,
+        buses: Buses,
+        server_log: ServerLog,
+        engine: Engine,
+    ) -> None:
         self.tasks = tasks
+        self.engine = engine
+        """The global queue, in the store of the tasks."""
         self.agents = agents
         self.harness = harness
         self.buses = buses
@@ -125,6 +134,7 @@ class TaskServer:
         """Finish the pending writes, then stop all threads."""
         self.end_waits()
         self.writer.close()
+        self.engine.close()
         self._readers.shutdown()
         self._health_thread.shutdown()
         self._bus_threads.shutdown()

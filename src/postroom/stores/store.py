@@ -22,9 +22,20 @@ class Store(ABC):
     trouble: str = ""
     """Why the store cannot write at present; empty when it can."""
     on_commit: Callable[[Transaction], None] | None = None
-    """Called with the transaction after each commit."""
+    """Called with the transaction after each commit. Contracts use `add_commit_listener`."""
     fatal_errors: tuple[type[Exception], ...] = ()
     """Errors of the backend itself. They end the whole commit, not only the work that raised them."""
+
+    def add_commit_listener(self, listener: Callable[[Transaction], None]) -> None:
+        """Call `listener` after each commit, too. Several contracts can share a store."""
+        previous = self.on_commit
+
+        def call_both(transaction: Transaction) -> None:
+            if previous is not None:
+                previous(transaction)
+            listener(transaction)
+
+        self.on_commit = listener if previous is None else call_both
 
     @abstractmethod
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:

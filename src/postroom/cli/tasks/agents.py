@@ -45,6 +45,7 @@ def agent() -> None:
     metavar="NAME",
     help="An agent that it may send tasks to. May be repeated, and changed later by `allow` and `deny`.",
 )
+@click.option("--org", default="", metavar="NAME", help="Its organization in the global queue.")
 @click.option("--token-only", is_flag=True, help="Print the bare token, also into a pipe.")
 @click.pass_obj
 def add(
@@ -54,6 +55,7 @@ def add(
     url: str | None,
     operator: bool,
     may_send_to: tuple[str, ...],
+    org: str,
     token_only: bool,
 ) -> None:
     """Register an agent and print its token.
@@ -64,16 +66,19 @@ def add(
     Example:
       postroom tasks agent add triage --data run --url http://127.0.0.1:9001
       postroom tasks agent add planner --data run --may-send-to critic --may-send-to coder
+      postroom tasks agent add caller --data run --org acme
       export POSTROOM_TOKEN=$(postroom tasks agent add boss --data run --operator --token-only)
     """
     from postroom.runtime.agents import Agents
 
     role = "operator" if operator else "agent"
-    token = Agents(data).add(name, url, role=role, may_send_to=may_send_to)  # type: ignore[arg-type]
+    token = Agents(data).add(name, url, role, may_send_to, org)  # type: ignore[arg-type]
     if token_only:
         shell.output.sentence(token)
         return
-    facts = {"name": name, "role": role, "url": url, "may_send_to": list(may_send_to), "token": token}
+    facts = {
+        "name": name, "role": role, "url": url, "may_send_to": list(may_send_to), "org": org, "token": token
+    }  # fmt: skip
     shell.output.facts(facts, token)
 
 
@@ -90,11 +95,11 @@ def list_agents(shell: Shell, data: Path) -> None:
     rows = [
         {
             "name": known.name, "role": known.role, "url": known.url,
-            "may_send_to": list(known.may_send_to), "created": rfc3339(known.created),
+            "may_send_to": list(known.may_send_to), "org": known.org, "created": rfc3339(known.created),
         }
         for known in registered(data).list()
     ]  # fmt: skip
-    columns = ["name", "role", "url", "may_send_to", "created"]
+    columns = ["name", "role", "url", "may_send_to", "org", "created"]
     shell.output.rows(columns, rows, empty="no agent is registered yet")
 
 

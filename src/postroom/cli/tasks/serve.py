@@ -15,6 +15,7 @@ from postroom.cli.tasks.options import HOST_DEFAULT, PORT, durability_option, ne
 from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
+    from postroom.contracts.engine import Engine
     from postroom.contracts.tasks import Task, Tasks
 
 PORT_DEFAULT = 8800
@@ -69,6 +70,11 @@ CONCURRENCY_DEFAULT = 4
     help="How many decisions are executed at the same time.",
 )  # fmt: skip
 @click.option("--in-order", is_flag=True, help="Execute the decisions of each agent one after the other.")
+@click.option(
+    "--app",
+    metavar="MODULE:ENGINE",
+    help="An engine whose types and rules the global queue has; see `engine work`.",
+)
 @durability_option("group")
 @click.pass_obj
 def serve(
@@ -81,6 +87,7 @@ def serve(
     nudge_hosts: tuple[str, ...],
     bus_max_bytes: int,
     audit: Path | None,
+    app: str | None,
     durability: Any,
     **terms: Any,
 ) -> None:
@@ -114,7 +121,8 @@ def serve(
             run_server(
                 data, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts, ready=print_address,
                 durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=shipping(shell, data, audit), **terms,
+                beside=shipping(shell, data, audit), app_engine=None if app is None else load_engine(app),
+                **terms,
             )  # fmt: skip
         finally:
             end_programs()
@@ -136,6 +144,12 @@ def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
         yield
     finally:
         shipper.stop()
+
+
+def load_engine(app: str) -> "Engine":
+    from postroom.runtime.engine_workers import load_app
+
+    return load_app(app)
 
 
 def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:

@@ -18,7 +18,7 @@ from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
 from postroom.errors import GuardTripped, Overloaded, PostroomError, UnknownTask
-from postroom.message import ENGINE_PREFIX, Stored, org_of
+from postroom.message import Stored, org_of
 from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.stores.store import Store
@@ -47,7 +47,11 @@ class EngineCore:
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purged_to = 0
         self._keys_purged_to = ""
-        store.on_commit = self._committed
+        store.add_commit_listener(self._committed)
+
+    def share(self, other: "EngineCore") -> None:
+        """Use the types, handlers and services of another engine, also those registered later."""
+        self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
@@ -66,10 +70,10 @@ class EngineCore:
         try:
             return await self.write(lambda operations: operations.submit(prepared))
         except (Overloaded, GuardTripped) as error:
-            await self._note_refusal(prepared[0], error)
+            await self.note_refusal(prepared[0], error)
             raise
 
-    async def _note_refusal(self, message: Prepared, error: PostroomError) -> None:
+    async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
         now = time.monotonic()
         noted_at, count = self._refusals.get(message.org_id, (0.0, 0))
@@ -133,9 +137,6 @@ class EngineCore:
     def _committed(self, transaction: Transaction) -> None:
         if any(org_of(queue) for queue in transaction.ready):
             self._notifier.notify(READY)
-        for queue in transaction.ready:
-            if not queue.startswith(ENGINE_PREFIX):
-                self._notifier.notify(queue)
         if transaction.ended:
             self._notifier.notify_rarely_awaited(TASK_ENDED)
 

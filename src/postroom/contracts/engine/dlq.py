@@ -61,12 +61,12 @@ class DeadLetters:
 
     async def list(self, **filters: Any) -> Letters:
         """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
-        wanted = _filters(filters)
-        return await self._core.read(lambda operations: _letters(operations, wanted))
+        wanted = checked_filters(filters)
+        return await self._core.read(lambda operations: letters(operations, wanted))
 
     async def show(self, message_id: str) -> DeadLetter:
         """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
-        return await self._core.read(lambda operations: _letter_by_id(operations, message_id))
+        return await self._core.read(lambda operations: letter_by_id(operations, message_id))
 
     async def replay(
         self,
@@ -117,11 +117,12 @@ def _replay(operations: Operations, message_id: str, priority: int | None) -> No
 
 
 def _forget(operations: Operations, message_id: str) -> None:
-    _letter_by_id(operations, message_id)
+    letter_by_id(operations, message_id)
     operations.forget([operations.loaded(message_id).record])
 
 
-def _filters(filters: dict[str, Any]) -> Filters:
+def checked_filters(filters: dict[str, Any]) -> Filters:
+    """Filters as the caller gave them, checked."""
     try:
         wanted = msgspec.convert(filters, Filters)
     except msgspec.ValidationError as error:
@@ -131,11 +132,12 @@ def _filters(filters: dict[str, Any]) -> Filters:
     return wanted
 
 
-def _letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
-    letters: list[DeadLetter] = []
+def letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
+    """Dead letters by acceptance."""
+    found: list[DeadLetter] = []
     since_us, until_us = _us(wanted.since), _us(wanted.until)
     after = 0 if wanted.after is None else operations.loaded(wanted.after).record.seq
-    while len(letters) < wanted.limit:
+    while len(found) < wanted.limit:
         records = operations.dead_letters(wanted.org_id, after, LOOKED_A_READ)
         for record in records:
             after = record.seq
@@ -147,10 +149,10 @@ def _letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
             letter = _letter(operations, stored)
             types = {entry["error_type"] for entry in letter.error_history[-1:]}
             if wanted.error_type is None or wanted.error_type in types:
-                letters.append(letter)
+                found.append(letter)
         if len(records) < LOOKED_A_READ:
             break
-    return letters[: wanted.limit]
+    return found[: wanted.limit]
 
 
 def _us(moment: Any) -> int:
@@ -162,7 +164,8 @@ def _us(moment: Any) -> int:
     return epoch_ns_of(value) // 1000
 
 
-def _letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
+def letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
+    """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
     stored = operations.loaded(message_id)
     if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
         raise WrongState(message_id, "treat as a dead letter", stored.record.state)

@@ -47,6 +47,17 @@ class Engine(Closing):
     def _new_core(self, store: Store, policy: Policy) -> EngineCore:
         return EngineCore(store, policy)
 
+    def on(self, store: Store) -> "Engine":
+        """An engine with the same rules, types and handlers on another store."""
+        engine = Engine(store, self.policy)
+        engine.core.share(self.core)
+        return engine
+
+    @property
+    def core(self) -> EngineCore:
+        """The inside of the engine, for servers."""
+        return self._core
+
     @property
     def policy(self) -> Policy:
         """The rules of the engine."""

@@ -4,19 +4,14 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from postroom.contracts.engine.cells import PARTS, SEPARATOR, Part, joined
+from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain
-from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import Position, read_on
 from postroom.contracts.engine.results import result_of
-from postroom.core import lifecycle
-from postroom.core.times import utc_text
-from postroom.errors import MessageFailed
-from postroom.message import Stored
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
-PARTS_A_READ_MAX = 1_000
 LOOK_S = 0.1  # how often a reader of parts looks for new ones
 
 
@@ -56,52 +51,15 @@ class Handle:
             yield part
 
 
-async def follow(core: "EngineCore", message_id: str, after: str = "") -> AsyncIterator[Part]:
-    """The parts of an answer, from the beginning or behind a key of an earlier reading."""
-    acknowledged = 0
-    chunks = 0
-    position = after or joined(message_id) + SEPARATOR
+async def follow(core: "EngineCore", message_id: str) -> AsyncIterator[Part]:
+    """The parts of an answer from the beginning, as they come."""
+    position = Position()
     while True:
-        stored, parts = await core.read(partial(_look, message_id=message_id, after=position))
-        record = stored.record
-        if record.attempt > acknowledged:
-            acknowledged = record.attempt
-            timestamp = utc_text(record.claimed_us * 1000)
-            yield Part(message_id, "acknowledgment", timestamp, attempt=record.attempt)
-        for key, part in parts:
-            position = key
-            chunks = part.chunk_index + 1 if part.chunk_index is not None else chunks
+        parts, is_complete = await core.read(partial(read_on, message_id=message_id, position=position))
+        for at, part in parts:
+            position = at
             yield part
-        if record.state in lifecycle.ENDED and len(parts) < PARTS_A_READ_MAX:
-            yield _last(stored, chunks)
+        if is_complete:
             return
         if not parts:
             await core.wait_for_news(message_id, LOOK_S)
-
-
-def _look(operations: Operations, message_id: str, after: str) -> tuple[Stored, list[tuple[str, Part]]]:
-    stored = operations.loaded(message_id)
-    prefix = joined(message_id) + SEPARATOR
-    found = PARTS.scan(operations.transaction, after, PARTS_A_READ_MAX)
-    return stored, [(key, part) for key, part in found if key.startswith(prefix)]
-
-
-def _last(stored: Stored, chunks: int) -> Part:
-    record = stored.record
-    timestamp, message_id = utc_text(record.ended_us * 1000), record.message_id
-    try:
-        result = result_of(stored)
-    except MessageFailed as failed:
-        last = failed.error_history[-1] if failed.error_history else {"error_type": failed.state, "error": ""}
-        error = {"type": last["error_type"] or failed.state, "message": last["error"] or str(failed)}
-        return Part(message_id, "error", timestamp, attempt=record.attempt, error=error)
-    if chunks:
-        return Part(
-            message_id,
-            "stream_complete",
-            timestamp,
-            attempt=record.attempt,
-            result=result,
-            total_chunks=chunks,
-        )
-    return Part(message_id, "result", timestamp, attempt=record.attempt, result=result)

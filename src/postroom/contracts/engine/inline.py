@@ -60,9 +60,7 @@ class InlineEngine(Engine):
     def __init__(self, engine: Engine) -> None:
         self.clock = ManualClock()
         super().__init__(MemoryStore(clock=self.clock), engine.policy)
-        self._core.registry = engine._core.registry  # noqa: SLF001 - the same class
-        self._core.handlers = engine._core.handlers  # noqa: SLF001
-        self._core.services = engine._core.services  # noqa: SLF001
+        self._core.share(engine.core)
 
     def _new_core(self, store: Any, policy: Any) -> EngineCore:
         core = InlineCore(store, policy)

@@ -48,7 +48,7 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Decide, Transaction
+from postroom.stores.transaction import Accepted, Decide, Transaction
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
@@ -125,8 +125,8 @@ class Operations:
                 new.append((index, message))
         if new:
             Admission(self.transaction, self._policy).check([message for _, message in new])
-            for (index, _), message_id in zip(new, self._insert([m for _, m in new]), strict=True):
-                answers[index] = Submitted(message_id, duplicate=False)
+            for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
+                answers[index] = Submitted(accepted.message_id, accepted.duplicate)
         return [self._answer(index, message, answers, keys) for index, message in enumerate(messages)]
 
     def _answer(
@@ -155,7 +155,7 @@ class Operations:
         if message.digest != first.digest:
             raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
 
-    def _insert(self, messages: Sequence[Prepared]) -> list[str]:
+    def _insert(self, messages: Sequence[Prepared]) -> list[Accepted]:
         transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
         for org_id in {message.org_id for message in messages}:
             self._apply_depth_limit(org_id)
@@ -165,8 +165,9 @@ class Operations:
         except QueueFull as full:
             raise Overloaded(str(full).rpartition(":")[0], full.retry_after_s) from full
         for message, one in zip(messages, accepted, strict=True):
-            self._after_insert(message, one.message_id)
-        return [one.message_id for one in accepted]
+            if not one.duplicate:
+                self._after_insert(message, one.message_id)
+        return accepted
 
     def _apply_depth_limit(self, org_id: str) -> None:
         most, queue = self._policy.organization_of(org_id).max_depth, ENGINE_PREFIX + org_id

@@ -1,0 +1,195 @@
+"""For operators: `postroom engine dlq`, the dead letters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from postroom.cli.engine.options import PRIORITY, message_argument, org_option, type_option, where_options
+from postroom.cli.engine.places import open_place
+from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, together
+
+LIST_DEFAULT = 100
+LIMIT = click.IntRange(1, 1_000)
+
+message_arguments = click.argument("message_ids", metavar="[MESSAGE_ID]...", nargs=-1)
+filter_options = together(
+    org_option,
+    type_option,
+    click.option("--error-type", metavar="NAME", help="Only those whose last error is of this class."),
+    click.option("--since", metavar="TIME", help="Only those that died since TIME (RFC 3339)."),
+    click.option("--until", metavar="TIME", help="Only those that died until TIME (RFC 3339)."),
+    click.option(
+        "--limit", type=LIMIT, default=LIST_DEFAULT, show_default=True, metavar="N", help="At most N of them."
+    ),
+)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Change nothing, only print the ids.")
+all_option = click.option("--all", "every", is_flag=True, help="Every dead letter, up to --limit.")
+
+
+@click.group(context_settings=HELP_OPTIONS)
+def dlq() -> None:
+    """Dead letters: messages that failed for good, and quarantined ones.
+
+    \b
+    Example:
+      postroom engine dlq list --data run --org acme
+      postroom engine dlq replay --data run --org acme --error-type TimeoutError --rate 5
+    """
+
+
+@dlq.command(name="list")
+@where_options
+@filter_options
+@click.pass_obj
+def list_letters(
+    shell: Shell, /, data: Path | None, url: str | None, token: str | None, **options: Any
+) -> None:
+    """List dead letters, in the order they were accepted.
+
+    \b
+    Example:
+      postroom engine dlq list --data run --type tool_call --since 2026-11-17T08:00:00Z
+    """
+    with open_place(shell, data, url, token) as place:
+        letters = place.dead_letters(**filters_of(options))
+    if not shell.output.readable:
+        for letter in letters:
+            shell.output.json_line(letter)
+        return
+    rows = [
+        {**letter, **{name: letter["original_message"].get(name) for name in ("org_id", "type")}}
+        for letter in letters
+    ]
+    columns = ["message_id", "org_id", "type", "state", "failure_reason", "dlq_timestamp"]
+    shell.output.rows(columns, rows, empty="there is no such dead letter")
+
+
+@dlq.command()
+@message_argument
+@where_options
+@click.pass_obj
+def show(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Show a dead letter with its message and all its errors.
+
+    \b
+    Example:
+      postroom engine dlq show 0190163d-8694-739b-aea5-966c26f8ad91 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        letter = place.dead_letter(message_id)
+    if not shell.output.readable:
+        shell.output.json_line(letter)
+        return
+    errors, message = letter.pop("error_history"), letter.pop("original_message")
+    body = json.dumps(message, indent=2, ensure_ascii=False)
+    shell.output.record([letter.pop("message_id"), letter.pop("state")], letter, body)
+    columns = ["attempt", "timestamp", "error_type", "error", "worker_id"]
+    shell.output.rows(columns, errors, empty="no error was recorded")
+
+
+@dlq.command()
+@message_arguments
+@where_options
+@filter_options
+@all_option
+@dry_run_option
+@click.option("--priority", type=PRIORITY, metavar="N", help="Replay with this priority.")
+@click.option(
+    "--rate", "rate_per_s", type=click.FloatRange(min=0.001, max=1_000_000), metavar="N",
+    help="Replay at most N messages a second.",
+)  # fmt: skip
+@click.pass_obj
+def replay(
+    shell: Shell,
+    /,
+    message_ids: tuple[str, ...],
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    every: bool,
+    dry_run: bool,
+    priority: int | None,
+    rate_per_s: float | None,
+    **options: Any,
+) -> None:
+    """Queue dead letters again, each with all its retries.
+
+    Takes ids, or chooses by filters. Quarantined messages are replayed by their ids only.
+
+    \b
+    Example:
+      postroom engine dlq replay 0190163d-8694-739b-aea5-966c26f8ad91 --data run
+      postroom engine dlq replay --data run --org acme --error-type TimeoutError --dry-run
+      postroom engine dlq replay --data run --all --priority 3 --rate 5
+    """
+    filters = chosen_filters(message_ids, every, options)
+    with open_place(shell, data, url, token) as place:
+        replayed = place.replay(
+            list(message_ids) or None, dry_run=dry_run, priority=priority, rate_per_s=rate_per_s, **filters
+        )
+    print_ids(shell, replayed, "would be replayed" if dry_run else "wait again, with all their retries")
+
+
+@dlq.command()
+@message_arguments
+@where_options
+@filter_options
+@all_option
+@dry_run_option
+@click.pass_obj
+def purge(
+    shell: Shell,
+    /,
+    message_ids: tuple[str, ...],
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    every: bool,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Forget dead letters for good.
+
+    \b
+    Example:
+      postroom engine dlq purge 0190163d-8694-739b-aea5-966c26f8ad91 --data run
+      postroom engine dlq purge --data run --until 2026-08-01T00:00:00Z --dry-run
+    """
+    filters = chosen_filters(message_ids, every, options)
+    with open_place(shell, data, url, token) as place:
+        purged = place.purge(list(message_ids) or None, dry_run=dry_run, **filters)
+    print_ids(shell, purged, "would be forgotten" if dry_run else "are forgotten")
+
+
+def filters_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, as filters of the contract."""
+    named = {"type" if name == "type_name" else name: value for name, value in options.items()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def chosen_filters(message_ids: tuple[str, ...], every: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Filters that choose dead letters; empty when ids do. Nothing is chosen by accident."""
+    filters = filters_of(options)
+    limit = filters.pop("limit")
+    by_filter = bool(filters) or every
+    if by_filter == bool(message_ids):
+        raise click.UsageError(
+            "name dead letters by MESSAGE_ID, or choose them: --org, --type, --error-type, --since, --until, "
+            "or --all"
+        )
+    return {**filters, "limit": limit} if by_filter else {}
+
+
+def print_ids(shell: Shell, message_ids: list[str], what: str) -> None:
+    if shell.output.readable:
+        for message_id in message_ids:
+            shell.output.sentence(message_id)
+        shell.output.sentence(f"{len(message_ids)} dead letters {what}")
+    else:
+        for message_id in message_ids:
+            shell.output.json_line({"message_id": message_id})
+
+
+add_json_option(dlq)

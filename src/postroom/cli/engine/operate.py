@@ -1,0 +1,221 @@
+"""For operators: look at the queue, explain and cancel messages, pause and resume deliveries."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from postroom.cli.engine.options import message_argument, org_option, type_option, where_options
+from postroom.cli.engine.places import open_place
+from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
+
+WATCH_EVERY_S_DEFAULT = 1.0
+BAR_COLUMNS = 30
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
+COLUMNS = [
+    "organization", "P0", "P1", "P2", "P3", "depth", "stage", "in_flight", "done", "dead", "paused"
+]  # fmt: skip
+ENDED = ("COMPLETED", "CANCELLED", "EXPIRED", "DEAD_LETTER", "QUARANTINED")
+DEAD = ("DEAD_LETTER", "QUARANTINED")
+
+
+@click.command()
+@where_options
+@click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option(
+    "--every-s", type=parse_wait, default=WATCH_EVERY_S_DEFAULT, show_default=True, metavar="S",
+    help="The pause of --watch.",
+)  # fmt: skip
+@click.pass_obj
+def status(
+    shell: Shell, data: Path | None, url: str | None, token: str | None, watch: bool, every_s: float
+) -> None:
+    """Show the state of the queue.
+
+    For each organization: the messages that wait in each priority, the stage of backpressure, and how many
+    are in flight, done and dead. Then workers, breakers and pauses. With --watch a terminal shows a live view
+    with the progress; a pipe gets one JSON line for each look.
+
+    \b
+    Example:
+      postroom engine status --data run
+      postroom engine status --data run --watch
+      postroom engine status --url http://127.0.0.1:8800 | jq .organizations.acme.depth
+    """
+    with open_place(shell, data, url, token) as place:
+        if not watch:
+            print_status(shell, place.status())
+            return
+        try:
+            watch_status(shell, place, every_s)
+        except Stopped:
+            return
+
+
+def watch_status(shell: Shell, place: Any, every_s: float) -> None:
+    """Print the state of the queue until a signal, or until nobody reads it."""
+    before: tuple[float, int] | None = None
+    while not reader_gone():
+        facts = place.status()
+        looked, done = time.monotonic(), _ended(facts)
+        rate = None if before is None else (done - before[1]) / max(looked - before[0], 1e-9)
+        before = looked, done
+        if shell.output.readable:
+            shell.output.text(CLEAR_SCREEN + progress_line(facts, rate))
+        print_status(shell, facts)
+        shell.output.flush()
+        time.sleep(every_s)
+
+
+def print_status(shell: Shell, facts: Mapping[str, Any]) -> None:
+    if not shell.output.readable:
+        shell.output.json_line(facts)
+        return
+    rows = [_row(name, found) for name, found in facts["organizations"].items()]
+    shell.output.rows(COLUMNS, rows, empty="there is no message yet")
+    for line in _remarks(facts):
+        shell.output.sentence(line)
+
+
+def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    states = found["states"]
+    return {
+        "organization": name,
+        **{f"P{lane}": count for lane, count in enumerate(found["lanes"])},
+        "depth": found["depth"],
+        "stage": found["stage"],
+        "in_flight": states.get("PROCESSING", 0),
+        "done": states.get("COMPLETED", 0),
+        "dead": sum(states.get(state, 0) for state in DEAD),
+        "paused": "yes" if found["paused"] else "no",
+    }
+
+
+def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
+    workers = facts["workers"]
+    slots, in_flight = (
+        sum(each.get(name, 0) for each in workers.values()) for name in ("slots", "in_flight")
+    )
+    yield f"{len(workers)} workers, {in_flight} of {slots} slots in use, {facts['wanted_workers']} wanted"
+    for service, found in facts["breakers"].items():
+        if found["state"] != "closed":
+            yield f"the breaker of service {service} is {found['state']} for {found['opens_again_s']:.0f} s"
+    for pause in facts["pauses"]:
+        yield f"{scope_text(pause['org_id'], pause['type'])} is paused"
+
+
+def progress_line(facts: Mapping[str, Any], rate: float | None) -> str:
+    """How much of all messages has ended, and how fast they end."""
+    done, total = _ended(facts), sum(sum(each["states"].values()) for each in facts["organizations"].values())
+    share = done / total if total else 1.0
+    filled = round(share * BAR_COLUMNS)
+    speed = "" if rate is None else f"  {rate:.1f} a second"
+    return f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}] {share:4.0%}  {done} of {total} ended{speed}"
+
+
+def _ended(facts: Mapping[str, Any]) -> int:
+    organizations = facts["organizations"].values()
+    return sum(each["states"].get(state, 0) for each in organizations for state in ENDED)
+
+
+@click.command()
+@message_argument
+@where_options
+@click.pass_obj
+def explain(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Say why a message does not move: which rule holds it, and what would release it.
+
+    \b
+    Example:
+      postroom engine explain 0190163d-8694-739b-aea5-966c26f8ad91 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        text = place.explain(message_id)
+    shell.output.facts({"message_id": message_id, "explanation": text}, text)
+
+
+@click.command()
+@message_argument
+@where_options
+@click.pass_obj
+def cancel(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+    """Cancel a message. Its running handler is cancelled within a second.
+
+    \b
+    Example:
+      postroom engine cancel 0190163d-8694-739b-aea5-966c26f8ad91 --data run
+    """
+    with open_place(shell, data, url, token) as place:
+        place.cancel(message_id)
+    shell.output.facts({"message_id": message_id, "said": "cancel"}, f"{message_id} is cancelled")
+
+
+@click.command()
+@where_options
+@org_option
+@type_option
+@click.option("--kill", is_flag=True, help="Also refuse submits, and cancel running handlers.")
+@click.pass_obj
+def pause(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    org_id: str | None,
+    type_name: str | None,
+    kill: bool,
+) -> None:
+    """Stop deliveries: of an organization, of a type, of both together, or all of them.
+
+    Submits are still accepted. With --kill (not together with --type) they are refused, running handlers are
+    cancelled, and their messages are released.
+
+    \b
+    Example:
+      postroom engine pause --data run --org acme
+      postroom engine pause --data run --type model_call
+      postroom engine pause --data run --kill
+    """
+    if kill and type_name:
+        raise click.UsageError("--kill is for an organization or for everything, not for a type")
+    scope = {"org_id": org_id or "", "type": type_name or ""}
+    with open_place(shell, data, url, token) as place:
+        place.pause(**scope, kill=kill)
+    facts = {**scope, "kill": kill, "said": "pause"}
+    shell.output.facts(facts, f"{scope_text(**scope)} is {'killed' if kill else 'paused'}")
+
+
+@click.command()
+@where_options
+@org_option
+@type_option
+@click.pass_obj
+def resume(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    org_id: str | None,
+    type_name: str | None,
+) -> None:
+    """End a pause of the same scope.
+
+    \b
+    Example:
+      postroom engine resume --data run --org acme
+    """
+    scope = {"org_id": org_id or "", "type": type_name or ""}
+    with open_place(shell, data, url, token) as place:
+        place.resume(**scope)
+    shell.output.facts({**scope, "said": "resume"}, f"{scope_text(**scope)} is delivered again")
+
+
+def scope_text(org_id: str, type: str) -> str:  # noqa: A002 - the contract's word
+    """What a pause is about."""
+    of_type = f"type {type}" if type else "every type"
+    return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
+
+
+COMMANDS = (status, explain, cancel, pause, resume)

@@ -1,0 +1,23 @@
+"""Options that several `engine` commands share."""
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.shell import path_option, together
+from postroom.cli.tasks.options import FOLDER
+
+data_option = path_option(
+    "--data", metavar="DIR", text="The data folder, whose store is DIR/queue.db.", kind=FOLDER
+)
+url_option = click.option("--url", metavar="URL", help="The address of a server, instead of --data.")
+token_option = click.option(
+    "--token",
+    metavar="TOKEN",
+    help="The token for --url. Other users can see it in the list of processes.  "
+    f"[default: ${TOKEN_VARIABLE}]",
+)
+where_options = together(data_option, url_option, token_option)
+message_argument = click.argument("message_id", metavar="MESSAGE_ID")
+org_option = click.option("--org", "org_id", metavar="NAME", help="Only messages of this organization.")
+type_option = click.option("--type", "type_name", metavar="TYPE", help="Only messages of this type.")
+PRIORITY = click.IntRange(0, 3)

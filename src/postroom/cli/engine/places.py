@@ -1,0 +1,167 @@
+"""Where the messages are: in a data folder, or behind the address of a server."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from postroom.cli.program import TOKEN_VARIABLE
+from postroom.cli.render import warn
+from postroom.cli.shell import Shell
+from postroom.cli.tasks.places import DATABASE
+
+if TYPE_CHECKING:
+    from postroom.client import EngineClient
+    from postroom.contracts.engine import Engine
+
+
+class Folder:
+    """The messages of a data folder."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._blocking = engine.blocking
+
+    def submit(self, fields: dict[str, Any]) -> str:
+        return self._blocking.submit(**fields).message_id
+
+    def result(self, message_id: str, timeout_s: float) -> Any:
+        return self._blocking.wait(self._engine.handle(message_id).result(timeout_s=timeout_s))
+
+    def status(self) -> dict[str, Any]:
+        return _builtins(self._blocking.status())
+
+    def explain(self, message_id: str) -> str:
+        return self._blocking.explain(message_id)
+
+    def cancel(self, message_id: str) -> None:
+        self._blocking.cancel(message_id)
+
+    def pause(self, **scope: Any) -> None:
+        self._blocking.pause(**scope)
+
+    def resume(self, **scope: Any) -> None:
+        self._blocking.resume(**scope)
+
+    def dead_letters(self, **filters: Any) -> list[dict[str, Any]]:
+        from postroom.contracts.engine.dlq import as_json
+
+        return [as_json(letter) for letter in self._blocking.dlq.list(**filters)]
+
+    def dead_letter(self, message_id: str) -> dict[str, Any]:
+        from postroom.contracts.engine.dlq import as_json
+
+        return as_json(self._blocking.dlq.show(message_id))
+
+    def replay(self, message_ids: list[str] | None, **options: Any) -> list[str]:
+        return list(self._blocking.dlq.replay(message_ids, **options))
+
+    def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
+        return list(self._blocking.dlq.purge(message_ids, **options))
+
+
+class Remote:
+    """The messages of a server, over HTTP."""
+
+    def __init__(self, client: "EngineClient") -> None:
+        self._client = client
+
+    def submit(self, fields: dict[str, Any]) -> str:
+        return self._client.submit(**fields)
+
+    def result(self, message_id: str, timeout_s: float) -> Any:
+        return self._client.result(message_id, timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        return self._client.status()
+
+    def explain(self, message_id: str) -> str:
+        return self._client.explain(message_id)
+
+    def cancel(self, message_id: str) -> None:
+        self._client.cancel(message_id)
+
+    def pause(self, **scope: Any) -> None:
+        self._client.pause(**scope)
+
+    def resume(self, **scope: Any) -> None:
+        self._client.resume(**scope)
+
+    def dead_letters(self, **filters: Any) -> list[dict[str, Any]]:
+        return self._client.dlq.list(**filters)
+
+    def dead_letter(self, message_id: str) -> dict[str, Any]:
+        return self._client.dlq.show(message_id)
+
+    def replay(self, message_ids: list[str] | None, **options: Any) -> list[str]:
+        return self._client.dlq.replay(message_ids, **options)
+
+    def purge(self, message_ids: list[str] | None, **options: Any) -> list[str]:
+        return self._client.dlq.purge(message_ids, **options)
+
+
+def _builtins(struct: Any) -> dict[str, Any]:
+    import msgspec
+
+    return dict(msgspec.to_builtins(struct))
+
+
+# ---- opening -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_place(
+    shell: Shell,
+    data: Path | None,
+    url: str | None,
+    token: str | None,
+    *,
+    app: str | None = None,
+    create: bool = False,
+) -> Iterator[Folder | Remote]:
+    if data is not None and url is not None:
+        raise click.UsageError("--data and --url name two places for the messages: give one of them")
+    if data is None and url is None:
+        raise click.UsageError("say where the messages are: --data DIR, or --url URL with --token TOKEN")
+    if data is not None:
+        shell.show_warnings()
+        with open_engine(shell, data, app, create=create) as engine:
+            yield Folder(engine)
+        return
+    if app is not None:
+        raise click.UsageError("--app belongs to --data: a server knows its types and rules itself")
+    with open_client(str(url), token) as client:
+        yield Remote(client)
+
+
+def open_engine(shell: Shell, data: Path, app: str | None, *, create: bool) -> "Engine":
+    """The engine of a data folder, with the types and the rules of an app."""
+    from postroom.contracts.engine import Engine
+
+    database = data / DATABASE
+    if not database.exists():
+        if not create:
+            raise click.ClickException(
+                f"there are no messages in {data}: {DATABASE} is not there, and only submit and serve make it"
+            )
+        warn(shell.program, f"warning: there was no store in {data}: a new one is made")
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = f"sqlite:///{database}"
+    if app is None:
+        return Engine.open(store)
+    from postroom.runtime.engine_workers import load_app
+    from postroom.stores.open import open_store
+
+    return load_app(app).on(open_store(store))
+
+
+def open_client(url: str, token: str | None) -> "EngineClient":
+    from postroom.client import EngineClient
+
+    token = token or os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise click.UsageError(f"--url needs a token: pass --token, or set {TOKEN_VARIABLE}")
+    return EngineClient(url, token)

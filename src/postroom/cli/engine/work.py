@@ -1,0 +1,97 @@
+"""For workers: `postroom engine work`, worker processes and their supervisor."""
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import click
+
+from postroom.cli.shell import Shell
+from postroom.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine import Engine
+
+WORKERS = click.IntRange(1, 1_000)
+MIN_WORKERS_DEFAULT = 2
+MAX_WORKERS_DEFAULT = 50
+SUPERVISOR_CHECK_S = 0.5
+
+
+@click.command()
+@click.option(
+    "--app", required=True, metavar="MODULE:ENGINE", help="The engine with its handlers, such as app:engine."
+)
+@click.option(
+    "--min-workers", "least", type=WORKERS, default=MIN_WORKERS_DEFAULT, show_default=True, metavar="N",
+    help="How many worker processes run at least.",
+)  # fmt: skip
+@click.option(
+    "--max-workers", "most", type=WORKERS, default=MAX_WORKERS_DEFAULT, show_default=True, metavar="N",
+    help="How many run at most, when many messages wait.",
+)  # fmt: skip
+@click.option(
+    "--as-worker", metavar="ID", hidden=True, help="Be one worker, of the supervisor that starts it."
+)
+@click.option("--supervisor", type=click.INT, hidden=True, help="The process of the supervisor.")
+@click.pass_obj
+def work(
+    shell: Shell, app: str, least: int, most: int, as_worker: str | None, supervisor: int | None
+) -> None:
+    """Run worker processes for the handlers of an app.
+
+    The app is a module with an `Engine`, looked for in the current folder, too. A worker that dies is started
+    again, and its messages run again at once. The number of workers follows the backlog. After SIGTERM no
+    worker claims any more; what runs has 30 s to finish, and the rest is released.
+
+    \b
+    Example:
+      postroom engine work --app app:engine
+      postroom engine work --app shop.queue:engine --min-workers 4 --max-workers 16
+    """
+    from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
+
+    shell.show_warnings()
+    engine = load_app(app)
+    if as_worker is not None:
+        asyncio.run(run_worker(engine, as_worker, supervisor))
+        return
+    if most < least:
+        raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
+    processes = WorkerProcesses(engine, default_command(app), least=least, most=most)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: processes.stop())
+    facts = {"app": app, "pid": os.getpid(), "store": engine.store.url, "workers": least}
+    shell.output.facts(facts, f"{least} workers of {app} work on {engine.store.url}; Ctrl-C ends them")
+    shell.output.flush()
+    with engine:
+        processes.run()
+
+
+async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -> None:
+    """Work until a signal, or until the supervisor is gone."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    watch = asyncio.create_task(_stop_when_told(engine, stopping, supervisor))
+    try:
+        await engine.run(worker_id=worker_id)
+    finally:
+        watch.cancel()
+        engine.close()
+
+
+async def _stop_when_told(engine: "Engine", stopping: asyncio.Event, supervisor: int | None) -> None:
+    from postroom.runtime.engine_workers import parent_is_alive
+
+    while not stopping.is_set() and (supervisor is None or parent_is_alive(supervisor)):
+        try:
+            await asyncio.wait_for(stopping.wait(), SUPERVISOR_CHECK_S)
+        except TimeoutError:
+            continue
+    await engine.stop()
+
+
+COMMANDS = (work,)

@@ -1,0 +1,297 @@
+"""The handlers of the routes of the global queue.
+
+Rule 1: the token alone decides the organization of an agent. A body that names another one is refused.
+Rule 2: a message of another organization is answered like a message that does not exist.
+Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine import dlq
+from postroom.contracts.engine.explanation import explain as explanation_of
+from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
+from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.operations import Operations, Submitted
+from postroom.contracts.engine.parts import Position, parse_position, read_on
+from postroom.contracts.task_input import checked_id
+from postroom.contracts.task_operations import TaskOperations
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded, UnknownTask
+from postroom.message import Stored, org_of
+from postroom.runtime.agents import Identity
+from postroom.runtime.engine_schemas import (
+    ExplainAnswer,
+    LettersQuery,
+    MessageAnswer,
+    MessagesAnswer,
+    NewMessagesBody,
+    PauseBody,
+    PurgeBody,
+    ReplayBody,
+    ResumeBody,
+    ScopeAnswer,
+)
+from postroom.runtime.event_streams import EventStream, sse
+from postroom.runtime.handlers import poll_share
+from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
+from postroom.runtime.schemas import ShowQuery
+from postroom.runtime.task_server import TaskServer
+from postroom.runtime.writer import TASK_BYTES
+
+T = TypeVar("T")
+
+PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+# ---- submitting ------------------------------------------------------------------------------------
+
+
+async def submit(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Store messages. The raw body is used, because it may have fields that no struct lists."""
+    body = _decode(request.raw)
+    is_batch = isinstance(request.body, NewMessagesBody)
+    given: list[dict[str, Any]] = body["messages"] if is_batch else [body]
+    messages = [attributed(request.identity, message) for message in given]
+    server.tasks.check_backlog()
+    submitted = await _submit(server, request, messages)
+    for message, one in zip(messages, submitted, strict=True):
+        server.server_log.write("submitted", task_id=one.message_id, org=message["org_id"])
+    if is_batch:
+        return HttpReply(202, _encode(MessagesAnswer([one.message_id for one in submitted])))
+    return HttpReply(202, _encode(MessageAnswer(submitted[0].message_id, submitted[0].duplicate)))
+
+
+async def _submit(
+    server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
+) -> list[Submitted]:
+    core = server.engine.core
+    prepared: list[Prepared] = []
+
+    def work(operations: TaskOperations) -> list[Submitted]:
+        transaction = operations.transaction
+        prepared[:] = [
+            core.registry.prepare(message, core.policy, transaction.wall_us) for message in messages
+        ]
+        return Operations(transaction, core.policy).submit(prepared)
+
+    size = TASK_BYTES * len(messages) + request.size
+    try:
+        submitted: list[Submitted] = await server.writer.submit(work, request.identity, size)
+    except (Overloaded, GuardTripped) as error:
+        await core.note_refusal(prepared[0], error)
+        raise
+    return submitted
+
+
+def attributed(identity: Identity, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the organization and the creator that the token gives."""
+    if "hop" in message:
+        raise InvalidMessage("hop is counted by the engine, and cannot be set")
+    if identity.is_operator:
+        if message.get("org_id") is None:
+            raise InvalidMessage("an operator has to name the organization of a message: org_id")
+        return message
+    own = {"type": "agent", "id": identity.name}
+    if not identity.org:
+        raise Refusal(
+            403,
+            "Forbidden",
+            f"agent {identity.name!r} belongs to no organization. Register it with one: "
+            f"postroom tasks agent add {identity.name} --org NAME --data DIR",
+        )
+    if message.get("org_id") not in (None, identity.org):
+        raise _not_yours(identity, "submits for no other organization")
+    if message.get("created_by") not in (None, own) or message.get("agent_id") not in (
+        None, "", identity.name,
+    ):  # fmt: skip
+        raise _not_yours(identity, "acts for no other agent")
+    return {**message, "org_id": identity.org, "created_by": own}
+
+
+def _not_yours(identity: Identity, rule: str) -> Refusal:
+    return Refusal(403, "Forbidden", f"this token is {identity.name}'s and {rule}")
+
+
+# ---- one message -----------------------------------------------------------------------------------
+
+
+async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: ShowQuery = request.query
+    info = await _read_visible(server, request, info_of)
+    if query.wait_s and not info.ended:
+        async with poll_share(server, request) as disconnected:
+            await server.result_polls.wait(info.message_id, query.wait_s, disconnected)
+            if disconnected.done():
+                raise ClientDisconnected
+        info = await _read_visible(server, request, info_of)
+    return HttpReply(200, _encode(info))
+
+
+async def stream(server: TaskServer, request: HttpRequest) -> None:
+    last = request.header(b"last-event-id")
+    begin = parse_position(last) if last else Position()
+
+    def page(position: Position) -> tuple[bytes, Position | None]:
+        def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
+            parts, is_complete = read_on(operations, message_id, position)
+            data = b"".join(sse(at.text, part.type, _encode(part)) for at, part in parts)
+            return data, None if is_complete else parts[-1][0] if parts else position
+
+        return _visible_read(server, request, read)
+
+    run = partial(server.read_for, request)
+    await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+
+
+async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
+    core = server.engine.core
+
+    def read(operations: Operations, message_id: str) -> str:
+        return explanation_of(operations, core.policy, message_id, core.services)
+
+    text = await _read_visible(server, request, read)
+    return HttpReply(200, _encode(ExplainAnswer(request.path_param("id"), text)))
+
+
+async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
+    message_id, policy = checked_id(request.path_param("id")), server.engine.policy
+
+    def work(task_operations: TaskOperations) -> None:
+        operations = Operations(task_operations.transaction, policy)
+        visible(operations, message_id, request.identity)
+        operations.cancel(message_id)
+
+    await server.writer.submit(work, request.identity, makes_room=True)
+    server.wake_streams()
+    server.server_log.write("cancelled", task_id=message_id, agent=request.identity.name)
+    return HttpReply(202, _encode(MessageAnswer(message_id)))
+
+
+def visible(operations: Operations, message_id: str, identity: Identity) -> Stored:
+    """A message that the caller may see. Raises `UnknownTask` for one of another organization."""
+    stored = operations.loaded(message_id)
+    if not identity.is_operator and org_of(stored.record.queue) != identity.org:
+        raise UnknownTask(message_id, f"there is no message {message_id!r}")
+    return stored
+
+
+async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
+    return await server.read_for(request, lambda: _visible_read(server, request, read))
+
+
+def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
+    """Read about the message of the path, if the caller may see it."""
+    message_id = checked_id(request.path_param("id"))
+
+    def work(operations: Operations) -> T:
+        visible(operations, message_id, request.identity)
+        return read(operations, message_id)
+
+    return _read(server, work)
+
+
+def _read(server: TaskServer, work: Callable[[Operations], T]) -> T:
+    policy = server.engine.policy
+    return server.engine.store.read(lambda transaction: work(Operations(transaction, policy)))
+
+
+# ---- dead letters ----------------------------------------------------------------------------------
+
+
+async def dead_letters(server: TaskServer, request: HttpRequest) -> HttpReply:
+    query: LettersQuery = request.query
+    identity, filters = request.identity, query.filters
+    if not identity.is_operator:
+        if filters.get("org_id", identity.org) != identity.org or not identity.org:
+            raise _not_yours(identity, "lists only the dead letters of its organization")
+        filters["org_id"] = identity.org
+    wanted = dlq.checked_filters(filters)
+
+    def work(operations: Operations) -> list[dlq.DeadLetter]:
+        if wanted.after is not None:
+            visible(operations, wanted.after, identity)
+        return dlq.letters(operations, wanted)
+
+    found = await server.read_for(request, lambda: _read(server, work))
+    return HttpReply(200, _encode({"letters": [dlq.as_json(letter) for letter in found]}))
+
+
+async def dead_letter(server: TaskServer, request: HttpRequest) -> HttpReply:
+    letter = await _read_visible(server, request, dlq.letter_by_id)
+    return HttpReply(200, _encode(dlq.as_json(letter)))
+
+
+async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: ReplayBody = request.body
+    replayed = await server.engine.dlq.replay(
+        body.message_ids, dry_run=body.dry_run, priority=body.priority, **body.filters
+    )
+    return _changed(server, request, "replayed", replayed, is_dry=body.dry_run)
+
+
+async def purge(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: PurgeBody = request.body
+    purged = await server.engine.dlq.purge(body.message_ids, dry_run=body.dry_run, **body.filters)
+    return _changed(server, request, "purged", purged, is_dry=body.dry_run)
+
+
+def _changed(
+    server: TaskServer, request: HttpRequest, event: str, message_ids: list[str], *, is_dry: bool
+) -> HttpReply:
+    for message_id in () if is_dry else message_ids:
+        server.server_log.write(event, task_id=message_id, agent=request.identity.name)
+    return HttpReply(202, _encode(MessagesAnswer(message_ids)))
+
+
+# ---- the queue -------------------------------------------------------------------------------------
+
+
+async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
+    found = await server.read_for(request, lambda: engine_status(server))
+    return HttpReply(200, _encode(_status_for(request.identity, found)))
+
+
+def engine_status(server: TaskServer) -> EngineStatus:
+    """How the engine of a server stands."""
+    return _read(server, lambda operations: status_of(operations, server.engine.policy))
+
+
+def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
+    """An agent sees its organization, and no workers."""
+    if identity.is_operator:
+        return found
+    own = {name: each for name, each in found.organizations.items() if name == identity.org}
+    return replace(
+        found,
+        organizations=own,
+        depth=sum(each.depth for each in own.values()),
+        stage=max((each.stage for each in own.values()), default=0),
+        workers={},
+        wanted_workers=0,
+        pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
+    )
+
+
+async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: PauseBody = request.body
+    await server.engine.pause(org_id=body.org_id, type=body.type, kill=body.kill)
+    return _scoped(server, request, "killed" if body.kill else "paused")
+
+
+async def resume(server: TaskServer, request: HttpRequest) -> HttpReply:
+    body: ResumeBody = request.body
+    await server.engine.resume(org_id=body.org_id, type=body.type)
+    return _scoped(server, request, "resumed")
+
+
+def _scoped(server: TaskServer, request: HttpRequest, event: str) -> HttpReply:
+    body: ResumeBody = request.body
+    server.server_log.write(event, agent=request.identity.name, org=body.org_id, type=body.type)
+    return HttpReply(202, _encode(ScopeAnswer(body.org_id, body.type)))

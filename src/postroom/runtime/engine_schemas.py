@@ -1,0 +1,162 @@
+"""The bodies, queries and replies of the routes of the global queue.
+
+Rule 1: a new message may have fields that are not listed here, because a newer minor version of the format
+        may add some. The contract checks every field.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
+from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
+from postroom.core.names import NAME_CHARS_MAX
+from postroom.core.versions import CURRENT_VERSION
+from postroom.message import Durability
+from postroom.runtime.schemas import ENQUEUE_MANY_MAX, Id, Name, Text
+
+LETTERS_DEFAULT = 100
+
+Scope = Annotated[str, Meta(max_length=NAME_CHARS_MAX, pattern="^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]
+Key = Annotated[str, Meta(min_length=1, max_length=KEY_CHARS_MAX)]
+Priority = Annotated[int, Meta(ge=0, le=3)]
+
+
+class Creator(msgspec.Struct, frozen=True):
+    """Who created a message. An agent's token creates as this agent only."""
+
+    type: Literal["user", "agent", "system"]
+    id: Text
+
+
+class NewMessageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /engine/messages`: the keywords of `Engine.submit`. An agent's token gives `org_id`."""
+
+    type: Text
+    payload: dict[str, Any]
+    org_id: Name | None = None
+    priority: Priority = 2
+    message_id: Text | None = None
+    goal_id: Text | None = None
+    task_id: Text | None = None
+    parent_message_id: Text = ""
+    created_by: Creator | None = None
+    user_id: Text = ""
+    agent_id: Text = ""
+    expires_at: str | None = None
+    delay_s: Annotated[float, Meta(ge=0, le=DELAY_S_MAX)] = 0.0
+    max_retries: Annotated[int, Meta(ge=0, le=RETRIES_MAX)] | None = None
+    version: str = CURRENT_VERSION
+    context: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    resource_limits: dict[str, Any] | None = None
+    token_needs: dict[str, Any] | None = None
+    model_preferences: list[str] | None = None
+    service: Text = ""
+    idempotency_key: Key | None = None
+    ordering_key: Key | None = None
+    on_dead: Literal["continue", "stop"] = "continue"
+    traceparent: Text = ""
+    tracestate: str = ""
+    durability: Durability | None = None
+
+
+class NewMessagesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/messages`: several messages, all or none."""
+
+    messages: Annotated[list[NewMessageBody], Meta(min_length=1, max_length=ENQUEUE_MANY_MAX)]
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which dead letters: by ids, or by filters."""
+
+    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
+    org_id: Name | None = None
+    type: Text | None = None
+    error_type: Text | None = None
+    since: str | None = None
+    until: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = LETTERS_DEFAULT
+    dry_run: bool = False
+    """Change nothing, and reply with the ids only."""
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of the contract."""
+        names = ("org_id", "type", "error_type", "since", "until", "limit")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class ReplayBody(_Choice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/dlq/replay`."""
+
+    priority: Priority | None = None
+
+
+class PurgeBody(_Choice, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/dlq/purge`."""
+
+
+class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/resume`. An empty `org_id` or `type` means all of them."""
+
+    org_id: Scope = ""
+    type: Scope = ""
+
+
+class PauseBody(ResumeBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /engine/pause`. `kill` also refuses submits and cancels running handlers."""
+
+    kill: bool = False
+
+
+class LettersQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`GET /engine/dlq`. `after` is the id of the last dead letter of the previous page."""
+
+    org_id: Name | UnsetType = UNSET  # not None: a query has no null
+    type: Text | UnsetType = UNSET
+    error_type: Text | UnsetType = UNSET
+    since: str | UnsetType = UNSET
+    until: str | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = LETTERS_DEFAULT
+    after: Id | UnsetType = UNSET
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of the contract."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+class MessageAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The message that the request was about. `duplicate`: an earlier submit has stored it."""
+
+    message_id: str
+    duplicate: bool = False
+
+
+class MessagesAnswer(msgspec.Struct, frozen=True):
+    """The messages that the request was about."""
+
+    message_ids: list[str]
+
+
+class ExplainAnswer(msgspec.Struct, frozen=True):
+    """Which rule holds a message, and what would release it."""
+
+    message_id: str
+    explanation: str
+
+
+class LettersAnswer(msgspec.Struct, frozen=True):
+    """A page of dead letters."""
+
+    letters: list[DeadLetter]
+
+
+class ScopeAnswer(msgspec.Struct, frozen=True):
+    """What was paused or resumed."""
+
+    org_id: str
+    type: str

@@ -1,0 +1,44 @@
+"""A worker of the global queue beside a server: in this process, on the same store."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from postroom import Engine
+
+HANG_GUARD_S = 60.0
+
+
+def open_engine(data: Path) -> Engine:
+    """The engine of a data folder, with handlers for the tests."""
+    engine = Engine.open(f"sqlite:///{data / 'queue.db'}")
+
+    @engine.handler("tool_call")
+    async def run_tool(message: Any, ctx: Any) -> Any:
+        for index in range(message.payload.get("chunks", 0)):
+            await ctx.stream({"n": index})
+        path = message.payload.get("waits_for")
+        while path and not Path(path).exists():  # noqa: ASYNC110, ASYNC240 - a file of the test
+            await asyncio.sleep(0.01)
+        if message.payload.get("fails"):
+            raise ValueError("no such thing")
+        return {"said": message.payload.get("say")}
+
+    return engine
+
+
+@contextmanager
+def working(data: Path) -> Iterator[Engine]:
+    """A worker in a thread."""
+    engine = open_engine(data)
+    thread = threading.Thread(target=engine.blocking.run, daemon=True)
+    thread.start()
+    try:
+        yield engine
+    finally:
+        engine.blocking.stop()
+        thread.join(HANG_GUARD_S)
+        engine.close()

@@ -1,0 +1,345 @@
+"""`postroom engine` on a data folder, with real worker processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Engine
+from postroom.cli.engine.operate import progress_line
+from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
+from tests.waiting import until
+
+# With this lease no message runs again because its lease ends: only a noticed crash puts it back.
+APP = """
+import asyncio, os, time
+from pathlib import Path
+from postroom import Engine, Policy
+
+engine = Engine.open("sqlite:///run/queue.db", policy=Policy(lease_s=3600.0))
+here = Path("run")
+
+@engine.handler("tool_call")
+async def run_tool(message, ctx):
+    with (here / "started").open("a") as file:
+        file.write(f"{message.message_id} {os.getppid()} {os.getpid()}\\n")
+    while message.payload.get("waits_for") and not Path(message.payload["waits_for"]).exists():
+        await asyncio.sleep(0.01)
+    return {"said": message.payload.get("say")}
+
+@engine.handler("own_type")
+async def fail(message, ctx):
+    raise ValueError("no such thing")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    isolate(monkeypatch, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "app.py").write_text(APP)
+    return tmp_path
+
+
+def submit(*options: object, **payload: object) -> str:
+    result = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme",
+        "--payload", json.dumps(payload), *options,
+    )  # fmt: skip
+    assert result.code == 0, result.errors
+    return str(result.line["message_id"])
+
+
+def engine(*arguments: object) -> Result:
+    return postroom("engine", *arguments, "--data", "run")
+
+
+def states() -> dict[str, int]:
+    found: dict[str, int] = engine("status").line["organizations"].get("acme", {}).get("states", {})
+    return found
+
+
+@contextmanager
+def opened() -> Iterator[Engine]:
+    with Engine.open("sqlite:///run/queue.db") as store:
+        store.register_type("own_type")
+        yield store
+
+
+@contextmanager
+def working(*options: object) -> Iterator["subprocess.Popen[bytes]"]:
+    """`postroom engine work`, whose workers have reported."""
+    command = [sys.executable, "-m", "postroom.cli.main", "engine", "work", "--app", "app:engine"]
+    with Path("work.log").open("ab") as errors:
+        process = subprocess.Popen(
+            [*command, "--min-workers", "1", "--max-workers", "1", *map(str, options)],
+            stdout=subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["app"] == "app:engine"
+        with opened() as store:
+            until(lambda: store.blocking.status().workers)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=HANG_GUARD_S)
+
+
+def started() -> list[tuple[str, int, int]]:
+    """The message, the parent and the process of each attempt so far."""
+    path = Path("run/started")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(words[0], int(words[1]), int(words[2])) for words in map(str.split, lines)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- messages --------------------------------------------------------------------------------------
+
+
+def test_a_message_is_submitted_explained_and_cancelled() -> None:
+    message_id = submit("--priority", 1, say="x")
+    assert "no worker is running" in engine("explain", message_id).line["explanation"]
+    status = engine("status").line
+    assert status["organizations"]["acme"]["lanes"] == [0, 1, 0, 0]
+    assert engine("cancel", message_id).line == {"message_id": message_id, "said": "cancel"}
+    again = engine("cancel", message_id)
+    assert (again.code, again.error.count("CANCELLED")) == (1, 1)
+
+
+def test_the_same_key_gives_the_same_message() -> None:
+    assert submit("--key", "k", say=1) == submit("--key", "k", say=1)
+    other = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme",
+        "--payload", '{"say": 2}', "--key", "k",
+    )  # fmt: skip
+    assert (other.code, "another content" in other.error) == (2, True)
+
+
+def test_options_of_a_submit_reach_the_message() -> None:
+    message_id = submit("--delay-s", 60, "--ordering-key", "o", "--agent", "a1", "--max-retries", 7)
+    with opened() as store:
+        info = store.blocking.get(message_id)
+    assert info.state == "SCHEDULED"
+    found = {name: info.message[name] for name in ("ordering_key", "agent_id", "max_retries")}
+    assert found == {"ordering_key": "o", "agent_id": "a1", "max_retries": 7}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["submit", "--type", "tool_call", "--org", "acme", "--payload", "{}"], "say where the messages are"),
+        (["submit", "--data", "run", "--type", "tool_call", "--payload", "{}"], "--data needs --org"),
+        (["submit", "--data", "run", "--type", "x", "--org", "a", "--payload", "{}"], "no message type 'x'"),
+        (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "[]"], "JSON object"),
+        (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "{"], "is not JSON"),
+        (["status", "--data", "run", "--url", "http://x"], "two places"),
+        (["status", "--url", "http://127.0.0.1:1"], "--url needs a token"),
+        (["pause", "--data", "run", "--kill", "--type", "tool_call"], "not for a type"),
+        (["dlq", "replay", "--data", "run"], "choose them"),
+        (["dlq", "purge", "--data", "run", "--all", "some-id"], "choose them"),
+        (["load", "--mix", "1/2"], "10/40/40/10"),
+        (["work", "--app", "nothing"], "module:engine"),
+        (["work", "--app", "nothing:engine"], "cannot be loaded"),
+        (["work", "--app", "app:here"], "is not an Engine"),
+        (["work", "--app", "app:engine", "--min-workers", "3", "--max-workers", "2"], "is below"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments: list[str], error: str) -> None:
+    result = postroom("engine", *arguments)
+    assert result.code == 2, result.errors
+    assert error in result.errors.splitlines()[-1]
+
+
+def test_a_folder_without_a_store_is_named() -> None:
+    result = postroom("engine", "status", "--data", "nowhere")
+    assert (result.code, "queue.db is not there" in result.error) == (1, True)
+    submit()
+    unknown = engine("explain", "0190163d-8694-739b-aea5-966c26f8ad91")
+    assert (unknown.code, "there is no message" in unknown.error) == (1, True)
+
+
+def test_an_app_brings_its_types() -> None:
+    result = postroom(
+        "engine", "submit", "--data", "run", "--app", "app:engine", "--type", "own_type", "--org", "acme",
+        "--payload", "{}",
+    )  # fmt: skip
+    assert result.code == 0, result.errors
+    assert states() == {"QUEUED": 1}
+
+
+def test_a_pause_holds_messages_back() -> None:
+    message_id = submit()
+    assert engine("pause", "--org", "acme").line["said"] == "pause"
+    assert "is paused" in engine("explain", message_id).line["explanation"]
+    assert engine("status").line["pauses"] == [{"org_id": "acme", "type": ""}]
+    assert engine("resume", "--org", "acme").code == 0
+    assert engine("status").line["pauses"] == []
+
+
+def test_the_kill_switch_refuses_submits() -> None:
+    submit()
+    assert engine("pause", "--kill").line["kill"] is True
+    refused = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}"
+    )
+    assert (refused.code, "kill switch" in refused.error) == (1, True)
+
+
+# ---- on a terminal ---------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_tables_and_sentences() -> None:
+    message_id = submit("--priority", 0)
+    shown = run_on_terminal("postroom", "engine", "status", "--data", "run").out
+    assert "organization" in shown
+    assert "0 workers" in shown
+    assert "is QUEUED" in run_on_terminal("postroom", "engine", "explain", message_id, "--data", "run").out
+    assert "no such dead letter" in run_on_terminal("postroom", "engine", "dlq", "list", "--data", "run").out
+
+
+def test_watching_prints_a_line_for_each_look_until_a_signal() -> None:
+    submit()
+    command = [sys.executable, "-m", "postroom.cli.main", "engine", "status", "--data", "run", "--watch"]
+    process = subprocess.Popen([*command, "--every-s", "0.01"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(3):
+        assert json.loads(process.stdout.readline())["depth"] == 1
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=HANG_GUARD_S)
+    assert process.returncode == 0
+
+
+# ---- workers ---------------------------------------------------------------------------------------
+
+
+def test_workers_run_messages_and_a_submit_can_wait() -> None:
+    with working("--min-workers", 2, "--max-workers", 2):
+        result = postroom(
+            "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme",
+            "--payload", '{"say": "hello"}', "--wait-s", 60,
+        )  # fmt: skip
+    assert (result.code, result.line["result"]) == (0, {"said": "hello"})
+    assert engine("status").line["workers"] == {}
+
+
+def test_a_submit_that_waits_in_vain_fails() -> None:
+    result = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}",
+        "--wait-s", "0.01",
+    )  # fmt: skip
+    assert (result.code, "has not ended within 0.01 s" in result.errors) == (1, True)
+
+
+def test_a_killed_worker_is_replaced_and_its_messages_run_again_at_once() -> None:
+    with working() as supervisor:
+        message_id = submit(waits_for="go")
+        until(started)
+        [(_, parent, worker)] = started()
+        assert parent == supervisor.pid
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: len(started()) == 2)
+        assert started()[1][0] == message_id
+        assert worker not in started()[1][1:]
+        Path("go").touch()
+        until(lambda: states() == {"COMPLETED": 1})
+    assert "died (SIGKILL)" in Path("work.log").read_text()
+
+
+def test_sigterm_lets_running_messages_finish_and_claims_no_more() -> None:
+    with working() as supervisor:
+        submit(waits_for="go")
+        until(started)
+        supervisor.send_signal(signal.SIGTERM)
+        with opened() as store:  # a stopping worker takes nothing new
+            later = submit(say="later")
+            Path("go").touch()
+            supervisor.communicate(timeout=HANG_GUARD_S)
+            assert store.blocking.get(later).state == "QUEUED"
+    assert supervisor.returncode == 0
+    assert states() == {"COMPLETED": 1, "QUEUED": 1}
+
+
+def test_a_worker_ends_when_its_supervisor_is_killed() -> None:
+    with working() as supervisor:
+        submit(say="x")
+        until(started)
+        [(_, _, worker)] = started()
+        supervisor.kill()
+        supervisor.wait(HANG_GUARD_S)
+        until(lambda: not is_alive(worker))
+
+
+# ---- dead letters ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead() -> Iterator[list[str]]:
+    """Two dead letters of acme, and one of umbrella."""
+    ids: list[str] = []
+    with opened() as store:
+        for org_id in ("acme", "acme", "umbrella"):
+            fields: dict[str, Any] = {"type": "own_type", "org_id": org_id, "payload": {}, "max_retries": 0}
+            ids.append(store.blocking.submit(**fields).message_id)
+        with working():
+            until(lambda: len(store.blocking.dlq.list()) == 3)
+        yield ids
+
+
+def ids_of(result: Result) -> list[str]:
+    assert result.code == 0, result.errors
+    return [line["message_id"] for line in result.lines]
+
+
+def test_dead_letters_are_listed_replayed_and_purged(dead: list[str]) -> None:
+    first, second, third = dead
+    assert ids_of(engine("dlq", "list")) == dead
+    assert ids_of(engine("dlq", "list", "--org", "umbrella")) == [third]
+    assert ids_of(engine("dlq", "list", "--error-type", "ValueError", "--limit", 2)) == [first, second]
+    assert ids_of(engine("dlq", "list", "--until", "2020-01-01T00:00:00Z")) == []
+    shown = engine("dlq", "show", first).line
+    assert shown["failure_reason"] == "ValueError: no such thing"
+    assert ids_of(engine("dlq", "replay", "--org", "acme", "--dry-run")) == [first, second]
+    assert ids_of(engine("dlq", "list")) == dead
+    assert ids_of(engine("dlq", "replay", first, "--priority", 0)) == [first]
+    assert engine("status").line["organizations"]["acme"]["lanes"] == [1, 0, 0, 0]
+    assert ids_of(engine("dlq", "replay", "--all", "--org", "acme", "--rate", 1000)) == [second]
+    assert ids_of(engine("dlq", "purge", "--org", "umbrella", "--dry-run")) == [third]
+    assert ids_of(engine("dlq", "purge", "--org", "umbrella")) == [third]
+    assert ids_of(engine("dlq", "list")) == []
+    assert engine("dlq", "show", third).code == 1
+    wrong = engine("dlq", "show", first)
+    assert (wrong.code, "it is QUEUED" in wrong.error) == (1, True)
+
+
+# ---- load ------------------------------------------------------------------------------------------
+
+
+def test_a_load_prints_the_latencies_of_each_priority() -> None:
+    report = postroom("engine", "load", "--rate", 50, "--orgs", 2, "--duration-s", 0.4).line
+    assert (report["submitted"], report["unfinished"]) == (20, 0)
+    targets = {found["priority"]: found["target_ms"] for found in report["classes"]}
+    assert targets == {"P0": 10.0, "P1": 50.0, "P2": 100.0, "P3": 500.0}
+    assert sum(found["count"] for found in report["classes"]) == 20
+
+
+def test_the_live_view_shows_the_progress() -> None:
+    states = {"COMPLETED": 2, "DEAD_LETTER": 1, "QUEUED": 1}
+    facts = {"organizations": {"acme": {"states": states}}}
+    assert progress_line(facts, 2.5) == f"[{'#' * 22}{'.' * 8}]  75%  3 of 4 ended  2.5 a second"
+    assert progress_line({"organizations": {}}, None) == f"[{'#' * 30}] 100%  0 of 0 ended"
