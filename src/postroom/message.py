@@ -1,4 +1,4 @@
-"""The nouns: the messages of each contract, and the records and events of a store.
+"""The data types: the messages of each contract, and the records and events of a store.
 
 Rule 1: every object here is immutable. A changed record is a new object.
 Rule 2: a message does not contain delivery state. Positions, leases and attempts are in cursors and records.
@@ -61,7 +61,7 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-# ---- the leased half -------------------------------------------------------------------------------
+# ---- records and events of a store -----------------------------------------------------------------
 
 State = Literal[
     "SCHEDULED",
@@ -77,7 +77,7 @@ State = Literal[
     "EXPIRED",
     "QUARANTINED",
 ]
-"""The states of a record. `FAILED` is passed on the way to another state and never stored."""
+"""The states of a record. `FAILED` is transient: it leads to another state and is never stored."""
 
 EventKind = Literal[
     "created",
