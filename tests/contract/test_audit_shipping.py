@@ -180,7 +180,7 @@ def test_restored_store_is_refused_even_after_new_events(tmp_path: Path) -> None
         ship_store(tmp_path / "audit", tmp_path / "queue.db")
     enqueue(tmp_path / "queue.db", "new", "new", "new")
     for _ in range(2):  # and again
-        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+        with pytest.raises(ShippedElsewhere, match="restored to an older state"):
             ship_store(tmp_path / "audit", tmp_path / "queue.db")
     assert ship_store(tmp_path / "new", tmp_path / "new.db") == 0
 
@@ -486,7 +486,7 @@ def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: 
     for body in ("new", "new", "new"):
         say(body)
     for _ in range(2):  # and again
-        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+        with pytest.raises(ShippedElsewhere, match="restored to an older state"):
             ship_sources(tmp_path / "audit", sources)
     assert ship_sources(tmp_path / "new", sources) == 4
 
@@ -503,7 +503,7 @@ def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path
         path.write_bytes(old)
         for body in ("other", "and more", "and more"):
             say(body)
-        with pytest.raises(ShippedElsewhere, match="put back to an older state"):
+        with pytest.raises(ShippedElsewhere, match="restored to an older state"):
             shipping.shipper.ship()
 
 

@@ -91,7 +91,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     holders: dict[str, int]
     """Leases by worker."""
     lapses: int
-    """Leases that ran out since the queue exists."""
+    """Leases that ran out since the queue was created."""
     states: dict[State, int]
     max_depth: int
 
