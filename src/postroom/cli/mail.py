@@ -109,7 +109,7 @@ count_option = click.option(
 )
 mail_argument = click.argument("mail_id", metavar="MAIL_ID")
 priority_option = click.option(
-    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="How urgent it is."
+    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="The priority."
 )
 only_option = click.option(
     "--priority",
@@ -441,7 +441,7 @@ def follow(
 
 
 def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | None":
-    """The next message; None after the timeout, or when the reader of the output has gone."""
+    """The next message; None after the timeout, or when the output was closed."""
     while not reader_gone():
         left_s = CHECK_EVERY_S if ends_at is None else min(CHECK_EVERY_S, ends_at - time.monotonic())
         message = messages.next(max(0.0, left_s))

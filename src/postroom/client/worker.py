@@ -171,7 +171,7 @@ class Worker:
                 signal.signal(number, handler)
 
     def _wait_for_stop(self) -> int:
-        """Wait until the worker is told to stop or every slot has ended; gives how many slots have ended."""
+        """Wait until the worker has to stop or every slot has ended. Returns the number of ended slots."""
         for ended in itertools.count():
             if ended == self._slots or self._signals.get() == "stop":
                 return ended
@@ -306,7 +306,7 @@ class Worker:
     def _send(self, task: "Task", report: _Report) -> "tuple[_Report, Task | None]":
         """Send a report until it is accepted or the lease is over.
 
-        Gives the report that was accepted, and the task that came with its answer. A decision that cannot be
+        Returns the accepted report, and the task that came with its answer. A decision that cannot be
         stored, such as one that is not JSON, fails the task.
         """
         refused = False

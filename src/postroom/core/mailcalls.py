@@ -74,7 +74,7 @@ class Created(NamedTuple):
 
     mail_id: str
     is_new: bool | None
-    """False when the mailbox existed and is unchanged; None when the server does not tell."""
+    """False when the mailbox existed and is unchanged; None when the server does not say."""
 
 
 Priority = Literal["critical", "urgent", "high", "normal", "low"]

@@ -202,7 +202,7 @@ def release(
     """
     with open_place(shell, data, url, token, agent) as place:
         place.report("release", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} waits again")
+    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} is queued again")
 
 
 # ---- a program as an agent -----------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def release(
 )  # fmt: skip
 @click.option(
     "--grace-s", type=parse_wait, default=GRACE_S_DEFAULT, show_default=True, metavar="S",
-    help="How long programs may go on after SIGTERM; then they are ended, and their tasks released.",
+    help="How long programs may run after SIGTERM; then they are ended, and their tasks released.",
 )  # fmt: skip
 @click.option("--until-empty", is_flag=True, help="End when the queue is empty.")
 @click.option(
