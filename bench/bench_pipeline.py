@@ -3,8 +3,8 @@
 python bench/bench_pipeline.py [--events 5000000] [--scale 1.0] [--repeats 3] [--only PART]
 
 Parts: bronze, fold, gold, stream, increment, growth, cold, answer. `--scale` shrinks the 20 million events of
-`increment` and `growth`, and the million that is added; `cold` and `answer` have a million whatever is asked
-for. Each time stands beside the CPU seconds of all cores, and what a host has stolen of them.
+`increment` and `growth`, and the million that is added; `cold` and `answer` always have a million. Each time
+is printed with the CPU seconds of all cores, and the time that the host has stolen.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from pipelinebench.spending import Spent, median, spent, spent_by
 
 from postroom.pipeline.archive import CACHE
 from postroom.pipeline.gold.tables import GOLD
-from postroom.pipeline.ingest.bronze_writer import take
+from postroom.pipeline.ingest.bronze_writer import write_segments
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.schedule import in_turn
+from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.tables import Tables
@@ -53,11 +53,11 @@ INCREMENT_MAX = 1.3
 GROWTH_MAX = 1.3
 COLD_S_MAX = 90.0
 COMMAND = [sys.executable, "-m", "postroom.cli.main", "pipeline"]
-QUESTION = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome"
+QUERY = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome"
 
 
 class Bench:
-    """The folder of a run, its session, and how much of everything is asked for."""
+    """The folder of a run, its session, and the sizes."""
 
     def __init__(self, folder: Path, events: int, scale: float, repeats: int) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class Bench:
             self._spark = None
 
     def built(self) -> Tables:
-        """The bronze and silver tables of the history, made once."""
+        """The bronze and silver tables of the history, built once."""
         if self._built is None:
             self._built = Tables(self.folder / "built")
             Pipeline(self.spark, self._built, gold={}).run(history(self.folder, self.events))
@@ -92,9 +92,9 @@ class Bench:
     def turns(
         self, *works: Callable[[Path], object], check: Callable[[Path], None] = lambda _: None
     ) -> list[list[Spent]]:
-        """What each took in each repeat. They take turns, each with a new place to write to.
+        """The time of each work in each repeat. They alternate, each with a new folder for its output.
 
-        What is written there is checked afterwards, when the clock no longer runs.
+        The output is checked after the clock has stopped.
         """
         takes: list[list[Spent]] = [[] for _ in works]
         for _ in range(self.repeats):
@@ -111,7 +111,7 @@ class Bench:
 def compared(
     name: str, events: int, takes: list[list[Spent]], goals: list[Goal], *, stretch: float | None = None
 ) -> Iterator[Figure]:
-    """Ours beside DuckDB, and Polars where it was measured. The first take of Spark compiles as it goes."""
+    """Ours beside DuckDB, and Polars where it was measured. Spark compiles code during its first take."""
     ours, ducks, *others = takes
     cold, warm = ours[0], median(ours[1:] or ours)
     duck = median(ducks)
@@ -133,7 +133,7 @@ def to_bronze(bench: Bench) -> Iterator[Figure]:
 
     def ours(out: Path) -> None:
         tables = Tables(out)
-        tables.commit("bronze_events", take(bench.spark, tables, str(folder), segments).staged)
+        tables.commit("bronze_events", write_segments(bench.spark, tables, str(folder), segments).staged)
 
     takes = bench.turns(
         ours,
@@ -188,11 +188,11 @@ def fold_and_gold(bench: Bench) -> Iterator[Figure]:
                 tables.append(name, silver.messages(read("silver_events")), partition_by=silver.PARTITIONS)
             else:
                 table = GOLD[name]
-                # As jobs do where every event tells the type of its message.
+                # As the jobs do when every event has the type of its message.
                 inputs = table.inputs if table.change is None else table.inputs[:1]
                 tables.append(name, table.build(*map(read, inputs)), partition_by=table.partition_by)
 
-        in_turn(
+        run_in_order(
             {"silver_messages": (), **{name: GOLD[name].inputs for name in peers.SUMS}}, make, TABLES_AT_ONCE
         )
 
@@ -206,13 +206,13 @@ def fold_and_gold(bench: Bench) -> Iterator[Figure]:
 
 
 def stream(bench: Bench) -> Iterator[Figure]:
-    """From the start of the stream to the commit of bronze; the folds behind it have figures of their own."""
+    """From the start of the stream to the commit of bronze. The folds have figures of their own."""
     events = history(bench.folder, bench.events)
     rates, wholes = [], []
     for _ in range(bench.repeats):
         with tempfile.TemporaryDirectory(dir=bench.folder) as out:
             taken = _Ingested()
-            job = Pipeline(bench.spark, Tables(Path(out)), gold={}, progress=taken.tell)
+            job = Pipeline(bench.spark, Tables(Path(out)), gold={}, progress=taken.report)
             wholes.append(spent(partial(job.stream, events)))
             rates.append(bench.events / taken.wall_s)
             peers.need_exact(Path(out) / "silver_events", events)
@@ -222,24 +222,24 @@ def stream(bench: Bench) -> Iterator[Figure]:
 
 
 class _Ingested:
-    """Listens to the progress of a stream: its bronze is committed when silver begins."""
+    """Measures bronze by the progress of a stream: bronze is committed when silver begins."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
         self.wall_s = 0.0
-        self._taking_since: float | None = self._begun
+        self._ingesting_since: float | None = self._begun
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         now = time.perf_counter()
-        if text.startswith("silver_events") and self._taking_since is not None:
-            self.wall_s += now - self._taking_since
-            self._taking_since = None
-        elif text.startswith("bronze") and self._taking_since is None:
-            self._taking_since = now
+        if text.startswith("silver_events") and self._ingesting_since is not None:
+            self.wall_s += now - self._ingesting_since
+            self._ingesting_since = None
+        elif text.startswith("bronze") and self._ingesting_since is None:
+            self._ingesting_since = now
 
 
 def cold(bench: Bench) -> Iterator[Figure]:
-    """The whole command, from the start of Python to the end of the JVM: as installed, and once prepared."""
+    """The whole command, from the start of Python to the end of the JVM: without and with the archive."""
     events = history(bench.folder, MILLION)
     bench.stop()
     for name in ("cold", "cold, prepared"):
@@ -263,7 +263,7 @@ def cold(bench: Bench) -> Iterator[Figure]:
 
 
 def answer(bench: Bench) -> Iterator[Figure]:
-    """From a question to its rows, with a start of Python and of the JVM: as installed, and once prepared."""
+    """From a query to its rows, with the start of Python and of the JVM: without and with the archive."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
         events = history(bench.folder, MILLION)
         bench.stop()
@@ -272,20 +272,20 @@ def answer(bench: Bench) -> Iterator[Figure]:
             with own_cache(bench):
                 if name != "cold":
                     spent_by([*COMMAND, "prepare"])
-                command = [*COMMAND, "sql", "--tables", folder, QUESTION]
+                command = [*COMMAND, "sql", "--tables", folder, QUERY]
                 taken = median([spent_by(command) for _ in range(bench.repeats)])
             yield Figure(f"postroom pipeline sql, 1M events, {name}", taken.wall_s, "s", taken.cores())
 
 
 @contextmanager
 def own_cache(bench: Bench) -> Iterator[None]:
-    """While commands find no archive of classes but one that they make here."""
+    """An empty cache for the archive of classes."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder, patch.dict(os.environ, {CACHE: folder}):
         yield
 
 
 def increment(bench: Bench) -> Iterator[Figure]:
-    """The last piece of a history, after all others and after none. Each of them had its own run."""
+    """The last piece of a history, after all others and after none. Each piece had its own run."""
     size = int((LONG + MILLION) * bench.scale)
     *before, last = pieces(history(bench.folder, size), bench.folder / "pieces", BATCHES + 1)
     long, short = bench.folder / "long", bench.folder / "short"
@@ -311,7 +311,7 @@ def increment(bench: Bench) -> Iterator[Figure]:
 
 
 def _added(bench: Bench, folder: Path) -> Spent:
-    """What it takes to bring a copy of its tables up to its segments."""
+    """The time to refresh a copy of the tables with the new segments."""
     with tempfile.TemporaryDirectory(dir=bench.folder) as out:
         tables = Tables(Path(out) / "tables")
         if (folder / "tables").exists():

@@ -1,4 +1,4 @@
-"""The speed of `Tasks`, next to the queues on SQLite that one would use instead, in the same run.
+"""The speed of `Tasks`, next to other queues on SQLite, in the same run.
 
 Ours always commits the events with the task and checks the lease's token. A peer does what its manual says
 for one message, with its usual settings: huey calls a task, dequeues and executes it; litequeue puts, pops
@@ -49,9 +49,12 @@ from figures import (
 
 from postroom import Tasks
 from postroom.contracts.task_operations import NewTask
-from postroom.message import Durability
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.message import Durability, Envelope, State
 from postroom.runtime.agents import Identity
 from postroom.runtime.writer import StoreWriter
+from postroom.stores.sqlite import SqliteStore
+from postroom.stores.transaction import Claim
 
 T = TypeVar("T")
 
@@ -66,6 +69,8 @@ BATCH = 50
 FILL_BATCH = 1_000
 LEASE_S = 300.0
 PATIENCE_S = 120.0
+SHORT_S = 0.001
+PROMOTE_AFTER_NS = 3_600 * 10**9  # promotion is looked at, and does not happen
 WAKE_UP_PAUSES_S = (0.005, 0.015)  # 100/s
 PROBES = 40
 NS_PER_MS, MS_PER_S = 1e6, 1e3
@@ -76,14 +81,14 @@ forking = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. The small one only shows that everything runs."""
+    """How much is measured. `SMALL` only shows that every bench runs."""
 
     produced: int = 200
     produce_turns: int = 5
     turn_s: float = 0.4
     """A turn ends after this long, also with a peer that waits for a slow disk."""
     waiting: int = 5_000
-    """When consumers begin. Some peers get slower with it."""
+    """Tasks that wait when consumers begin. Some peers get slower with more."""
     consumed: int = 1_000
     cycles: int = 100
     cycle_turns: int = 5
@@ -92,6 +97,12 @@ class Sizes:
     many_waiting: int = 1_000_000
     claims: int = 10
     claim_turns: int = 20
+    lane_claims: int = 50
+    lane_turns: int = 10
+    listed: int = 100_000
+    cancelled: int = 100
+    queues: int = 5_000
+    sweeps: int = 20
     callers: int = 100
     calls_a_caller: int = 20
     calls_alone: int = 400
@@ -113,6 +124,12 @@ SMALL = Sizes(
     many_waiting=50,
     claims=2,
     claim_turns=1,
+    lane_claims=2,
+    lane_turns=1,
+    listed=20,
+    cancelled=2,
+    queues=20,
+    sweeps=1,
     callers=4,
     calls_a_caller=2,
     calls_alone=4,
@@ -143,14 +160,14 @@ def main() -> None:
 
 
 class Peer(Protocol):
-    """A queue in a folder. Both verbs stop at `until`, and say how many messages they did."""
+    """A queue in a folder. Both verbs stop at `until` and return how many messages they handled."""
 
     def produce(self, count: int, until: float) -> int: ...
 
     def consume(self, count: int, until: float) -> int: ...
 
     def fill(self, count: int) -> None:
-        """Produce as fast as can be; not measured."""
+        """Produce as fast as possible; not measured."""
 
     def close(self) -> None: ...
 
@@ -159,12 +176,15 @@ Maker = Callable[[Path], Peer]
 
 
 class Ours:
-    """`Tasks`, one by one or in batches."""
+    """`Tasks`, one at a time or in batches."""
 
-    def __init__(self, folder: Path, batch: int = 1, durability: Durability = "os") -> None:
+    def __init__(
+        self, folder: Path, batch: int = 1, durability: Durability = "os", *, claims_next: bool = False
+    ) -> None:
         self.tasks = Tasks.open(f"sqlite:///{folder}/queue.db", durability=durability)
         self.tasks.store.steady_ns()  # opens the file, which is not measured
         self.batch = batch
+        self.claims_next = claims_next
 
     def produce(self, count: int, until: float) -> int:
         for done in range(count):
@@ -174,6 +194,8 @@ class Ours:
         return count
 
     def consume(self, count: int, until: float) -> int:
+        if self.claims_next:
+            return self._consume_in_one_call(count, until)
         done = 0
         while done < count and time.perf_counter() < until:
             claimed = self.tasks.claim(agent=AGENT, limit=min(self.batch, count - done))
@@ -182,6 +204,14 @@ class Ours:
             else:
                 self.tasks.complete_many((task.task_id, task.lease, None) for task in claimed)
             done += len(claimed)
+        return done
+
+    def _consume_in_one_call(self, count: int, until: float) -> int:
+        """A worker's loop in which `complete` also claims the next task."""
+        claimed, done = self.tasks.claim(agent=AGENT), 0
+        while claimed and done < count and time.perf_counter() < until:
+            claimed = self.tasks.complete(claimed[0].task_id, claimed[0].lease, claim_next=1)
+            done += 1
         return done
 
     def fill(self, count: int) -> None:
@@ -194,7 +224,7 @@ class Ours:
 
 
 class Huey:
-    """`SqliteHuey`: as it comes it syncs every commit.
+    """`SqliteHuey`, which syncs every commit by default.
 
     With `fsync=False` it never syncs, so that a power cut can damage its whole file. Ours always keeps the
     file whole, so beside that one there is no goal.
@@ -266,7 +296,7 @@ class LiteQueue:
 
 
 class PersistQueue:
-    """`persistqueue.SQLiteAckQueue`, which syncs every commit and cannot be told not to."""
+    """`persistqueue.SQLiteAckQueue`, which always syncs every commit."""
 
     def __init__(self, folder: Path) -> None:
         self.queue = persistqueue.SQLiteAckQueue(str(folder / "persist"))
@@ -301,16 +331,17 @@ def unsynced_huey(folder: Path) -> Huey:
 
 @dataclass(frozen=True)
 class Pair:
-    """Ours and a peer, what sets them apart, and what the ratio has to be."""
+    """Our settings, a peer, and the ratio to reach."""
 
     what: str
     theirs: Maker
     goal: float | None = None
     batch: int = 1
     durability: Durability = "os"
+    claims_next: bool = False
 
     def mine(self, folder: Path) -> Peer:
-        return Ours(folder, self.batch, self.durability)
+        return Ours(folder, self.batch, self.durability, claims_next=self.claims_next)
 
     def figure(self, name: str, speed: Comparison) -> Figure:
         synced = ", both synced" if self.durability != "os" else ""
@@ -382,13 +413,17 @@ CONSUMING_ALONE = (
     Pair("litequeue", LiteQueue, 5),
     Pair("persist-queue", PersistQueue, 2),
     Pair("huey", Huey, durability="group"),
+    Pair("huey", Huey, 1, durability="group", claims_next=True),
     Pair("persist-queue", PersistQueue, durability="group"),
+    Pair("two calls", Ours, 1, claims_next=True),
 )
 
 
 def consume(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     for pair, workers in [*itertools.product(CONSUMING, (1, 4)), *((pair, 1) for pair in CONSUMING_ALONE)]:
         name = "claim+complete" if pair.batch == 1 else f"claim+complete({pair.batch})"
+        if pair.claims_next:
+            name = "complete with claim_next"
         yield pair.figure(f"{name} x{workers}", consumed(pair, folder, workers, sizes))
 
 
@@ -400,7 +435,7 @@ def consumed(pair: Pair, folder: Path, workers: int, sizes: Sizes) -> Comparison
 
 
 def consumed_rate(make: Maker, folder: Path, workers: int, sizes: Sizes) -> float:
-    """Tasks a second by so many processes, from the first that begins to the last that ends."""
+    """Tasks per second of all workers, from the first start to the last end."""
     filling = make(folder)
     filling.fill(sizes.waiting)
     filling.close()
@@ -421,7 +456,7 @@ def consumed_rate(make: Maker, folder: Path, workers: int, sizes: Sizes) -> floa
 
 
 def in_processes(work: Callable[[], T], count: int = 1) -> list[T]:
-    """What each of so many forked processes made of the same work."""
+    """The results of the same work in `count` forked processes."""
     results = forking.SimpleQueue()
     children = [forking.Process(target=lambda: results.put(work()), daemon=True) for _ in range(count)]
     for child in children:
@@ -436,7 +471,7 @@ _numbers = itertools.count()
 
 
 def fresh(folder: Path) -> Path:
-    """A new folder inside."""
+    """A new subfolder."""
     path = folder / f"run-{next(_numbers)}"
     path.mkdir()
     return path
@@ -492,7 +527,7 @@ def wake_up(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def wake_ups_ms(folder: Path, count: int) -> list[float]:
-    """How long after the beginning of an enqueue in another process a waiting claim has the task."""
+    """The times from the start of an enqueue in another process to the return of a waiting claim."""
     tasks = Tasks.open(f"sqlite:///{folder}/queue.db")
     tasks.enqueue(agent=AGENT, payload=0)
     tasks.claim(agent=AGENT)
@@ -532,8 +567,99 @@ def depth(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     )
 
 
+def lanes(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    one = filled_lanes(fresh(folder), (2,), sizes)
+    four = filled_lanes(fresh(folder), (0, 1, 2, 3), sizes)
+    cost = compare(
+        lambda: lane_claim_ms(four, (0, 1, 2, 3), sizes.lane_claims),
+        lambda: lane_claim_ms(one, (2,), sizes.lane_claims),
+        turns=sizes.lane_turns,
+    )
+    four.close()
+    one.close()
+    yield Figure(
+        "claim by four lanes with promotion, p50",
+        cost.ours,
+        "ms",
+        f"by one lane: {readable(cost.theirs)} ms",
+        cost.ratio,
+        [Goal("ratio", "<=", 1.3)],
+    )
+
+
+def filled_lanes(folder: Path, priorities: tuple[int, ...], sizes: Sizes) -> SqliteStore:
+    """A store with enough messages in each lane for all claims."""
+    store = SqliteStore(folder / "queue.db")
+    count = 2 * REPEATS * sizes.lane_turns * sizes.lane_claims
+    for priority in priorities:
+        message = Envelope(queue=AGENT, payload=json.dumps(PAYLOAD).encode(), priority=priority)
+        for first in range(0, count, FILL_BATCH):
+            some = [message] * min(FILL_BATCH, count - first)
+            store.write(lambda transaction, some=some: transaction.insert(some))  # type: ignore[misc]
+    return store
+
+
+def lane_claim_ms(store: SqliteStore, lanes: tuple[int, ...], claims: int) -> float:
+    ages_ns = (PROMOTE_AFTER_NS,) * (len(lanes) - 1)
+    terms = Claim(AGENT, "bench", 1, round(LEASE_S * NANOS_PER_S), lanes, ages_ns)
+    took_s = [
+        seconds(lambda: store.write(lambda transaction: transaction.claim(terms))) for _ in range(claims)
+    ]
+    return statistics.median(took_s) * MS_PER_S
+
+
+def listing(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Cancelled tasks are found by an index. COMPLETED ones are not: the second figure is the worst case."""
+    filled = Ours(folder)
+    filled.fill(sizes.listed)
+    for line in filled.tasks.find(limit=sizes.cancelled):
+        filled.tasks.cancel(line.task_id)
+    yield listing_figure(filled.tasks, "CANCELLED", sizes.cancelled, sizes)
+    yield listing_figure(filled.tasks, "COMPLETED", 0, sizes)
+    filled.close()
+
+
+def listing_figure(tasks: Tasks, state: State, count: int, sizes: Sizes) -> Figure:
+    def look() -> None:
+        assert len(tasks.find(state=state, limit=sizes.cancelled)) == count
+
+    took_ms = median_of(lambda: seconds(look)) * MS_PER_S
+    return Figure(f"list {count} {state} tasks of {sizes.listed:,}", took_ms, "ms")
+
+
+def sweeping(folder: Path, sizes: Sizes) -> Iterator[Figure]:
+    """A sweep that finds one overdue task, with many idle queues and with none."""
+    many, few = Ours(fresh(folder)).tasks, Ours(fresh(folder)).tasks
+    for first in range(0, sizes.queues, FILL_BATCH):
+        numbers = range(first, min(first + FILL_BATCH, sizes.queues))
+        many.enqueue_many(
+            {"agent": f"agent-{number}", "payload": 0, "delay_s": LEASE_S} for number in numbers
+        )
+    cost = compare(lambda: sweep_ms(many), lambda: sweep_ms(few), turns=sizes.sweeps)
+    many.close()
+    few.close()
+    yield Figure(
+        f"sweep with one task due, {sizes.queues:,} queues",
+        cost.ours,
+        "ms",
+        f"1 queue: {readable(cost.theirs)} ms",
+        cost.ratio,
+        [Goal("ratio", "<=", 1.5)],
+    )
+
+
+def sweep_ms(tasks: Tasks) -> float:
+    tasks.enqueue(agent=AGENT, payload=0, delay_s=SHORT_S)
+    time.sleep(2 * SHORT_S)
+
+    def sweep() -> None:
+        assert tasks.sweep() == 1
+
+    return seconds(sweep) * MS_PER_S
+
+
 def claim_ms(tasks: Tasks, claims: int) -> float:
-    """The median of some claims; what they took is given back afterwards."""
+    """The median time of some claims, whose tasks are then released."""
     took_s: list[float] = []
     claimed = []
     for _ in range(claims):
@@ -656,7 +782,7 @@ def restart(folder: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def fill_and_die(folder: Path, count: int) -> None:
-    """What a harness leaves that was killed: nothing is tidied up for the next one."""
+    """Leave the file as a killed process leaves it, without a checkpoint."""
 
     def fill() -> None:
         Ours(folder).fill(count)
@@ -708,7 +834,7 @@ def added_agent(folder: Path) -> str:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[int]:
-    """A server on the tasks of a folder, from the moment on at which it says that it is well."""
+    """A server on the tasks of a folder, from its first successful health check on."""
     port = free_port()
     words = ("tasks", "serve", "--data", str(folder), "--port", str(port))
     server = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -740,7 +866,7 @@ def await_health(port: int, server: "subprocess.Popen[bytes]") -> None:
 
 
 def requests_per_s(port: int, token: str, count: int, connections: int) -> float:
-    """One request at a time on each connection, all connections at once, by bare sockets."""
+    """Requests per second over bare sockets, with one request at a time on each connection."""
     body = json.dumps({"agent": AGENT}).encode()
     request = (
         f"POST /queue/next HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
@@ -771,7 +897,7 @@ def requests_per_s(port: int, token: str, count: int, connections: int) -> float
 
 
 def _expect_a_task(connection: socket.socket) -> None:
-    """Read one whole answer, which has to hold a task."""
+    """Read one whole answer and check that it holds a task."""
     data = connection.recv(65_536)
     assert data.startswith(b"HTTP/1.1 200"), data[:200]
     head, _, body = data.partition(b"\r\n\r\n")
@@ -780,7 +906,9 @@ def _expect_a_task(connection: socket.socket) -> None:
         body += connection.recv(65_536)
 
 
-BENCHES: tuple[Bench, ...] = (produce, consume, cycles, wake_up, callers, restart, http, depth)
+BENCHES: tuple[Bench, ...] = (
+    produce, consume, cycles, lanes, listing, sweeping, wake_up, callers, restart, http, depth
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(main)

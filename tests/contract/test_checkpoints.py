@@ -1,4 +1,4 @@
-"""The WAL: its pages move into the database beside the commits, and it stays short."""
+"""Checkpoints: a thread moves the pages of the WAL into the database beside the commits."""
 
 import os
 import sqlite3
@@ -55,18 +55,18 @@ def wait_for_thread() -> None:
             thread.join(LONG_S)
 
 
-def test_the_wal_starts_anew_again_and_again(store: SqliteStore, path: Path) -> None:
+def test_the_wal_is_reused_after_each_checkpoint(store: SqliteStore, path: Path) -> None:
     for _ in range(MANY // 10):
         insert(store, 10)
         wait_for_thread()
-    assert wal_pages(path) < 5 * FEW_PAGES  # the longest it ever was, of more than 800 pages
+    assert wal_pages(path) < 5 * FEW_PAGES  # the file keeps its longest size; 800 pages were written
     assert store.count() == {"q": {"QUEUED": MANY}}
 
 
-def test_pages_move_without_any_commit_doing_it(
+def test_a_thread_checkpoints_without_a_commit(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a commit would do itself is counted, and the database alone holds the tasks."""
+    """Checkpoints of commits are counted, and the database alone holds the tasks."""
     in_a_commit: list[int] = []
     monkeypatch.setattr(
         checkpoints, "_checkpoint", lambda connection: _count_commits(connection, in_a_commit)
@@ -85,7 +85,7 @@ def _count_commits(connection: apsw.Connection, in_a_commit: list[int]) -> None:
     connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
 
 
-def test_pages_move_while_somebody_commits(store: SqliteStore, path: Path) -> None:
+def test_a_thread_checkpoints_beside_commits(store: SqliteStore, path: Path) -> None:
     insert(store)
     with store._group.leading:
         store._checkpoints._move()
@@ -94,7 +94,7 @@ def test_pages_move_while_somebody_commits(store: SqliteStore, path: Path) -> No
         alone.close()
 
 
-def test_a_commit_moves_them_itself_when_no_thread_does(
+def test_a_commit_checkpoints_itself_when_no_thread_can_start(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints.Checkpoints, "_start", lambda _: False)
@@ -102,10 +102,10 @@ def test_a_commit_moves_them_itself_when_no_thread_does(
     assert wal_pages(path) < 3 * FEW_PAGES
 
 
-def test_a_commit_waits_for_a_thread_that_does_not_keep_up(
+def test_a_commit_checkpoints_when_the_thread_falls_behind(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread never gets to its work: at the limit, the commits do it."""
+    """The thread never runs, so the commits checkpoint at the limit."""
     monkeypatch.setattr(checkpoints, "WAL_PAGES_MAX", 3 * FEW_PAGES)
     monkeypatch.setattr(checkpoints.Checkpoints, "_start", lambda _: True)
     insert(store, MANY)
@@ -127,13 +127,13 @@ def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path)
     before = wal_pages(path)
     insert(store, MANY)
     wait_for_thread()
-    assert wal_pages(path) == before  # it started anew
+    assert wal_pages(path) == before  # the WAL was reused from its start
 
 
-def test_a_full_disk_loses_nothing_while_pages_move(
+def test_a_full_disk_during_a_checkpoint_loses_nothing(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the thread nor the commits find room; what was acknowledged stays, and work can end."""
+    """Neither the thread nor the commits find space. Acknowledged tasks stay, and tasks can be completed."""
     monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
     path = small_disk / "queue.db"
     store = SqliteStore(path)
@@ -162,30 +162,30 @@ def _insert_until_full(store: SqliteStore) -> int:
     pytest.fail("the disk is never full")
 
 
-def test_a_process_killed_while_pages_move_loses_nothing(store: SqliteStore, path: Path) -> None:
-    """At a commit, or while its thread is at work: nobody knows, and it does not matter."""
-    told, tell = os.pipe()
+def test_a_process_killed_during_a_checkpoint_loses_nothing(store: SqliteStore, path: Path) -> None:
+    """The kill may come during a commit or during a checkpoint; nothing is lost in either case."""
+    reader, writer = os.pipe()
 
     def work() -> None:
         mine = SqliteStore(path)
         for number in range(MANY):
             insert(mine)
-            os.write(tell, b".")
+            os.write(writer, b".")
             if number == MANY - 1 or (number > MANY // 2 and mine._checkpoints.under_way.locked()):
                 children.die()
 
     insert(store)
     assert children.killed(work)
-    os.close(tell)
-    with open(told, "rb") as reports:
+    os.close(writer)
+    with open(reader, "rb") as reports:
         acknowledged = len(reports.read())
     assert acknowledged > MANY // 2
     [(waiting, count)] = store.count()["q"].items()
     assert waiting == "QUEUED"
-    assert acknowledged + 1 <= count <= acknowledged + 2  # one may be committed and not yet told
+    assert acknowledged + 1 <= count <= acknowledged + 2  # one may be committed and not acknowledged
 
 
-def test_threads_commit_while_pages_move(store: SqliteStore) -> None:
+def test_threads_commit_during_a_checkpoint(store: SqliteStore) -> None:
     threads = [threading.Thread(target=insert, args=(store, 100)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -209,13 +209,13 @@ def _open_files() -> list[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the folder's own
+        except FileNotFoundError:  # the descriptor of the folder
             continue
     return names
 
 
-def test_a_child_can_be_forked_while_pages_move(store: SqliteStore) -> None:
-    """At any moment of it: the child goes on with the file, and so does the parent."""
+def test_a_child_can_be_forked_during_a_checkpoint(store: SqliteStore) -> None:
+    """Whenever the fork happens, child and parent can use the file."""
     for _ in range(20):
         insert(store, 10)
         children.run(lambda: insert(store, 10))

@@ -45,7 +45,7 @@ def scripts_with(text: str) -> dict[int, str]:
     return {**known, max(known) + 1: text}
 
 
-def test_a_store_of_an_earlier_version_is_read_and_goes_on(old_store: Path) -> None:
+def test_a_store_of_an_earlier_version_can_be_read_and_written(old_store: Path) -> None:
     with open_tasks(old_store) as tasks:
         status = tasks.status().agents["triage"]
         assert status.states == {
@@ -64,9 +64,7 @@ def test_a_store_of_an_earlier_version_is_read_and_goes_on(old_store: Path) -> N
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_a_later_version_takes_a_step_forward_and_keeps_everything(
-    old_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_migration_keeps_every_record(old_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_tasks(old_store) as tasks:
         before = [tasks.get(line.task_id) for line in tasks.find()]
     later = scripts_with(NEXT)
@@ -79,9 +77,7 @@ def test_a_later_version_takes_a_step_forward_and_keeps_everything(
         tasks.status()
 
 
-def test_a_step_that_fails_half_way_leaves_the_file_as_it_was(
-    old_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_migration_that_fails_changes_nothing(old_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scripts_with(NEXT + "DROP TABLE there_is_no_such_table;")
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_file, "migrations", lambda: broken)

@@ -1,4 +1,4 @@
-"""What happens to the files around a handle: forks, files that vanish, bells that somebody cut."""
+"""Forks, removed files and truncated bells beside an open handle."""
 
 import os
 import threading
@@ -26,8 +26,8 @@ def wait_for(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_a_child_goes_on_when_its_parent_has_closed(tmp_path: Path) -> None:
-    """The parent's last close removes the WAL, unless it knows that the child has it open."""
+def test_a_child_can_write_after_its_parent_closed_the_store(tmp_path: Path) -> None:
+    """Closing the last connection removes the WAL, so the parent must notice that the child has it open."""
     tasks = open_tasks(tmp_path)
     tasks.enqueue(agent="a", payload="parent")
     child_wrote, tell_parent = os.pipe()
@@ -58,7 +58,7 @@ def test_a_child_goes_on_when_its_parent_has_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_a_fork_beside_a_thread_that_writes_leaves_both_able_to(tmp_path: Path) -> None:
+def test_parent_and_child_can_write_after_a_fork_beside_a_writing_thread(tmp_path: Path) -> None:
     tasks = open_tasks(tmp_path)
     ending = threading.Event()
 
@@ -86,9 +86,7 @@ def test_a_fork_beside_a_thread_that_writes_leaves_both_able_to(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_a_file_that_vanished_is_not_written_to_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_removed_file_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(sqlite, "FILE_LOOK_S", 0.0)
     tasks = open_tasks(tmp_path)
     tasks.enqueue(agent="a", payload=1)
@@ -105,7 +103,7 @@ def test_a_file_that_vanished_is_not_written_to_any_more(
     tasks.close()
 
 
-def test_a_bell_that_somebody_cut_harms_nobody(tmp_path: Path) -> None:
+def test_a_truncated_bell_file_does_no_harm(tmp_path: Path) -> None:
     with open_tasks(tmp_path) as tasks:
         tasks.enqueue(agent="a", payload=1)
         heard = threading.Event()

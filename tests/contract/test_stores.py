@@ -1,4 +1,4 @@
-"""Every store keeps the contract; then what SQLite has to prove: processes, threads, disks and damage."""
+"""`StoreContract` for each store, then tests of SQLite alone: processes, threads, disks and damage."""
 
 import itertools
 import os
@@ -61,7 +61,7 @@ LONG_S = 60.0
 class TestMemory(StoreContract):
     keeps = False
 
-    def open(self, folder: Path, clock: ManualClock) -> Store:  # noqa: ARG002 - it needs none
+    def open(self, folder: Path, clock: ManualClock) -> Store:  # noqa: ARG002 - memory needs no folder
         return MemoryStore(clock=clock)
 
 
@@ -123,12 +123,12 @@ def test_a_store_is_opened_by_its_address(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("url", ["", "queue.db", "sqlite://", "sqlite:///", "postgres://x", "sqlite:///a\0b"])
-def test_another_address_is_refused(url: str) -> None:
+def test_an_unknown_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidMessage, match="is not a store"):
         open_store(url)
 
 
-def test_the_files_are_for_their_owner_alone(store: SqliteStore, path: Path) -> None:
+def test_only_the_owner_may_read_the_files(store: SqliteStore, path: Path) -> None:
     insert(store, b"1", durability="fsync")
     names = ("queue.db", "queue.db-wal", "queue.db-shm", "queue.db.lock", "queue.db.gate", "queue.db.ballast")
     modes = {file.name: file.stat().st_mode & 0o077 for file in path.parent.iterdir()}
@@ -139,7 +139,7 @@ def test_the_files_are_for_their_owner_alone(store: SqliteStore, path: Path) -> 
 
 
 def test_children_share_an_open_handle(store: SqliteStore, no_child_left: None) -> None:
-    """Each child adds and takes through what it inherited; nothing is lost and nothing is doubled."""
+    """Each child inserts and claims through the inherited handle. Nothing is lost or delivered twice."""
     insert(store, b"0")
     claim(store)
     store.find(Listing(limit=1))  # a reader is open too
@@ -163,7 +163,7 @@ def test_children_share_an_open_handle(store: SqliteStore, no_child_left: None) 
     check_books(store)
 
 
-def test_a_child_that_dies_takes_nothing_with_it(store: SqliteStore, no_child_left: None) -> None:
+def test_a_killed_child_loses_no_committed_record(store: SqliteStore, no_child_left: None) -> None:
     insert(store, b"0")
 
     def child() -> None:
@@ -202,7 +202,7 @@ def test_threads_share_a_handle(store: SqliteStore) -> None:
     check_books(store)
 
 
-def test_callers_share_a_commit_and_one_that_fails_spoils_nobodys(store: SqliteStore, path: Path) -> None:
+def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: SqliteStore, path: Path) -> None:
     insert(store, b"first")
     answers: dict[int, object] = {}
 
@@ -219,7 +219,7 @@ def test_callers_share_a_commit_and_one_that_fails_spoils_nobodys(store: SqliteS
             answers[number] = error
 
     other = SqliteStore(path)
-    other._lock.acquire()  # nobody can commit, so everybody waits for the same commit
+    other._lock.acquire()  # nobody can commit, so all threads wait for the same commit
     threads = [in_background(partial(call, number)) for number in range(12)]
     while len(store._group.pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
         threads[0].join(0.01)
@@ -246,11 +246,11 @@ def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> Non
         thread.join(LONG_S)
     commits = sqlite3.connect(path).execute("SELECT count(*) FROM events").fetchone()[0]
     assert store.count() == {"q": {"QUEUED": 21}}
-    assert commits <= 4  # the first one, the one that was under way, and everybody's
+    assert commits <= 4  # the first one, the one under way, and the shared one
 
 
 def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteStore, path: Path) -> None:
-    """Its number goes to the next new queue, perhaps one of another process."""
+    """The number of a rolled back queue goes to the next new queue, perhaps of another process."""
 
     def work(transaction: Transaction) -> None:
         transaction.insert([Envelope(queue="gone", payload=b"1", message_id="x")])
@@ -268,7 +268,9 @@ def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteS
     assert (store.next_work_ns("gone"), store.next_work_ns("new")) == (None, 0)
 
 
-def test_what_others_did_is_in_the_counters(store: SqliteStore, path: Path, no_child_left: None) -> None:
+def test_counters_include_the_commits_of_other_handles(
+    store: SqliteStore, path: Path, no_child_left: None
+) -> None:
     store.write(lambda transaction: transaction.set_limits("q", Limits(max_depth=10)))
     insert(store, b"1")
 
@@ -285,10 +287,10 @@ def test_what_others_did_is_in_the_counters(store: SqliteStore, path: Path, no_c
         insert(store, b"1")
 
 
-def test_counters_outlive_the_events_they_follow_from(
+def test_counters_stay_correct_after_their_events_are_purged(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handle that slept while another one wrote the depths down and purged the events sees the depths."""
+    """A handle reads the counters again after another handle wrote them and purged the events."""
     monkeypatch.setattr(sqlite_transaction, "FOLD_EVENTS", 20)
     store.write(lambda transaction: transaction.set_limits("q", Limits(max_depth=100)))
     insert(store, b"1")
@@ -307,7 +309,7 @@ def test_counters_outlive_the_events_they_follow_from(
     assert store.count() == SqliteStore(path).count() == {"q": {"QUEUED": 100}}
 
 
-def test_a_lock_that_stays_taken_is_said(path: Path) -> None:
+def test_a_lock_held_too_long_raises_a_timeout(path: Path) -> None:
     holder, store = SqliteStore(path), SqliteStore(path, lock_timeout_s=0.01)
     insert(holder, b"1")
     holder._lock.acquire()
@@ -319,7 +321,7 @@ def test_a_lock_that_stays_taken_is_said(path: Path) -> None:
         each.close()
 
 
-def test_another_program_that_reads_the_file_disturbs_nobody(store: SqliteStore, path: Path) -> None:
+def test_a_reader_of_another_program_does_not_disturb_writers(store: SqliteStore, path: Path) -> None:
     insert(store, b"1")
     reader = sqlite3.connect(path)
     rows = reader.execute("SELECT seq FROM records")
@@ -369,7 +371,7 @@ def test_the_time_of_a_store_goes_on_after_a_reboot(path: Path) -> None:
 
 
 def test_a_pause_before_a_retry_does_not_grow_with_a_reboot(path: Path) -> None:
-    """Also when nothing new came in for days: then the time of the last thing that came in is long ago."""
+    """Also when the newest record is days old at the reboot."""
     clock = ManualClock()
     store = SqliteStore(path, clock=clock)
     [name] = insert(store, b"1")
@@ -431,7 +433,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(
         with pytest.raises(StoreDamaged, match="is not a store of tasks: it is no SQLite database"):
             look()
     assert path.read_bytes() == text
-    assert os.listdir(path.parent) == [path.name]  # nothing is put beside it
+    assert os.listdir(path.parent) == [path.name]  # no file is created beside it
 
 
 def test_a_database_of_another_program_is_refused_and_left_alone(store: SqliteStore, path: Path) -> None:
@@ -451,7 +453,7 @@ def test_a_folder_in_place_of_the_file_is_refused(store: SqliteStore, path: Path
         insert(store, b"1")
 
 
-def test_a_damaged_page_is_said(store: SqliteStore, path: Path) -> None:
+def test_a_damaged_page_is_reported(store: SqliteStore, path: Path) -> None:
     insert(store, *[b"x" * 1_000] * 50)
     store.close()
     data = bytearray(path.read_bytes())
@@ -492,14 +494,14 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "pull": (queries.PULL, (18, 1)),
     "first deadlines": (queries.FIRST_DEADLINES, ()),
     "lease": (queries.LEASE_MANY, (1, "w", 1, 1, 1, ARRAY)),
-    "leased": (queries.LEASED_MANY, (ARRAY,)),
-    "complete": (queries.COMPLETE_ALIKE, (1, b"", 1, ARRAY)),
+    "leased": (queries.LEASED_MANY, (ARRAY, 1)),
+    "complete": (queries.COMPLETE_MANY, (1, b"", 1, ARRAY)),
     "ending": (queries.ENDING, (9, 0, 1)),
     "expiring": (queries.EXPIRING, (0, 1)),
     "by name": (queries.BY_NAME, ("x",)),
     "by number": (queries.BY_SEQ, (1,)),
-    "by state": sqlite_transaction._listing(Listing(state="DONE"), 0),
-    "by queue and state": sqlite_transaction._listing(Listing("q", "DONE"), 1),
+    "by state": sqlite_transaction._listing(Listing(state="DEAD_LETTER"), 0),
+    "by queue and state": sqlite_transaction._listing(Listing("q", "DEAD_LETTER"), 1),
     "counts": (queries.COUNTS_AFTER, (1,)),
     "implied": (queries.IMPLIED, (1, 9)),
     "cell": (queries.CELL, ("key", "k")),
@@ -508,7 +510,7 @@ HOT: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", HOT)
-def test_a_hot_query_looks_at_what_it_gives_and_sorts_nothing(store: SqliteStore, name: str) -> None:
+def test_a_hot_query_uses_an_index_and_does_not_sort(store: SqliteStore, name: str) -> None:
     insert(store, b"1")
     query, values = HOT[name]
     assert store._writer is not None
@@ -535,14 +537,14 @@ MIXED = [
 
 
 class FromZero(ManualClock):
-    """Its time begins at 0, as that of a new file does."""
+    """A clock that begins at 0, as the clock of a new file does."""
 
     def boot_ns(self) -> int:
         return super().boot_ns() - FIRST_BOOT_NS
 
 
 def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
-    """What the same work does to SQLite and to memory: its answer, the records, everything about each."""
+    """The answer of the same work in SQLite and in memory, with all records and messages."""
     seen = []
     stores = (
         SqliteStore(path, clock=ManualClock(), store_id="t1"),
@@ -567,7 +569,7 @@ def test_unlike_messages_of_a_batch_are_stored_as_memory_stores_them(
     assert ours == model
 
 
-def test_what_several_calls_of_a_commit_bring_is_stored_as_memory_stores_it(path: Path) -> None:
+def test_several_inserts_of_a_commit_are_stored_as_memory_stores_them(path: Path) -> None:
     def work(transaction: Transaction) -> list[Any]:
         answers: list[Any] = [transaction.insert([envelope]) for envelope in (*MIXED, MIXED[0])]
         transaction.alert("Test", "a number between two messages")
@@ -608,8 +610,8 @@ def insert_until_full(store: Store) -> list[str]:
     pytest.fail("the disk is never full")
 
 
-@pytest.mark.parametrize("restart", [False, True], ids=["running", "started anew"])
-def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, restart: bool) -> None:
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_on_a_full_disk_tasks_can_be_completed_and_nothing_is_lost(small_disk: Path, restart: bool) -> None:
     clock = ManualClock()
     store = SqliteStore(small_disk / "queue.db", clock=clock)
     names = insert(store, *[b"1"] * 40)
@@ -619,7 +621,7 @@ def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, resta
         store.close()
     filler = fill(small_disk)
     names += insert_until_full(store)
-    if restart:  # the ballast of the one before is what this one has
+    if restart:  # the new handle finds the disk reserve of the previous one
         store.close()
         store = SqliteStore(small_disk / "queue.db", clock=clock)
     for each in held[1:11]:
@@ -632,7 +634,7 @@ def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, resta
         insert(store, b"x" * 3_000)
     another = SqliteStore(
         small_disk / "queue.db", clock=clock
-    )  # a process that starts now can look and end work
+    )  # a process that starts now can read and complete
     assert another.load(names[0]) is None
     complete(another, *held[11])
     assert store.count() == another.count()
@@ -647,7 +649,7 @@ def test_on_a_full_disk_work_can_end_and_nothing_is_lost(small_disk: Path, resta
     another.close()
 
 
-def test_a_disk_that_is_full_from_the_start_is_said(small_disk: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_reported(small_disk: Path) -> None:
     filler = fill(small_disk)
     store = SqliteStore(small_disk / "queue.db")
     for call in (lambda: insert(store, b"1"), store.count):
@@ -666,7 +668,7 @@ SLOW_S = 0.01  # a commit on a slow disk, longer than a turn at the lock
 
 
 class Poller:
-    """Asks for work in a tight loop on a slow disk, and counts its commits where everybody sees them."""
+    """Polls in a tight loop on a slow disk, and counts its commits in shared memory."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
@@ -676,7 +678,7 @@ class Poller:
     def commits(self) -> int:
         return int.from_bytes(self._memory[:8], "little")
 
-    def ask_until_told(self) -> None:
+    def poll_until_stopped(self) -> None:
         for number in itertools.count(1):
             if self._memory[8]:
                 return
@@ -693,7 +695,7 @@ class Poller:
 
 
 def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
-    """How many commits the poller made while a sender stored its messages one by one."""
+    """How many commits the poller made while a sender stored its messages one at a time."""
     while not poller.commits:
         time.sleep(SLOW_S)
     before = poller.commits
@@ -705,11 +707,11 @@ def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
 
 
 def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
-    """A poller that comes back stands behind the sender: they take turns, on a slow disk as well."""
+    """Poller and sender alternate, on a slow disk as well: a returning poller queues behind the sender."""
     sender, poller = SqliteStore(path), Poller(SqliteStore(path))
     insert(sender, b"first")
     sender.close()
-    child = children.start(poller.ask_until_told)
+    child = children.start(poller.poll_until_stopped)
     made = commits_while_sending(poller, sender)
     children.wait(child)
     assert made <= 2 * MESSAGES
@@ -719,7 +721,7 @@ def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no
 def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteStore) -> None:
     insert(store, b"first")
     poller = Poller(store)
-    thread = in_background(poller.ask_until_told)
+    thread = in_background(poller.poll_until_stopped)
     made = commits_while_sending(poller, store)
     thread.join(LONG_S)
     assert made <= 2 * MESSAGES
@@ -730,7 +732,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
     return FaultyDisk(monkeypatch)
 
 
-def test_only_what_asks_for_it_is_synced(store: SqliteStore, disk: FaultyDisk) -> None:
+def test_only_commits_with_a_synced_durability_class_are_synced(store: SqliteStore, disk: FaultyDisk) -> None:
     insert(store, b"1")
     claim(store)
     assert disk.calls == 0
@@ -738,7 +740,7 @@ def test_only_what_asks_for_it_is_synced(store: SqliteStore, disk: FaultyDisk) -
     assert disk.calls == 1
     insert(store, b"1", durability="group")
     assert disk.calls == 2
-    complete(store, name, dict(claim(store, 1))[name])  # its end is as durable as its beginning
+    complete(store, name, dict(claim(store, 1))[name])  # a completion is as durable as its insert
     assert disk.calls == 4
 
 
@@ -777,7 +779,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
     for durability in ("os", "fsync"):
         with pytest.raises(HandleDead, match="reopen"):
             insert(store, b"3", durability=durability)
-    assert store.find(ByIds(tuple(kept)))[0].state == "QUEUED"  # looking is still allowed
+    assert store.find(ByIds(tuple(kept)))[0].state == "QUEUED"  # reading is still allowed
     store.reopen()
     kept += insert(store, b"4", durability="fsync")
     found = [record.message_id for record in store.find(Listing(limit=100))]
@@ -786,7 +788,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
     check_books(store)
 
 
-def test_a_failed_fsync_is_told_to_everybody_who_shared_it(store: SqliteStore, disk: FaultyDisk) -> None:
+def test_every_caller_of_a_commit_gets_the_error_of_its_fsync(store: SqliteStore, disk: FaultyDisk) -> None:
     insert(store, b"1", durability="fsync")
     disk.hold()
     disk.failing = True
@@ -809,13 +811,13 @@ def test_a_failed_fsync_is_told_to_everybody_who_shared_it(store: SqliteStore, d
 def test_an_interrupt_during_the_fsync_repeats_nobodys_work(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader of a commit is interrupted when it is committed: the others must not do theirs again."""
+    """The leader is interrupted after the commit: the other callers must not repeat their work."""
     insert(store, b"first", durability="group")
     real, calls, answers = os.fsync, list[int](), list[str]()
 
     def fsync(fd: int) -> None:
         calls.append(fd)
-        if len(calls) == 2:  # the first one is of the writer that came when nobody else was there
+        if len(calls) == 2:  # the first call is of the writer that committed alone
             raise KeyboardInterrupt
         real(fd)
 
@@ -845,7 +847,7 @@ def test_an_interrupt_during_the_fsync_repeats_nobodys_work(
 # ---- the fault injector ----------------------------------------------------------------------------
 
 
-def test_a_crash_keeps_nothing_and_a_lost_answer_everything() -> None:
+def test_a_crash_commits_nothing_and_a_lost_answer_commits_everything() -> None:
     store = FaultyStore(MemoryStore(), ["crash", "lost_answer"])
     with pytest.raises(Crashed, match="before its write was committed"):
         insert(store, b"1")
@@ -873,12 +875,12 @@ def test_a_write_can_arrive_twice_or_late() -> None:
 
 def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
     store = FaultyStore(MemoryStore(), ["lost_ring"])
-    told: list[set[str]] = []
-    store.on_commit = lambda transaction: told.append(transaction.ready) if transaction.ready else None
+    notified: list[set[str]] = []
+    store.on_commit = lambda transaction: notified.append(transaction.ready) if transaction.ready else None
     insert(store, b"1")
-    assert told == []
+    assert notified == []
     insert(store, b"2")
-    assert told == [{"q"}]
+    assert notified == [{"q"}]
     assert len(claim(store, 10)) == 2
 
 
@@ -910,7 +912,7 @@ def _until_answered(call: Callable[[], Any]) -> Any:
             continue
 
 
-def test_events_that_do_not_follow_are_noticed() -> None:
+def test_events_that_contradict_each_other_are_noticed() -> None:
     store = MemoryStore()
     insert(store, b"1")
     [(name, token)] = claim(store)
@@ -933,7 +935,7 @@ def test_events_that_do_not_follow_are_noticed() -> None:
         '[["leased",3,5,"q",2,"w",[1],[1,2],[0]]]',
     ],
 )
-def test_a_damaged_row_of_events_is_said_and_the_tasks_go_on(
+def test_a_damaged_row_of_events_is_reported_and_tasks_continue(
     store: SqliteStore, path: Path, batch: str
 ) -> None:
     insert(store, b"1", b"2")
@@ -945,7 +947,7 @@ def test_a_damaged_row_of_events_is_said_and_the_tasks_go_on(
     assert len(claim(store, 2)) == 2
 
 
-def test_damaged_counts_are_said_to_who_counts_them(store: SqliteStore, path: Path) -> None:
+def test_damaged_counts_are_reported_to_callers_that_need_them(store: SqliteStore, path: Path) -> None:
     insert(store, b"1", b"2")
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE events SET counts = '[5]'")
@@ -955,7 +957,7 @@ def test_damaged_counts_are_said_to_who_counts_them(store: SqliteStore, path: Pa
             count()
 
 
-# ---- new records that tell their own events ------------------------------------------------------------
+# ---- records that imply their events ------------------------------------------------------------
 
 
 def rows_of_events(path: Path) -> int:
@@ -966,7 +968,7 @@ def rows_of_events(path: Path) -> int:
 
 
 def check_events(store: SqliteStore, path: Path) -> None:
-    """Every way to ask for events and depths gives the same, here and in a handle that knows nothing yet."""
+    """Events and counters are the same in this handle and in a new one."""
     everything = store.events(limit=10_000)
     assert [event.seq for event in everything] == list(range(1, len(everything) + 1))
     assert store.newest_event() == len(everything)
@@ -979,7 +981,7 @@ def check_events(store: SqliteStore, path: Path) -> None:
     other.close()
 
 
-def test_a_record_by_itself_tells_its_own_events(store: SqliteStore, path: Path) -> None:
+def test_a_record_inserted_alone_implies_its_events(store: SqliteStore, path: Path) -> None:
     for payload in (b"1", b"22", b"333"):
         insert(store, payload)
     assert rows_of_events(path) == 0
@@ -992,7 +994,7 @@ def test_a_record_by_itself_tells_its_own_events(store: SqliteStore, path: Path)
 
 
 @pytest.mark.parametrize("verb", ["claim", "two", "delayed", "named", "keyed"])
-def test_whoever_tells_other_events_tells_those_before(store: SqliteStore, path: Path, verb: str) -> None:
+def test_a_commit_with_events_also_writes_the_implied_ones(store: SqliteStore, path: Path, verb: str) -> None:
     for _ in range(5):
         insert(store, b"1")
     before = store.events()
@@ -1012,7 +1014,7 @@ def test_whoever_tells_other_events_tells_those_before(store: SqliteStore, path:
     check_events(store, path)
 
 
-def test_many_by_themselves_are_told_now_and_then(store: SqliteStore, path: Path) -> None:
+def test_implied_events_are_written_after_a_limit(store: SqliteStore, path: Path) -> None:
     for number in range(300):
         insert(store, b"1", queue="q" if number % 7 else "r")
     assert 300 // IMPLIED_MAX <= rows_of_events(path) <= 300 // IMPLIED_MAX + 1
@@ -1022,7 +1024,7 @@ def test_many_by_themselves_are_told_now_and_then(store: SqliteStore, path: Path
         assert store.events(after, 5) == everything[after : after + 5]
 
 
-def test_two_handles_take_turns_with_untold_records(store: SqliteStore, path: Path) -> None:
+def test_two_handles_alternate_with_implied_events(store: SqliteStore, path: Path) -> None:
     other = SqliteStore(path)
     for turn in range(40):
         for handle in (store, other):
@@ -1038,7 +1040,7 @@ def test_two_handles_take_turns_with_untold_records(store: SqliteStore, path: Pa
     other.close()
 
 
-def test_an_interrupted_commit_leaves_no_untold_record_uncounted(store: SqliteStore, path: Path) -> None:
+def test_implied_records_are_counted_after_an_interrupted_commit(store: SqliteStore, path: Path) -> None:
     def half_done(transaction: Transaction) -> None:
         transaction.insert([Envelope(queue="q", payload=b"1")])
         raise KeyboardInterrupt
@@ -1051,8 +1053,19 @@ def test_an_interrupted_commit_leaves_no_untold_record_uncounted(store: SqliteSt
     check_events(store, path)
 
 
-def test_what_lies_between_records_in_a_row_is_left_alone(path: Path) -> None:
-    """Delayed ones have one event each, so that another queue's can have a number between two of them."""
+def test_records_forgotten_without_an_event_are_counted_once(store: SqliteStore, path: Path) -> None:
+    for _ in range(3):
+        insert(store, b"1")
+    store.write(lambda transaction: transaction.forget(transaction.find(Listing(limit=1))))
+    assert store.count() == {"q": {"QUEUED": 2}}
+    insert(store, b"1")
+    claim(store, 1)
+    for handle in (store, SqliteStore(path)):
+        assert handle.count() == {"q": {"QUEUED": 2, "PROCESSING": 1}}
+
+
+def test_records_between_those_of_a_range_are_left_alone(path: Path) -> None:
+    """Delayed messages have one event each, so another queue can own the number between two of them."""
     clock = ManualClock()
     store = SqliteStore(path, clock=clock)
     for _ in range(3):

@@ -14,8 +14,8 @@ from pathlib import Path
 from postroom.pipeline import archive, warmup
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.ingest.segments import sealed_segments
-from postroom.pipeline.retention.retain import DAY_US
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.times import DAY_US
 from tests.crash.ledger import Tally
 from tests.crash.pipelinejob import Plan
 from tests.crash.pipelining import compare, finished, look, scratch

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline import file_index
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention.retain import Policy, Retention
+from postroom.pipeline.retention.retain import Policy, RetentionJob
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.silver import span_tree
 from postroom.pipeline.tables import Tables
@@ -62,7 +62,7 @@ def main(plan: Plan) -> None:
             Pipeline(spark, tables, progress=tell).run(Path(plan.events))
         else:
             policy = Policy(keep_days=KEEP_DAYS)
-            Retention(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
+            RetentionJob(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
     print("done", *costs(spark), flush=True)
     if not is_guest:
         spark.stop()

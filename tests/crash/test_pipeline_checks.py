@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from postroom.pipeline.generator.generate import generate
-from postroom.pipeline.ingest.segments import sealed_segments, turn_of
+from postroom.pipeline.ingest.segments import pending_segments, sealed_segments
 from tests.crash import pipelinedelivery, pipelinedisk, pipelining
 from tests.crash.ledger import Tally
 from tests.spark.commands import Done
@@ -59,7 +59,9 @@ def test_a_giant_gets_its_share(tmp_path: Path) -> None:
             for line in path.read_bytes().splitlines()
         )
         assert organizations.total() == lines
-        assert len(turn_of(tmp_path / str(giant), -1).ready) == len(sealed_segments(tmp_path / "plain"))
+        assert len(pending_segments(tmp_path / str(giant), -1).ready) == len(
+            sealed_segments(tmp_path / "plain")
+        )
         assert 0.8 < organizations["org-0"] / lines < 1 if giant else organizations["org-0"] / lines < 0.1
 
 

@@ -62,7 +62,7 @@ claims = st.builds(
 
 
 class _Clock(ManualClock):
-    """The clock of the store in memory, which goes on where the store last knew it."""
+    """The clock of the store in memory. After a reboot it continues from the last known time."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class _Clock(ManualClock):
 
 
 class _Memory(MemoryStore):
-    """It survives a reboot, so that it can say what another store has to look like afterwards."""
+    """A store in memory that survives a reboot, as the model of what another store holds afterwards."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.own_clock = _Clock(clock)
         super().__init__(clock=self.own_clock, store_id=STORE_ID)
 
     def rebooted(self, boot_ns: int) -> None:
-        """Time goes on where the store last knew it, and every lease runs its length once more."""
+        """The clock continues from the last known time, and every lease runs its whole length again."""
         records = [row.record for row in self._data.rows.values()]
         leased = [record for record in records if record.state == "PROCESSING"]
         last = max(records, key=lambda record: record.seq, default=None)
@@ -99,7 +99,7 @@ class _Memory(MemoryStore):
 
 
 class Planned(Exception):
-    """Raised by work that changes its mind."""
+    """Raised by work that wants to be rolled back."""
 
 
 class BothStores(RuleBasedStateMachine):
@@ -108,7 +108,7 @@ class BothStores(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="postroom-model-", dir=QUICK))
         self.clock = ManualClock()
         self.memory = _Memory(self.clock)
-        self.memory.rebooted(self.clock.boot_ns())  # the time of a new file begins at 0
+        self.memory.rebooted(self.clock.boot_ns())  # the clock of a new file begins at 0
         self.sqlite = self._open()
         self.leases: list[tuple[str, int]] = []
         self.seen = 0
@@ -138,13 +138,13 @@ class BothStores(RuleBasedStateMachine):
         self._write(lambda transaction: transaction.apply(ByIds(message_ids), decide))
 
     def _pick(self, choice: int) -> str:
-        """Some message, sometimes one that is not there."""
+        """The id of a message, sometimes an unknown one."""
         records = self.memory.find(Listing(limit=LOOK_MAX))
         names = [record.message_id for record in records] or ["nobody"]
         return "nobody" if choice % 31 == 30 else names[choice % len(names)]
 
     def _lease(self, choice: int) -> tuple[str, int]:
-        """Some lease that was given once, the newest ones more often."""
+        """A lease of an earlier claim, more often a recent one."""
         if not self.leases:
             return "nobody", 1
         newest = self.leases[-4:]
@@ -300,9 +300,9 @@ class BothStores(RuleBasedStateMachine):
         records: list[Record] = self._both(lambda store: store.find(Listing(limit=LOOK_MAX)))
         events: list[Event] = self._both(lambda store: store.events(self.seen, LOOK_MAX))
         self.seen += len(events)
-        told = {event.message_id for event in events}
+        explained = {event.message_id for event in events}
         for record in records:
-            if record.message_id in told:
+            if record.message_id in explained:
                 self._both(methodcaller("load", record.message_id))
 
     @invariant()

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from postroom.pipeline.check import check_tables
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention.retain import Policy, Retention
+from postroom.pipeline.retention.retain import Policy, RetentionJob
 from postroom.pipeline.session import spark_session
 from postroom.pipeline.tables import Tables
 from tests.spark.quick import QUICK, QUICK_JVM
@@ -50,7 +50,7 @@ def do(step: str, spark: SparkSession, tables: Tables) -> None:
     elif job == "backfill":
         pipeline.backfill()
     elif job == "retain":
-        Retention(spark, tables, Policy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell).run()
+        RetentionJob(spark, tables, Policy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell).run()
     elif job == "check":
         proven(spark, tables)
     else:

@@ -1,6 +1,6 @@
-"""Small stories with a known end. They are told together, in a few deliveries, because a run costs seconds.
+"""Small histories with a known result. They share a few runs, because a run takes seconds.
 
-Each has a source of its own. Most happen at `NOW_US`; the newest event of a delivery decides what is settled.
+Each has a source of its own. Most events are at `NOW_US`; the newest event of a run decides on file groups.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline import schema
 from postroom.pipeline.gold.declaration import GoldTable, Sums
 from postroom.pipeline.ingest.segments import sealed_segments
-from postroom.pipeline.jobs import Pipeline, Summary
+from postroom.pipeline.jobs import Pipeline, RunSummary
 from postroom.pipeline.tables import DataFile, Tables
 from postroom.sinks.layout import DIGITS_OF_HASH
 from tests.spark.plainrows import Row, records
@@ -154,10 +154,10 @@ class Story(NamedTuple):
     events: Path
     tables: Tables
     chapters: list[Chapter]
-    second: Summary
-    nothing_new: Summary
+    second: RunSummary
+    nothing_new: RunSummary
     """Of a run behind the third, with files in the folder that are no sealed segments, and one that waits."""
-    skipped: Summary
+    skipped: RunSummary
     """Of a run that waits for nothing."""
 
 

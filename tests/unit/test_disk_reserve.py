@@ -1,4 +1,4 @@
-"""Room that is kept for a full disk."""
+"""The disk reserve: blocks that are freed on a full disk."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from postroom.stores.disk_reserve import DiskReserve
 SIZE = 64 * 1024
 
 
-def test_it_takes_its_room_on_the_disk_and_not_only_in_the_name(tmp_path: Path) -> None:
+def test_the_reserve_allocates_its_blocks(tmp_path: Path) -> None:
     path = tmp_path / "ballast"
     ballast = DiskReserve(path, SIZE)
     assert not ballast.whole
@@ -22,7 +22,7 @@ def test_it_takes_its_room_on_the_disk_and_not_only_in_the_name(tmp_path: Path) 
     assert path.stat().st_blocks * 512 >= SIZE
 
 
-def test_given_up_it_is_gone_and_can_be_filled_again(tmp_path: Path) -> None:
+def test_a_freed_reserve_can_be_filled_again(tmp_path: Path) -> None:
     ballast = DiskReserve(tmp_path / "ballast", SIZE)
     ballast.fill()
     assert ballast.free()
@@ -33,7 +33,7 @@ def test_given_up_it_is_gone_and_can_be_filled_again(tmp_path: Path) -> None:
     assert (tmp_path / "ballast").stat().st_size == SIZE
 
 
-def test_another_process_finds_it_whole(tmp_path: Path) -> None:
+def test_another_process_finds_the_reserve_whole(tmp_path: Path) -> None:
     DiskReserve(tmp_path / "ballast", SIZE).fill()
     before = (tmp_path / "ballast").stat().st_mtime_ns
     again = DiskReserve(tmp_path / "ballast", SIZE)
@@ -42,16 +42,18 @@ def test_another_process_finds_it_whole(tmp_path: Path) -> None:
     assert (tmp_path / "ballast").stat().st_mtime_ns == before
 
 
-def test_one_of_no_size_needs_no_file(tmp_path: Path) -> None:
+def test_a_reserve_of_no_size_needs_no_file(tmp_path: Path) -> None:
     ballast = DiskReserve(tmp_path / "ballast", 0)
     assert ballast.whole
     ballast.fill()
     assert not (tmp_path / "ballast").exists()
 
 
-def test_without_space_it_says_so_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_space_filling_fails_and_leaves_no_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_space(fd: int, offset: int, length: int) -> None:
-        os.pwrite(fd, b"x" * 4096, offset)  # some of it found room
+        os.pwrite(fd, b"x" * 4096, offset)  # a part of the reserve was allocated
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
@@ -62,7 +64,7 @@ def test_without_space_it_says_so_and_keeps_nothing(tmp_path: Path, monkeypatch:
     assert (tmp_path / "ballast").stat().st_size == 0
 
 
-def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_reserve_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"kept")
     (tmp_path / "ballast").symlink_to(tmp_path / "victim")
     with pytest.raises((UnsafePath, WriteFailed)):

@@ -1,4 +1,4 @@
-"""Events that are kept as runs are the very events that the lifecycle makes."""
+"""Events stored as runs are read as the events that the lifecycle emitted."""
 
 import json
 
@@ -13,12 +13,12 @@ NUMBERS = st.integers(0, 2**62)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-def made(*told: Part) -> list[Event]:
-    return list(unpack(pack(list(told)), "t1"))
+def made(*parts: Part) -> list[Event]:
+    return list(unpack(pack(list(parts)), "t1"))
 
 
 @given(NUMBERS, NUMBERS, TEXTS, TEXTS, TEXTS, st.integers(0, 3), st.lists(st.integers(0, 99), min_size=1))
-def test_new_messages(
+def test_runs_of_new_messages(
     seq: int, ts_us: int, queue: str, kind: str, parent: str, priority: int, sizes: list[int]
 ) -> None:
     for delay_ns in (0, 1_500_000_000):
@@ -46,12 +46,12 @@ def record(seq: int, message_id: str, attempt: int) -> Record:
     return accepted
 
 
-def test_leases_and_results_of_own_and_given_names() -> None:
+def test_runs_of_leases_and_completions_with_own_and_given_ids() -> None:
     one, two = record(7, "t1-7", 1), record(9, "a name", 3)
     leases = [lifecycle.lease(one, Moment(20, 9_000, 6), "w", 10**9)]
     leases.append(lifecycle.lease(two, Moment(21, 9_000, 6), "w", 10**9))
-    told = LeasedRun(20, 6, "q", 1, "w", [7, "a name"], [one.attempt + 1, two.attempt + 1], [8, 8])
-    assert made(told) == [step.events[0] for step in leases]
+    leased = LeasedRun(20, 6, "q", 1, "w", [7, "a name"], [one.attempt + 1, two.attempt + 1], [8, 8])
+    assert made(leased) == [step.events[0] for step in leases]
     ends = [
         lifecycle.complete(step.record, Moment(number, 99_000, 7), step.record.lease, b"")
         for number, step in enumerate(leases, 30)
@@ -61,15 +61,15 @@ def test_leases_and_results_of_own_and_given_names() -> None:
     assert made(finished) == [step.events[0] for step in ends if step is not None]
 
 
-def test_events_and_runs_stand_side_by_side_in_order() -> None:
+def test_events_and_runs_of_a_row_are_read_in_order() -> None:
     plain = Event(3, 5, "cancelled", "q", "x", "CANCELLED")
-    told: list[Part] = [
+    parts: list[Part] = [
         NewRun(1, 5, "q", 2, "", "", 0, [0]),
         plain,
         LeasedRun(4, 5, "q", 2, "w", [1], [1], [0]),
     ]
-    assert [event.seq for event in made(*told)] == [1, 2, 3, 4]
-    assert [type(part) for part in json.loads(pack(told))] == [list, dict, list]
+    assert [event.seq for event in made(*parts)] == [1, 2, 3, 4]
+    assert [type(part) for part in json.loads(pack(parts))] == [list, dict, list]
 
 
 def test_a_row_of_the_first_version_is_read() -> None:

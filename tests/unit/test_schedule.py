@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from postroom.pipeline.schedule import in_turn
+from postroom.pipeline.schedule import run_in_order
 
 NEEDS = {"a": ("outside",), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ()}
 HANG_GUARD_S = 30.0
@@ -21,7 +21,7 @@ def test_each_is_done_once_and_none_before_what_it_needs() -> None:
         if name == "e":
             others.set()
 
-    in_turn(NEEDS, do, len(NEEDS))
+    run_in_order(NEEDS, do, len(NEEDS))
     assert set(beside) == {"a", "e"}
     assert sorted(begun) == sorted(NEEDS)
     assert begun[-1] == "d"
@@ -29,7 +29,7 @@ def test_each_is_done_once_and_none_before_what_it_needs() -> None:
 
 def test_one_at_a_time_the_most_urgent_that_can_be_done_comes_first() -> None:
     done: list[str] = []
-    in_turn(NEEDS, done.append, 1)
+    run_in_order(NEEDS, done.append, 1)
     assert done == ["a", "b", "c", "d", "e"]
 
 
@@ -39,12 +39,12 @@ def test_those_that_wait_for_nothing_are_done_at_once() -> None:
     def do(_: str) -> None:
         meeting.wait()
 
-    in_turn({"a": (), "b": ()}, do, 2)
+    run_in_order({"a": (), "b": ()}, do, 2)
 
 
 def test_a_name_waits_only_for_names_before_it() -> None:
     done: list[str] = []
-    in_turn({"a": ("b",), "b": ("a",)}, done.append, 2)
+    run_in_order({"a": ("b",), "b": ("a",)}, done.append, 2)
     assert done == ["a", "b"]
 
 
@@ -57,5 +57,5 @@ def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
             raise ValueError(name)
 
     with pytest.raises(ValueError, match="b"):
-        in_turn(NEEDS, do, 1)
+        run_in_order(NEEDS, do, 1)
     assert begun == ["a", "b"]

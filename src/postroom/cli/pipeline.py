@@ -25,8 +25,8 @@ from postroom.errors import EXIT_OK, EXIT_RUNTIME, InvalidMessage
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from postroom.pipeline.check import Verdict
-    from postroom.pipeline.jobs import Pipeline, Summary
+    from postroom.pipeline.check import CheckResult
+    from postroom.pipeline.jobs import Pipeline, RunSummary
 
 PROGRESS_EVERY_S = 2.0
 MESSAGES = click.IntRange(1, 1_000_000_000)
@@ -227,7 +227,7 @@ def _pipeline(
             yield Pipeline(spark, Tables(tables), level=redaction, progress=say)
 
 
-def _print_summary(shell: Shell, summary: "Summary") -> None:
+def _print_summary(shell: Shell, summary: "RunSummary") -> None:
     import msgspec
 
     shell.output.facts(
@@ -563,7 +563,7 @@ def check(shell: Shell, /, tables: Path, horizon_s: float, **where: Any) -> int:
     return EXIT_RUNTIME if verdict.violations else EXIT_OK
 
 
-def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]) -> "Verdict":
+def _verdict(shell: Shell, folder: Path, horizon_s: float, where: dict[str, Any]) -> "CheckResult":
     """By the engine that fits the size of the tables."""
     from postroom.pipeline.session import need_packages
 
@@ -658,7 +658,7 @@ def retain(
     from postroom.pipeline.session import need_packages
 
     need_packages()
-    from postroom.pipeline.retention.retain import Policy, Retention, read_holds, read_org_days
+    from postroom.pipeline.retention.retain import Policy, RetentionJob, read_holds, read_org_days
 
     orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
     policy = Policy(
@@ -670,7 +670,7 @@ def retain(
         held_goals=goals,
     )
     with _pipeline(shell, tables, where) as job:
-        retention = Retention(
+        retention = RetentionJob(
             job.spark,
             job.tables,
             policy,
@@ -746,10 +746,10 @@ def replay(
         raise click.UsageError("replay has no --remote: its condition is checked by Spark's own parser")
     need_tables(tables)
     with _pipeline(shell, tables, where) as job:
-        from postroom.pipeline.replay import Wanted
+        from postroom.pipeline.replay import ReplayRequest
         from postroom.pipeline.replay import replay as submit
 
-        wanted = Wanted(
+        wanted = ReplayRequest(
             where=condition,
             to=to,
             since_us=since,

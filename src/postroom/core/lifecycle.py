@@ -2,8 +2,8 @@
 
 Rule 1: nothing else changes a record. A store only commits the `Step` that a function here returns.
 Rule 2: nothing here reads a clock or counts events: both come in as a `Moment`.
-Rule 3: whoever speaks about a leased record shows the lease's token. A stale one is refused, and nothing
-        changes. The last word of a lease may be repeated: the second time it changes nothing and is no error.
+Rule 3: a call about a leased record carries the token of the lease. A stale token is refused, and nothing
+        changes. The call that ended a lease may be repeated: it then changes nothing and is no error.
 Rule 4: a function raises before it decides, or not at all.
 """
 
@@ -33,7 +33,7 @@ def _from(sources: tuple[State, ...], verb: str, target: State, kind: EventKind)
 
 
 WAITING: Final[tuple[State, ...]] = ("QUEUED", "SCHEDULED", "RETRYING")
-"""Accepted, and nobody works on it."""
+"""States of accepted records that no worker holds."""
 ENDED: Final[tuple[State, ...]] = (
     "COMPLETED",
     "EXECUTING",
@@ -43,7 +43,7 @@ ENDED: Final[tuple[State, ...]] = (
     "EXPIRED",
     "QUARANTINED",
 )
-"""Nobody will be given it again, unless a person replays it."""
+"""States of records that are not delivered again, unless a person replays them."""
 
 TRANSITIONS: Final = (
     Transition("accept", None, "QUEUED", "enqueued"),
@@ -72,7 +72,7 @@ _ARROWS: Final = {(t.verb, t.source, t.target): t.kind for t in TRANSITIONS}
 
 
 def _arrow(verb: str, record: Record, target: State) -> EventKind:
-    """The kind of event of a transition, which has to stand in the table."""
+    """The kind of event of a transition. Raises `WrongState` when the table has no such transition."""
     kind = _ARROWS.get((verb, record.state, target))
     if kind is None:
         raise WrongState(record.message_id, "retry" if verb == "replay" else verb, record.state)
@@ -94,10 +94,10 @@ def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **f
 
 
 def _holds(record: Record, moment: Moment, token: int, said: tuple[State, ...] = ()) -> bool:
-    """Whether the lease is alive; False when it ended by this very word, which brought it to `said`.
+    """Whether the lease is alive; False when the same call ended it before, which led to a state in `said`.
 
-    A lease that has run out is over, also when nobody has taken the record back so far: else it would depend
-    on the next claim or sweep what a late word is worth.
+    An expired lease counts as ended even before a claim or sweep puts the record back. Otherwise the answer
+    to a late call would depend on when the next claim or sweep runs.
     """
     if record.lease != token or not token:
         raise StaleLease(record.message_id, token)
@@ -118,7 +118,7 @@ def accept(envelope: Envelope, moment: Moment, message_id: str) -> Step:
     delayed = envelope.delay_ns > 0
     now = moment.steady_ns
     number, wall_us = moment.number, moment.wall_us
-    # By position, here and below: every message comes by, and keywords or `replace` cost three times as much.
+    # By position, here and below: keywords or `replace` would take three times as long for every message.
     record = Record(
         number, message_id, envelope.queue, "SCHEDULED" if delayed else "QUEUED", envelope.priority,
         envelope.priority, number, 0, 0, 0, envelope.max_retries, 0, "", 0, 0,
@@ -136,7 +136,7 @@ def accept(envelope: Envelope, moment: Moment, message_id: str) -> Step:
 
 
 def created(envelope: Envelope, message_id: str, number: int, wall_us: int) -> Event:
-    """How every history begins."""
+    """The first event of every history."""
     return Event(
         number, wall_us, "created", envelope.queue, message_id,
         "SCHEDULED" if envelope.delay_ns else "QUEUED", 0, envelope.priority, 0, "", 0, "", "",
@@ -146,22 +146,22 @@ def created(envelope: Envelope, message_id: str, number: int, wall_us: int) -> E
 
 
 def duplicate(record: Record, moment: Moment, key: str) -> Event:
-    """A second enqueue of something known: the first one stands."""
+    """A second enqueue of a known message, which is dropped."""
     return _event("duplicate", record, moment, detail={"key": key} if key else {})
 
 
 def purged(moment: Moment, records: int) -> Event:
-    """Records that were over were forgotten. It is about many, so it names none."""
+    """Ended records were purged. The event is about many records, so it names none."""
     return Event(moment.number, moment.wall_us, "deleted", "", "", "DONE", detail={"records": records})
 
 
 def alert(moment: Moment, error_type: str, error: str) -> Event:
-    """A person should look. It is about no message."""
+    """An event for a person to look at. It is about no message."""
     return Event(moment.number, moment.wall_us, "alert", "", "", "DONE", error_type=error_type, error=error)
 
 
 def wake(record: Record, moment: Moment) -> Step:
-    """Its delay is over: it takes a place at the end of its lane."""
+    """The delay is over: the record goes to the end of its lane."""
     kind = _arrow("wake", record, "QUEUED")
     after = replace(record, state="QUEUED", place=moment.number, due=0, ready_at=moment.steady_ns)
     return Step(after, (_event(kind, after, moment),))
@@ -188,7 +188,7 @@ def claim_order(record: Record, now_ns: int, promote_after_ns: tuple[int, ...]) 
 
 
 def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int, lane: int | None = None) -> Step:
-    """Hand the record to a worker. The number of the event is the token: it can only grow.
+    """Hand the record to a worker. The number of the event is the token, so tokens only grow.
 
     `lane` is the effective lane. A promotion is an event of its own and does not change the record.
     """
@@ -217,7 +217,7 @@ def _promoted(record: Record, moment: Moment, lane: int) -> Event:
 
 
 def renew(record: Record, moment: Moment, token: int) -> Step:
-    """A heartbeat: the lease runs its length from now."""
+    """A heartbeat: the lease runs its whole length from now."""
     _holds(record, moment, token)
     after = replace(
         record, lease_until=moment.steady_ns + record.lease_ns, heartbeat_us=moment.wall_us
@@ -227,7 +227,7 @@ def renew(record: Record, moment: Moment, token: int) -> Step:
 
 
 def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step | None:
-    """The work is done, and this is its result."""
+    """Complete the record with a result."""
     if not _holds(record, moment, token, ("COMPLETED", "EXECUTING", "DONE")):
         return None
     wall_us = moment.wall_us
@@ -245,18 +245,18 @@ def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step 
 
 
 def release(record: Record, moment: Moment, token: int) -> Step | None:
-    """Given back untouched: it keeps its position and its age, and nothing is counted against it."""
+    """Return the record unworked. It keeps its position and age, and no retry is counted."""
     if record.lease == -token and record.state == "QUEUED" and token > 0:
         return None
     _holds(record, moment, token)
     kind = _arrow("release", record, "QUEUED")
-    # The sign tells a release from a failure under the same token. `ready_at` stays: lanes are in its order.
+    # The sign marks a release, as opposed to a failure. `ready_at` stays, because lanes are in its order.
     after = replace(record, state="QUEUED", lease=-token, lease_until=0)
     return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
 
 
 def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int = 0) -> Step:
-    """Put off a record that waits, or that its holder cannot work on now. Nothing is counted against it."""
+    """Delay a waiting record, or a leased one that its holder cannot work on now. No retry is counted."""
     kind = _arrow("defer", record, "SCHEDULED")
     facts: dict[str, Any] = {}
     if record.state == "PROCESSING":
@@ -280,20 +280,20 @@ def fail(
     delay_ns: int | None = 0,
     lane: int | None = None,
 ) -> Step | None:
-    """The work failed. It is retried after `delay_ns` (None: never), in `lane` when one is given."""
+    """The work failed. The record is retried after `delay_ns` (None: never), in `lane` when given."""
     if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
         return None
     return _failed(record, moment, "fail", error, error_type, delay_ns, lane=lane)
 
 
 def lapse(record: Record, moment: Moment) -> Step:
-    """The lease ran out: counted as a failure and as a crash, and ready again at once."""
+    """The lease expired. It counts as a failure and as a crash, and the record is ready again at once."""
     crashed = replace(record, crashes=record.crashes + 1)
     return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
 
 
 def is_overdue(record: Record, steady_ns: int) -> bool:
-    """Whether a lease has run out."""
+    """Whether the record is leased and its lease has expired."""
     return record.state == "PROCESSING" and record.lease_until <= steady_ns
 
 
@@ -363,17 +363,17 @@ def settle(record: Record, moment: Moment) -> Step:
 
 
 def cancel(record: Record, moment: Moment) -> Step:
-    """Nobody wants it any more. A holder learns of it by its next word."""
+    """Cancel the record. A lease holder learns of it from its next call."""
     return _ended(record, moment, "cancel", "CANCELLED")
 
 
 def expire(record: Record, moment: Moment) -> Step:
-    """It waited longer than it was worth."""
+    """The record waited beyond its time to live."""
     return _ended(record, moment, "expire", "EXPIRED")
 
 
 def quarantine(record: Record, moment: Moment, error: str) -> Step:
-    """It brings workers down: kept, and given to nobody."""
+    """The record crashes workers: keep it, and do not deliver it."""
     return _ended(record, moment, "quarantine", "QUARANTINED", error=error[:ERROR_CHARS_MAX])
 
 
@@ -386,7 +386,7 @@ def _ended(record: Record, moment: Moment, verb: str, target: State, **facts: An
 
 
 def replay(record: Record, moment: Moment, priority: int | None = None) -> Step:
-    """A person tries again: a new life of the same message, with all its retries."""
+    """A person retries an ended message, with all its retries."""
     kind = _arrow("replay", record, "QUEUED")
     after = replace(
         record,
@@ -410,7 +410,7 @@ _NOTABLE: Final = frozenset({"lease_lapsed", "retry_scheduled", "dead_letter", "
 
 
 def is_notable(event: Event) -> bool:
-    """Whether a person may have to know: a lapse, a retry, a dead letter, a duplicate, a second enqueue."""
+    """Whether a person may want to know: a lapse, a retry, a dead letter, a duplicate, a second enqueue."""
     return event.kind in _NOTABLE or (event.attempt > 0 and event.kind == "enqueued")
 
 
@@ -418,10 +418,10 @@ _STRAIGHT: Final = frozenset({"created", "dequeued", "execution_completed", "hea
 
 
 def trail(before: Record, step: Step) -> list[Event]:
-    """What of a step has to be written down with the record, because the record itself does not say it.
+    """The events of a step that must be stored with the record, because its columns do not imply them.
 
-    The straight way is told by the record: when it was created, claimed by whom, completed. Once a step
-    leaves that way, the delivery before it would be forgotten with the next one, so it is written down first.
+    The columns imply the straight way: created, claimed by a worker, completed. When a step leaves that way,
+    the next delivery would overwrite the columns of the current one, so its event is stored first.
     """
     events = [event for event in step.events if event.kind not in _STRAIGHT]
     if events and before.state == "PROCESSING":
@@ -430,7 +430,7 @@ def trail(before: Record, step: Step) -> list[Event]:
 
 
 def history(stored_record: Record, first: Event, trail_events: list[Event]) -> list[Event]:
-    """Everything that happened to a record but heartbeats: the trail, and what the record says itself."""
+    """All events of a record except heartbeats: the trail, and those that its columns imply."""
     record = stored_record
     events = [first, *trail_events]
     if first.state == "QUEUED":
@@ -463,6 +463,6 @@ def _completion(record: Record) -> Event:
 
 
 def _worked_us(record: Record, moment: Moment) -> int:
-    """How long the holder had it: up to its last heartbeat by the times for people, from then on exactly."""
+    """How long the holder had the record: by wall clock up to the last heartbeat, by steady clock since."""
     renewed_us = max(0, record.heartbeat_us - record.claimed_us)
     return renewed_us + (moment.steady_ns - record.lease_until + record.lease_ns) // 1000

@@ -1,1 +1,1 @@
-"""What works on the audit stream as a whole."""
+"""The data pipeline: tables, checks and reports over the whole audit stream."""

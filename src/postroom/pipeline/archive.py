@@ -1,7 +1,7 @@
-"""Where the archive of Spark's classes is, which a JVM maps into its memory instead of reading them.
+"""The archive of Spark's classes, which a JVM maps into its memory instead of loading them.
 
-Rule: an archive is an offer. A JVM that it does not fit, because Java or Spark was renewed, starts as if
-there were none.
+Rule: the archive is optional. A JVM that it does not fit, after an update of Java or Spark, starts without
+it.
 """
 
 import hashlib
@@ -14,42 +14,42 @@ from typing import Final
 from postroom.errors import InvalidSetting
 from postroom.settings import xdg_folder
 
-CACHE: Final = "POSTROOM_CACHE"  # of the environment: a folder for what can be made anew
-# Otherwise it tells of an archive that does not fit, and of every class that is left out of a new one.
+CACHE: Final = "POSTROOM_CACHE"  # an environment variable: the folder of the archive
+# Otherwise the JVM warns about an archive that does not fit, and about every class that a new one omits.
 QUIET_USING: Final = "-Xlog:cds=off,cds+dynamic=off,class+path=off"
 QUIET_MAKING: Final = "-Xlog:disable -Xlog:all=error:stderr"
 
 
 def found() -> Path | None:
     """The archive of this Java and this Spark."""
-    with suppress(InvalidSetting, OSError):  # there is no such folder, or it is being made anew
+    with suppress(InvalidSetting, OSError):  # there is no such folder, or the archive is being replaced
         for path in cache().glob(name_of("*")):
-            # Its size is part of its name: a JVM does not survive one whose end is missing.
+            # The size is part of the name, because a truncated archive would crash the JVM.
             if path.name == name_of(path.stat().st_size):
                 return path
     return None
 
 
 def name_of(size: int | str) -> str:
-    """What the archive is called if it has so many bytes."""
-    import pyspark  # noqa: PLC0415 - only who runs a job pays for it
+    """The file name of an archive of this size."""
+    import pyspark  # noqa: PLC0415 - lazy
 
     java = find_java()
-    told = "-" if java is None else f"{java} {java.stat().st_mtime_ns}"
+    version = "-" if java is None else f"{java} {java.stat().st_mtime_ns}"
     spark = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
-    which = hashlib.sha256(f"{told} {spark} {pyspark.__version__}".encode()).hexdigest()
+    which = hashlib.sha256(f"{version} {spark} {pyspark.__version__}".encode()).hexdigest()
     return f"spark-{which[:16]}-{size}.jsa"
 
 
 def find_java() -> Path | None:
-    """The Java that Spark takes."""
+    """The Java that Spark starts."""
     own = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=f"{own}/bin" if own else None)
     return None if java is None else Path(java).resolve()
 
 
 def cache() -> Path:
-    """The folder of the archive. It need not be there."""
+    """The folder of the archive, which need not exist."""
     if own := os.environ.get(CACHE):
         folder = Path(own).absolute()
     else:
@@ -63,17 +63,17 @@ def cache() -> Path:
 
 
 def using_archive() -> str:
-    """What a JVM is told to use the archive, if there is one."""
+    """The JVM options that use the archive, if there is one."""
     path = found()
     return "" if path is None else f" {_quoted(f'-XX:SharedArchiveFile={path}')} {QUIET_USING}"
 
 
 def making_archive(target: Path) -> str:
-    """What a JVM is told to leave one behind. It compiles quickly, as it runs everything once."""
+    """The JVM options that write an archive at exit. Compilation is quick, because all code runs once."""
     return f" {_quoted(f'-XX:ArchiveClassesAtExit={target}')} -XX:TieredStopAtLevel=1 {QUIET_MAKING}"
 
 
 def _quoted(option: str) -> str:
-    """One option, as Spark takes a line of them apart."""
+    """One option, quoted for Spark's parser."""
     escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

@@ -1,14 +1,15 @@
-"""The history checker as a Spark job: what `core.history` proves event by event, over any amount of history.
+"""The history checker as a Spark job: the rules of `core.history_checker` for histories of any size.
 
-Rule 1: the promises and their words are those of `core.history`. Judged are `lost`, `unknown`, `overlap`,
-        `terminal` and `gap`. The order of first deliveries stays with `postroom verify`: it needs all events
-        of a lane in one place.
-Rule 2: the lives of messages are judged where a store tells of them (`LEASED`): there one source has all of a
-        life. Numbers are checked of every source.
-Rule 3: one shuffle by message. Window functions see the events before one; only violations are collected.
-Rule 4: behind a hole everything may have happened: what was true before it proves nothing.
-Rule 5: what `retain` let leave is no hole. It took whole messages, so the others are judged as before; one
-        that is told of again afterwards is judged as behind a hole.
+Rule 1: rules and sentences are those of `core.history_checker`: `lost`, `unknown`, `overlap`, `terminal` and
+        `gap`. Only `postroom verify` checks the order of first deliveries, which needs all events of a lane
+        in one place.
+Rule 2: the lives of messages are checked for stores (`LEASED`), where one source has all events of a message.
+        Event numbers are checked for every source.
+Rule 3: one shuffle by message. Window functions see the earlier events of a message; only violations are
+        collected.
+Rule 4: any event may be missing in a gap, so the state before a gap proves nothing after it.
+Rule 5: events that `retain` deleted are no gap. It deletes whole messages, so all others are checked as
+        usual. A message with later events is checked as after a gap.
 """
 
 from functools import reduce
@@ -20,8 +21,8 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.window import WindowSpec
 
 from postroom.core.message_checker import ENDS, LEASED, MAY_FOLLOW, MICROS_PER_S, Rule
-from postroom.pipeline.retention.departures import TABLE as DEPARTED
-from postroom.pipeline.retention.departures import holes_between, numbers_of, returned
+from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
+from postroom.pipeline.retention.deleted_numbers import holes_between, numbers_of, returned
 from postroom.pipeline.tables import Tables
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
@@ -30,19 +31,19 @@ RULES: Final[tuple[Rule, ...]] = ("lost", "unknown", "overlap", "terminal", "gap
 
 _END_KINDS: Final = tuple(ENDS)
 _WORDS: Final = ("heartbeat", "execution_started", "execution_failed", "lease_lapsed", "released")
-"""What counts under its lease only; the last three give it back."""
+"""Events that are valid under their lease only; the last three end it."""
 _GIVE_BACK: Final = _WORDS[2:]
 _UNDER_LEASE: Final = ("heartbeat", "execution_completed", *_GIVE_BACK)
-"""What names the lease that it is about."""
+"""Events that have to name their lease."""
 _MOVES: Final = ("created", "enqueued", "promoted", "retry_scheduled", "deferred", "dequeued", "replayed")
 _JUDGED: Final = (*_MOVES, *_WORDS, *_END_KINDS)
 _STATES: Final = ("created", "dequeued", "replayed", *_END_KINDS)
-"""What begins or ends a life."""
-_UNSAID: Final = -1  # a lease that may be open, or not
+"""Events that begin or end a life."""
+_UNKNOWN_LEASE: Final = -1  # a lease may be open or not
 
 
-class Sample(NamedTuple):
-    """A broken promise, and the events that prove it."""
+class ViolationSample(NamedTuple):
+    """A violation, and the events that prove it."""
 
     rule: Rule
     message_id: str
@@ -50,12 +51,12 @@ class Sample(NamedTuple):
     sentence: str
 
 
-class Verdict(NamedTuple):
-    """What a history proves."""
+class CheckResult(NamedTuple):
+    """The violations of a history."""
 
     counts: dict[Rule, int]
-    samples: list[Sample]
-    """At most `SAMPLES_MAX` of each rule, in the order of their names."""
+    samples: list[ViolationSample]
+    """At most `SAMPLES_MAX` of each rule, ordered by rule."""
     events: int
     messages: int
 
@@ -64,22 +65,22 @@ class Verdict(NamedTuple):
         return sum(self.counts.values())
 
 
-def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> Verdict:
-    """Judge the history in a folder of tables."""
+def check_tables(spark: SparkSession, tables: Tables, *, horizon_s: float = HORIZON_S) -> CheckResult:
+    """Check the history in a folder of tables."""
     bronze, silver = (tables.read(spark, name) for name in ("bronze_events", "silver_events"))
-    # Read last: what leaves meanwhile was noted before.
-    departed = tables.read(spark, DEPARTED) if tables.exists(DEPARTED) else None
-    return check(bronze, silver, departed, horizon_s=horizon_s)
+    # Read last: `retain` records numbers before it deletes events.
+    deleted = tables.read(spark, DELETED_NUMBERS) if tables.exists(DELETED_NUMBERS) else None
+    return check(bronze, silver, deleted, horizon_s=horizon_s)
 
 
 def check(
-    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None = None, *, horizon_s: float = HORIZON_S
-) -> Verdict:
-    """Judge the events of silver, and in bronze whether a number stands for two of them.
+    bronze: DataFrame, silver: DataFrame, deleted: DataFrame | None = None, *, horizon_s: float = HORIZON_S
+) -> CheckResult:
+    """Check the events of silver, and in bronze whether a number stands for two different events.
 
-    `departed` has the numbers that `retain` let leave, where it did.
+    `deleted` has the numbers of the events that `retain` deleted, if any.
     """
-    violations = find_violations(bronze, silver, departed, round(horizon_s * MICROS_PER_S)).persist()
+    violations = find_violations(bronze, silver, deleted, round(horizon_s * MICROS_PER_S)).persist()
     try:
         counts = {
             row["rule"]: row["n"] for row in violations.groupBy("rule").agg(F.count("*").alias("n")).collect()
@@ -89,24 +90,24 @@ def check(
             violations.withColumn("rank", ranked).where(F.col("rank") <= SAMPLES_MAX).orderBy("rule", "rank")
         )
         samples = [
-            Sample(row["rule"], row["message_id"] or "", tuple(row["event_ids"]), row["sentence"])
+            ViolationSample(row["rule"], row["message_id"] or "", tuple(row["event_ids"]), row["sentence"])
             for row in shown.collect()
         ]
     finally:
         violations.unpersist()
     sizes = silver.agg(F.count("*"), F.count(F.when(F.col("kind") == "created", 1))).collect()[0]
-    return Verdict({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
+    return CheckResult({rule: counts[rule] for rule in RULES if rule in counts}, samples, sizes[0], sizes[1])
 
 
 def find_violations(
-    bronze: DataFrame, silver: DataFrame, departed: DataFrame | None, horizon_us: int
+    bronze: DataFrame, silver: DataFrame, deleted: DataFrame | None, horizon_us: int
 ) -> DataFrame:
     """One row for each violation: rule, message_id, event_ids, sentence."""
-    numbers = numbers_of(silver) if departed is None else numbers_of(silver).unionByName(departed)
+    numbers = numbers_of(silver) if deleted is None else numbers_of(silver).unionByName(deleted)
     holes = holes_between(numbers)
     events = _of_stores(silver, _sources(numbers, holes))
-    whole = events if departed is None else _without_returned(events, departed)
-    lives = _judged(_told(whole), horizon_us)
+    whole = events if deleted is None else _without_returned(events, deleted)
+    lives = _violations(_with_state(whole), horizon_us)
     return lives.unionByName(_missing(holes)).unionByName(_doubled(bronze))
 
 
@@ -127,13 +128,15 @@ def _missing(holes: DataFrame) -> DataFrame:
 
 
 def _doubled(bronze: DataFrame) -> DataFrame:
-    """Numbers under which two different lines stand. The same line twice is no violation."""
+    """Numbers with two different lines. The same line twice is no violation."""
     wire = [name for name in bronze.columns if name not in ("segment", "date", "_corrupt")]
-    said = bronze.select("source", "seq", "message_id", F.xxhash64(*wire).alias("said"))
+    lines = bronze.select("source", "seq", "message_id", F.xxhash64(*wire).alias("content"))
     return (
-        said.groupBy("source", "seq")
+        lines.groupBy("source", "seq")
         .agg(
-            F.min("said").alias("one"), F.max("said").alias("other"), F.min("message_id").alias("message_id")
+            F.min("content").alias("one"),
+            F.max("content").alias("other"),
+            F.min("message_id").alias("message_id"),
         )
         .where("one <> other")
         .select(
@@ -149,11 +152,11 @@ def _event_id(seq: Column) -> Column:
     return F.concat_ws("#", F.col("source"), seq.cast("string"))
 
 
-# ---- what was true before each event ------------------------------------------------------------------
+# ---- the state before each event ----------------------------------------------------------------------
 
 
-def _told(events: DataFrame) -> DataFrame:
-    """The events that are judged, each with what was true just before it."""
+def _with_state(events: DataFrame) -> DataFrame:
+    """The events to check, each with the state of its message just before it."""
     life = Window.partitionBy("source", "message_id").orderBy("seq")
     earlier = life.rowsBetween(Window.unboundedPreceding, -1)
     kind, seq, mark = F.col("kind"), F.col("seq"), F.struct("kind", "seq", "epoch")
@@ -163,7 +166,7 @@ def _told(events: DataFrame) -> DataFrame:
     seen = events.withColumns(
         {
             "state_before": F.last(F.when(begins_or_ends, mark), ignorenulls=True).over(earlier),
-            "forgotten": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
+            "deletion": F.last(F.when(kind == "deleted", mark), ignorenulls=True).over(earlier),
             "created_seq": F.last(F.when(kind == "created", seq), ignorenulls=True).over(earlier),
             "leased_seq": F.last(F.when(kind == "dequeued", seq), ignorenulls=True).over(earlier),
             "first_created": F.min(F.when(kind == "created", seq)).over(earlier),
@@ -172,41 +175,41 @@ def _told(events: DataFrame) -> DataFrame:
             "is_last": F.lead("seq").over(life).isNull(),
         }
     )
-    told = F.col("first_delivered").isNotNull() & (
+    was_unaccepted = F.col("first_delivered").isNotNull() & (
         F.col("first_created").isNull() | (F.col("first_delivered") < F.col("first_created"))
     )
     return (
         seen.withColumn("end", _end())
         .withColumn("unaccepted", delivers & F.col("whole") & F.col("first_created").isNull())
-        .withColumn("told_unaccepted", told)
+        .withColumn("was_unaccepted", was_unaccepted)
         .withColumns(_lives(earlier))
         .withColumn("token", _token())
     )
 
 
 def _lives(earlier: WindowSpec) -> dict[str, Column]:
-    """Of the life that an event is about: the number of its acceptance, when it was sure, and last told of.
+    """The number of a life's acceptance, and the epochs of its last certain state and its last event.
 
-    A message that is accepted after its end begins another life. What was replayed in a hole may be open, so
-    a life behind it is sure again with its next delivery or end.
+    A message that is accepted after its end begins another life. It may have been replayed in a gap, so after
+    a gap its state is certain again with its next delivery or end.
     """
     kind, seq, is_over = F.col("kind"), F.col("seq"), F.col("end").isNotNull()
     begins = (kind == "created") & (F.col("is_first") | is_over)
     ends = kind.isin(*_END_KINDS) & ~((kind == "deleted") & is_over)
-    settles = F.col("is_first") | begins | ends | (kind == "dequeued") | ((kind == "replayed") & is_over)
+    is_certain = F.col("is_first") | begins | ends | (kind == "dequeued") | ((kind == "replayed") & is_over)
     born = F.last(F.when(begins, seq), ignorenulls=True).over(earlier)
-    accepted = F.coalesce(born, F.when(F.col("told_unaccepted"), 0), "created_seq", F.lit(0))
+    accepted = F.coalesce(born, F.when(F.col("was_unaccepted"), 0), "created_seq", F.lit(0))
     return {
         "accepted": accepted,
-        "sure_epoch": F.last(F.when(settles, F.col("epoch")), ignorenulls=True).over(earlier),
-        "told_epoch": F.last(F.when(begins | (kind != "created"), F.col("epoch")), ignorenulls=True).over(
+        "certain_epoch": F.last(F.when(is_certain, F.col("epoch")), ignorenulls=True).over(earlier),
+        "last_epoch": F.last(F.when(begins | (kind != "created"), F.col("epoch")), ignorenulls=True).over(
             earlier
         ),
     }
 
 
 def _sources(numbers: DataFrame, holes: DataFrame) -> DataFrame:
-    """What is known of each source, also by what has left."""
+    """The first number, the newest time and the gaps of each source, deleted events included."""
     ends = numbers.groupBy("source").agg(
         F.min("first_seq").alias("first_seq"), F.max("newest_us").alias("newest_us")
     )
@@ -215,9 +218,9 @@ def _sources(numbers: DataFrame, holes: DataFrame) -> DataFrame:
 
 
 def _of_stores(events: DataFrame, sources: DataFrame) -> DataFrame:
-    """The events of lives, with what is known of their source.
+    """The events of stores to check, with the facts of their source.
 
-    `epoch` counts the holes before an event; `whole` says that there is none, back to number 1.
+    `epoch` counts the gaps before an event; `whole` says that there is none, back to number 1.
     """
     passed = F.size(F.filter("holes", lambda at: at <= F.col("seq")))
     return (
@@ -232,15 +235,15 @@ def _of_stores(events: DataFrame, sources: DataFrame) -> DataFrame:
     )
 
 
-def _without_returned(events: DataFrame, departed: DataFrame) -> DataFrame:
-    """The same, where nothing is `whole` of a message that left and is told of again."""
-    gone = returned(departed).withColumn("has_left", F.lit(True))  # noqa: FBT003 - SQL's
+def _without_returned(events: DataFrame, deleted: DataFrame) -> DataFrame:
+    """The events, of which none is `whole` if its message was deleted and has later events."""
+    gone = returned(deleted).withColumn("has_left", F.lit(True))  # noqa: FBT003 - SQL's
     found = events.withColumn("message", F.xxhash64("message_id")).join(gone, ["source", "message"], "left")
     return found.withColumn("whole", F.col("whole") & F.col("has_left").isNull())
 
 
 def _delay_us() -> Column:
-    """How long a message that is held back says nothing."""
+    """How long a delayed message has no events."""
     held = F.col("kind").isin("retry_scheduled", "deferred") | (
         (F.col("kind") == "created") & (F.col("state") == "SCHEDULED")
     )
@@ -249,55 +252,56 @@ def _delay_us() -> Column:
 
 
 def _end() -> Column:
-    """The event that had ended the life when this one came; NULL where it was open.
+    """The earlier event that ended the life; NULL where the life is open.
 
-    A record that is forgotten (`deleted`) ends a life only if nothing else had.
+    `deleted` ends a life only if no other event has ended it.
     """
-    state, forgotten = F.col("state_before"), F.col("forgotten")
+    state, deletion = F.col("state_before"), F.col("deletion")
     return F.when(state["kind"].isin(*_END_KINDS), state).when(
-        state.isNull() | (forgotten["seq"] > state["seq"]), forgotten
+        state.isNull() | (deletion["seq"] > state["seq"]), deletion
     )
 
 
 def _token() -> Column:
-    """The lease that was open before an event: 0 for none, `_UNSAID` where nothing has said so.
+    """The lease that was open before an event: 0 for none, `_UNKNOWN_LEASE` where it is not known.
 
-    A delivery opens one, and a word or an end closes it. Behind a hole, the first word says which is open.
+    A delivery opens a lease; a release, a failure, a lapse or an end closes it. After a gap, the first event
+    under a lease shows which one is open.
     """
     kind, lease = F.col("kind"), F.coalesce("lease", F.lit(0))
     is_over = F.col("end").isNotNull()
     begins = ((kind == "created") & (F.col("is_first") | is_over)) | ((kind == "replayed") & is_over)
-    said = (
+    opened = (
         F.when(kind == "dequeued", F.when(lease != 0, lease).otherwise(F.col("seq")))
         .when(kind.isin(*_GIVE_BACK, *_END_KINDS) & ~((kind == "deleted") & is_over), F.lit(0))
         .when(begins, F.lit(0))
     )
     word = F.when(kind.isin("heartbeat", "execution_started") & (lease != 0), lease)
-    since_hole = (
+    since_gap = (
         Window.partitionBy("source", "message_id", "epoch")
         .orderBy("seq")
         .rowsBetween(Window.unboundedPreceding, -1)
     )
     return F.coalesce(
-        F.last(said, ignorenulls=True).over(since_hole),
+        F.last(opened, ignorenulls=True).over(since_gap),
         F.when(F.col("whole"), F.lit(0)),
-        F.first(word, ignorenulls=True).over(since_hole),
-        F.lit(_UNSAID),
+        F.first(word, ignorenulls=True).over(since_gap),
+        F.lit(_UNKNOWN_LEASE),
     )
 
 
-# ---- judgement -----------------------------------------------------------------------------------------
+# ---- the rules -----------------------------------------------------------------------------------------
 
 
-def _judged(told: DataFrame, horizon_us: int) -> DataFrame:
-    """Every rule looks at every event, in one pass."""
+def _violations(states: DataFrame, horizon_us: int) -> DataFrame:
+    """Apply every rule to every event, in one pass."""
     found = F.array_compact(F.array(_terminal(), _begun_again(), _overlap(), _unknown(), _lost(horizon_us)))
     proof = F.array_compact(
         F.array(
             F.when(F.col("found.earlier") > 0, _event_id(F.col("found.earlier"))), _event_id(F.col("seq"))
         )
     )
-    return told.select("source", "message_id", "seq", F.explode(found).alias("found")).select(
+    return states.select("source", "message_id", "seq", F.explode(found).alias("found")).select(
         "found.rule",
         "message_id",
         F.array_distinct(proof).alias("event_ids"),
@@ -306,7 +310,7 @@ def _judged(told: DataFrame, horizon_us: int) -> DataFrame:
 
 
 def _violation(condition: Column, rule: Rule, earlier: Column, said: Column) -> Column:
-    """What is found where a condition holds, NULL elsewhere; `earlier` is another proof's number, or 0."""
+    """A violation where a condition holds, else NULL. `earlier` is the number of another proof, or 0."""
     return F.when(
         condition,
         F.struct(F.lit(rule).alias("rule"), earlier.cast("bigint").alias("earlier"), said.alias("said")),
@@ -314,13 +318,13 @@ def _violation(condition: Column, rule: Rule, earlier: Column, said: Column) -> 
 
 
 def _in_words(kind: Column) -> Column:
-    """An end, as it is told."""
+    """An end as part of a sentence."""
     words = F.create_map(*(F.lit(part) for pair in ENDS.items() for part in pair))
     return words[kind]
 
 
 def _terminal() -> Column:
-    """A life that ended goes on, or ends once more."""
+    """A life continues after its end, or ends again."""
     kind, end = F.col("kind"), F.col("end")
     is_allowed = reduce(
         or_, ((end["kind"] == first) & (kind == second) for first, second in sorted(MAY_FOLLOW))
@@ -333,22 +337,22 @@ def _terminal() -> Column:
 
 
 def _begun_again() -> Column:
-    """A life that is open begins once more."""
+    """A life begins again before its end."""
     kind, accepted, epoch = F.col("kind"), F.col("accepted"), F.col("epoch")
     is_open = F.col("end").isNull() & ~F.col("is_first")
-    again = is_open & (kind == "created") & (accepted > 0) & (F.col("told_epoch") == epoch)
-    replayed = is_open & (kind == "replayed") & (F.col("sure_epoch") == epoch)
+    again = is_open & (kind == "created") & (accepted > 0) & (F.col("last_epoch") == epoch)
+    replayed = is_open & (kind == "replayed") & (F.col("certain_epoch") == epoch)
     said = F.when(again, "was accepted again before it ended").otherwise("was replayed before it ended")
-    proof = F.when((accepted == 0) & ~F.col("told_unaccepted"), F.coalesce("leased_seq", F.lit(0)))
+    proof = F.when((accepted == 0) & ~F.col("was_unaccepted"), F.coalesce("leased_seq", F.lit(0)))
     return _violation(again | replayed, "terminal", F.coalesce(proof, accepted), said)
 
 
 def _overlap() -> Column:
-    """A delivery while a lease was open, or a word under another lease than that, or under none."""
+    """A delivery while a lease was open, or an event under another lease, or under none."""
     kind, token, lease = F.col("kind"), F.col("token"), F.coalesce("lease", F.lit(0))
     twice = (kind == "dequeued") & (token > 0) & F.col("end").isNull()
     speaks = kind.isin(*_WORDS) | ((kind == "execution_completed") & F.col("end").isNull())
-    strange = speaks & (lease != 0) & (token != _UNSAID) & (lease != token)
+    strange = speaks & (lease != 0) & (token != _UNKNOWN_LEASE) & (lease != token)
     nameless = speaks & (lease == 0) & kind.isin(*_UNDER_LEASE)
     state = F.when(token > 0, F.format_string("while lease %d was open", token)).otherwise("which was over")
     said = (
@@ -362,22 +366,22 @@ def _overlap() -> Column:
 
 
 def _unknown() -> Column:
-    """A first delivery that no acceptance came before."""
-    is_first = F.col("unaccepted") & ~F.col("told_unaccepted")
+    """A first delivery without an earlier acceptance."""
+    is_first = F.col("unaccepted") & ~F.col("was_unaccepted")
     return _violation(is_first, "unknown", F.lit(0), F.lit("was delivered, and nobody had accepted it"))
 
 
 def _lost(horizon_us: int) -> Column:
-    """A life that is open, and has been silent for longer than the horizon by its source's own time.
+    """An open life without events for longer than the horizon, by the time of its source.
 
-    What nobody had accepted is told as that, and not once more.
+    A message that was never accepted is reported by `_unknown` only.
     """
     kind = F.col("kind")
     goes_on = kind.isin("created", "dequeued", "replayed") | (F.col("end").isNull() & ~kind.isin(*_END_KINDS))
-    told = F.col("unaccepted") | F.col("told_unaccepted")
+    is_reported = F.col("unaccepted") | F.col("was_unaccepted")
     silent_us = F.col("newest_us") - F.col("ts_us") - F.col("delay_us")
     seconds = F.floor(silent_us / F.lit(MICROS_PER_S))
     said = F.format_string("was accepted, did not end, and has been silent for %d s", seconds)
-    is_lost = F.col("is_last") & goes_on & ~told & (silent_us > horizon_us)
+    is_lost = F.col("is_last") & goes_on & ~is_reported & (silent_us > horizon_us)
     accepted = F.when(kind == "created", 0).otherwise(F.coalesce("created_seq", F.lit(0)))
     return _violation(is_lost, "lost", accepted, said)

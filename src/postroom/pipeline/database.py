@@ -1,8 +1,8 @@
 """The tables of a folder as views of a DuckDB database in memory, for commands that need no JVM.
 
-Rule 1: a view has the files of one version of its table, and every column that the table's log names. What an
-        older file lacks is NULL; so are partition columns, which stand in the names of folders.
-Rule 2: nothing is written but what DuckDB spills, and that goes to the folder for temporary files.
+Rule 1: a view has the files of one version of its table, and every column that the table's log names. Columns
+        that an older file lacks are NULL; so are partition columns, which exist only in folder names.
+Rule 2: DuckDB writes nothing but spill files, in the folder for temporary files.
 """
 
 import tempfile
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
 
 SETTINGS: Final = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-CHUNK_ROWS: Final = 10_000  # in memory as Python values
+CHUNK_ROWS: Final = 10_000  # in memory as Python values at a time
 _GLOBS: Final = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 
 
 class Database:
-    """Answers SQL over the tables that it was opened with."""
+    """Runs SQL over the tables that it was opened with."""
 
     def __init__(self, tables: "Tables", names: Iterable[str]) -> None:
         self._con = duckdb.connect(config={**SETTINGS, "temp_directory": tempfile.gettempdir()})
@@ -33,11 +33,11 @@ class Database:
                 self._con.execute(f'CREATE VIEW "{name}" AS {_rows_of(tables, name)}')
 
     def rows(self, query: str, **values: Any) -> list[dict[str, Any]]:
-        """Every row of a query, by the names of its columns."""
+        """All rows of a query, by column name."""
         return list(self.each(query, **values))
 
     def each(self, query: str, **values: Any) -> Iterator[dict[str, Any]]:
-        """The same, a few at a time, for results that are many."""
+        """The rows of a query, fetched in chunks."""
         found = self._executed(query, values)
         names = [column[0] for column in found.description or ()]
         while chunk := found.fetchmany(CHUNK_ROWS):
@@ -45,7 +45,7 @@ class Database:
                 yield dict(zip(names, row, strict=True))
 
     def execute(self, query: str) -> None:
-        """Make a table or a view of this database."""
+        """Run a statement, such as one that creates a temporary table."""
         self._executed(query, {})
 
     def _executed(self, query: str, values: dict[str, Any]) -> duckdb.DuckDBPyConnection:
@@ -56,7 +56,7 @@ class Database:
 
 
 def _rows_of(tables: "Tables", name: str) -> str:
-    """A query for all rows of a table; one without rows has its columns as well."""
+    """A query for all rows of a table. A table without files still has its columns."""
     schema = tables.schema(name)
     columns = ", ".join(f'NULL::{_type(field.dataType)} AS "{field.name}"' for field in schema.fields)
     none = f"SELECT {columns} WHERE false"
@@ -69,7 +69,7 @@ def _rows_of(tables: "Tables", name: str) -> str:
 
 
 def _type(kind: DataType) -> str:
-    """The type of a column in the words of DuckDB."""
+    """The DuckDB name of a type."""
     if isinstance(kind, ArrayType):
         return f"{_type(kind.elementType)}[]"
     if isinstance(kind, StructType):

@@ -1,4 +1,4 @@
-"""What is said to the JVM of a session past PySpark, because no setting does it."""
+"""Changes to the JVM of a session for which Spark has no setting."""
 
 import logging
 import subprocess
@@ -11,19 +11,19 @@ from pyspark.logger import PySparkLogger
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-END_S: Final = 10.0  # it puts away its files
+END_S: Final = 10.0  # the JVM deletes its temporary files
 FUNCTIONS: Final = "org.apache.spark.sql.functions"
-ASKED_FOR: Final = {
+COLUMN_CLASSES: Final = {
     FUNCTIONS: FUNCTIONS,
     "functions": FUNCTIONS,
     "PythonUtils": "org.apache.spark.api.python.PythonUtils",
     "PythonSQLUtils": "org.apache.spark.sql.api.python.PythonSQLUtils",
 }
-"""What PySpark calls the classes that columns are made with, and what they are called."""
+"""PySpark's names of the classes that create columns, and their full names."""
 
 
-class Known(JavaClass):  # type: ignore[misc]
-    """A class of the JVM. It is asked once for each of its methods, and not at every call."""
+class CachedJavaClass(JavaClass):  # type: ignore[misc]
+    """A class of the JVM whose methods are looked up once, and not at every call."""
 
     def __getattr__(self, name: str) -> Any:
         method = super().__getattr__(name)
@@ -31,43 +31,43 @@ class Known(JavaClass):  # type: ignore[misc]
         return method
 
 
-def know_classes(spark: "SparkSession") -> None:
-    """Tell PySpark where the classes are that it makes columns with.
+def cache_classes(spark: "SparkSession") -> None:
+    """Cache the classes that create columns.
 
-    It asks for them by name at every column, and the JVM looks for each of several names that it might mean
-    in all of Spark's 280 archives.
+    PySpark looks them up by name for every column, and the JVM then searches Spark's 280 archives for each of
+    several candidate names.
     """
     jvm = _jvm(spark)
-    for name, full_name in ASKED_FOR.items():
-        setattr(jvm, name, Known(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark makes its own
+    for name, full_name in COLUMN_CLASSES.items():
+        setattr(jvm, name, CachedJavaClass(full_name, jvm._gateway_client))  # noqa: SLF001 - as PySpark creates its own
 
 
-def keep_to_sentences() -> None:
-    """What Spark refuses is told by the exception. PySpark would also print it, with the stack of the JVM."""
+def silence_query_logger() -> None:
+    """Stop PySpark from logging errors with the stack of the JVM: the exception has the message."""
     PySparkLogger.getLogger("SQLQueryContextLogger").disabled = True
 
 
-def write_no_sums(spark: "SparkSession") -> None:
-    """Hadoop writes a file of checksums beside each local one; a table leaves it behind.
+def disable_checksum_files(spark: "SparkSession") -> None:
+    """Stop Hadoop from writing a checksum file beside each local file.
 
-    It also starts a program for each, to set its mode.
+    A table would leave them behind, and Hadoop starts a program for each to set its mode.
     """
     hadoop = _jvm(spark).org.apache.hadoop.fs
     local = _jvm(spark).java.net.URI("file:///")
-    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - not to be had otherwise
+    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - there is no public way
     hadoop.FileSystem.get(local, configuration).setWriteChecksum(False)
 
 
 def _jvm(spark: "SparkSession") -> Any:
-    return spark.sparkContext._jvm  # noqa: SLF001 - not to be had otherwise
+    return spark.sparkContext._jvm  # noqa: SLF001 - there is no public way
 
 
 def end_jvm() -> bool:
-    """End the JVM of this process, whatever it does, if there is one. No thread can speak to it then."""
-    jvm = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - nothing else names it
+    """End the JVM of this process, if there is one. No thread can call it afterwards."""
+    jvm = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - there is no public way
     if jvm is None:
         return False
-    _hush()
+    _silence()
     jvm.terminate()
     try:
         jvm.wait(END_S)
@@ -76,10 +76,10 @@ def end_jvm() -> bool:
     return True
 
 
-def _hush() -> None:
-    """Those who wait for its answers would complain, each with a traceback."""
+def _silence() -> None:
+    """Suppress the tracebacks of threads that wait for the JVM."""
     logging.disable()
-    context = SparkContext._active_spark_context  # noqa: SLF001 - nothing else names it
+    context = SparkContext._active_spark_context  # noqa: SLF001 - there is no public way
     server: Any = getattr(context, "_accumulatorServer", None)  # there is none while it starts
     if server is not None:
         server.handle_error = lambda *_: None

@@ -1,4 +1,4 @@
-"""The paths of a command, checked before Spark starts: a mistake is one sentence within a second.
+"""Checks the paths of a command before Spark starts, so that a mistake is reported within a second.
 
 Rule: nothing here imports Spark or the tables.
 """
@@ -13,7 +13,7 @@ from postroom.sinks.layout import CHAIN, STREAM
 
 DATA: Final = frozenset({".jsonl", ".parquet"})
 SMALL_BYTES: Final = 8_000_000  # of segments and tables; about 15,000 events
-LOGS: Final = "*/_delta_log"  # of tables, below their folder
+LOGS: Final = "*/_delta_log"  # of the tables, below their folder
 
 
 def need_local(text: str) -> None:
@@ -26,18 +26,18 @@ def need_local(text: str) -> None:
 
 
 def need_stream(events: Path) -> None:
-    """A folder with segments, or one that a shipper has begun."""
+    """Raise unless the folder has segments, or was created by a shipper."""
     if not events.is_dir():
         raise InvalidMessage(f"there is no folder {events}: give the folder of an audit stream as --events")
-    marks = (events / CHAIN, events / STREAM)
-    if not any(mark.exists() for mark in marks) and not any(events.glob("date=*/hour=*")):
+    signs = (events / CHAIN, events / STREAM)
+    if not any(sign.exists() for sign in signs) and not any(events.glob("date=*/hour=*")):
         raise InvalidMessage(
             f"{events} is not an audit stream: it has no segments (date=…/hour=…/…) and no {CHAIN}"
         )
 
 
 def need_apart(events: Path, tables: Path) -> None:
-    """Neither folder may lie in the other: a reader of the stream would meet files of the tables."""
+    """Raise if one folder contains the other: a reader of the stream would find files of the tables."""
     stream, folder = events.resolve(), tables.resolve()
     if stream == folder:
         raise InvalidMessage(
@@ -49,7 +49,7 @@ def need_apart(events: Path, tables: Path) -> None:
 
 
 def need_writable(tables: Path) -> None:
-    """A folder in which files can be made, or a place where it can be made, and no folder of other things."""
+    """Raise unless the folder is writable, or can be created, and has no files of another kind."""
     place = tables.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -62,7 +62,7 @@ def need_writable(tables: Path) -> None:
 
 
 def _other_entry(folder: Path) -> str:
-    """A file that no job makes beside its tables, or a part of an audit stream; empty when there is none."""
+    """A file that no job writes beside tables, or a part of an audit stream; empty when there is none."""
     for path in folder.iterdir():
         is_hidden = path.name.startswith((".", "_"))
         if path.name == CHAIN or path.name.startswith("date=") or (path.is_file() and not is_hidden):
@@ -71,7 +71,7 @@ def _other_entry(folder: Path) -> str:
 
 
 def need_tables(tables: Path) -> None:
-    """A folder in which at least one table was committed."""
+    """Raise unless the folder has at least one committed table."""
     if not _holds_tables(tables):
         raise InvalidMessage(f"there are no tables in {tables.absolute()}")
 
@@ -81,7 +81,7 @@ def _holds_tables(tables: Path) -> bool:
 
 
 def is_small(*folders: Path | None) -> bool:
-    """Whether all files of data below these folders are few bytes together. It looks no further than that."""
+    """Whether the data files below these folders have at most `SMALL_BYTES`. Stops counting at the limit."""
     size = 0
     for folder in folders:
         for path in () if folder is None else folder.rglob("*"):
@@ -100,7 +100,7 @@ def _size(path: Path) -> int:
 
 
 def need_place(file: Path) -> None:
-    """A file can be written there: its folder exists, and it is no folder itself."""
+    """Raise unless a file can be written there: its folder exists, and it is no folder itself."""
     if file.is_dir():
         raise InvalidMessage(f"{file} is a folder: give the name of the file to write")
     if not file.absolute().parent.is_dir():

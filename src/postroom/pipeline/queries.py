@@ -1,11 +1,11 @@
-"""What `sql` may ask: queries over the tables of one folder, which change nothing and read nothing else.
+"""The queries that `sql` accepts: they read the tables of one folder and nothing else, and write nothing.
 
-Rule 1: Spark's own parser decides what a query is. The plan that was checked is the plan that is executed:
-        the text is not parsed a second time.
-Rule 2: lists name what is allowed. A kind of plan, a function or an expression that no list names is refused,
-        also one that a later version of Spark brings.
+Rule 1: Spark's own parser parses a query. The plan that was checked is the plan that is executed; the text is
+        not parsed a second time.
+Rule 2: allow-lists name the plans, functions and expressions of a query. Any other is refused, also one that
+        a later version of Spark adds.
 Rule 3: the session is a second barrier. It reads no file by its path, substitutes no variables and commits no
-        files. The parser reads the settings of the active session, so this one is active while it parses.
+        files. The parser reads the settings of the active session, so this session is active while it parses.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,12 +21,12 @@ from postroom.errors import InvalidMessage, InvalidSetting
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-PLAN_NODES_MAX: Final = 20_000  # of a parsed query; each costs some calls into the JVM
+PLAN_NODES_MAX: Final = 20_000  # of a parsed query; each takes some calls into the JVM
 
 READ_ONLY: Final = {
     "spark.sql.runSQLOnFiles": "false",
     "spark.sql.variable.substitute": "false",  # ${env:NAME} would be the environment of this process
-    # Every file that Spark writes is committed by an instance of this class, and an abstract one has none.
+    # Spark commits every file with an instance of this class, which is abstract and has none.
     "spark.sql.sources.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
     "spark.sql.streaming.commitProtocolClass": "org.apache.spark.internal.io.FileCommitProtocol",
 }
@@ -34,7 +34,7 @@ READ_ONLY: Final = {
 
 _CATALYST: Final = "org.apache.spark.sql.catalyst."
 _EXPRESSIONS: Final = f"{_CATALYST}expressions."
-"""What the parser itself makes of operators and literals. A function is a name until it is analyzed."""
+"""The parser's classes for operators and literals. A function is only a name until it is analyzed."""
 _ALLOWED: Final = frozenset(
     f"{_CATALYST}{package}.{name}"
     for package, names in {
@@ -59,20 +59,20 @@ _ALLOWED: Final = frozenset(
     "org.apache.spark.sql.execution.command.DescribeQueryCommand",
     "org.apache.spark.sql.execution.command.ExplainCommand",
 }  # fmt: skip
-_VALUES: Final = "LocalRelation"  # rows that the parser has computed, and nothing to look into
+_VALUES: Final = "LocalRelation"  # literal rows, which have no parts
 _NODE: Final = f"{_CATALYST}trees.TreeNode"
 
 
-class Question(NamedTuple):
+class CheckedQuery(NamedTuple):
     """A query that may be executed."""
 
     plan: JavaObject
     tables: frozenset[str]
-    """The tables that it names; all of the folder where it lists them."""
+    """The tables in the query; all tables of the folder if it lists them."""
 
 
 def read_only(spark: "SparkSession") -> "SparkSession":
-    """Another session of the same application, which writes nothing. It needs a JVM in reach."""
+    """A read-only session of the same application. Spark Connect has none."""
     _internals(spark)
     session = spark.newSession()
     for name, value in READ_ONLY.items():
@@ -80,18 +80,18 @@ def read_only(spark: "SparkSession") -> "SparkSession":
     return session
 
 
-def checked(session: "SparkSession", query: str, tables: Collection[str]) -> Question:
-    """Parse a query, and refuse it unless everything in it is on a list."""
+def checked(session: "SparkSession", query: str, tables: Collection[str]) -> CheckedQuery:
+    """Parse a query, and refuse it unless every part is on an allow-list."""
     with _active(session) as internals:
         plan = internals.sessionState().sqlParser().parsePlan(query)
     check = _Check(session, tables)
     check.walk(plan)
     named = frozenset(tables) if check.lists_tables else frozenset(tables) & check.relations
-    return Question(plan, named)
+    return CheckedQuery(plan, named)
 
 
 def condition(session: "SparkSession", text: str) -> "Column":
-    """A condition on the columns of one table. It may neither ask for other tables nor run code."""
+    """A condition on the columns of one table. It may neither read other tables nor run code."""
     from pyspark.sql.classic.column import Column  # noqa: PLC0415 - lazy
 
     with _active(session) as internals:
@@ -100,12 +100,12 @@ def condition(session: "SparkSession", text: str) -> "Column":
     return Column(_jvm(session).org.apache.spark.sql.classic.ExpressionUtils.column(parsed))
 
 
-def execute(session: "SparkSession", question: Question) -> "DataFrame":
-    """The rows of a plan that was checked."""
+def execute(session: "SparkSession", query: CheckedQuery) -> "DataFrame":
+    """The rows of a checked plan."""
     from pyspark.sql.classic.dataframe import DataFrame  # noqa: PLC0415 - lazy
 
     classic = _jvm(session).org.apache.spark.sql.classic
-    return DataFrame(classic.Dataset.ofRows(_internals(session), question.plan), session)
+    return DataFrame(classic.Dataset.ofRows(_internals(session), query.plan), session)
 
 
 @cache
@@ -119,14 +119,14 @@ class _Check:
     """One walk over a parsed plan, its expressions and the plans within them."""
 
     def __init__(self, session: "SparkSession", tables: Collection[str]) -> None:
-        self._gateway = session.sparkContext._gateway  # noqa: SLF001 - nothing else asks for a class
+        self._gateway = session.sparkContext._gateway  # noqa: SLF001 - the only way to test a class
         self._tables = tables
         self._aliases: set[str] = set()  # of WITH
         self.relations: set[str] = set()
         self.lists_tables = False
 
     def walk(self, plan: JavaObject) -> None:
-        """Look at a plan or an expression, and at everything within it."""
+        """Check a plan or an expression, and all of its parts."""
         left: list[Any] = [plan]
         seen = 0
         while left:
@@ -140,7 +140,7 @@ class _Check:
         self._need_tables()
 
     def _parts(self, found: JavaObject) -> Iterator[Any]:
-        """What has to be looked at inside of an object."""
+        """Check one node; returns the parts to check next."""
         if self._is(found, _NODE):
             name = str(found.getClass().getName())
             self._need_allowed(name, found)
@@ -218,7 +218,7 @@ def _internals(session: "SparkSession") -> Any:
 
 @contextmanager
 def _active(session: "SparkSession") -> Iterator[Any]:
-    """The session in the JVM, as the one whose settings this thread reads."""
+    """The session in the JVM, made the active session of this thread."""
     internals = _internals(session)
     sessions = _jvm(session).org.apache.spark.sql.classic.SparkSession
     before = sessions.getActiveSession()

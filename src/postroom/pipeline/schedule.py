@@ -1,35 +1,35 @@
-"""Tables in the order of what they are made of, several at once."""
+"""Runs a job for each table after the jobs of its inputs, several at once."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-Needs = Mapping[str, Sequence[str]]
-"""The names of the tables, the most urgent first, and what each is made of."""
+Dependencies = Mapping[str, Sequence[str]]
+"""The names of the tables, the most urgent first, each with its inputs."""
 
 
-def in_turn(needs: Needs, do: Callable[[str], None], at_once: int) -> None:
-    """Do each name once, after all that it needs. One waits only for names that are listed before it.
+def run_in_order(inputs: Dependencies, run: Callable[[str], None], at_once: int) -> None:
+    """Call `run` once for each name, after its inputs. Inputs that are listed later are not waited for.
 
-    A job of Spark leaves cores idle while it is planned, compiled and committed, so another one fills them.
-    The first failure is raised, after what had begun by then; nothing is begun after it.
+    A Spark job leaves cores idle while it is planned, compiled and committed; another job then uses them.
+    After a failure no further job starts. It is raised when the running jobs have ended.
     """
-    waiting = list(needs)
+    waiting = list(inputs)
     running: dict[Future[None], str] = {}
     with ThreadPoolExecutor(at_once, thread_name_prefix="table") as pool:
         while waiting or running:
-            for name in _ready(waiting, running.values(), needs)[: at_once - len(running)]:
+            for name in _ready(waiting, running.values(), inputs)[: at_once - len(running)]:
                 waiting.remove(name)
-                running[pool.submit(do, name)] = name
+                running[pool.submit(run, name)] = name
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 del running[future]
                 future.result()
 
 
-def _ready(waiting: Sequence[str], running: Collection[str], needs: Needs) -> list[str]:
+def _ready(waiting: Sequence[str], running: Collection[str], inputs: Dependencies) -> list[str]:
     ready, unfinished = [], set(running)
     for name in waiting:
-        if unfinished.isdisjoint(needs[name]):
+        if unfinished.isdisjoint(inputs[name]):
             ready.append(name)
         unfinished.add(name)
     return ready

@@ -1,9 +1,9 @@
-"""The columns of the wire, in one place: what a line of a segment may say, and how Spark reads it.
+"""The columns of an event: the fields of a line of a segment, and their types in Spark.
 
-Rule 1: the schema is explicit. Nothing is inferred, so a field that a version does not write reads as NULL,
-        and fields that this version does not know stand together in `rescued`, as JSON.
-Rule 2: times are µs as long, money is an exact decimal, `detail` stays the JSON text that it was.
-Rule 3: a field that a line leaves out is NULL.
+Rule 1: the schema is explicit, and nothing is inferred. Fields that this version does not know are kept in
+        `rescued`, as JSON.
+Rule 2: times are µs as long, money is an exact decimal, `detail` stays JSON text.
+Rule 3: a field that a line omits is NULL.
 """
 
 from typing import Final
@@ -19,11 +19,11 @@ from pyspark.sql.types import (
 )
 
 CORRUPT: Final = "_corrupt"
-"""The text of a line that is no event, beside its empty columns."""
+"""The text of a line that could not be parsed as an event."""
 RESCUED: Final = "rescued"
 """The fields of a line that this version does not know, as one JSON object."""
 REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")
-"""A line without one of these is no event, whatever else it says."""
+"""A line without one of these is no event."""
 MONEY: Final = DecimalType(18, 9)
 
 _NOT_TEXT: Final[dict[str, DataType]] = {
@@ -81,4 +81,4 @@ _FIELDS: Final = [
 
 EVENTS: Final = StructType([StructField(name, _NOT_TEXT.get(name, StringType())) for name in _FIELDS])
 LINES: Final = StructType([*EVENTS.fields, StructField(CORRUPT, StringType())])
-"""As a reader of segments needs it: a line that is no event stands in the last column."""
+"""`EVENTS`, and a last column for a line that is no event."""

@@ -1,7 +1,7 @@
-"""One Spark session a command, with the settings that the transforms were measured with.
+"""The Spark session of a command, with the settings that the benchmarks use.
 
-Rule 1: what is missing on this machine is said in one sentence, before a JVM is tried.
-Rule 2: a local master talks to itself alone. Where a cluster listens is the cluster's business.
+Rule 1: missing software is reported in one sentence, before a JVM is started.
+Rule 2: a local master listens on loopback only. A cluster decides on its own addresses.
 """
 
 import logging
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 LOCAL_MASTER: Final = "local[*]"
 MASTER: Final = re.compile(r"local(\[(\*|[1-9]\d*)(,\d+)?\])?|local-cluster\[.+\]|spark://.+|k8s://.+|yarn")
 LOOPBACK: Final = "127.0.0.1"
-LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution joins what is small
-CONCURRENT_WRITERS_MAX: Final = (
-    64  # open files a task: rows need not be sorted by day before they are written
-)
-CONNECT_PORT: Final = 15_002  # where a Spark Connect server listens that was not told otherwise
+LOCAL_SHUFFLE_PARTITIONS: Final = 8  # a few for each core; adaptive execution merges small ones
+CONCURRENT_WRITERS_MAX: Final = 64  # open files a task, so that rows need not be sorted by day
+CONNECT_PORT: Final = 15_002  # the default port of a Spark Connect server
 CONNECT_TIMEOUT_S: Final = 10.0
-CAUSES_MAX: Final = 20  # exceptions within exceptions that are looked into
+CAUSES_MAX: Final = 20  # nested exceptions that are searched
 LOG_SETTINGS: Final = Path(__file__).with_name("log4j2.properties")
 POOLS: Final = Path(__file__).with_name("pools.xml")
-AWAITED: Final = "awaited"  # the pool in it whose jobs go first
+AWAITED: Final = "awaited"  # the scheduler pool with priority
 
 CONTAINER_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -44,9 +42,9 @@ CONTAINER_LIMITS: Final = (
 )
 HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-# Throughput is all that counts here, and ParallelGC spends the least CPU on it. Spark loads 150 MB of code;
-# without the size the whole heap is looked through several times while they come in. A short run spends a
-# third of its CPU on compiling, so the slow compiler only gets what is called twenty times as often as usual.
+# ParallelGC takes the least CPU for throughput, which is all that matters here. Spark loads 150 MB of code;
+# without MetaspaceSize that triggers several full collections. A short run spends a third of its CPU on
+# compilation, so the optimizing compiler only gets methods that are called twenty times as often as usual.
 JAVA_OPTIONS: Final = (
     "-XX:+UseParallelGC -XX:MetaspaceSize=256m"
     " -XX:Tier4InvocationThreshold=100000 -XX:Tier4MinInvocationThreshold=12000"
@@ -54,7 +52,7 @@ JAVA_OPTIONS: Final = (
 )
 
 MEMORY: Final = "spark.driver.memory"
-CLUSTER_DRIVER_MEMORY: Final = "2g"  # the work is done elsewhere
+CLUSTER_DRIVER_MEMORY: Final = "2g"  # executors do the work
 DRIVER_OPTIONS: Final = "spark.driver.extraJavaOptions"
 SETTINGS: Final[dict[str, str]] = {
     "spark.app.name": "postroom",
@@ -68,23 +66,23 @@ SETTINGS: Final[dict[str, str]] = {
     # No SQL here has variables, and ${env:NAME} would be the environment of this process.
     "spark.sql.variable.substitute": "false",
     "spark.sql.adaptive.enabled": "true",
-    # Plans as text: nobody reads them, and they are made for every query, and again whenever it adapts.
+    # Plans as text are not used, but are created for every query, and again whenever it adapts.
     "spark.sql.ui.explainMode": "simple",
-    # Nor do errors name the line of ours: to know it, every column would ask the JVM a dozen questions.
+    # Errors do not name the Python line: for that, every column would take a dozen calls into the JVM.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.maxPlanStringLength": "20000",
-    # What extends Spark is named in `spark.sql.extensions`, and not looked for in its path: there is one, for
-    # machine learning, and to find out which types its functions have takes more than a second a start.
+    # Extensions are named in `spark.sql.extensions`, and not searched in the class path. It has one, for
+    # machine learning, whose registration takes more than a second of every start.
     "spark.sql.extensions.test.loadFromCp": "false",
-    # Files are a tenth of what their rows take in memory, and a table is sent to everybody by its size there.
+    # Rows in memory take ten times the size of their file, and Spark decides on broadcasts by that size.
     "spark.sql.sources.fileCompressionFactor": "10",
     "spark.sql.autoBroadcastJoinThreshold": "64m",
-    # A filter inside the JSON reader is asked at every field of a line, and nearly every line is an event.
+    # The JSON reader would evaluate a filter at every field of a line, and nearly every line is an event.
     "spark.sql.json.filterPushdown.enabled": "false",
     "spark.sql.codegen.cache.maxEntries": "1000",  # a run compiles about 300 pieces of code
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.sql.maxConcurrentOutputFileWriters": str(CONCURRENT_WRITERS_MAX),
-    # A file is visible when the table's log names it, so Spark's own commit may be the quick one.
+    # The table's log makes files visible, so Spark may use its fast commit.
     "spark.hadoop.mapreduce.fileoutputcommitter.algorithm.version": "2",
     "spark.hadoop.mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
@@ -95,21 +93,21 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     "spark.driver.host": LOOPBACK,
     "spark.driver.bindAddress": LOOPBACK,
     "spark.sql.shuffle.partitions": str(LOCAL_SHUFFLE_PARTITIONS),
-    # Half a second of work: with few cores, the last one to finish keeps the others waiting no longer.
+    # Half a second of work, so that with few cores the last task of a stage does not delay it for long.
     "spark.sql.files.maxPartitionBytes": "32m",
-    # To open a local file takes a millisecond, so one task reads many small ones.
+    # Opening a local file takes a millisecond, so one task reads many small ones.
     "spark.sql.files.openCostInBytes": "1m",
 }
 QUICK_COMPILER: Final = " -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 SMALL_SETTINGS: Final[dict[str, str]] = {
-    # Every plan runs once, on a few rows: to generate and compile code for it takes longer than the rows do.
+    # Every plan runs once on a few rows, so generating and compiling code would take longer than running it.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.shuffle.partitions": "1",
 }
-"""Of a local session whose data is small. It makes the same rows."""
+"""For a local session with little data. The rows are the same."""
 CONNECTOR: Final = "spark.postroom.delta.connector"
-"""Whether whole tables are read by Delta's own connector, whose jar then has to be there."""
+"""Whether Delta's own connector reads whole tables. Its jar has to be installed."""
 CONNECTOR_SETTINGS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
@@ -120,7 +118,7 @@ REMOTE_SETTINGS: Final = {
     for name, value in SETTINGS.items()
     if name.startswith("spark.sql.") and name not in _OF_A_SERVER
 }
-"""What a session behind Spark Connect can choose. The rest is up to its server."""
+"""The settings that a Spark Connect client can choose. The server decides on the rest."""
 
 
 def spark_session(
@@ -130,9 +128,9 @@ def spark_session(
     *,
     is_small: bool = False,
 ) -> "SparkSession":
-    """The session of this process: on a master, or behind a Spark Connect server at `remote`.
+    """The session of this process: on a master, or at the Spark Connect server `remote`.
 
-    `is_small` says that its data is: a local session then spares what only pays off for many rows.
+    With `is_small`, a local session skips optimizations that only pay off for many rows.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     with _quiet():
@@ -147,34 +145,34 @@ def spark_session(
                 .config(map={**settings(master, conf or {}, is_small=is_small)})
                 .getOrCreate()
             )
-            _instruct(spark, is_local=master.startswith("local"))
+            _configure(spark, is_local=master.startswith("local"))
             return spark
 
 
-def _instruct(spark: "SparkSession", *, is_local: bool) -> None:
-    """Tell the new session what no setting can."""
-    from postroom.pipeline.jvm import keep_to_sentences, know_classes, write_no_sums  # noqa: PLC0415 - lazy
+def _configure(spark: "SparkSession", *, is_local: bool) -> None:
+    """Configure the new session where Spark has no setting."""
+    from postroom.pipeline.jvm import cache_classes, disable_checksum_files, silence_query_logger  # noqa: PLC0415 - lazy
 
-    keep_to_sentences()
-    know_classes(spark)
+    silence_query_logger()
+    cache_classes(spark)
     if is_local:
-        write_no_sums(spark)
+        disable_checksum_files(spark)
 
 
 def _need_master(master: str) -> None:
-    """Spark would name it as well, behind a stack of its own."""
+    """Spark would report it as well, with a stack trace."""
     if not MASTER.fullmatch(master):
         raise InvalidSetting(f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn")
 
 
 def in_pool(spark: "SparkSession", pool: str | None) -> None:
-    """Let the jobs of this thread go first, or in their turn. Behind Spark Connect it is up to the server."""
+    """Set the scheduler pool of this thread. With Spark Connect the server decides."""
     if hasattr(spark, "_jsparkSession"):
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", pool or "default")
 
 
 def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) -> dict[str, str]:
-    """What a session on a master has, if its user wants `conf`."""
+    """The settings of a session on a master, overridden by `conf`."""
     if conf.get(CONNECTOR) == "true":
         conf = {**CONNECTOR_SETTINGS, **conf}
     if not master.startswith("local"):
@@ -188,21 +186,21 @@ def settings(master: str, conf: Mapping[str, str], *, is_small: bool = False) ->
 
 
 def _memory_gib() -> int:
-    """One for plans and joins and one for each core, of at most half of what there is to be had."""
-    return max(1, min(1 + (os.cpu_count() or 1), _there_is() // 2 >> 30))
+    """One GiB for plans and joins and one for each core, but at most half of the memory."""
+    return max(1, min(1 + (os.cpu_count() or 1), _memory_bytes() // 2 >> 30))
 
 
-def _there_is() -> int:
-    """Bytes of memory: the machine's, or what a container may use of them."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _memory_bytes() -> int:
+    """The bytes of memory of the machine, or of the container."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):  # there is none
-            there = min(there, int(limit.read_text()))
-    return there
+        with suppress(OSError, ValueError):  # there is no limit
+            size = min(size, int(limit.read_text()))
+    return size
 
 
 def _huge_pages() -> str:
-    """Some percent less CPU, where the system has them; where not, a JVM complains or does not start."""
+    """The option for huge pages, which save some CPU. Without system support the JVM may not start."""
     try:
         has_them = "[never]" not in HUGE_PAGES.read_text()
     except OSError:
@@ -212,17 +210,18 @@ def _huge_pages() -> str:
 
 def _builder() -> "SparkSession.Builder":
     need_packages()
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - only who runs a job pays for it
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - lazy
 
     return SparkSession.Builder()
 
 
 def need_packages() -> None:
-    """Whoever imports more of the pipeline than this gets a sentence if they are missing."""
+    """Raise if a package of the extra `spark` is not installed."""
     try:
-        import deltalake  # noqa: F401, PLC0415 - the tables need it, and half a pipeline is none
-        import duckdb  # noqa: F401, PLC0415 - the same
-        import pyspark  # noqa: F401, PLC0415 - only who runs a job pays for it
+        import deltalake  # noqa: F401, PLC0415 - only checked
+        import duckdb  # noqa: F401, PLC0415 - only checked
+        import jinja2  # noqa: F401, PLC0415 - only checked
+        import pyspark  # noqa: F401, PLC0415 - only checked
     except ImportError as error:
         raise InvalidSetting(
             f"the pipeline needs {error.name}, which is not installed: pip install 'postroom[spark]'"
@@ -234,7 +233,7 @@ def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[
 
     _need_server(remote)
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
-        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # an error is raised, and said once
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)  # the error is raised as well
     try:
         return builder.remote(remote).config(map={**conf}).getOrCreate()
     except ImportError as error:
@@ -244,7 +243,7 @@ def _remote_session(builder: "SparkSession.Builder", remote: str, conf: Mapping[
 
 
 def _need_server(remote: str) -> None:
-    """Spark's client would try for ten minutes."""
+    """Raise if no server listens: Spark's client would retry for ten minutes."""
     url = urlsplit(remote)
     try:
         place = (url.hostname or "", url.port or CONNECT_PORT)
@@ -269,7 +268,7 @@ def _need_java() -> None:
 
 @contextmanager
 def _quiet() -> "Iterator[None]":
-    """PySpark warns about a pandas that it was not tested with; nothing here goes through pandas."""
+    """Suppress PySpark's warning about an untested pandas, which is not used here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"pyspark\..*")
         yield
@@ -277,7 +276,7 @@ def _quiet() -> "Iterator[None]":
 
 @contextmanager
 def spark_errors() -> "Iterator[None]":
-    """What Spark refuses is the caller's mistake, what it fails at is not; either is one sentence."""
+    """Convert Spark's errors to one sentence: `InvalidMessage` for a refused query, else `Unavailable`."""
     from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
     from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415 - lazy
     from pyspark.errors import AnalysisException, ParseException, PySparkException  # noqa: PLC0415 - lazy
@@ -294,21 +293,21 @@ def spark_errors() -> "Iterator[None]":
 
 @contextmanager
 def table_errors(name: str) -> "Iterator[None]":
-    """What is wrong with a table is one sentence that names it."""
+    """Convert errors of a table to one sentence that names it."""
     import duckdb  # noqa: PLC0415 - lazy
     from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
 
     try:
         yield
     except (DeltaError, duckdb.Error) as error:
-        advice = "; delete its folder, and `postroom pipeline run` makes it anew" * name.startswith("gold_")
+        advice = "; delete its folder, and `postroom pipeline run` rebuilds it" * name.startswith("gold_")
         raise Unavailable(
             f"table {name} cannot be read: {first_sentence(str(error)).rstrip('.')}{advice}"
         ) from None
 
 
 def _cause(error: Exception) -> str:
-    """What the innermost of the exceptions in the JVM says."""
+    """The message of the innermost exception in the JVM."""
     thrown = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     if thrown is None:
         return str(error)
@@ -316,14 +315,14 @@ def _cause(error: Exception) -> str:
         cause = thrown.getCause()
         if (
             cause is None or cause.getClass().getSimpleName() == "ClassNotFoundException"
-        ):  # a name, and no more
+        ):  # its message is only a name
             break
         thrown = cause
     return str(thrown.getMessage() or thrown.toString())
 
 
 def first_sentence(text: str) -> str:
-    """Without the code in front, and without the plan behind it."""
+    """The message of an error, without its code and without the plan that follows."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else "it does not say why"
     return (first.partition("] ")[2] or first).partition(" SQLSTATE")[0]

@@ -1,7 +1,7 @@
-"""The history checker for small tables: `core.history` over their events, without Spark.
+"""The history checker for small tables: `core.history_checker` over their events, without Spark.
 
-Rule: it says word for word what `check` says of the same tables. Tables from which `retain` has let messages
-leave, and large ones, are left to Spark.
+Rule: it reports exactly what `check` reports for the same tables. Large tables, and tables from which
+`retain` has deleted messages, are left to Spark.
 """
 
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ import msgspec
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.core.history_checker import History, Violation
 from postroom.core.message_checker import LEASED, MICROS_PER_S
-from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, Sample, Verdict
+from postroom.pipeline.check import HORIZON_S, RULES, SAMPLES_MAX, CheckResult, ViolationSample
 from postroom.pipeline.database import Database
-from postroom.pipeline.retention.departures import TABLE as DEPARTED
+from postroom.pipeline.retention.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.tables import rows_of
 
 if TYPE_CHECKING:
     from postroom.pipeline.tables import Tables
 
-SMALL_EVENTS: Final = 200_000  # a few seconds of work; more of them are judged by Spark
+SMALL_EVENTS: Final = 200_000  # a few seconds of work; Spark checks larger tables
 _COLUMNS: Final = ("source", "seq", "ts_us", "kind", "contract", "message_id", "state", "lease", "detail")
-_NOT_SAID: Final = ("segment", "date", "_corrupt")  # columns of bronze that are not part of a line
+_NOT_IN_LINE: Final = ("segment", "date", "_corrupt")  # columns of bronze that are not part of a line
 
 
 def is_small(tables: "Tables") -> bool:
-    """Whether these tables are judged here."""
+    """Whether these tables are checked here."""
     with table_errors("bronze_events"):
-        return not tables.exists(DEPARTED) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
+        return not tables.exists(DELETED_NUMBERS) and rows_of(tables.files("bronze_events")) <= SMALL_EVENTS
 
 
-def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> Verdict:
-    """Judge the history in a folder of tables."""
+def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> CheckResult:
+    """Check the history in a folder of tables."""
     database = Database(tables, ("bronze_events", "silver_events"))
     history = History()
     events = accepted = 0
@@ -43,13 +43,13 @@ def check_small(tables: "Tables", *, horizon_s: float = HORIZON_S) -> Verdict:
         history.add(event)
     contracts = {source: contract for source, (contract, _) in history.sources().items()}
     verdict = history.verdict(horizon_us=round(horizon_s * MICROS_PER_S))
-    judged = [one for one in verdict.violations if _is_judged(one, contracts)]
-    found = [Sample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in judged]
-    return _verdict([*found, *_doubled(database, tables)], events, accepted)
+    checked = [one for one in verdict.violations if _is_checked(one, contracts)]
+    found = [ViolationSample(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in checked]
+    return _result([*found, *_doubled(database, tables)], events, accepted)
 
 
-def _is_judged(violation: Violation, contracts: dict[str, Any]) -> bool:
-    """Numbers are judged of every source, lives where a store tells of them."""
+def _is_checked(violation: Violation, contracts: dict[str, Any]) -> bool:
+    """Numbers are checked for every source, lives for stores."""
     source = violation.event_ids[0].rpartition("#")[0]
     return violation.rule == "gap" or (violation.rule in RULES and contracts.get(source) in LEASED)
 
@@ -64,9 +64,9 @@ def _events(database: Database) -> Iterator[AuditEvent]:
 
 
 def _event(row: dict[str, Any]) -> AuditEvent:
-    said = {name: value for name, value in row.items() if value is not None and name != "detail"}
+    fields = {name: value for name, value in row.items() if value is not None and name != "detail"}
     detail = _detail(row["detail"])
-    return AuditEvent(event_id=event_id(row["source"], row["seq"]), schema=SCHEMA, detail=detail, **said)
+    return AuditEvent(event_id=event_id(row["source"], row["seq"]), schema=SCHEMA, detail=detail, **fields)
 
 
 def _detail(text: str | None) -> dict[str, Any]:
@@ -77,20 +77,20 @@ def _detail(text: str | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _doubled(database: Database, tables: "Tables") -> Iterator[Sample]:
-    """Numbers under which two different lines stand. The same line twice is no violation."""
-    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_SAID)
+def _doubled(database: Database, tables: "Tables") -> Iterator[ViolationSample]:
+    """Numbers with two different lines. The same line twice is no violation."""
+    wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in _NOT_IN_LINE)
     rows = database.rows(
         f"""SELECT source, seq, coalesce(min(message_id), '') AS message_id FROM bronze_events
             GROUP BY source, seq HAVING min(hash({wire})) <> max(hash({wire}))"""  # noqa: S608 - our own names
     )
     for row in rows:
         name = event_id(row["source"], row["seq"])
-        yield Sample("gap", row["message_id"], (name,), f"{name} stands for two different events")
+        yield ViolationSample("gap", row["message_id"], (name,), f"{name} stands for two different events")
 
 
-def _verdict(found: list[Sample], events: int, accepted: int) -> Verdict:
+def _result(found: list[ViolationSample], events: int, accepted: int) -> CheckResult:
     by_rule = {rule: sorted(one for one in found if one.rule == rule) for rule in RULES}
     counts = {rule: len(samples) for rule, samples in by_rule.items() if samples}
     samples = [one for rule in sorted(by_rule) for one in by_rule[rule][:SAMPLES_MAX]]
-    return Verdict(counts, samples, events, accepted)
+    return CheckResult(counts, samples, events, accepted)

@@ -1,20 +1,25 @@
-"""What the tables' own logs tell: how far they are, their columns, their files. No Spark is started."""
+"""The progress, columns and files of the tables, read from their logs. No Spark is started."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from postroom.pipeline.ingest.segments import Turn, last_taken, sealed_segments, turn_of
-from postroom.pipeline.jobs import SOURCES
+from postroom.pipeline.ingest.segments import (
+    PendingSegments,
+    last_ingested,
+    pending_segments,
+    sealed_segments,
+)
 from postroom.pipeline.session import table_errors
+from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables, rows_of
 
 
 def status_of(folder: Path, events: Path | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each table; for the segments in front of them too, where they are."""
+    """A row for each table, and one for the segments if their folder is given."""
     tables = Tables(folder)
     if events is None:
-        tables.need_some()
+        tables.require_tables()
     else:
         yield _segments(folder, events)
     for name in tables.names():
@@ -34,29 +39,28 @@ def _row(tables: Tables, name: str) -> dict[str, Any]:
     }
 
 
-def new_segments(folder: Path, events: Path) -> Turn:
-    """What the next run finds."""
-    return turn_of(events, last_taken(Tables(folder), events))
+def new_segments(folder: Path, events: Path) -> PendingSegments:
+    """The segments that the next run finds."""
+    return pending_segments(events, last_ingested(Tables(folder), events))
 
 
 def _segments(folder: Path, events: Path) -> dict[str, Any]:
     segments = sealed_segments(events)
-    turn = new_segments(folder, events)
+    pending = new_segments(folder, events)
     return {
         "table": "segments",
         "version": max((segment.number for segment in segments), default=0),
         "rows": None,
         "files": len(segments),
         "bytes": sum(segment.size for segment in segments),
-        "behind": len(turn.ready) + len(turn.waiting),
-        "missing": turn.gaps,
+        "behind": len(pending.ready) + len(pending.waiting),
+        "missing": pending.gaps,
     }
 
 
 def _behind(tables: Tables, name: str) -> int | None:
-    """Commits of its source that a table has not seen; None where nobody counts them, or it has no source."""
-    source = SOURCES.get(name)
-    if source is None or not tables.exists(source):
+    """The number of commits of its source that a table has not read; None for bronze and gold."""
+    if name not in SILVER or not tables.exists(source := SILVER[name].source):
         return None
     return tables.version(source) - tables.last_txn(name, source)
 
@@ -64,7 +68,7 @@ def _behind(tables: Tables, name: str) -> int | None:
 def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each column of each table."""
     tables = Tables(folder)
-    tables.need_some()
+    tables.require_tables()
     for name in tables.names():
         with table_errors(name):
             fields = tables.schema(name).fields
@@ -73,9 +77,9 @@ def columns_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_house(folder: Path, *, compact: bool, vacuum: bool, progress: Callable[[str], None]) -> None:
-    """Join small files, and delete those that nobody needs."""
+    """Merge small files, and delete those that no version needs."""
     tables = Tables(folder)
-    tables.need_some()
+    tables.require_tables()
     with tables.lock():
         for name in tables.names():
             with table_errors(name):

@@ -1,10 +1,10 @@
-"""Messages submitted again, as tasks of a store, each once for a replay.
+"""Submits replayed messages as tasks of a store, each once for a replay.
 
-Rule 1: a message is submitted under the key (replay id, message id), which the store remembers. Whoever is
-        killed, repeats himself or runs twice adds nothing.
-Rule 2: the payload goes as it was. What is not JSON becomes a JSON text.
-Rule 3: the priority stays behind. Tasks have none: a claim of theirs never looks at another than the default,
-        and what was put in under another would wait for ever.
+Rule 1: a message is submitted under the key (replay id, message id), which the store remembers. A replay that
+        is killed and repeated, or runs twice, adds nothing twice.
+Rule 2: the payload is submitted unchanged. A payload that is not JSON becomes a JSON string.
+Rule 3: the priority is dropped. Tasks have none: a claim only looks at the default priority, and a task of
+        another one would wait for ever.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,8 +28,8 @@ COMMIT_MESSAGES: Final = 200  # in one commit of the store
 _MAX_RETRIES: Final = RetryPolicy().max_retries
 
 
-class Message(NamedTuple):
-    """A message that is to be submitted again."""
+class ReplayMessage(NamedTuple):
+    """A message to submit again."""
 
     message_id: str
     queue: str
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 class Submitter(Closing):
-    """Puts messages into the store at `url`, in their order."""
+    """Submits messages to the store at `url`, in order."""
 
     def __init__(self, url: str, replay_id: str) -> None:
         self._tasks = Tasks.open(url)
@@ -49,8 +49,8 @@ class Submitter(Closing):
         self.known = 0
         """Messages that this replay had submitted before."""
 
-    def submit(self, messages: Iterable[Message]) -> None:
-        """All of them, a few in each commit."""
+    def submit(self, messages: Iterable[ReplayMessage]) -> None:
+        """Submit the messages, `COMMIT_MESSAGES` in each commit."""
         envelopes = map(self._envelope, messages)
         while chunk := list(islice(envelopes, COMMIT_MESSAGES)):
             self._commit(chunk)
@@ -62,7 +62,7 @@ class Submitter(Closing):
         self.known += known
         self.new += len(accepted) - known
 
-    def _envelope(self, message: Message) -> Envelope:
+    def _envelope(self, message: ReplayMessage) -> Envelope:
         key = _key(self._replay_id, message.message_id)
         if key is None:
             raise InvalidMessage(
@@ -90,7 +90,7 @@ def _insert(transaction: Transaction, envelopes: list[Envelope]) -> list[Accepte
 
 
 def is_fit(replay_id: str, message_id: str, queue: str) -> bool:
-    """Whether these name a task: a store can remember it, and there can be such a queue."""
+    """Whether a task can have this key and this queue."""
     return _key(replay_id, message_id) is not None and is_name(queue)
 
 
@@ -108,8 +108,8 @@ def _as_json(payload: str) -> bytes:
     return data
 
 
-def chunks(messages: Iterable[Message], size: int) -> Iterator[list[Message]]:
-    """The messages in lists of at most that length."""
+def chunks(messages: Iterable[ReplayMessage], size: int) -> Iterator[list[ReplayMessage]]:
+    """The messages in lists of at most `size`."""
     rest = iter(messages)
     while chunk := list(islice(rest, size)):
         yield chunk

@@ -1,13 +1,13 @@
 """Delta tables without a JVM jar: Spark writes the Parquet files, the `deltalake` wheel commits them.
 
-Rule 1: a file counts when a commit names it. What a killed job left behind is an orphan that no reader sees,
-        and `vacuum` removes it.
-Rule 2: a commit is one file of the table's log: it adds, removes and remembers how far a job has come, or
-        does none of it.
-Rule 3: one writer a folder of tables. A reader needs no lock: it reads the files of one version, and `vacuum`
-        leaves those of the last days.
-Rule 4: other programs know nothing of our lock, and may compact a table at any time. Rows that were computed
-        from one version are committed on top of that version, or not at all.
+Rule 1: a file is visible when a commit names it. Files that a killed job left behind are invisible to
+        readers, and `vacuum` deletes them.
+Rule 2: a commit is one file of the table's log. It adds files, removes files and records transactions
+        atomically.
+Rule 3: a folder of tables has one writer at a time. A reader needs no lock: it reads the files of one
+        version, and `vacuum` keeps those of the last days.
+Rule 4: other programs do not know our lock, and may compact a table at any time. Rows that were computed from
+        one version are committed on top of that version, or not at all.
 """
 
 import json
@@ -38,9 +38,9 @@ STAGING: Final = "_staging"
 LOG: Final = "_delta_log"
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
-"""Columns whose lowest and highest value of a file stand in the log: they tell which files a job can skip."""
-INDEXED_TOO: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
-"""The same for single tables: elsewhere nobody asks, and every value of a wide stream would be compared."""
+"""Columns whose lowest and highest value in each file are in the log, so that a job can skip files."""
+EXTRA_INDEXED: Final[dict[str, tuple[str, ...]]] = {"silver_messages": ("parent_message_id",)}
+"""The same for single tables. Elsewhere no job needs them, and the statistics would cost time."""
 DISTINCT: Final = (
     *(
         "event_id",
@@ -56,46 +56,46 @@ DISTINCT: Final = (
     *("first_delivered_us", "finished_us", "last_us", "queue_us", "total_us", "end_code", "dequeued_us"),
     *("started_us", "ended_us", "heartbeat_us", "waited_us", "worked_us", "start_us", "end_us"),
 )
-"""Columns of which hardly two rows say the same: Parquet would begin a dictionary only to give it up."""
+"""Columns with mostly distinct values: Parquet would start a dictionary only to abandon it."""
 VARIED: Final = (
     *("goal_id", "task_id", "user_id", "agent_id", "queue", "sender", "recipient", "body_bytes"),
     *("tokens_in", "tokens_out", "cost_usd", "error", "detail"),
 )
-"""Columns with many values: a dictionary costs more than it gains, as zstd finds what repeats by itself."""
+"""Columns with many values: a dictionary costs more than it gains, because zstd compresses repeats."""
 STATISTICS: Final = "parquet.column.statistics.enabled"
-WRITING: Final = {
-    "parquet.compression.codec.zstd.level": "1",  # as small within some percent, for less CPU
+WRITE_OPTIONS: Final = {
+    "parquet.compression.codec.zstd.level": "1",  # nearly as small, for less CPU
     **{f"parquet.enable.dictionary#{name}": "false" for name in (*DISTINCT, *VARIED)},
-    # Every value would be compared, and rows come in an order in which most columns rule nothing out.
+    # Statistics cost time, and rows come in an order in which most columns rule out no file.
     STATISTICS: "false",
     **{f"{STATISTICS}#{name}": "true" for name in {*INDEXED, *REQUIRED}},
 }
-LISTED_MAX: Final = 4  # versions of a table whose files are remembered
-KEEP_HOURS: Final = 168  # a reader of an older version has this long before its files may go
+LISTED_MAX: Final = 4  # versions of a table whose file lists are cached
+KEEP_HOURS: Final = 168  # `vacuum` keeps the files of versions of this age, for their readers
 COMPACT_BYTES: Final = 128 << 20
 NANOS_PER_MS: Final = 1_000_000
-UPKEEP: Final = "retain ended at"
-"""The application that signs commits by which rows leave a table. Tables that are made of it keep theirs."""
-REMADE: Final = "remade"
-"""Of a silver table: the last version in which rows were withdrawn. What is made of it is made anew."""
+MAINTENANCE: Final = "retain ended at"
+"""The application id of commits by which `retain` deletes rows. Downstream tables keep theirs."""
+ROWS_WITHDRAWN: Final = "remade"
+"""Of a silver table: the last version that withdrew rows. Downstream tables are rebuilt."""
 UNNAMED: Final = "unnamed"
-"""Of `silver_events`: the last version to which events came that do not tell type and organization."""
+"""Of `silver_events`: the last version that added events without a type or organization."""
 RENAMED: Final = "renamed"
 """Of `silver_messages`: the last version in which a known message got another type or organization."""
 
 
 class Txn(NamedTuple):
-    """How far an application has come, committed together with what it wrote."""
+    """The progress of an application, committed together with its rows."""
 
     app_id: str
     version: int
 
 
 class DataFile(NamedTuple):
-    """One Parquet file of a table, as the log tells it."""
+    """One Parquet file of a table, as described by the log."""
 
     path: str
-    """Below the table's folder."""
+    """Relative to the table's folder."""
     size: int
     rows: int
     partition: dict[str, str | None]
@@ -105,12 +105,12 @@ class DataFile(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What one version of a table's log did to its files."""
+    """The files that one version of a table added and removed."""
 
     added: frozenset[str]
     removed: frozenset[str]
-    is_upkeep: bool
-    """Whether it changed no row, or only let rows leave."""
+    is_maintenance: bool
+    """Whether it changed no row, or only deleted rows for `retain`."""
 
 
 def rows_of(files: Iterable[DataFile]) -> int:
@@ -118,7 +118,7 @@ def rows_of(files: Iterable[DataFile]) -> int:
 
 
 class Staged(NamedTuple):
-    """Files that were written for a commit to come."""
+    """Files that are written but not committed yet."""
 
     schema: StructType
     partition_by: tuple[str, ...]
@@ -135,18 +135,18 @@ class Tables:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self._listed: dict[str, dict[tuple[str, int], list[DataFile]]] = {}
-        """Of each table, versions and their files: these never change."""
+        """The files of some versions of each table, which never change."""
         self._opened: dict[str, DeltaTable] = {}
-        """Of each table, the version that was the last one when it was asked for."""
+        """The last known version of each table."""
 
-    # ---- what there is -------------------------------------------------------------------------------
+    # ---- the log -------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Every table that was committed at least once."""
+        """Every table with at least one commit."""
         return sorted(log.parent.name for log in self.folder.glob(f"*/{LOG}") if any(log.iterdir()))
 
-    def need_some(self) -> None:
-        """Whoever wants to know something about tables means a folder that has some."""
+    def require_tables(self) -> None:
+        """Raise if the folder has no tables."""
         if not self.names():
             raise InvalidMessage(f"there are no tables in {self.folder}")
 
@@ -159,13 +159,17 @@ class Tables:
         return -1 if delta is None else delta.version()
 
     def last_txn(self, name: str, app_id: str) -> int:
-        """How far an application has come with this table; -1 when it never wrote it."""
+        """The last version that an application recorded in this table; -1 when there is none."""
         delta = self._delta(name)
         found = None if delta is None else delta.transaction_version(app_id)
         return -1 if found is None else found
 
+    def is_withdrawn(self, source: str, name: str) -> bool:
+        """Whether rows were withdrawn from `source` after table `name` read it: then `name` is rebuilt."""
+        return self.last_txn(source, ROWS_WITHDRAWN) > self.last_txn(name, source) >= 0
+
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
-        """The files of a version, the current one when none is named."""
+        """The files of a version; of the current one by default."""
         delta = self._delta(name)
         if delta is None:
             return []
@@ -174,8 +178,8 @@ class Tables:
         known = self._listed.setdefault(name, {})
         files = known.get(which)
         if files is None:
-            # Not asked for anew if it is the current one: somebody may have committed meanwhile.
-            files = _files_of(delta if is_current else self._known(name, version))
+            # The current version is not opened again: another writer may have committed meanwhile.
+            files = _files_of(delta if is_current else self._require(name, version))
             if len(known) >= LISTED_MAX:
                 known.clear()
             known[which] = files
@@ -184,31 +188,31 @@ class Tables:
     def changed(
         self, name: str, since: int, until: int | None = None
     ) -> tuple[list[DataFile], list[DataFile]]:
-        """The files of rows that came after a version, and those of rows that went, up to another version.
+        """The files that were added and removed between two versions.
 
-        Upkeep does not count: neither a compaction, which moves rows to other files, nor `retain`.
+        Maintenance does not count: neither a compaction, which moves rows to other files, nor `retain`.
         """
         until = self.version(name) if until is None else until
         before = _by_path(self.files(name, since)) if since >= 0 else {}
-        before = self._after_upkeep(name, before, since, until)
+        before = self._after_maintenance(name, before, since, until)
         now = _by_path(self.files(name, until)) if until >= 0 else {}
         added = [file for path, file in now.items() if path not in before]
         return added, [file for path, file in before.items() if path not in now]
 
-    def _after_upkeep(
+    def _after_maintenance(
         self, name: str, before: dict[str, DataFile], since: int, until: int
     ) -> dict[str, DataFile]:
-        """The files of a version as later upkeep has left them.
+        """The files of a version after later maintenance.
 
-        They are returned as they were if upkeep touched rows that are newer, or if a commit is no longer in
-        the log: then rows that were only moved count as gone and come again.
+        They are returned unchanged if maintenance touched newer rows, or if a commit is no longer in the log.
+        Rows that were only moved then count as removed and added.
         """
         known = dict(before)
         for version in range(since + 1, until + 1) if before else ():
             commit = self._read_commit(name, version)
             if commit is None:
                 return before
-            if not commit.is_upkeep:
+            if not commit.is_maintenance:
                 continue
             if not commit.removed <= known.keys():
                 return before
@@ -223,12 +227,12 @@ class Tables:
             return None
         return _commit_of([json.loads(line) for line in lines])
 
-    def lies(self, name: str, file: DataFile) -> bool:
-        """Whether a file is there. One that no version names may be gone."""
+    def file_exists(self, name: str, file: DataFile) -> bool:
+        """Whether a file still exists. `vacuum` may have deleted a file of an old version."""
         return (self.folder / name / file.path).exists()
 
     def values(self, name: str, column: str) -> set[Any]:
-        """The different values of a column that most rows have in common. No Spark is started."""
+        """The distinct values of a column with few of them. No Spark is started."""
         found: set[Any] = set()
         for file in self.files(name):
             path = self.folder / name / file.path
@@ -238,7 +242,7 @@ class Tables:
 
     def schema(self, name: str) -> StructType:
         """The columns of a table, its partition columns included."""
-        delta = self._known(name)
+        delta = self._require(name)
         return StructType.fromJson(json.loads(delta.schema().to_json()))
 
     def _delta(self, name: str, version: int | None = None) -> DeltaTable | None:
@@ -253,14 +257,14 @@ class Tables:
         return delta
 
     def _is_last(self, name: str, delta: DeltaTable) -> bool:
-        """Whether a version is still the last one. To open a table is to read the whole of its log."""
+        """Whether a version is still the last one. Opening the table would read its whole log."""
         this, following = (self._log_of(name, delta.version() + step).exists() for step in (0, 1))
         return this and not following
 
     def _log_of(self, name: str, version: int) -> Path:
         return self.folder / name / LOG / f"{version:020d}.json"
 
-    def _known(self, name: str, version: int | None = None) -> DeltaTable:
+    def _require(self, name: str, version: int | None = None) -> DeltaTable:
         delta = self._delta(name, version)
         if delta is None:
             raise InvalidMessage(f"there is no table {name} in {self.folder}")
@@ -285,7 +289,7 @@ class Tables:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """While this process alone writes the tables of the folder."""
+        """Hold the writer lock of the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         refused = f"another job is writing the tables in {self.folder}: wait until it is done"
         with lock.alone(self.folder / WRITER_LOCK, refused):
@@ -300,7 +304,7 @@ class Tables:
     def replace(
         self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), txns: Iterable[Txn] = ()
     ) -> None:
-        """These rows instead of all that there were."""
+        """Replace all rows."""
         self.swap(name, df, self.files(name), partition_by=partition_by, txns=txns)
 
     def swap(
@@ -314,7 +318,7 @@ class Tables:
         txns: Iterable[Txn] = (),
         base: int | None = None,
     ) -> None:
-        """These rows instead of those in the removed files, in one commit.
+        """Replace the rows of the removed files, in one commit.
 
         For `split_by` see `stage`, for `base` see `commit`.
         """
@@ -324,35 +328,35 @@ class Tables:
     def stage(
         self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), split_by: str | None = None
     ) -> Staged:
-        """Write the files of a commit to come. Nobody reads them so far.
+        """Write files for a later commit. Until then no reader sees them.
 
-        Rows that differ in `split_by` go to files of their own. It is no column of the table.
+        Rows that differ in `split_by` go to different files. It is no column of the table.
         """
         split = () if split_by is None else (split_by,)
-        with self.aside(name) as staging:
-            df.write.options(**_writing(name)).partitionBy(*split, *partition_by).parquet(str(staging))
+        with self.staging_folder(name) as staging:
+            df.write.options(**_write_options(name)).partitionBy(*split, *partition_by).parquet(str(staging))
             adds = [self._add(name, path, partition_by) for path in self._place(name, staging, len(split))]
         return Staged(df.drop(*split).schema, tuple(partition_by), adds)
 
     def stage_in(self, name: str, df: DataFrame, partition: Mapping[str, str]) -> list[AddAction]:
         """Write files of one partition, whose values are no columns of the rows.
 
-        Spark then need not look at each row for where it belongs. Several may be written at once.
+        Spark then need not find the partition of each row. Several partitions may be written at once.
         """
-        with self.aside(name) as staging:
+        with self.staging_folder(name) as staging:
             folders = [f"{column}={value}" for column, value in partition.items()]
-            df.write.options(**_writing(name)).parquet(str(staging.joinpath(*folders)))
+            df.write.options(**_write_options(name)).parquet(str(staging.joinpath(*folders)))
             return [self._add(name, path, tuple(partition)) for path in self._place(name, staging)]
 
     @contextmanager
-    def aside(self, name: str) -> Iterator[Path]:
-        """A folder of a table that nobody reads. What a killed job leaves there goes with `vacuum`."""
+    def staging_folder(self, name: str) -> Iterator[Path]:
+        """A temporary folder of a table. `vacuum` deletes those of killed jobs."""
         staging = self.folder / name / STAGING / uuid.uuid4().hex
         try:
             yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            with suppress(OSError):  # another one has one too
+            with suppress(OSError):  # another staging folder exists
                 staging.parent.rmdir()
 
     def commit(
@@ -364,9 +368,9 @@ class Tables:
         txns: Iterable[Txn] = (),
         base: int | None = None,
     ) -> None:
-        """Make staged files count, and the removed ones no longer.
+        """Add the staged files to the table, and remove others.
 
-        `base` is the version from which the rows were computed. If there is a later one by now, nothing is
+        `base` is the version from which the rows were computed. If there is a later version, nothing is
         committed and `TableChanged` is raised. Rows that do not depend on the table need no base.
         """
         now_ms = time.time_ns() // NANOS_PER_MS
@@ -377,17 +381,17 @@ class Tables:
         self._commit(name, staged.schema, staged.partition_by, [*staged.adds, *gone], txns, base)
 
     def mark(self, name: str, txns: Iterable[Txn]) -> None:
-        """Remember how far an application has come, where there was nothing to write."""
-        delta = self._known(name)
+        """Record the progress of an application without any rows."""
+        delta = self._require(name)
         self._commit(name, self.schema(name), delta.metadata().partition_columns, [], txns)
 
     def _place(self, name: str, staging: Path, splits: int = 0) -> list[Path]:
-        """Give files that Spark has written their place. Nobody reads them so far."""
+        """Move files that Spark has written to the folders of their partitions."""
         table = self.folder / name
         placed = []
         for file in sorted(staging.rglob("*.parquet")):
             folders = file.relative_to(staging).parts[:-1]
-            # A task gives its files one name, and tells them apart by their folders alone.
+            # A task gives its files the same name in different folders.
             name = "-".join((*folders[:splits], file.name)).lstrip("_")
             place = table.joinpath(*folders[splits:], name)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -396,12 +400,12 @@ class Tables:
 
     def _add(self, name: str, path: Path, partition_by: Sequence[str]) -> AddAction:
         below = path.relative_to(self.folder / name)
-        told = path.stat()
+        stat = path.stat()
         return AddAction(
             below.as_posix(),
-            told.st_size,
+            stat.st_size,
             _partition_of(below, partition_by),
-            told.st_mtime_ns // NANOS_PER_MS,
+            stat.st_mtime_ns // NANOS_PER_MS,
             data_change=True,
             stats=json.dumps(_stats_of(path, _indexed(name))),
         )
@@ -417,7 +421,9 @@ class Tables:
     ) -> None:
         properties = CommitProperties(app_transactions=[Transaction(*txn) for txn in txns])
         columns = delta_schema(schema)
-        delta = None if self._delta(name) is None else DeltaTable(self.folder / name)  # it is changed here
+        delta = (
+            None if self._delta(name) is None else DeltaTable(self.folder / name)
+        )  # opened again, because the commit changes it
         if delta is None:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             create_table_with_add_actions(
@@ -436,65 +442,65 @@ class Tables:
             delta.create_write_transaction(
                 actions, "append", columns, list(partition_by), commit_properties=properties
             )
-        except CommitFailedError:  # somebody removed one of the same files just now
+        except CommitFailedError:  # another writer has just removed one of the same files
             raise TableChanged(name) from None
 
-    # ---- keeping house -------------------------------------------------------------------------------
+    # ---- maintenance ---------------------------------------------------------------------------------
 
     def drop(self, name: str) -> None:
-        """Delete a table that can be made anew.
+        """Delete a table that can be rebuilt.
 
-        Its log goes in one step: half a log could be neither read nor made anew. What is left of the rest if
-        that step was the last one goes with `vacuum`.
+        The log is removed in one step, because half a log could be neither read nor rebuilt. If the process
+        is killed after that, `vacuum` deletes the rest.
         """
-        with self.aside(name) as staging:
+        with self.staging_folder(name) as staging:
             staging.parent.mkdir(exist_ok=True)
             (self.folder / name / LOG).rename(staging)
             self._opened.pop(name, None)
         shutil.rmtree(self.folder / name)
 
     def compact(self, name: str) -> int:
-        """Join small files of a partition; the rows stay the same. Gives how many files are gone."""
-        metrics = self._known(name).optimize.compact(
+        """Merge small files of a partition. Returns the number of removed files."""
+        metrics = self._require(name).optimize.compact(
             target_size=COMPACT_BYTES, writer_properties=WriterProperties(compression="ZSTD")
         )
         return int(metrics["numFilesRemoved"])
 
     def vacuum(self, name: str, keep_hours: int = KEEP_HOURS) -> list[str]:
-        """Delete files that no version of the last hours names, and what killed jobs left."""
+        """Delete files that no version of the last hours names, and staging folders of killed jobs."""
         shutil.rmtree(self.folder / name / STAGING, ignore_errors=True)
-        return self._known(name).vacuum(
+        return self._require(name).vacuum(
             keep_hours, dry_run=False, enforce_retention_duration=keep_hours >= KEEP_HOURS, full=True
         )
 
 
-# ---- what the log says of a file ---------------------------------------------------------------------
+# ---- files in the log ---------------------------------------------------------------------
 
 
 def path_below(name: str, url: str) -> str:
-    """The path of a file below the folder of its table, of what Spark calls it."""
+    """The path of a file relative to the folder of its table, from its URL."""
     return unquote(url).rpartition(f"/{name}/")[2]
 
 
 def delta_schema(schema: StructType) -> Schema:
-    """The same columns in the words of the log. Every one may be NULL."""
+    """The schema in the format of the log. Every column may be NULL."""
     fields = [{**field.jsonValue(), "nullable": True} for field in schema.fields]
     return Schema.from_json(json.dumps({"type": "struct", "fields": fields}))
 
 
 def _need_partitions(name: str, delta: DeltaTable, wanted: Sequence[str]) -> None:
-    """A log that knows files of both kinds could not be read."""
+    """Raise if the partitioning differs: a table cannot have files of both."""
     known = delta.metadata().partition_columns
     if known != list(wanted):
         raise InvalidMessage(
             f"table {name} of an earlier version is partitioned by {', '.join(known) or 'nothing'}, not by"
-            f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and make the tables anew with"
+            f" {', '.join(wanted) or 'nothing'} as now: delete its folder, and rebuild the tables with"
             " `postroom pipeline backfill`"
         )
 
 
 def _add_columns(delta: DeltaTable, wanted: Schema) -> None:
-    """A table of an earlier version gets the columns that this one writes; its old rows read NULL there."""
+    """Add the columns that a table of an earlier version lacks. They are NULL in its old rows."""
     known = {field.name for field in delta.schema().fields}
     new = [field for field in wanted.fields if field.name not in known]
     if new:
@@ -509,22 +515,22 @@ def _partition_of(path: Path, partition_by: Sequence[str]) -> dict[str, str | No
 
 
 def _indexed(name: str) -> tuple[str, ...]:
-    return INDEXED + INDEXED_TOO.get(name, ())
+    return INDEXED + EXTRA_INDEXED.get(name, ())
 
 
-def _writing(name: str) -> dict[str, str]:
-    return WRITING | {f"{STATISTICS}#{column}": "true" for column in INDEXED_TOO.get(name, ())}
+def _write_options(name: str) -> dict[str, str]:
+    return WRITE_OPTIONS | {f"{STATISTICS}#{column}": "true" for column in EXTRA_INDEXED.get(name, ())}
 
 
 def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
-    """Rows, and the range and the NULLs of some columns, from the file's footer."""
+    """The number of rows, and the range and NULLs of some columns, from the file's footer."""
     footer = pq.read_metadata(path)
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
     nulls: dict[str, int] = {}
     for at, column in enumerate(footer.schema.names):
         if column not in (*indexed, *REQUIRED) or footer.schema.column(at).path != column:
-            continue  # or it is a part of one
+            continue  # not indexed, or a field of a struct
         groups = [footer.row_group(n).column(at).statistics for n in range(footer.num_row_groups)]
         if not groups or any(group is None for group in groups):
             continue
@@ -539,7 +545,7 @@ def _stats_of(path: Path, indexed: Sequence[str]) -> dict[str, Any]:
 def _commit_of(actions: Sequence[Mapping[str, Any]]) -> Commit:
     adds, removes = ([action[kind] for action in actions if kind in action] for kind in ("add", "remove"))
     moved = all(not file["dataChange"] for file in (*adds, *removes))
-    left = any(action.get("txn", {}).get("appId") == UPKEEP for action in actions)
+    left = any(action.get("txn", {}).get("appId") == MAINTENANCE for action in actions)
     added, removed = (frozenset(unquote(file["path"]) for file in files) for files in (adds, removes))
     return Commit(added, removed, moved or left)
 

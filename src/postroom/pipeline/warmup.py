@@ -1,6 +1,6 @@
-"""Commands that start sooner: a JVM does what they do, and archives the classes that it took.
+"""Makes the archive of classes: runs the commands in one JVM, which writes the classes that it loaded.
 
-Rule: an archive has its name when it is complete. Whoever is killed half way has changed nothing.
+Rule: an archive gets its name when it is complete. A process that is killed before changes nothing.
 """
 
 import os
@@ -25,14 +25,14 @@ from postroom.pipeline.tables import Tables
 from postroom.system.atomic import make_folder
 from postroom.system.lock import alone
 
-MESSAGES: Final = 50  # of the history that it is made with: the classes count, and not the rows
+MESSAGES: Final = 50  # of the history; its size has no effect on the classes
 WRITE_TIMEOUT_S: Final = 300.0
 MAKING: Final = "making"  # a folder of the cache
 LOCK: Final = "making.lock"
 QUERY: Final = "SELECT outcome, count(*) AS n FROM silver_messages GROUP BY outcome ORDER BY n"
 
 Work = Callable[[SparkSession, Path], None]
-"""Something that takes the classes of commands, in a folder of its own."""
+"""Loads the classes of the commands, with files in a folder."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def as_commands_do(spark: SparkSession, folder: Path) -> None:
-    """What `run`, `sql` and `check` do, with a tiny history. A report needs no Spark."""
+    """Run `run`, `sql` and `check` on a tiny history. A report needs no Spark."""
     generate(folder / "events", MESSAGES, 1)
     job = Pipeline(spark, Tables(folder / "tables"))
     job.run(folder / "events")
@@ -54,7 +54,7 @@ def as_commands_do(spark: SparkSession, folder: Path) -> None:
 
 
 def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None) -> Prepared:
-    """Make the archive of this Java and this Spark, if there is none. It ends the session of this process."""
+    """Make the archive of this Java and this Spark, if there is none. Ends the session of this process."""
     began = time.monotonic()
     target = None if anew else found()
     is_new = target is None
@@ -66,7 +66,7 @@ def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] =
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While this process alone makes an archive. What one that was killed left behind goes."""
+    """Hold the lock of the cache. Files of a killed process are deleted."""
     make_folder(cache(), "os")
     with alone(cache() / LOCK, f"another command makes an archive in {cache()}: wait until it is done"):
         shutil.rmtree(cache() / MAKING, ignore_errors=True)
@@ -87,13 +87,13 @@ def _made(work: Work, progress: Callable[[str], None]) -> Path:
     earlier = set(cache().glob(name_of("*")))
     target = made.replace(cache() / name_of(made.stat().st_size))
     for path in earlier - {target}:
-        path.unlink(missing_ok=True)  # who runs with it keeps it until the end
+        path.unlink(missing_ok=True)  # a running JVM keeps its mapping
     return target
 
 
 def _leave_behind(made: Path, work: Work, folder: Path, progress: Callable[[str], None]) -> None:
     spark = spark_session(conf={DRIVER_OPTIONS: SETTINGS[DRIVER_OPTIONS] + making_archive(made)})
-    gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - nothing else ends a JVM and waits for it
+    gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - the only way to wait for the end of the JVM
     jvm: Popen[bytes] = gateway.proc
     try:
         with spark_errors():
@@ -102,9 +102,9 @@ def _leave_behind(made: Path, work: Work, folder: Path, progress: Callable[[str]
             progress("writing the archive")
             spark.stop()
         gateway.shutdown()
-        jvm.communicate(timeout=WRITE_TIMEOUT_S)  # it ends when nobody writes to it any more
+        jvm.communicate(timeout=WRITE_TIMEOUT_S)  # it ends when its input is closed
     except TimeoutExpired:
-        pass  # said below
+        pass  # reported below
     finally:
         jvm.kill()
         jvm.wait()

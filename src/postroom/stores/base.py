@@ -1,8 +1,8 @@
-"""The seam of a store: what a backend implements.
+"""The seam of a store: the methods that a backend implements.
 
 Rule 1: a record changes only by a `Step` of `core.lifecycle`, and its events commit with it.
 Rule 2: a backend stores and finds. Every decision is taken in `stores.transaction`, on top of these methods.
-Rule 3: work that raises has changed nothing.
+Rule 3: work that raises changes nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +28,15 @@ LIVE_EVENTS = 10_000  # shipped events that stay for readers that follow the sto
 
 Deadline: TypeAlias = Literal["lease", "delay", "expiry"]
 Counted: TypeAlias = State | Literal["P0", "P1", "P2", "P3", "LAPSES"]
-"""What is counted for each queue: records by state, QUEUED ones by lane instead, and lapsed leases."""
+"""The counters of a queue: records by state, QUEUED records by lane, and lapsed leases."""
 LANE_COUNTS: tuple[Counted, ...] = ("P0", "P1", "P2", "P3")
 
 
-# ---- which records ---------------------------------------------------------------------------------
+# ---- picking records ---------------------------------------------------------------------------------
 
 
 class ByIds(msgspec.Struct, frozen=True):
-    """These messages, in this order. An unknown id raises `UnknownTask`."""
+    """The records of these messages, in this order. An unknown id raises `UnknownTask`."""
 
     message_ids: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class Ending(msgspec.Struct, frozen=True):
     """Records of all queues whose deadline is at or before `until_ns`, the earliest first.
 
     `lease`: PROCESSING records by the end of their lease. `delay`: SCHEDULED and RETRYING records by the end
-    of their delay. `expiry`: records that wait, by the time after which they must not be delivered.
+    of their delay. `expiry`: waiting records by the time after which they must not be delivered.
     """
 
     deadline: Deadline
@@ -65,11 +65,11 @@ class Ending(msgspec.Struct, frozen=True):
 Pick: TypeAlias = ByIds | Listing | Ending
 
 
-# ---- what a store keeps ----------------------------------------------------------------------------
+# ---- values of a store ----------------------------------------------------------------------------
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """One record as it was and what was decided. A new record has an envelope and no `before`."""
+    """A record before a decision, and the decision. A new record has an envelope and no `before`."""
 
     before: Record | None
     step: Step
@@ -77,7 +77,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
-    """A record that can be claimed, with the parts of its message that a worker gets."""
+    """A record that can be claimed, with the parts of its message that a worker receives."""
 
     record: Record
     payload: bytes
@@ -86,7 +86,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one queue may hold."""
+    """The limits of one queue."""
 
     max_depth: int = MAX_DEPTH_DEFAULT
     max_payload_bytes: int = MAX_PAYLOAD_BYTES_DEFAULT
@@ -99,7 +99,7 @@ WhenBehind: TypeAlias = Literal["slow", "refuse"]
 
 
 class Outbox(msgspec.Struct, frozen=True):
-    """How far the shipper of the events has come, and what happens when it falls behind."""
+    """The position of the event shipper, and what happens when the shipper falls behind."""
 
     shipped: int = 0
     """The audit stream holds every event up to this number."""
@@ -108,11 +108,11 @@ class Outbox(msgspec.Struct, frozen=True):
     when_behind: WhenBehind = "slow"
     """Whether a new message is delayed or refused while more events wait."""
     stream: str = ""
-    """The only stream that the events go to: a second one would miss what the first has taken."""
+    """The only stream that receives the events: a second stream would miss the events of the first."""
     segment: int = 0
     """The last sealed segment of that stream; 0 before the first."""
     head: str = ""
-    """The hash of that segment. A stream without it was cut, wiped or replaced."""
+    """The hash of that segment. A stream without this segment was truncated, wiped or replaced."""
 
 
 # ---- the seam --------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def take_numbers(self, count: int) -> int:
-        """The first of `count` consecutive numbers. Numbers are unique, and grow from commit to commit."""
+        """The first of `count` consecutive numbers. Numbers are unique and grow from commit to commit."""
 
     @abstractmethod
     def find(self, pick: Pick) -> list[Record]:
@@ -169,7 +169,7 @@ class Lanes(ABC):
         """These records became QUEUED."""
 
     def acknowledge(self, records: Sequence[Record]) -> None:  # noqa: B027
-        """These records, claimed earlier, will not be delivered under that claim again."""
+        """These claimed records have left PROCESSING: their claim delivers them no further time."""
 
     @abstractmethod
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
@@ -177,7 +177,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        """The counters of a queue, with what this transaction changed."""
+        """The counters of a queue, changes of this transaction included."""
 
     @abstractmethod
     def queues(self) -> list[str]:
@@ -193,7 +193,7 @@ def counted_as(record: Record) -> Counted:
 
 
 def count_changes(changes: Sequence[Change], events: Sequence[Event]) -> dict[tuple[str, Counted], int]:
-    """What a save does to the counters, by queue and counter."""
+    """The changes of counters that a save makes, by queue and counter."""
     counts: dict[tuple[str, Counted], int] = {}
     for change in changes:
         after = change.step.record
@@ -212,13 +212,16 @@ def _add(counts: dict[tuple[str, Counted], int], queue: str, what: Counted, chan
 
 def ready(counts: Mapping[Counted, int]) -> int:
     """Records that can be claimed."""
-    get = counts.get  # each inserted message comes by: spelled out, it takes a third of the time
+    get = counts.get  # spelled out, here and below: these run for each inserted message
     return get("P0", 0) + get("P1", 0) + get("P2", 0) + get("P3", 0)
 
 
 def waiting(counts: Mapping[Counted, int]) -> int:
     """Records that wait, delayed ones included."""
-    return ready(counts) + counts.get("SCHEDULED", 0) + counts.get("RETRYING", 0)
+    get = counts.get
+    return (
+        get("P0", 0) + get("P1", 0) + get("P2", 0) + get("P3", 0) + get("SCHEDULED", 0) + get("RETRYING", 0)
+    )
 
 
 def by_state(counts: Mapping[Counted, int]) -> dict[Counted, int]:

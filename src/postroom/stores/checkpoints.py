@@ -1,7 +1,7 @@
-"""What the WAL holds moves into the database beside the commits, and not within one of them.
+"""Checkpoints: a thread moves the pages of the WAL into the database beside the commits.
 
-SQLite would do it in the commit that makes the WAL too long, whose caller then waits for two fsyncs and all
-the pages. Here a thread moves them while others commit; everybody waits for the few that came meanwhile.
+SQLite itself would checkpoint within the commit that makes the WAL too long, and the caller of that commit
+would wait for all pages and two fsyncs. Here writers wait only for the pages written during the checkpoint.
 """
 
 import threading
@@ -13,13 +13,13 @@ import apsw
 
 from postroom.errors import PostroomError
 
-WAL_PAGES = 4_000  # 16 MB, then its pages move into the database
-WAL_PAGES_MAX = 12_000  # 48 MB: the thread does not keep up, and the commit does it after all
-LOOK_EVENTS = 32  # so many later, one looks again how long it has become; a hook would cost more
+WAL_PAGES = 4_000  # 16 MB: a checkpoint starts
+WAL_PAGES_MAX = 12_000  # 48 MB: the thread falls behind, so the commit itself checkpoints
+LOOK_EVENTS = 32  # events between two looks at the length of the WAL; a hook would cost more
 
 
 class Checkpoints:
-    """The checkpoints of one file. `alone` keeps every writer out, and gives the writing connection."""
+    """The checkpoints of one file. `alone` keeps all writers out and yields the writing connection."""
 
     def __init__(
         self, path: Path, alone: Callable[[], AbstractContextManager[apsw.Connection | None]]
@@ -31,20 +31,20 @@ class Checkpoints:
         self.fresh()
 
     def fresh(self) -> None:
-        """In a forked child, in which the thread does not exist."""
+        """Reset the locks: a forked child does not have the thread."""
         self.under_way = threading.Lock()
-        """Held while a connection of its own is open."""
+        """Held while the thread has its own connection open."""
         self._started = False
 
     def look(self, connection: apsw.Connection) -> None:
-        """See how long the WAL has become. Nothing that fails here changes what was committed before."""
+        """Start a checkpoint when the WAL is long. Errors are ignored: the commit has already happened."""
         with suppress(apsw.Error):
             pages, _ = connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
-            if pages < self._pages:  # it has started anew
+            if pages < self._pages:  # the WAL was reused from its start
                 self._next = WAL_PAGES
             self._pages = pages
             if pages >= self._next and (pages >= WAL_PAGES_MAX or not self._started):
-                self._next = pages + WAL_PAGES  # a reader may keep the WAL from starting anew
+                self._next = pages + WAL_PAGES  # a reader may keep the WAL from being reused
                 self._begin(connection, pages)
 
     def _begin(self, connection: apsw.Connection, pages: int) -> None:
@@ -55,17 +55,15 @@ class Checkpoints:
 
     def _start(self) -> bool:
         try:
-            # No daemon: a process ends when the pages are where they belong.
+            # Not a daemon thread: the process waits for the checkpoint before it ends.
             threading.Thread(target=self._run, name="postroom-checkpoint").start()
-        except RuntimeError:  # the process ends, or has too many
+        except RuntimeError:  # the process is ending, or has too many threads
             return False
         return True
 
     def _run(self) -> None:
         try:
-            with suppress(
-                apsw.Error, PostroomError, OSError
-            ):  # the next one does it: the WAL holds everything
+            with suppress(apsw.Error, PostroomError, OSError):  # a later checkpoint does it
                 self._move()
                 with self._alone() as connection:
                     if connection is not None:
@@ -78,12 +76,12 @@ class Checkpoints:
             connection = apsw.Connection(str(self._path), flags=apsw.SQLITE_OPEN_READWRITE)
             try:
                 connection.wal_autocheckpoint(0)
-                connection.execute("SELECT 1 FROM sqlite_schema").fetchall()  # it sees the WAL from now on
+                connection.execute("SELECT 1 FROM sqlite_schema").fetchall()  # opens the WAL
                 _checkpoint(connection)
             finally:
                 connection.close()
 
 
 def _checkpoint(connection: apsw.Connection) -> None:
-    """Move what can be moved without waiting for anybody."""
+    """Move the pages that can be moved without waiting for readers or writers."""
     connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)

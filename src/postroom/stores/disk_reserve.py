@@ -1,4 +1,4 @@
-"""Disk space in reserve: freed on a full disk, so that work can end, and allocated again later."""
+"""Disk space in reserve: freed on a full disk so that tasks can be completed, and allocated again later."""
 
 import os
 from contextlib import suppress

@@ -6,7 +6,7 @@ next commit with other events writes the implied events too, and so does a commi
 them. So the records behind the last row of events are exactly those whose events are implied.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
@@ -33,7 +33,7 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
     type: str
     parent_message_id: str
     delay_ns: int
-    sizes: list[int]
+    sizes: Sequence[int]
     """Bytes of each payload."""
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
@@ -62,8 +62,8 @@ class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field=
     priority: int
     type: str
     parent_message_id: str
-    ts_us: list[int]
-    sizes: list[int]
+    ts_us: Sequence[int]
+    sizes: Sequence[int]
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
         for index, (ts_us, size) in enumerate(zip(self.ts_us, self.sizes, strict=True)):
@@ -80,9 +80,9 @@ class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_fiel
     queue: str
     priority: int
     worker_id: str
-    names: list[RecordName]
-    attempts: list[int]
-    waited_us: list[int]
+    names: Sequence[RecordName]
+    attempts: Sequence[int]
+    waited_us: Sequence[int]
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
         facts = zip(self.names, self.attempts, self.waited_us, strict=True)
@@ -101,10 +101,10 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
     queue: str
     priority: int
     worker_id: str
-    names: list[RecordName]
-    attempts: list[int]
-    leases: list[int]
-    worked_us: list[int]
+    names: Sequence[RecordName]
+    attempts: Sequence[int]
+    leases: Sequence[int]
+    worked_us: Sequence[int]
 
     def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
         facts = zip(self.names, self.attempts, self.leases, self.worked_us, strict=True)

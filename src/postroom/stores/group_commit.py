@@ -1,4 +1,4 @@
-"""Group commit: work that arrives during a commit waits for the next one, which takes all of it.
+"""Group commit: the next commit takes all work that arrives during the current one.
 
 Rule 1: one caller leads and commits for all. When it is done, a waiting caller leads the next group.
 Rule 2: every caller gets the outcome of its own work: a result, its own error, or the error of the commit.
@@ -16,14 +16,7 @@ from postroom.stores.transaction import Transaction
 T = TypeVar("T")
 
 GROUP_MAX = 256  # callers whose work goes into one commit
-LOOK_AGAIN_S = 0.05  # the longest wait for a wake-up that never comes
-
-
-def new_wake() -> threading.Lock:
-    """A lock that is held."""
-    wake = threading.Lock()
-    wake.acquire()
-    return wake
+LOOK_AGAIN_S = 0.05  # a waiting caller looks again after this time, in case a wake-up was lost
 
 
 class Job(Generic[T]):
@@ -31,20 +24,19 @@ class Job(Generic[T]):
 
     __slots__ = ("error", "finished", "makes_room", "result", "sealed", "wake", "work")
 
-    def __init__(
-        self, work: Callable[[Transaction], T], makes_room: bool, wake: "threading.Lock | None" = None
-    ) -> None:
+    def __init__(self, work: Callable[[Transaction], T], makes_room: bool) -> None:
         self.work = work
         self.makes_room = makes_room
         self.sealed = False
-        """Whether its commit has begun: from then on it must not run again."""
+        """Whether its commit has begun: from then on the work must not run again."""
         self.finished = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.wake = new_wake() if wake is None else wake
-        """Held while there is nothing to wake up for. Jobs of one caller share it."""
+        self.wake = threading.Lock()
+        """Released to wake the caller; held otherwise."""
+        self.wake.acquire()
 
-    def run(self, transaction: Transaction, fatal: type[Exception]) -> bool:
+    def run(self, transaction: Transaction, fatal: tuple[type[Exception], ...]) -> bool:
         """Do the work; False when it failed after a change. A `fatal` error ends the whole commit."""
         changes = transaction.changes
         self.error = None
@@ -52,7 +44,7 @@ class Job(Generic[T]):
             self.result = self.work(transaction)
         except fatal:
             raise
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it
+        except Exception as error:  # noqa: BLE001 - returned to its own caller
             self.error = error
             return transaction.changes == changes
         return True
@@ -65,7 +57,7 @@ class Job(Generic[T]):
         self.notify()
 
     def notify(self) -> None:
-        """Have the caller look at its job."""
+        """Wake the caller so that it looks at its job."""
         if self.wake.locked():
             with suppress(RuntimeError):  # another thread was faster
                 self.wake.release()
@@ -80,9 +72,9 @@ class Job(Generic[T]):
 class GroupCommit:
     """Collects jobs and commits them in groups.
 
-    `commit` runs jobs in one transaction. It returns False when that was rolled back because one job failed
-    after a change; that job is finished then, and each of the others is committed alone.
-    `interrupted` makes the error of a job whose commit may have happened.
+    `commit` runs jobs in one transaction. It returns False when one job failed after a change and the
+    transaction was rolled back. That job is finished then, and each other job is committed alone.
+    `interrupted` makes the error for a job whose commit may or may not have happened.
     """
 
     def __init__(
@@ -93,25 +85,21 @@ class GroupCommit:
         self.leading = threading.Lock()
         self.pending: deque[Job[Any]] = deque()
 
-    def submit(self, *jobs: Job[Any]) -> None:
-        """Wait until the jobs are committed or have failed."""
-        self.pending.extend(jobs)
+    def submit(self, job: Job[T]) -> T:
+        """Wait until the job is committed or has failed, and return its result or raise its error."""
+        self.pending.append(job)
         try:
-            for job in jobs:
-                self._wait_for(job)
+            while not job.finished:
+                if self.leading.locked():
+                    job.wake.acquire(timeout=LOOK_AGAIN_S)
+                    continue
+                with self.leading:
+                    if not job.finished:
+                        self._lead()
+                self.wake_next()
         finally:
-            for job in jobs:
-                job.finished = True  # after an interrupt, no other thread may do the work
-
-    def _wait_for(self, job: Job[Any]) -> None:
-        while not job.finished:
-            if self.leading.locked():
-                job.wake.acquire(timeout=LOOK_AGAIN_S)
-                continue
-            with self.leading:
-                if not job.finished:
-                    self._lead()
-            self.wake_next()
+            job.finished = True  # after an interrupt, no other thread may do the work
+        return job.outcome()
 
     def wake_next(self) -> None:
         """Hand leadership to a waiting caller."""

@@ -1,6 +1,6 @@
-"""A store in memory: for tests, for tools, and as the shortest complete backend.
+"""A store in memory: for tests and tools, and as the shortest complete backend.
 
-Rule 1: a transaction writes at once and keeps an undo log. Work that raises is taken back.
+Rule 1: a transaction writes at once and keeps an undo log. Work that raises is undone.
 Rule 2: each index is a sorted list of (number, seq, message id).
 """
 
@@ -48,7 +48,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class _Data:
-    """Everything that a store holds."""
+    """The data of a store."""
 
     def __init__(self) -> None:
         self.rows: dict[str, _Row] = {}
@@ -101,7 +101,7 @@ def _entries(record: Record) -> list[tuple[_Index, tuple[int, int, str]]]:
 
 
 class MemoryStore(Store):
-    """Records in a dictionary, one lock around them."""
+    """Records in a dictionary, guarded by one lock."""
 
     url = "memory://"
 
@@ -138,15 +138,15 @@ class MemoryStore(Store):
         return self.store_id
 
     def close(self) -> None:
-        """The data stays as long as the object."""
+        """Nothing to release: the data lives as long as the object."""
 
     def after_fork(self) -> None:
-        """A child has a copy of its own."""
+        """A forked child has its own copy of the data."""
         self._mutex = threading.RLock()
 
 
 class MemoryTransaction(Transaction):
-    """Changes the data at once and remembers how to undo that."""
+    """Changes the data at once and remembers how to undo the changes."""
 
     def __init__(self, store_id: str, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
         super().__init__(store_id, limits, steady_ns, wall_us)
@@ -156,7 +156,7 @@ class MemoryTransaction(Transaction):
         self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Take everything back, the last change first."""
+        """Undo all changes, the last one first."""
         for step in reversed(self._undo):
             step()
 

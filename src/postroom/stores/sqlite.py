@@ -1,9 +1,9 @@
 """A store in one SQLite file (WAL), for any number of processes of one machine.
 
-Rule 1: one connection writes, and it holds the lock of the file, for which processes queue up. So SQLite's
+Rule 1: each process writes through one connection and takes a fair file lock for each commit. So SQLite's
         "database is locked" does not occur.
-Rule 2: many callers share one commit (`group_commit`).
-Rule 3: work that makes room (complete, cancel, purge) also succeeds on a full disk: a reserve is freed.
+Rule 2: callers share commits (`group_commit`).
+Rule 3: work that makes room (complete, cancel, purge) also succeeds on a full disk: it uses a disk reserve.
 """
 
 import errno
@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +23,7 @@ from postroom.errors import HandleDead, LockTimeout, PostroomError, StoreDamaged
 from postroom.stores import checkpoints
 from postroom.stores.checkpoints import Checkpoints
 from postroom.stores.disk_reserve import DiskReserve
-from postroom.stores.group_commit import GroupCommit, Job, new_wake
+from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.sql.queries import FACT, LINE_DELAYED, LINE_LEASED, SET_FACT, ask
 from postroom.stores.sqlite_file import (
     BUSY_TIMEOUT_S,
@@ -45,15 +45,17 @@ from postroom.system.handles import leak, reset_after_fork
 T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 30.0
-FORK_WAIT_S = 10.0  # for a commit that is under way in another thread
-FILE_LOOK_S = 0.1  # how long a file that was moved or removed may still be written to
+FORK_WAIT_S = 10.0  # wait for a commit of another thread
+FILE_LOOK_S = 0.1  # a moved or removed file is noticed after this time
 RESERVE_BYTES = 4 * 1024 * 1024
 
 _log = logging.getLogger("postroom.store")
 
 
 class SqliteStore(Store):
-    """Records in `path`. Beside it are a lock, a disk reserve, and SQLite's own WAL files."""
+    """Records in the file `path`. Beside the file are a lock, a disk reserve and SQLite's WAL files."""
+
+    fatal_errors = (apsw.Error,)
 
     def __init__(
         self,
@@ -78,9 +80,10 @@ class SqliteStore(Store):
         self._reader: apsw.Connection | None = None
         self._offset_ns = 0
         self._version = -1
-        """SQLite's data version after our last commit. Another one: other processes have written."""
+        """SQLite's data version after our last commit. It differs when another process has written since."""
         self._settled = False
-        """Whether `_known` is what the file says, other processes' commits aside."""
+        """Whether `_known` matches the file, apart from commits of other processes."""
+        self._transaction: SqliteTransaction | None = None
         self._wal_fd = -1
         self._look_at_wal = 0
         self._dead = False
@@ -107,21 +110,11 @@ class SqliteStore(Store):
             with group.leading:
                 cursor = self._cursor
                 if cursor is not None and not group.pending and self._reserve.whole and not self._dead:
-                    try:  # nobody else wants to write, and nothing is wrong
+                    try:  # no other caller waits, and the handle is healthy
                         return self._write_alone(work, cursor)
-                    except apsw.FullError:  # nothing was committed; the group knows what to do
+                    except apsw.FullError:  # nothing was committed; `_commit_group` can free the reserve
                         pass
-        job = Job(work, makes_room)
-        group.submit(job)
-        return job.outcome()
-
-    def write_many(
-        self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False
-    ) -> list[Any]:
-        wake = new_wake()
-        jobs = [Job(work, makes_room, wake) for work in works]
-        self._group.submit(*jobs)
-        return [job.result if job.error is None else job.error for job in jobs]
+        return group.submit(Job(work, makes_room))
 
     def _write_alone(self, work: Callable[[Transaction], T], cursor: apsw.Cursor) -> T:
         """The commit of a single caller, without a job."""
@@ -140,20 +133,22 @@ class SqliteStore(Store):
         return result
 
     def _begin(self, cursor: apsw.Cursor) -> SqliteTransaction:
-        connection = cursor.connection
+        connection, clock, now = cursor.connection, self._clock, time.monotonic()
         if connection.in_transaction:  # an interrupt came before the end of the last one
+            self._settled = False
             cursor.execute("ROLLBACK")
         cursor.execute("BEGIN IMMEDIATE")
-        now = time.monotonic()
         if now >= self._look_at_file:
             self._check_file(now)
         if not self._settled or connection.data_version() != self._version:
             self._catch_up(cursor)
-        clock = self._clock
-        return SqliteTransaction(self._known, cursor, self._offset_ns + clock.boot_ns(), clock.wall_us())
+        now_ns = self._offset_ns + clock.boot_ns()
+        transaction = SqliteTransaction(self._known, cursor, now_ns, clock.wall_us())
+        self._transaction = transaction
+        return transaction
 
     def _check_file(self, now: float) -> None:
-        """Check that the path still names the open file: what is written to another one would be lost."""
+        """Check that the path still names the open file: writes to a removed file would be lost."""
         try:
             info = self.path.stat()
             same = (info.st_dev, info.st_ino) == self._file
@@ -168,10 +163,11 @@ class SqliteStore(Store):
     def _catch_up(self, cursor: apsw.Cursor) -> None:
         """Count what other processes committed."""
         with self._translated():
-            if not self._settled or self._known.must_start_again(cursor):
-                self._known.start_again(cursor)
-            self._settled = False  # an interrupt below would count a row twice
-            self._known.catch_up(cursor)
+            from_start, self._settled = (
+                not self._settled,
+                False,
+            )  # False until done: an interrupt starts again
+            self._known.catch_up(cursor, from_start=from_start)
             self._settled = True
 
     def _commit(self, transaction: SqliteTransaction, cursor: apsw.Cursor) -> None:
@@ -187,13 +183,15 @@ class SqliteStore(Store):
             self._checkpoints.look(connection)
 
     def _commit_group(self, jobs: list[Job[Any]]) -> bool:
-        """Commit jobs in one transaction. On a full disk, those that make room are tried once more."""
+        """Commit jobs in one transaction. On a full disk, jobs that make room are tried once more."""
         try:
             return self._attempt(jobs)
         except apsw.FullError:
             if not any(job.makes_room for job in jobs) or not self._reserve.free():
                 raise self._disk_full() from None
-        _log.warning("%s: the disk is full; the disk reserve is freed so that work can end", self.path)
+        _log.warning(
+            "%s: the disk is full; the disk reserve is freed so that tasks can be completed", self.path
+        )
         for job in jobs:
             if not job.makes_room:
                 job.finish(self._disk_full())
@@ -210,7 +208,7 @@ class SqliteStore(Store):
             raise HandleDead(self.path)
         if self._cursor is None:
             try:
-                check_kind(self.path)  # before anything is put beside a file that is not ours
+                check_kind(self.path)  # before files are created beside the file of another program
             except (apsw.Error, OSError) as error:
                 self._translate(error)
         if refill and not self._reserve.whole:
@@ -234,7 +232,7 @@ class SqliteStore(Store):
         cursor = self._cursor or self._open()
         transaction = self._begin(cursor)
         for job in jobs:
-            if not job.finished and not job.run(transaction, apsw.Error):
+            if not job.finished and not job.run(transaction, self.fatal_errors):
                 job.finish()
                 return None
         for job in jobs:
@@ -248,7 +246,7 @@ class SqliteStore(Store):
         return transaction
 
     def _refill_reserve(self, jobs: list[Job[Any]]) -> None:
-        """Allocate the reserve. While there is no space for it, only work that makes room goes on."""
+        """Allocate the reserve. Without space for it, only jobs that make room continue."""
         make_folder(self.path.parent, "os")
         try:
             self._reserve.fill()
@@ -260,14 +258,14 @@ class SqliteStore(Store):
                     job.finish(self._disk_full())
 
     def _announce(self, transaction: SqliteTransaction) -> None:
-        """Sync as the durability class says, then tell who follows the commits."""
+        """Sync if the durability class requires it, then call `on_commit`."""
         if transaction.synced:
             self._sync()
         if self.on_commit is not None:
             self.on_commit(transaction)
 
     def _sync(self) -> None:
-        """Sync the WAL. The database file needs none: a checkpoint syncs it."""
+        """Sync the WAL. The database file needs no sync here: checkpoints sync it."""
         try:
             if self._wal_fd < 0:
                 self._wal_fd = open_safely(f"{self.path}-wal", os.O_RDWR)
@@ -280,9 +278,11 @@ class SqliteStore(Store):
             raise WriteFailed(self.path, error, rolled_back=False) from error
 
     def _let_go(self) -> None:
-        """End the transaction, whatever happened, and release the lock."""
+        """Roll back a transaction that is still open, and release the lock."""
         try:
             if self._writer is not None and self._writer.in_transaction:
+                if self._transaction is None or self._transaction.changes:
+                    self._settled = False  # `_known` includes the changes that are rolled back
                 self._writer.execute("ROLLBACK")
         except apsw.Error:  # the connection cannot be used any more
             self._drop()
@@ -300,10 +300,12 @@ class SqliteStore(Store):
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             if isinstance(error, PostroomError):
                 raise
-            raise StoreDamaged(f"{self.path} is damaged: {error}") from error  # a column has a foreign value
+            raise StoreDamaged(
+                f"{self.path} is damaged: {error}"
+            ) from error  # a column holds an unexpected value
 
     def _translate(self, error: apsw.Error | OSError) -> NoReturn:
-        """Raise our error for one of SQLite or the system. `FullError` is left to who can free space."""
+        """Raise our error for an error of SQLite or the system. `FullError` stays for `_commit_group`."""
         if isinstance(error, apsw.FullError | PostroomError):
             raise error
         if isinstance(error, OSError):
@@ -313,7 +315,9 @@ class SqliteStore(Store):
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise LockTimeout(self.path, BUSY_TIMEOUT_S) from error
         self._drop()
-        if getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE:  # no space for the WAL's index
+        if (
+            getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
+        ):  # no space for the index of the WAL
             raise apsw.FullError(str(error)) from error
         raise WriteFailed(self.path, OSError(errno.EIO, str(error))) from error
 
@@ -321,7 +325,7 @@ class SqliteStore(Store):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         if self._writer is None:
-            # Creates or upgrades the file and reads its clock. Not under the readers' lock: a write may read.
+            # Creates or migrates the file and sets the clock. Not under the readers' lock: a write may read.
             self.write(lambda _: None, makes_room=True)
         with self._reading, self._translated():
             if self._reader is None:
@@ -333,16 +337,16 @@ class SqliteStore(Store):
 
     def identity(self) -> str:
         if not self._known.store_id:
-            self.write(lambda _: None, makes_room=True)  # it is in the file
+            self.write(lambda _: None, makes_room=True)  # reads it from the file
         return self._known.store_id
 
     def sync(self) -> None:
-        """Sync the WAL: SQLite syncs the file before it gives up what the WAL holds.
+        """Sync the WAL. SQLite syncs the database before it reuses the WAL.
 
-        Only the WAL: closing a descriptor of the database file would release this process's locks on it.
+        The database file is not opened here: closing its descriptor would release this process's locks on it.
         """
         path = self.path.with_name(self.path.name + "-wal")
-        with suppress(FileNotFoundError):  # without a WAL everything is in the file
+        with suppress(FileNotFoundError):  # without a WAL, the database holds everything
             fd = open_safely(path, os.O_RDONLY)
             try:
                 os.fsync(fd)
@@ -354,7 +358,7 @@ class SqliteStore(Store):
     # ---- connections ---------------------------------------------------------------------------
 
     def _open(self) -> apsw.Cursor:
-        """Open the writing connection; the lock of the file is held."""
+        """Open the writing connection. The caller holds the file lock."""
         if not self.path.exists():
             os.close(open_safely(self.path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE))
         connection = connect(self.path)
@@ -362,13 +366,12 @@ class SqliteStore(Store):
             check_pages(connection, self.path)
             self._suspect = False
         migrate(connection, self.path)
-        known = self._known = Known()
         with sql_transaction(connection):
             self._set_clock(connection)
             found = ask(connection, FACT, ("store_id",))
             if not found:
                 connection.execute(SET_FACT, ("store_id", self._new_store_id))
-            known.store_id = str(found[0][0]) if found else self._new_store_id
+        self._known = Known(str(found[0][0]) if found else self._new_store_id)
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         connection.wal_autocheckpoint(0)
@@ -393,7 +396,7 @@ class SqliteStore(Store):
 
     @contextmanager
     def _alone(self) -> Iterator[apsw.Connection | None]:
-        """Keep every other thread and process from writing. None when the file is closed."""
+        """Keep all other threads and processes from writing. Yields None when the store is closed."""
         with self._group.leading:
             if self._writer is None:
                 yield None
@@ -430,19 +433,19 @@ class SqliteStore(Store):
     # ---- fork ----------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Close everything: SQLite keeps its locks in memory, and a child would trust its copy."""
+        """Close the connections: SQLite keeps its locks in memory, and a child would trust the copy."""
         locks = (self._group.leading, self._reading, self._checkpoints.under_way)
         self._held = [lock for lock in locks if lock.acquire(timeout=FORK_WAIT_S)]
-        if len(self._held) == len(locks):  # else another thread is in the middle of work
+        if len(self._held) == len(locks):  # else another thread is still at work
             self._drop()
 
     def after_fork_in_parent(self) -> None:
-        """Open again when there is something to do."""
+        """Release the locks. The next call opens the connections again."""
         for lock in self._held:
             lock.release()
 
     def after_fork(self) -> None:
-        """Neither use nor close in a child what its parent has open."""
+        """Drop the connections of the parent: a child must neither use nor close them."""
         for thing in (self._writer, self._reader, self._cursor):
             if thing is not None:
                 leak(thing)

@@ -1,4 +1,4 @@
-"""The file of a SQLite store: opening it, bringing it to the current version, and checking it."""
+"""The file of a SQLite store: opening, migrating and checking it."""
 
 import re
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from postroom.errors import StoreDamaged
 from postroom.stores.sql.queries import ask
 
 SQLITE_OLDEST = (3, 51, 3)  # older versions can damage a WAL that several processes write
-BUSY_TIMEOUT_S = 10.0  # for programs that open the file without our lock
+BUSY_TIMEOUT_S = 10.0  # wait for programs that open the file without our lock
 WAL_BYTES_MAX = 64 * 1024 * 1024  # the WAL is truncated to this after a checkpoint
 CACHE_KIB = 64 * 1024
 OUR_TABLES = {"facts", "queues", "records", "events"}
 
 
 def check_library() -> None:
-    """Refuse a SQLite that is too old, or that lacks what is needed."""
+    """Refuse a SQLite library that is too old or lacks arrays."""
     if tuple(int(part) for part in apsw.sqlite_lib_version().split(".")) < SQLITE_OLDEST:
         raise StoreDamaged(
             f"SQLite {apsw.sqlite_lib_version()} can damage a database that several processes write: "
@@ -32,9 +32,9 @@ def check_library() -> None:
 
 
 def check_kind(path: Path) -> None:
-    """Refuse a file that another program wrote, before a byte of it changes.
+    """Refuse a file of another program before changing it.
 
-    SQLite itself reads it: closing a descriptor of our own would release this process's locks on the file.
+    The file is read through SQLite: closing a descriptor of our own would release this process's locks on it.
     """
     if not path.exists():
         return
@@ -55,7 +55,7 @@ def check_kind(path: Path) -> None:
 
 
 def check_pages(connection: apsw.Connection, path: Path) -> None:
-    """Look through the file: after a failed fsync nobody knows which pages reached the disk."""
+    """Check all pages: after a failed fsync it is unknown which of them reached the disk."""
     [(found,)] = ask(connection, "PRAGMA quick_check(1)")
     if found != "ok":
         raise StoreDamaged(f"{path} is damaged: {found}")
@@ -65,7 +65,7 @@ def connect(path: Path) -> apsw.Connection:
     """A connection with the settings of a store."""
     connection = apsw.Connection(str(path))
     connection.set_busy_timeout(round(BUSY_TIMEOUT_S * 1000))
-    # Without it, a statement that uses a partial index is planned again for other values.
+    # Without this setting, SQLite plans statements on partial indexes again when values change.
     connection.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
     for pragma in (
         "journal_mode = WAL",
@@ -80,7 +80,7 @@ def connect(path: Path) -> apsw.Connection:
 
 @contextmanager
 def transaction(connection: apsw.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Several statements as one: committed at the end, rolled back after an error."""
+    """Run statements in a transaction: committed at the end, rolled back after an error."""
     connection.execute(f"BEGIN {kind}")
     try:
         yield
@@ -91,7 +91,7 @@ def transaction(connection: apsw.Connection, kind: str = "IMMEDIATE") -> Iterato
 
 
 def migrate(connection: apsw.Connection, path: Path) -> None:
-    """Bring the file to this version, one whole script at a time."""
+    """Bring the file to the current version, one script per transaction."""
     version = connection.pragma("user_version")
     scripts = migrations()
     if version > max(scripts):
@@ -106,7 +106,7 @@ def migrate(connection: apsw.Connection, path: Path) -> None:
 
 
 def migrations() -> dict[int, str]:
-    """The scripts in `sql/`, by their number."""
+    """The scripts in `sql/`, by number."""
     scripts = {}
     for file in resources.files("postroom.stores.sql").iterdir():
         number = re.fullmatch(r"(\d{4})_\w+\.sql", file.name)

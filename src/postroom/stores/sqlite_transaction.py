@@ -6,6 +6,7 @@ Rule 2: counters are kept in memory. A commit writes what it changed with its ev
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, repeat
 from operator import attrgetter, itemgetter
@@ -41,6 +42,7 @@ from postroom.stores.event_runs import (
     Implied,
     LeasedRun,
     NewRun,
+    OnesRun,
     Part,
     expand,
     implied_runs,
@@ -48,7 +50,14 @@ from postroom.stores.event_runs import (
     unpack,
 )
 from postroom.stores.sql import queries as sql
-from postroom.stores.sql.queries import LINE_DELAYED, LINE_LEASED, LINES_PER_QUEUE, Reading, ask
+from postroom.stores.sql.queries import (
+    LINE_DELAYED,
+    LINE_LEASED,
+    LINES_OF_STATES,
+    LINES_PER_QUEUE,
+    Reading,
+    ask,
+)
 from postroom.stores.transaction import Accepted, Claim, Delivery, LimitsCache, Transaction
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
@@ -56,17 +65,18 @@ ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each of them: SQLite holds them all at once
 NUMBER_DIGITS_MAX = 18
 
-Depths = dict[int, dict[Counted, int]]
+Depths = defaultdict[int, dict[Counted, int]]
 """The counters, by the number of the queue."""
 
-_NOTHING: Mapping[Counted, int] = {}
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
-_holder = itemgetter(2, 3, 4)  # of a leased row: queue, lane, worker
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
     "ttl_ns", "durability", "sender",
 )  # fmt: skip
 """What new records have in common that one statement can insert."""
+
+_lane = itemgetter(1)  # of a row of HEADS
+_holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
 
 encode = msgspec.json.Encoder().encode
 _decode_event = msgspec.json.Decoder(Event).decode
@@ -86,18 +96,20 @@ def _line(queue: int, lane: int) -> int:
 class Known:
     """What a handle knows about the file between two commits."""
 
-    def __init__(self) -> None:
-        self.store_id = ""
+    def __init__(self, store_id: str = "") -> None:
+        self.store_id = store_id
+        self.prefix = f"{store_id}-"
+        """How the ids begin that the store gives."""
         self.names: dict[int, str] = {}
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()
-        self.depths: Depths = {}
+        self.depths: Depths = defaultdict(dict)
         self.newest = 0
         """The number of the last event."""
         self.stored = 0
-        """The number of the last event that stands in a row of events. Records behind it imply theirs."""
-        self.implied: dict[tuple[int, int], int] = {}
-        """How many of those records each queue and lane has."""
+        """The number of the last event in a row of events. Records behind it imply theirs."""
+        self.implied: dict[tuple[int, Counted], int] = {}
+        """What those records add to the counters."""
         self.folded = 0
         """The counters in the file include the events up to this number."""
         self.deadline_ns = 0
@@ -112,55 +124,49 @@ class Known:
             )
         return name
 
-    def start_again(self, connection: Reading) -> None:
-        """Begin with the counters that are in the file."""
-        rows = ask(connection, "SELECT queue, depths FROM queues")
-        self.depths = {queue: _decode_depths(depths) for queue, depths in rows}
-        folded = ask(connection, sql.FACT, ("counted",))
-        self.folded = self.stored = folded[0][0] if folded else 0
-        self.implied = {}
-
-    def catch_up(self, connection: Reading) -> None:
-        """Add what was committed since: by rows of events, then by records that imply theirs."""
-        for (queue, lane), n in self.implied.items():
-            _add(self.depths, queue, LANE_COUNTS[lane], -n)
-        self.implied = {}
+    def catch_up(self, connection: Reading, *, from_start: bool) -> None:
+        """Count what was committed since the last call, or everything that the file holds."""
+        for (queue, what), n in self.implied.items():  # their events may be in a row by now
+            self._add(queue, what, -n)
+        [(folded,)] = ask(connection, sql.FACT, ("counted",)) or [(0,)]
+        if from_start or folded > self.stored:  # rows of events that are not counted here may be purged
+            self.depths = defaultdict(dict)
+            for queue, depths in ask(connection, "SELECT queue, depths FROM queues"):
+                self.depths[queue] = _decode_depths(depths)
+            self.stored = folded
+        self.folded, self.implied, self.deadline_ns = folded, {}, 0
         for seq, counts in ask(connection, sql.COUNTS_AFTER, (self.stored,)):
             for change in _decode_counts(counts):
-                _add(self.depths, *change)
+                self._add(*change)
             self.stored = seq
         self.newest = self.stored
-        for queue, lane, n, newest in ask(connection, sql.IMPLIED_COUNTS, (self.stored,)):
-            _add(self.depths, queue, LANE_COUNTS[lane], n)
-            self.implied[queue, lane] = n
-            self.newest = max(self.newest, newest + EVENTS_PER_NEW - 1)
-        self.deadline_ns = 0
+        for queue, lane, n, last in ask(connection, sql.IMPLIED_COUNTS, (self.stored,)):
+            self._add(queue, LANE_COUNTS[lane], n)
+            self.implied[queue, LANE_COUNTS[lane]] = n
+            self.newest = max(self.newest, last + EVENTS_PER_NEW - 1)
 
-    def must_start_again(self, connection: Reading) -> bool:
-        """Whether rows of events that are not counted here may be purged already."""
-        folded = ask(connection, sql.FACT, ("counted",))
-        return bool(folded and folded[0][0] > self.stored)
+    def _add(self, queue: int, what: Counted, change: int) -> None:
+        depths = self.depths[queue]
+        depths[what] = depths.get(what, 0) + change
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store gave; 0 for any other id."""
-        prefix, _, number = message_id.rpartition("-")
+        number = message_id.removeprefix(self.prefix)
         is_own = (
-            prefix == self.store_id
-            and number.isascii()
+            len(number) != len(message_id)
             and number.isdigit()
+            and number.isascii()
             and number[0] != "0"
             and len(number) <= NUMBER_DIGITS_MAX
         )
         return int(number) if is_own else 0
 
 
-def _add(depths: Depths, queue: int, what: Counted, change: int) -> None:
-    counts = depths.setdefault(queue, {})
-    counts[what] = counts.get(what, 0) + change
-
-
 class SqliteTransaction(Transaction):
     """One transaction of the writing connection."""
+
+    is_implied = False
+    """Whether the transaction only inserted one record, which implies its events."""
 
     def __init__(self, known: Known, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         # As in `Transaction.__init__`, without the call: this runs for every commit.
@@ -178,12 +184,9 @@ class SqliteTransaction(Transaction):
         """The events, in order."""
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with the last numbers."""
-        self._new_queue = 0
-        self.implied: Envelope | None = None
-        """The only new record, when nothing else happened. Its events are not written."""
-        self.counts: Depths = {}
-        """What the transaction does to the counters."""
-        self.folded = known.folded
+        self._new_traits: tuple[Any, ...] | None = None
+        self.counts: dict[tuple[int, Counted], int] = {}
+        """What the transaction did to the counters. After a rollback the store reads them again."""
 
     @property
     def _cursor(self) -> apsw.Cursor:
@@ -219,17 +222,16 @@ class SqliteTransaction(Transaction):
                 return name
         return self._known.names.get(queue) or self._known.name_of(queue, self._cursor)
 
-    def _counts_of(self, queue: int) -> Mapping[Counted, int]:
-        before, changes = self._depths().get(queue, _NOTHING), self.counts.get(queue)
-        if changes is None:
-            return before
-        return {what: before.get(what, 0) + changes.get(what, 0) for what in {**before, **changes}}
+    def _count(self, queue: int, what: Counted, change: int) -> None:
+        depths, key = self._known.depths[queue], (queue, what)
+        depths[what] = depths.get(what, 0) + change
+        self.counts[key] = self.counts.get(key, 0) + change
 
     def _depths(self) -> Depths:
         return self._known.depths
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        return {what: n for what, n in self._counts_of(self._queue(queue)).items() if n}
+        return {what: n for what, n in self._depths()[self._queue(queue)].items() if n}
 
     def queues(self) -> list[str]:
         return [name for (name,) in ask(self._cursor, "SELECT name FROM queues ORDER BY name")]
@@ -335,7 +337,7 @@ class SqliteTransaction(Transaction):
         for query, bindings in rows.items():
             self._cursor.executemany(query, bindings)
         for (queue, what), n in count_changes(changes, events).items():
-            _add(self.counts, self._make_queue(queue), what, n)
+            self._count(self._make_queue(queue), what, n)
         self._append(*events)
 
     def _row(self, change: Change) -> tuple[str, tuple[Any, ...]]:
@@ -365,15 +367,10 @@ class SqliteTransaction(Transaction):
         return sql.UPDATE, (*values, r.seq)
 
     def _line_and_turn(self, queue: int, record: Record) -> tuple[int | None, int]:
-        match record.state:
-            case "QUEUED":
-                return _line(queue, record.lane), record.place
-            case "PROCESSING":
-                return LINE_LEASED, self._ends_at(record.lease_until)
-            case "SCHEDULED" | "RETRYING":
-                return LINE_DELAYED, self._ends_at(record.due)
-            case _:
-                return None, 0
+        if record.state == "QUEUED":
+            return _line(queue, record.lane), record.place
+        deadline_ns = record.lease_until or record.due
+        return LINES_OF_STATES.get(record.state), self._ends_at(deadline_ns) if deadline_ns else 0
 
     def _ends_at(self, deadline_ns: int) -> int:
         self._known.deadline_ns = min(self._known.deadline_ns, deadline_ns)
@@ -383,9 +380,9 @@ class SqliteTransaction(Transaction):
         self.changes += 1
         self._cursor.executemany(sql.FORGET, [(record.seq,) for record in records])
         for record in records:
-            _add(self.counts, self._queue(record.queue), counted_as(record), -1)
+            self._count(self._queue(record.queue), counted_as(record), -1)
         # Events that are not folded into the counters stay.
-        self._cursor.execute(sql.FORGET_EVENTS, (min(events_up_to, self.folded),))
+        self._cursor.execute(sql.FORGET_EVENTS, (min(events_up_to, self._known.folded),))
 
     # ---- cells and lanes -----------------------------------------------------------------------
 
@@ -420,12 +417,11 @@ class SqliteTransaction(Transaction):
         for (batch,) in self._cursor.connection.cursor().execute(sql.STORED_EVENTS, (after,)):
             yield from unpack(batch, self.store_id)
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
-        for run in implied_runs(self._implied_records(stored, FOREVER_NS)):
+        for run in self._implied_runs(stored, FOREVER_NS):
             yield from expand(run, self.store_id)
 
-    def _implied_records(self, after: int, before: int) -> Iterator[Implied]:
-        for seq, queue, *rest in ask(self._cursor, sql.IMPLIED, (after, before)):
-            yield Implied(seq, self._name(queue), *rest)
+    def _implied_runs(self, after: int, last: int) -> Iterator[OnesRun]:
+        return implied_runs(Implied(*row) for row in ask(self._cursor, sql.IMPLIED, (after, last)))
 
     def _append(self, *parts: Part) -> None:
         if self._new:
@@ -433,116 +429,110 @@ class SqliteTransaction(Transaction):
         self.parts += parts
 
     def flush(self) -> None:
-        """Write what is left: new records, and the events of the transaction."""
-        new, known = self._new, self._known
-        if (
-            len(new) == 1
-            and not self.parts
-            and not new[0].delay_ns
-            and self._number - known.stored < EVENTS_PER_NEW * IMPLIED_MAX
-            and self._number - known.folded <= FOLD_EVENTS
-        ):
-            self.implied = new[0]
-            self._write_rows()
+        """Write what is left: new records, the events, and after `FOLD_EVENTS` events the counters."""
+        new, known, last = self._new, self._known, self._number - 1
+        is_fold_due = last - known.folded >= FOLD_EVENTS
+        is_lone = len(new) == 1 and not self.parts and not new[0].delay_ns
+        if is_lone and not is_fold_due and last - known.stored < EVENTS_PER_NEW * IMPLIED_MAX:
+            self._write_rows()  # the only new record implies its events
+            self.is_implied = True
             return
         if new:
             self._write_new()
         if self.parts or self.counts:
-            self._write_events()
+            self._write_events(last)
+            if is_fold_due or not self.parts:
+                self._fold(last)
 
-    def _is_fold_due(self) -> bool:
-        return self._number - self._known.folded > FOLD_EVENTS
-
-    def _write_events(self) -> None:
-        """Write a row of events behind the implied ones of earlier commits."""
-        known, counts = (
-            self._known,
-            [(q, what, n) for q, of in self.counts.items() for what, n in of.items() if n],
-        )
+    def _write_events(self, last: int) -> None:
+        """Write a row of events, those of earlier commits included that no row holds yet."""
+        known = self._known
+        counts = [(queue, what, n) for (queue, what), n in self.counts.items() if n]
         if known.implied:
-            self.parts[:0] = implied_runs(self._implied_records(known.stored, known.newest + 1))
-            counts += [(queue, LANE_COUNTS[lane], n) for (queue, lane), n in known.implied.items()]
+            self.parts[:0] = self._implied_runs(known.stored, known.newest)
+            counts += [(queue, what, n) for (queue, what), n in known.implied.items()]
         if self.parts:
-            values = (self._number - 1, self.wall_us, encode(counts).decode(), pack(self.parts))
-            self._cursor.execute(sql.NEW_EVENTS, values)
-        if self._is_fold_due() or not self.parts:
-            self._fold()
+            values = last, self.wall_us, encode(counts).decode(), pack(self.parts)
+            self._raw_cursor.execute(sql.NEW_EVENTS, values)
 
-    def _fold(self) -> None:
-        """Write the counters, so that they can be read without all events."""
-        for queue in {*self._known.depths, *self.counts}:
-            counts = {what: n for what, n in self._counts_of(queue).items() if n}
-            self._cursor.execute(sql.SET_DEPTHS, (encode(counts).decode(), queue))
-        self.folded = self._number - 1
-        self._cursor.execute(sql.SET_FACT, ("counted", self.folded))
+    def _fold(self, last: int) -> None:
+        """Write the counters, so that they can be read without the events up to the last one."""
+        for queue, depths in self._known.depths.items():
+            counts = {what: n for what, n in depths.items() if n}
+            self._raw_cursor.execute(sql.SET_DEPTHS, (encode(counts).decode(), queue))
+        self._raw_cursor.execute(sql.SET_FACT, ("counted", last))
+        self._known.folded = last
 
     def committed(self) -> None:
         """Remember what was committed."""
         known = self._known
         for name, number in self.new_queues.items():
             known.numbers[name], known.names[number] = number, name
-        for queue, counts in self.counts.items():
-            for what, n in counts.items():
-                _add(known.depths, queue, what, n)
-        known.newest, known.folded = self._number - 1, self.folded
+        known.newest = self._number - 1
         if self.parts:
             known.stored, known.implied = known.newest, {}
-        elif self.implied is not None:
-            place = known.numbers[self.implied.queue], self.implied.priority
-            known.implied[place] = known.implied.get(place, 0) + 1
+        elif self.is_implied:
+            for key, n in self.counts.items():
+                known.implied[key] = known.implied.get(key, 0) + n
 
     # ---- insert --------------------------------------------------------------------------------
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
         runs = [envelopes] if len(envelopes) == 1 else _alike(envelopes)
         for run in runs:
-            e = run[0]
-            limits = self._limits.get(e.queue) or self.limits(e.queue)
-            longest = len(e.payload) if len(run) == 1 else max([len(each.payload) for each in run])
-            if (
-                e.message_id
-                or e.key
-                or e.sender
-                or longest > limits.max_payload_bytes
-                or waiting(self._counts_of(self._queue(e.queue))) + len(envelopes) > limits.max_depth
-            ):
+            if not self._is_plain(run, len(envelopes)):
                 return super().insert(envelopes)  # ids and keys that callers gave, and what has no room
-        if len(envelopes) == 1:
-            return [Accepted(f"{self.store_id}-{self._gather(envelopes)!s}", False)]  # noqa: FBT003
-        prefix, accepted = f"{self.store_id}-", []
+        prefix, accepted = self._known.prefix, []
         for run in runs:
-            first = self._gather(run)
-            numbers = range(first, self._number, (self._number - first) // len(run))
+            numbers = self._gather(run)
             accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003
         return accepted
 
-    def _gather(self, run: Sequence[Envelope]) -> int:
-        """Number and count new records that differ in their payloads only; returns the first number.
+    def _is_plain(self, run: Sequence[Envelope], count: int) -> bool:
+        e = run[0]
+        if e.message_id or e.key or e.sender:
+            return False
+        limits = self._limits.get(e.queue) or self.limits(e.queue)
+        longest = len(e.payload) if len(run) == 1 else max([len(each.payload) for each in run])
+        queue = self._known.numbers.get(e.queue) or self._queue(e.queue)
+        depth = waiting(self._known.depths[queue])
+        return longest <= limits.max_payload_bytes and depth + count <= limits.max_depth
+
+    def _gather(self, run: Sequence[Envelope]) -> range:
+        """Number and count new records that differ in their payloads only; returns their numbers.
 
         They are written with what follows, if that is alike: one statement takes a third of the time of many.
         """
         e, first = run[0], self._number
-        queue = self._queue(e.queue) or self._make_queue(e.queue)
-        if not self._new:
-            self._new, self._new_queue = list(run), queue
-        elif _are_alike(self._new, run):
-            self._new += run
-        else:
+        queue = self._known.numbers.get(e.queue) or self._make_queue(e.queue)
+        if self._new and not self._is_like_new(run):
             self._write_new()
-            self._new, self._new_queue = list(run), queue
+        self._new += run
         self.changes += 1
+        what: Counted
         if e.delay_ns:
-            self._number = first + len(run)
-            _add(self.counts, queue, "SCHEDULED", len(run))
+            step, what = 1, "SCHEDULED"
         else:
-            self._number = first + EVENTS_PER_NEW * len(run)
-            _add(self.counts, queue, LANE_COUNTS[e.priority], len(run))
+            step, what = EVENTS_PER_NEW, LANE_COUNTS[e.priority]
             self.ready.add(e.queue)
+        self._number = first + step * len(run)
+        self._count(queue, what, len(run))
         if e.durability != "os":
             self.synced = True
-        return first
+        return range(first, self._number, step)
+
+    def _is_like_new(self, run: Sequence[Envelope]) -> bool:
+        """Whether one statement can insert a run together with the new records."""
+        if self._new_traits is None:
+            self._new_traits = _traits(self._new[0])
+        return (
+            len(self._new) + len(run) <= ALIKE_ROWS_MAX
+            and len(self._new[-1].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(run[-1].payload)
+            and self._new_traits == _traits(run[0])
+        )
 
     def _write_new(self) -> None:
+        """Write the rows of new records, and keep their events."""
         run, first = self._new, self._write_rows()
         e, sizes = run[0], [len(envelope.payload) for envelope in run]
         self.parts.append(
@@ -551,41 +541,50 @@ class SqliteTransaction(Transaction):
 
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""
-        run, self._new = self._new, []
+        run, self._new, self._new_traits = self._new, [], None
         e, now, delay_ns = run[0], self.steady_ns, run[0].delay_ns
-        queue, per_record = self._new_queue, 1 if delay_ns else EVENTS_PER_NEW
-        first = self._number - per_record * len(run)
+        queue = self._known.numbers.get(e.queue) or self._queue(e.queue)
+        if delay_ns:
+            step, state, due, line = 1, "SCHEDULED", self._ends_at(now + delay_ns), LINE_DELAYED
+        else:
+            step, state, due, line = EVENTS_PER_NEW, "QUEUED", None, LINES_PER_QUEUE * queue + e.priority
+        first = self._number - step * len(run)
         values = (
-            first, queue, "SCHEDULED" if delay_ns else "QUEUED", e.priority, e.max_retries,
-            self._ends_at(now + delay_ns) if delay_ns else None, now, now + e.ttl_ns if e.ttl_ns else 0,
-            e.durability, self.wall_us, LINE_DELAYED if delay_ns else LINES_PER_QUEUE * queue + e.priority,
-            e.type, e.parent_message_id, delay_ns, e.ttl_ns,
+            first, queue, state, e.priority, e.max_retries, due, now, now + e.ttl_ns if e.ttl_ns else 0,
+            e.durability, self.wall_us, line, e.type, e.parent_message_id, delay_ns, e.ttl_ns,
         )  # fmt: skip
         if len(run) == 1:
             self._raw_cursor.execute(sql.INSERT_PLAIN, (*values, e.payload))
         else:
             payloads = apsw.carray(tuple([envelope.payload for envelope in run]))
-            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, payloads, per_record))
+            self._raw_cursor.execute(sql.INSERT_ALIKE, (*values, payloads, step))
         return first
+
+    def _update(self, numbers: list[int], one: str, row: str, many: str, values: tuple[Any, ...]) -> None:
+        """Change records alike, with the query for one, for every second number, or for any numbers."""
+        if len(numbers) == 1:
+            self._raw_cursor.execute(one, (*values, numbers[0]))
+        elif numbers == [*range(numbers[0], numbers[-1] + 1, EVENTS_PER_NEW)]:
+            self._raw_cursor.execute(row, (*values, numbers[0], numbers[-1]))
+        else:
+            self._raw_cursor.execute(many, (*values, _numbers(numbers)))
 
     # ---- claim ---------------------------------------------------------------------------------
 
     def claim(self, terms: Claim) -> list[Delivery]:
-        queue, now = self._queue(terms.queue), self.steady_ns
+        now = self.steady_ns
         if now >= self._known.deadline_ns and self._first_deadline() <= now:
             return super().claim(terms)
-        counts = self._counts_of(queue)
-        rows: list[Any] = []
-        lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane])]
-        for lane in lanes:
-            rows += ask(self._cursor, sql.HEADS, (_line(queue, lane), terms.limit))
+        queue, cursor, limit = self._queue(terms.queue), self._cursor, terms.limit
+        depths = self._known.depths[queue]
         ages = terms.promote_after_ns
-        if [row for row in rows if row[4] or (0 < row[1] <= len(ages) and now - row[3] >= ages[row[1] - 1])]:
+        rows: list[Any] = []
+        for lane in sorted(terms.lanes):
+            if depths.get(LANE_COUNTS[lane]) and (ages or len(rows) < limit):
+                rows += cursor.execute(sql.HEADS, (_line(queue, lane), limit)).fetchall()
+        if [row for row in rows if row[4]] or (ages and _is_any_promoted(rows, now, ages)):
             return super().claim(terms)  # a record can expire, or is promoted
-        if len(lanes) > 1:
-            rows.sort(key=itemgetter(1, 2))
-            del rows[terms.limit :]
-        return self._lease_rows(rows, terms) if rows else []
+        return self._lease_rows(queue, rows[:limit], terms) if rows else []
 
     def _first_deadline(self) -> int:
         """When the first lease or delay ends."""
@@ -593,87 +592,82 @@ class SqliteTransaction(Transaction):
         self._known.deadline_ns = min((end for end in ends if end is not None), default=FOREVER_NS)
         return self._known.deadline_ns
 
-    def _lease_rows(self, rows: list[Any], terms: Claim) -> list[Delivery]:
-        first, now, wall_us = self._number, self.steady_ns, self.wall_us
-        values = (first, terms.worker_id, terms.lease_ns, self._ends_at(now + terms.lease_ns), wall_us)
+    def _lease_rows(self, queue: int, rows: list[Any], terms: Claim) -> list[Delivery]:
+        first, until_ns = self._number, self._ends_at(self.steady_ns + terms.lease_ns)
+        values = (first, terms.worker_id, terms.lease_ns, until_ns, self.wall_us)
         self.changes += 1
-        if len(rows) == 1:
-            self._cursor.execute(sql.LEASE_ONE, (*values, rows[0][0]))
-        else:
-            self._cursor.execute(sql.LEASE_MANY, (*values, _numbers([row[0] for row in rows])))
-        self._number = first + len(rows)
-        queue, number = self._queue(terms.queue), first
+        self._update([row[0] for row in rows], sql.LEASE_ONE, sql.LEASE_ROW, sql.LEASE_MANY, values)
+        self._count(queue, "PROCESSING", len(rows))
         deliveries: list[Delivery] = []
-        for lane, neighbours in groupby(rows, itemgetter(1)):
-            part = list(neighbours)
-            seqs, _, _, ready_at, _, names, tries, durabilities, payloads, kinds, parents = zip(
-                *part, strict=True
-            )
-            which = [name or seq for name, seq in zip(names, seqs, strict=True)]
-            attempts = [attempt + 1 for attempt in tries]
-            waited_us = [(now - ready) // 1000 for ready in ready_at]
-            self._append(
-                LeasedRun(number, wall_us, terms.queue, lane, terms.worker_id, which, attempts, waited_us)
-            )
-            _add(self.counts, queue, LANE_COUNTS[lane], -len(part))
-            if durabilities.count("os") != len(part):
-                self.synced = True
-            ids = [name or f"{self.store_id}-{seq!s}" for name, seq in zip(names, seqs, strict=True)]
-            leases = range(number, number + len(part))
-            deliveries += map(
-                Delivery,
-                ids,
-                repeat(terms.queue),
-                payloads,
-                kinds,
-                parents,
-                attempts,
-                leases,
-                repeat(terms.lease_ns),
-            )
-            number += len(part)
-        _add(self.counts, queue, "PROCESSING", len(rows))
+        for lane_rows in _groups(rows, _lane):
+            deliveries += self._note_leased(queue, lane_rows, terms)
         return deliveries
+
+    def _note_leased(self, queue: int, rows: list[Any], terms: Claim) -> Iterator[Delivery]:
+        """Count leased records of one lane, and keep their events."""
+        seqs, lanes, _, ready_at, _, names, attempts, durabilities, payloads, types, parents = zip(
+            *rows, strict=True
+        )
+        first, now, prefix = self._number, self.steady_ns, self._known.prefix
+        self._number = first + len(rows)
+        self._count(queue, LANE_COUNTS[lanes[0]], -len(rows))
+        which = [name or seq for name, seq in zip(names, seqs, strict=True)] if any(names) else seqs
+        waited_us = [(now - ready) // 1000 for ready in ready_at]
+        self.parts.append(
+            LeasedRun(
+                first, self.wall_us, terms.queue, lanes[0], terms.worker_id, which, attempts, waited_us
+            )
+        )  # fmt: skip
+        if durabilities.count("os") != len(rows):
+            self.synced = True
+        ids = [each if isinstance(each, str) else f"{prefix}{each!s}" for each in which]
+        leases = range(first, self._number)
+        return map(
+            Delivery, ids, repeat(terms.queue), payloads, types, parents, attempts, leases,
+            repeat(terms.lease_ns),
+        )  # fmt: skip
 
     # ---- complete ------------------------------------------------------------------------------
 
     def complete(self, results: Mapping[str, tuple[int, bytes]]) -> None:
         numbers = [self._known.own_number(message_id) for message_id in results]
         if len(numbers) == 1:
-            rows = ask(self._cursor, sql.LEASED_ONE, (numbers[0],))
+            rows = ask(self._cursor, sql.LEASED_ONE, (numbers[0], self.steady_ns))
         else:
-            rows = ask(self._cursor, sql.LEASED_MANY, (_numbers(numbers),))
-        if len(rows) != len(numbers) or [
-            row
-            for number, (token, _), row in zip(numbers, results.values(), rows, strict=True)
-            if row[0] != number or row[1] != token or row[8] <= self.steady_ns
-        ]:
+            rows = ask(self._cursor, sql.LEASED_MANY, (_numbers(numbers), self.steady_ns))
+        tokens, values = zip(*results.values(), strict=True) if results else ((), ())
+        if [row[1] for row in rows] != [*tokens]:
             super().complete(results)  # ids that callers gave, repeated calls, stale leases
             return
         self.changes += 1
-        first, values = self._number, [result for _, result in results.values()]
-        if len(set(values)) == 1 != len(values):  # most often they are all null
-            self._cursor.execute(sql.COMPLETE_ALIKE, (first, values[0], self.wall_us, _numbers(numbers)))
-        else:
-            self._cursor.executemany(
-                sql.COMPLETE, zip(range(first, first + len(values)), values, repeat(self.wall_us), numbers)
-            )
-        for holder, neighbours in groupby(rows, _holder):
-            self._note_completed(holder, list(neighbours))
+        self._write_results(numbers, values)
+        for holder_rows in _groups(rows, _holder):
+            self._note_completed(holder_rows)
 
-    def _note_completed(self, holder: tuple[int, int, str], rows: list[Any]) -> None:
+    def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
+        first = self._number
+        if len(set(results)) == 1:  # most often they are all null
+            values = (first, results[0], self.wall_us)
+            self._update(numbers, sql.COMPLETE_ONE, sql.COMPLETE_ROW, sql.COMPLETE_MANY, values)
+        else:
+            places = range(first, first + len(numbers))
+            rows = zip(places, results, repeat(self.wall_us), numbers)
+            self._raw_cursor.executemany(sql.COMPLETE_ONE, rows)
+
+    def _note_completed(self, rows: list[Any]) -> None:
         """Count completed records of one queue, lane and worker, and keep their events."""
-        queue, lane, worker_id = holder
-        seqs, leases, _, _, _, attempts, began, durabilities, _ = map(list, zip(*rows, strict=True))
-        worked_us = [(self.steady_ns - begin) // 1000 for begin in began]
-        number = self.take_numbers(len(rows))
-        self._append(
+        seqs, leases, queues, lanes, workers, attempts, begins, durabilities = zip(*rows, strict=True)
+        first, now, queue = self._number, self.steady_ns, queues[0]
+        self._number = first + len(rows)
+        worked_us = [(now - begin) // 1000 for begin in begins]
+        self.parts.append(
             CompletedRun(
-                number, self.wall_us, self._name(queue), lane, worker_id, seqs, attempts, leases, worked_us
+                first, self.wall_us, self._name(queue), lanes[0], workers[0], seqs, attempts, leases,
+                worked_us,
             )
-        )
-        _add(self.counts, queue, "PROCESSING", -len(rows))
-        _add(self.counts, queue, "COMPLETED", len(rows))
+        )  # fmt: skip
+        self._count(queue, "PROCESSING", -len(rows))
+        self._count(queue, "COMPLETED", len(rows))
         self.ended = True
         if durabilities.count("os") != len(rows):
             self.synced = True
@@ -687,18 +681,19 @@ class SqliteReading(SqliteTransaction):
     def _depths(self) -> Depths:
         if self._read is None:
             self._read = Known()
-            self._read.start_again(self._cursor)
-            self._read.catch_up(self._cursor)
+            self._read.catch_up(self._cursor, from_start=True)
         return self._read.depths
 
 
-def _are_alike(some: Sequence[Envelope], more: Sequence[Envelope]) -> bool:
-    """Whether one statement can insert both runs."""
-    return (
-        len(some) + len(more) <= ALIKE_ROWS_MAX
-        and len(some[-1].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(more[-1].payload)
-        and _traits(some[0]) == _traits(more[0])
-    )
+def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Neighbours with the same key."""
+    if len(rows) == 1 or len(set(map(key, rows))) == 1:
+        return [rows]
+    return [list(group) for _, group in groupby(rows, key)]
+
+
+def _is_any_promoted(rows: list[Any], now_ns: int, ages_ns: tuple[int, ...]) -> bool:
+    return any(0 < row[1] <= len(ages_ns) and now_ns - row[3] >= ages_ns[row[1] - 1] for row in rows)
 
 
 def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
@@ -714,17 +709,20 @@ def _alike(envelopes: Sequence[Envelope]) -> list[Sequence[Envelope]]:
 
 
 def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
-    """A query and its values; queue 0 means any. QUEUED and PROCESSING records are found by their lines."""
-    first, last = (_line(queue, 0), _line(queue, LANES)) if queue else (LINES_PER_QUEUE, FOREVER_NS)
-    of_queue: tuple[int, ...] = (queue,) if queue else ()
-    and_queue = " AND queue = ?" if queue else ""
-    match pick.state:
-        case None:
-            where, values = f"TRUE{and_queue}", of_queue
-        case "QUEUED":
-            where, values = "line >= ? AND line < ?", (first, last)
-        case "PROCESSING":
-            where, values = f"line = {LINE_LEASED}{and_queue}", of_queue
-        case state:
-            where, values = f"state = '{state}' AND {sql.HAS_STATE_INDEX}{and_queue}", of_queue
+    """A query and its values; queue 0 means any. States with a line are found by it, others by number."""
+    where = "TRUE"
+    values: list[int] = []
+    line = None if pick.state is None else LINES_OF_STATES.get(pick.state)
+    if pick.state == "QUEUED":
+        where = "line >= ? AND line < ?"
+        values += (_line(queue, 0), _line(queue, LANES)) if queue else (LINES_PER_QUEUE, FOREVER_NS)
+    elif pick.state is not None:
+        where = f"state = '{pick.state}'"
+    if line is not None:
+        where += f" AND line = {line}"
+        if line > LINE_LEASED:
+            where += " AND turn = 0"  # so that the index has them in order of their numbers
+    if queue:
+        where += " AND queue = ?"
+        values.append(queue)
     return f"{sql.RECORD} WHERE {where} AND seq > ? ORDER BY seq LIMIT ?", (*values, pick.after, pick.limit)

@@ -1,4 +1,4 @@
-"""What a store is to its users: transactions, and reading by way of them."""
+"""The interface of a store for its users: write transactions and consistent reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +11,24 @@ from postroom.stores.transaction import Transaction
 T = TypeVar("T")
 
 
+class _ChangedAndFailedError(Exception):
+    """One of several works failed after a change, so the commit must be rolled back."""
+
+
 class Store(ABC):
-    """A place for records. Threads may share it, and a forked child may go on using it."""
+    """A place for records. Threads may share a store, and a forked child may keep using it."""
 
     url: str
     trouble: str = ""
-    """Why nothing is written at present; empty when all is well."""
+    """Why the store cannot write at present; empty when it can."""
     on_commit: Callable[[Transaction], None] | None = None
     """Called with the transaction after each commit."""
+    fatal_errors: tuple[type[Exception], ...] = ()
+    """Errors of the backend itself. They end the whole commit, not only the work that raised them."""
 
     @abstractmethod
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
-        """Run `work` in a transaction, perhaps with other callers' work, and return once it is committed.
+        """Run `work` in a transaction, perhaps with the work of other callers, and return after the commit.
 
         `makes_room` marks work that must also succeed on a full disk.
         """
@@ -30,11 +36,32 @@ class Store(ABC):
     def write_many(
         self, works: Sequence[Callable[[Transaction], Any]], *, makes_room: bool = False
     ) -> list[Any]:
-        """Run the work of many callers, as far as possible in one commit.
+        """Run the work of many callers, if possible in one commit.
 
-        Returns the result of each, or the error that it raised. One that fails does not affect the others.
+        Returns the result of each work, or the error that it raised. A work that fails does not affect the
+        others: when it fails after a change, the commit is rolled back and each work is committed alone.
         """
-        return [self._outcome(work, makes_room) for work in works]
+
+        def run_all(transaction: Transaction) -> list[Any]:
+            return [self._run_one(work, transaction) for work in works]
+
+        try:
+            return self.write(run_all, makes_room=makes_room)
+        except _ChangedAndFailedError:
+            return [self._outcome(work, makes_room) for work in works]
+        except Exception as error:  # noqa: BLE001 - the commit failed for all
+            return [error] * len(works)
+
+    def _run_one(self, work: Callable[[Transaction], Any], transaction: Transaction) -> Any:
+        changes = transaction.changes
+        try:
+            return work(transaction)
+        except self.fatal_errors:
+            raise
+        except Exception as error:
+            if transaction.changes != changes:
+                raise _ChangedAndFailedError from error
+            return error
 
     def _outcome(self, work: Callable[[Transaction], Any], makes_room: bool) -> Any:
         try:
@@ -44,18 +71,18 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` on one consistent committed state. It must not write."""
+        """Run `work` on one consistent committed state. `work` must not write."""
 
     @abstractmethod
     def identity(self) -> str:
-        """A name that no other store has, for as long as this one lives."""
+        """A unique name, which stays the same for the life of the store."""
 
     @abstractmethod
     def close(self) -> None:
         """Release files and connections. The next call opens them again."""
 
-    def reopen(self) -> None:  # noqa: B027 - only a backend with a disk has something to do
-        """Start again after an error of the disk."""
+    def reopen(self) -> None:  # noqa: B027 - only for a backend with a disk
+        """Use the store again after a disk error."""
 
     def sync(self) -> None:  # noqa: B027 - as above
         """Return when everything committed so far survives a power cut."""
@@ -89,9 +116,9 @@ class Store(ABC):
         return {queue: by_state(counts) for queue, counts in self.depths().items()}
 
     def steady_ns(self) -> int:
-        """The clock of the store, which never steps."""
+        """The time of the store's own clock, which never steps."""
         return self.read(lambda transaction: transaction.steady_ns)
 
     def next_work_ns(self, queue: str) -> int | None:
-        """After how long a claim may find something: see `Transaction.next_work_ns`."""
+        """The time until a claim may find work: see `Transaction.next_work_ns`."""
         return self.read(lambda transaction: transaction.next_work_ns(queue))

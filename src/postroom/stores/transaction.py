@@ -89,7 +89,7 @@ class LimitsCache:
         self._known: dict[str, tuple[float, Limits]] = {}
 
     def get(self, queue: str) -> Limits | None:
-        """What is known, unless it is too old."""
+        """The limits of a queue; None when they are unknown or too old."""
         until, limits = self._known.get(queue, (0.0, DEFAULT_LIMITS))
         return limits if time.monotonic() < until else None
 
@@ -103,16 +103,16 @@ class LimitsCache:
 
 
 class Transaction(Ledger, Lanes):
-    """Everything inside one commit, which is one instant: the clocks are read once, at its beginning."""
+    """The work of one commit. The clocks are read once, at its beginning, so a commit is one instant."""
 
     changes = 0
-    """Grows with everything that is written, and with numbers that are taken. A backend counts."""
+    """Grows with every write and with numbers that are taken. The backend counts."""
     synced = False
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
     notable: Sequence[Event] = ()
-    """Events that a person may have to know: see `lifecycle.is_notable`."""
+    """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
     def __init__(self, store_id: str, limits: LimitsCache, steady_ns: int, wall_us: int) -> None:
         self.store_id = store_id
@@ -126,7 +126,7 @@ class Transaction(Ledger, Lanes):
     # ---- inserting -----------------------------------------------------------------------------
 
     def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
-        """Accept messages, all or none. A message whose id or key is known already is dropped."""
+        """Accept messages, all or none. A message with a known id or key is dropped as a duplicate."""
         self._check_depths(envelopes)
         is_named = False
         for envelope in envelopes:
@@ -143,7 +143,7 @@ class Transaction(Ledger, Lanes):
         return [Accepted(change.step.record.message_id, duplicate=False) for change in changes]
 
     def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
-        """Check that there is room. Known messages are dropped, so they need none."""
+        """Raise `QueueFull` when a queue has no room. Duplicates are dropped, so they need none."""
         more: dict[str, int] = {}
         for envelope in envelopes:
             more[envelope.queue] = more.get(envelope.queue, 0) + 1
@@ -178,7 +178,7 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=False)
 
     def _drop(self, message_id: str, envelope: Envelope) -> Accepted:
-        """Answer a repeated insert. That acknowledges the first record, so it is synced as its class says.
+        """Answer a repeated insert. The answer acknowledges the first record, so that record must be synced.
 
         The process that stored the first record may have died before its fsync, or may still be in it.
         """
@@ -194,7 +194,7 @@ class Transaction(Ledger, Lanes):
         return Accepted(message_id, duplicate=True)
 
     def _check_id(self, message_id: str) -> None:
-        """An id in the form of the store's own ids must be one of them."""
+        """Refuse an unknown id that has the form of the store's own ids."""
         if message_id.startswith(f"{self.store_id}-") and self.record(message_id) is None:
             raise InvalidMessage(f"ids that begin with {self.store_id}- are given by the store")
 
@@ -214,7 +214,7 @@ class Transaction(Ledger, Lanes):
                 number += len(step.events)
                 changes.append(Change(record, step))
             elif record.durability != "os":
-                self.synced = True  # a repeated call is acknowledged like the first one
+                self.synced = True  # a repeated call is acknowledged like the first call
         self.take_numbers(number - first)
         self._save(changes)
         return [change.step for change in changes]
@@ -240,7 +240,7 @@ class Transaction(Ledger, Lanes):
         return []
 
     def _heads(self, terms: Claim) -> list[Head]:
-        """What is delivered next. Lanes are in the order of position and age: the first records suffice."""
+        """The records to deliver next. A lane is ordered by position and age: its first records suffice."""
         counts = self.depth(terms.queue)
         lanes = [lane for lane in terms.lanes if counts.get(LANE_COUNTS[lane], 0)]
         heads = [head for lane in lanes for head in self.pull(terms.queue, lane, terms.limit)]
@@ -265,13 +265,13 @@ class Transaction(Ledger, Lanes):
         return [_delivery(head, change.step.record) for head, change in zip(heads, changes, strict=True)]
 
     def _put_back(self, limit: int) -> int:
-        """Handle leases and delays that are over, in any queue; how many."""
+        """Handle ended leases and delays of any queue; returns how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
     def sweep(self, limit: int) -> int:
-        """Lapse, wake and expire what is overdue in any queue; how many records."""
+        """Lapse, wake and expire overdue records of any queue; returns how many."""
         expired = self.apply(Ending("expiry", self.steady_ns, limit), lifecycle.expire)
         return self._put_back(limit) + len(expired)
 
@@ -281,7 +281,7 @@ class Transaction(Ledger, Lanes):
     # ---- forgetting ----------------------------------------------------------------------------
 
     def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
-        """Look at `limit` records behind `after`, and forget those that ended longer ago than they are kept.
+        """Look at `limit` records behind `after`, and forget those whose retention is over.
 
         Returns the `seq` to continue from; 0 at the end of the records.
         """
@@ -308,7 +308,7 @@ class Transaction(Ledger, Lanes):
         return seen[-1][0] if len(seen) == limit else ""
 
     def purge_events(self, up_to: int, before_us: int, limit: int) -> None:
-        """Forget `limit` events up to a position and before a time, but none that is to be shipped."""
+        """Forget up to `limit` events up to a position and before a time, except events not yet shipped."""
         outbox = self.outbox()
         if outbox is not None:
             up_to = min(up_to, outbox.shipped)
@@ -326,11 +326,11 @@ class Transaction(Ledger, Lanes):
         return None
 
     def alert(self, error_type: str, error: str) -> None:
-        """Emit an event that a person should look at."""
+        """Emit an event for a person to look at."""
         self._emit(lifecycle.alert(self._moment(self.take_numbers(1)), error_type, error))
 
     def limits(self, queue: str) -> Limits:
-        """What a queue may hold."""
+        """The limits of a queue."""
         limits = self._limits.get(queue)
         if limits is None:
             limits = self._limits_known.get(queue)
@@ -342,24 +342,24 @@ class Transaction(Ledger, Lanes):
         return limits
 
     def set_limits(self, queue: str, limits: Limits) -> None:
-        """Change what a queue may hold."""
+        """Change the limits of a queue."""
         self.put_cell(LIMITS, queue, msgspec.json.encode(limits))
         self._limits[queue] = limits
         self._limits_known.clear()
 
     def outbox(self) -> Outbox | None:
-        """How far the shipper has come; None when the events are not shipped."""
+        """The position of the shipper; None when events are not shipped."""
         value = self.cell(OUTBOX, "")
         return None if value is None else msgspec.json.decode(value, type=Outbox)
 
     def set_outbox(self, outbox: Outbox | None) -> None:
-        """Note how far the shipper has come. Shipped events are forgotten, but for the last `LIVE_EVENTS`."""
+        """Set the position of the shipper. Shipped events are forgotten, except the last `LIVE_EVENTS`."""
         self.put_cell(OUTBOX, "", None if outbox is None else msgspec.json.encode(outbox))
         if outbox is not None and outbox.shipped > LIVE_EVENTS:
             self.forget((), outbox.shipped - LIVE_EVENTS)
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        """The payloads of messages that are still there."""
+        """The payloads of messages, without unknown ids."""
         found = {message_id: self.load(message_id) for message_id in message_ids}
         return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
 
@@ -368,12 +368,12 @@ class Transaction(Ledger, Lanes):
         return next((event.seq for event in self.events(NEWEST, 1)), 0)
 
     def oldest_ns(self, queue: str) -> int | None:
-        """For how long the oldest record of a queue could have been claimed; None when there is none."""
+        """How long the oldest ready record of a queue has been ready; None when there is none."""
         heads = [head for lane in range(LANES) for head in self.pull(queue, lane, 1)]
         return max((max(0, self.steady_ns - head.record.ready_at) for head in heads), default=None)
 
     def next_work_ns(self, queue: str) -> int | None:
-        """After how long a claim has something to do: 0 for now, None when nothing waits or is leased.
+        """The time until a claim has something to do: 0 for now, None when nothing waits or is leased.
 
         A claim handles the deadlines of all queues, so this may be the deadline of another queue.
         """
@@ -427,7 +427,7 @@ def _delivery(head: Head, record: Record) -> Delivery:
 
 
 def _key_of(envelope: Envelope) -> str:
-    """The key of a cell. The length keeps two pairs of queue and key apart whose texts run together."""
+    """The key of a cell. The length separates queue and key: "a" + "bc" is not "ab" + "c"."""
     return f"{len(envelope.queue)}:{envelope.queue}{envelope.key}"
 
 

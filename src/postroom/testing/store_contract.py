@@ -122,7 +122,7 @@ def purge(store: Store, *, keep_s: float, after: int = 0, limit: int = 100) -> i
 
 
 def gist(event: Event) -> tuple[Any, ...]:
-    """What a history keeps of an event: all but how long it took and what the first event says already."""
+    """The fields of an event that a history keeps: not its duration, nor facts of the first event."""
     return (
         event.seq, event.ts_us, event.kind, event.queue, event.message_id, event.state, event.attempt,
         event.priority, event.lease, event.worker_id, event.error_type, event.error, event.detail,
@@ -134,7 +134,7 @@ def record(store: Store, message_id: str) -> Record:
 
 
 def snapshot(store: Store) -> tuple[list[Record], list[Event], dict[str, dict[Counted, int]]]:
-    """What a call that is refused must leave as it is."""
+    """Everything that a refused call must not change."""
     return store.find(Listing(limit=CHECKED_MAX)), store.events(limit=CHECKED_MAX), counts(store)
 
 
@@ -149,12 +149,12 @@ def set_limits(store: Store, queue: str, limits: Limits) -> None:
 
 
 def outbox(store: Store) -> Outbox | None:
-    """How far the shipper has come."""
+    """The position of the shipper."""
     return store.read(lambda transaction: transaction.outbox())
 
 
 def set_outbox(store: Store, outbox: Outbox | None) -> None:
-    """Note how far the shipper has come."""
+    """Set the position of the shipper."""
     store.write(lambda transaction: transaction.set_outbox(outbox), makes_room=True)
 
 
@@ -177,18 +177,18 @@ def refused(store: Store, kind: type[BaseException]) -> Iterator[None]:
 
 
 class StoreContract(ABC):
-    """The tests of a backend. Subclass it under pytest and write `open`."""
+    """The tests of a backend. Subclass this class under pytest and implement `open`."""
 
     keeps: ClassVar[bool] = True
     """Whether a store that is opened again in the same folder holds what was stored."""
 
     @abstractmethod
     def open(self, folder: Path, clock: ManualClock) -> Store:
-        """A store of this folder. Called again for the same folder, it is another handle of the same one."""
+        """A store in this folder. A second call returns another handle of the same store."""
 
     @contextmanager
     def opened(self, folder: Path, clock: ManualClock) -> Iterator[Store]:
-        """A store that is closed at the end, and whose books are checked then."""
+        """A store whose events and counters are checked at the end, and which is then closed."""
         store = self.open(folder, clock)
         try:
             yield store
@@ -198,7 +198,7 @@ class StoreContract(ABC):
 
     # ---- coming in -----------------------------------------------------------------------------
 
-    def test_what_is_inserted_can_be_read(self, tmp_path: Path) -> None:
+    def test_an_inserted_message_can_be_loaded(self, tmp_path: Path) -> None:
         facts: dict[str, Any] = {
             "type": "t",
             "parent_message_id": "p",
@@ -218,16 +218,16 @@ class StoreContract(ABC):
             with raises(UnknownTask):
                 store.find(ByIds((accepted.message_id, "nobody")))
 
-    def test_a_store_names_what_has_no_name_and_every_name_is_new(self, tmp_path: Path) -> None:
+    def test_messages_without_an_id_get_unique_ids(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             names = put_in(store, 3) + put_in(store, 2)
             assert len(set(names)) == 5
-            with refused(store, InvalidMessage):  # it would be taken for one of its own
+            with refused(store, InvalidMessage):  # the id looks like one of the store's own
                 put_in(store, message_id=names[0].rpartition("-")[0] + "-77777")
             for odd in ("-2", "-00" + names[0].rpartition("-")[2], "-9" * 30, "-" + "9" * 30, ""):
                 assert store.load(names[0].rpartition("-")[0] + odd) is None
 
-    def test_the_same_name_is_one_message(self, tmp_path: Path) -> None:
+    def test_a_second_insert_of_an_id_is_a_duplicate(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             first = insert(store, new(b"1", message_id="x"))
             again = insert(store, new(b"2", message_id="x"))
@@ -238,7 +238,7 @@ class StoreContract(ABC):
             assert insert(store, new(message_id=named)) == [Accepted(named, duplicate=True)]
             assert names_of(claim(store, 10)) == [named]
 
-    def test_the_same_key_is_one_message_in_its_queue(self, tmp_path: Path) -> None:
+    def test_a_second_insert_of_a_key_is_a_duplicate_within_its_queue(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             both = insert(store, new(key="k"), new(key="k"))
             [again] = insert(store, new(key="k", message_id="x"))
@@ -252,7 +252,7 @@ class StoreContract(ABC):
             assert both[0].message_id == both[1].message_id == again.message_id
             [delivery] = claim(store, 10)
             complete(store, *held_by(delivery))
-            [late] = insert(store, new(key="k"))  # also when the first one is over
+            [late] = insert(store, new(key="k"))  # also after the first message ended
             assert late.message_id == again.message_id
             duplicates = [event for event in store.events() if event.kind == "duplicate"]
             assert [event.detail for event in duplicates] == [{"key": "k"}] * 3
@@ -280,29 +280,29 @@ class StoreContract(ABC):
             assert store.load(first.message_id) is None
             assert insert(store, new(key="k")) == [Accepted(first.message_id, duplicate=True)]
 
-    def test_several_are_inserted_all_or_none(self, tmp_path: Path) -> None:
+    def test_an_insert_stores_all_messages_or_none(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             set_limits(store, MINE, Limits(max_payload_bytes=3))
             with refused(store, InvalidMessage):
                 insert(store, new(b"123"), new(b"1234"))
             insert(store, new(b"123"), new(b"1234", queue=OTHER))
 
-    def test_a_queue_holds_what_it_may_and_not_more(self, tmp_path: Path) -> None:
+    def test_a_queue_refuses_messages_beyond_its_depth(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             set_limits(store, MINE, Limits(max_depth=3))
             put_in(store, 2)
             with refused(store, QueueFull):
                 put_in(store, 2)
-            put_in(store, 1, delay_ns=NANOS_PER_S)  # what waits for its time counts too
+            put_in(store, 1, delay_ns=NANOS_PER_S)  # a delayed message counts
             with refused(store, QueueFull):
                 put_in(store, 1)
             put_in(store, 5, queue=OTHER)
-            claim(store)  # what somebody works on does not
+            claim(store)  # a claimed message does not count
             put_in(store, 1)
             with refused(store, QueueFull):
                 store.write(lambda transaction: [transaction.insert([new()]) for _ in range(2)])
 
-    def test_what_is_known_is_no_load_for_a_full_queue(self, tmp_path: Path) -> None:
+    def test_duplicates_are_accepted_by_a_full_queue(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             set_limits(store, MINE, Limits(max_depth=2))
             insert(store, new(key="k"), new(message_id="x"))
@@ -311,7 +311,7 @@ class StoreContract(ABC):
             with refused(store, QueueFull):
                 insert(store, new(key="k"), new())
 
-    def test_a_delay_holds_a_message_back(self, tmp_path: Path) -> None:
+    def test_a_delayed_message_cannot_be_claimed_early(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             [late] = put_in(store, delay_ns=10 * NANOS_PER_S)
@@ -329,7 +329,7 @@ class StoreContract(ABC):
 
     # ---- delivery ------------------------------------------------------------------------------
 
-    def test_a_queue_is_in_order(self, tmp_path: Path) -> None:
+    def test_messages_are_claimed_in_order(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             names = put_in(store, 12)
             put_in(store, 1, queue=OTHER)
@@ -342,7 +342,7 @@ class StoreContract(ABC):
             assert claim(store) == []
             assert claim(store, queue="unknown") == []
 
-    def test_the_best_priority_goes_first(self, tmp_path: Path) -> None:
+    def test_the_most_urgent_lane_is_claimed_first(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             by_priority = {priority: put_in(store, 2, priority=priority) for priority in (3, 1, 0, 2)}
             lanes = (0, 1, 2, 3)
@@ -360,7 +360,7 @@ class StoreContract(ABC):
             assert names_of(claim(store, 2, **terms)) == [
                 urgent,
                 old,
-            ]  # after 25 s it counts as one of lane 2
+            ]  # after 25 s the record counts as one of lane 2
             assert (record(store, old).priority, record(store, old).lane) == (3, 3)
             clock.advance(20)
             assert names_of(claim(store, **terms)) == [middle]
@@ -494,7 +494,7 @@ class StoreContract(ABC):
             assert second.lease > first.lease
             assert counts(store)[MINE]["LAPSES"] == 1
 
-    def test_a_late_word_is_refused_whether_or_not_anybody_took_over(self, tmp_path: Path) -> None:
+    def test_a_call_after_the_end_of_its_lease_is_refused(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             put_in(store)
@@ -513,7 +513,7 @@ class StoreContract(ABC):
             with refused(store, StaleLease):
                 word(store, *held_by(delivery))
 
-    def test_a_heartbeat_keeps_the_lease(self, tmp_path: Path) -> None:
+    def test_a_heartbeat_renews_the_lease(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             put_in(store)
@@ -526,7 +526,7 @@ class StoreContract(ABC):
             completed = store.events()[-1]
             assert completed.duration_us == 5 * (LEASE_S - 1) * MICROS_PER_S
 
-    def test_only_the_lease_speaks(self, tmp_path: Path) -> None:
+    def test_only_the_token_of_the_current_lease_is_accepted(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             names = put_in(store, 2)
             mine, other = claim(store, 2)
@@ -537,7 +537,7 @@ class StoreContract(ABC):
             with refused(store, UnknownTask):
                 complete(store, "nobody", mine.lease)
 
-    def test_the_last_word_may_be_repeated(self, tmp_path: Path) -> None:
+    def test_the_call_that_ended_a_lease_may_be_repeated(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             for word in (complete, release, fail):
                 put_in(store)
@@ -552,7 +552,7 @@ class StoreContract(ABC):
         for delivery in claim(store, 100):
             complete(store, *held_by(delivery))
 
-    def test_a_result_is_kept_and_the_first_one_stands(self, tmp_path: Path) -> None:
+    def test_the_first_result_is_kept(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             [name] = put_in(store)
             [delivery] = claim(store)
@@ -562,7 +562,7 @@ class StoreContract(ABC):
             assert stored is not None
             assert (stored.result, stored.record.state) == (b"first", "COMPLETED")
 
-    def test_what_is_released_keeps_its_place(self, tmp_path: Path) -> None:
+    def test_a_released_record_keeps_its_position(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             first, second = put_in(store, 2)
             [delivery] = claim(store)
@@ -570,7 +570,7 @@ class StoreContract(ABC):
             assert names_of(claim(store, 2)) == [first, second]
             assert (record(store, first).attempt, record(store, first).retries) == (2, 0)
 
-    def test_what_failed_goes_to_the_end_or_waits(self, tmp_path: Path) -> None:
+    def test_a_failed_record_goes_to_the_end_or_is_delayed(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             first, second = put_in(store, 2)
@@ -581,7 +581,7 @@ class StoreContract(ABC):
             clock.advance(60)
             assert names_of(claim(store)) == [first]
 
-    def test_after_its_retries_a_message_is_a_dead_letter(self, tmp_path: Path) -> None:
+    def test_a_message_without_retries_left_becomes_a_dead_letter(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             [name] = put_in(store, max_retries=2)
@@ -602,13 +602,13 @@ class StoreContract(ABC):
             assert names_of(claim(store)) == [name]
             assert (record(store, name).attempt, record(store, name).retries) == (4, 0)
 
-    def test_never_again_is_a_dead_letter_at_once(self, tmp_path: Path) -> None:
+    def test_a_failure_without_retry_makes_a_dead_letter_at_once(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             [name] = put_in(store)
             fail(store, *held_by(claim(store)[0]), delay_s=None)
             assert record(store, name).state == "DEAD_LETTER"
 
-    def test_what_is_cancelled_is_given_to_nobody(self, tmp_path: Path) -> None:
+    def test_a_cancelled_record_is_not_delivered(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             waiting, held = put_in(store, 2)
             [delayed] = put_in(store, delay_ns=NANOS_PER_S)
@@ -624,7 +624,7 @@ class StoreContract(ABC):
             apply(store, held, lifecycle.replay)
             assert names_of(claim(store)) == [held]
 
-    def test_what_is_quarantined_is_kept_and_given_to_nobody(self, tmp_path: Path) -> None:
+    def test_a_quarantined_record_is_kept_and_not_delivered(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             [name] = put_in(store)
             [delivery] = claim(store)
@@ -633,7 +633,7 @@ class StoreContract(ABC):
             assert (record(store, name).state, claim(store)) == ("QUARANTINED", [])
             assert store.events()[-1].error == "it kills"
 
-    def test_what_waited_too_long_expires(self, tmp_path: Path) -> None:
+    def test_a_record_expires_after_its_time_to_live(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             short = put_in(store, 3, ttl_ns=10 * NANOS_PER_S)
@@ -654,7 +654,7 @@ class StoreContract(ABC):
             [delivery] = claim(store)
             complete(store, *held_by(delivery))
             apply(store, name, lambda record, now: lifecycle.hand_over(record, now, "d"))
-            complete(store, *held_by(delivery))  # a repeated word moves nothing back
+            complete(store, *held_by(delivery))  # a repeated call moves nothing back
             assert record(store, name).state == "EXECUTING"
             apply(store, name, lifecycle.settle)
             complete(store, *held_by(delivery))
@@ -664,7 +664,7 @@ class StoreContract(ABC):
 
     # ---- commits -------------------------------------------------------------------------------
 
-    def test_work_that_raises_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_work_that_raises_changes_nothing(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             [name] = put_in(store)
 
@@ -679,7 +679,25 @@ class StoreContract(ABC):
             assert not insert(store, new(key="k"))[0].duplicate
             assert not insert(store, new(queue="new", message_id="x"))[0].duplicate
 
-    def test_several_are_completed_all_or_none(self, tmp_path: Path) -> None:
+    def test_write_many_gives_each_work_its_own_outcome(self, tmp_path: Path) -> None:
+        def insert_one(transaction: Transaction) -> list[Accepted]:
+            return transaction.insert([new()])
+
+        def insert_and_fail(transaction: Transaction) -> None:
+            insert_one(transaction)
+            fails()
+
+        with self.opened(tmp_path, ManualClock()) as store:
+            for failing in (lambda _: fails(), lambda transaction: transaction.take_numbers(1) and fails()):
+                first, error, last = store.write_many([insert_one, failing, insert_one])
+                assert isinstance(error, KeyError)
+                assert first[0].message_id != last[0].message_id
+            first, error, last = store.write_many([insert_one, insert_and_fail, insert_one], makes_room=True)
+            assert isinstance(error, KeyError)
+            assert counts(store) == {MINE: {"QUEUED": 6}}
+            assert names_of(claim(store, 10))[-2:] == [first[0].message_id, last[0].message_id]
+
+    def test_complete_ends_all_records_or_none(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             put_in(store, 2, message_id="")
             put_in(store, message_id="named")
@@ -691,7 +709,7 @@ class StoreContract(ABC):
             store.write(lambda transaction: transaction.complete(words))
             assert counts(store) == {MINE: {"COMPLETED": 3}}
 
-    def test_names_and_words_may_hold_any_text(self, tmp_path: Path) -> None:
+    def test_ids_queues_and_errors_may_hold_any_text(self, tmp_path: Path) -> None:
         odd = 'a "b"\\\n\u2028\x85{}%ü\0'
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
@@ -709,7 +727,7 @@ class StoreContract(ABC):
             assert (stored.envelope.key, stored.history[-2].error, stored.history[2].worker_id) == (odd,) * 3
             assert all(event.queue == odd for event in store.events())
 
-    def test_several_ids_are_decided_all_or_none(self, tmp_path: Path) -> None:
+    def test_apply_changes_all_records_or_none(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             names = put_in(store, 3)
             apply(store, names[2], lifecycle.cancel)
@@ -720,7 +738,7 @@ class StoreContract(ABC):
                     lambda transaction: transaction.apply(ByIds((names[0], "nobody")), lifecycle.cancel)
                 )
 
-    def test_a_name_of_a_queue_that_was_rolled_back_is_forgotten(self, tmp_path: Path) -> None:
+    def test_a_queue_made_by_rolled_back_work_is_forgotten(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
 
             def work(transaction: Transaction) -> None:
@@ -737,7 +755,7 @@ class StoreContract(ABC):
             put_in(store, queue="gone")
             assert (len(claim(store, queue="gone")), len(claim(store, queue="later"))) == (1, 1)
 
-    def test_the_events_of_a_commit_are_in_it(self, tmp_path: Path) -> None:
+    def test_events_commit_with_their_records(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             put_in(store, 2)
             complete(store, *held_by(claim(store)[0]))
@@ -746,41 +764,41 @@ class StoreContract(ABC):
             assert [event.seq for event in store.events(after=2, limit=3)] == [3, 4, 5]
             assert store.events(after=6) == []
 
-    def test_who_waits_is_told_after_the_commit(self, tmp_path: Path) -> None:
+    def test_on_commit_names_queues_with_new_work(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
-            told: list[set[str]] = []
+            notified: list[set[str]] = []
             store.on_commit = lambda transaction: (
-                told.append(transaction.ready) if transaction.ready else None
+                notified.append(transaction.ready) if transaction.ready else None
             )
             insert(store, new(), new(queue=OTHER))
             put_in(store, delay_ns=NANOS_PER_S)
             [delivery] = claim(store)
             complete(store, *held_by(delivery))
-            assert told == [{MINE, OTHER}]
+            assert notified == [{MINE, OTHER}]
             clock.advance(1)
             sweep(store)  # the delay is over
             fail(store, *held_by(claim(store)[0]))
             release(store, *held_by(claim(store)[0]))
-            assert told[1:] == [{MINE}] * 3
+            assert notified[1:] == [{MINE}] * 3
             with raises(KeyError):
                 store.write(lambda transaction: [transaction.insert([new()]), fails()])
-            assert len(told) == 4
+            assert len(notified) == 4
 
-    def test_who_waits_for_a_result_is_told_after_the_commit(self, tmp_path: Path) -> None:
+    def test_on_commit_tells_that_a_record_ended(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
-            told: list[bool] = []
-            store.on_commit = lambda transaction: told.append(True) if transaction.ended else None
+            notified: list[bool] = []
+            store.on_commit = lambda transaction: notified.append(True) if transaction.ended else None
             put_in(store, 3, max_retries=0)
             first, second, third = claim(store, 3)
             release(store, *held_by(third))
-            assert told == []
+            assert notified == []
             complete(store, *held_by(first))
             fail(store, *held_by(second))  # a dead letter
             store.write(lambda transaction: transaction.apply(ByIds((third.message_id,)), lifecycle.cancel))
-            assert told == [True] * 3
+            assert notified == [True] * 3
 
-    def test_the_sender_is_kept_and_a_name_belongs_to_its_sender(self, tmp_path: Path) -> None:
+    def test_the_sender_is_kept_and_an_id_belongs_to_its_sender(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             sent = [new(sender="planner"), new(sender="planner", message_id="x"), new()]
             ids = [accepted.message_id for accepted in insert(store, *sent)]
@@ -795,7 +813,7 @@ class StoreContract(ABC):
 
     # ---- keeping -------------------------------------------------------------------------------
 
-    def test_what_is_over_is_forgotten_when_its_time_has_come(self, tmp_path: Path) -> None:
+    def test_ended_records_are_purged_after_their_retention(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             done, cancelled, held, waiting = put_in(store, 4)
@@ -808,13 +826,15 @@ class StoreContract(ABC):
             left = store.find(Listing(limit=10))
             assert [record.message_id for record in left] == [cancelled, held, waiting]
             clock.advance(6)
-            assert purge(store, keep_s=5, limit=1) == left[0].seq  # a batch at a time, and then on behind it
+            assert (
+                purge(store, keep_s=5, limit=1) == left[0].seq
+            )  # each batch continues behind the previous one
             assert purge(store, keep_s=5, after=left[0].seq, limit=10) == 0
             assert len(store.find(Listing(limit=10))) == 2
             deleted = [event.detail for event in store.events() if event.kind == "deleted"]
             assert deleted == [{"records": 1}, {"records": 1}]
 
-    def test_a_purge_of_events_leaves_the_newest_and_no_gap(self, tmp_path: Path) -> None:
+    def test_a_purge_of_events_keeps_the_newest_and_leaves_no_gap(self, tmp_path: Path) -> None:
         clock = ManualClock()
         store = self.open(tmp_path, clock)
         for _ in range(20):
@@ -831,7 +851,7 @@ class StoreContract(ABC):
         assert (store.events(after=40)[0].seq, counts(store)[MINE]) == (41, {"QUEUED": 21})
         store.close()
 
-    def test_what_an_outbox_waits_for_is_never_purged(self, tmp_path: Path) -> None:
+    def test_events_that_are_not_shipped_are_never_purged(self, tmp_path: Path) -> None:
         clock = ManualClock()
         store = self.open(tmp_path, clock)
         for _ in range(20):
@@ -850,7 +870,7 @@ class StoreContract(ABC):
         assert store.newest_event() == everything[-1].seq
         store.close()
 
-    def test_what_was_shipped_is_forgotten_but_for_the_latest(self, tmp_path: Path) -> None:
+    def test_shipped_events_are_forgotten_but_for_the_latest(self, tmp_path: Path) -> None:
         store = self.open(tmp_path, ManualClock())
         for _ in range(LIVE_EVENTS // 1_000 + 2):
             put_in(store, 500)  # two events each
@@ -872,7 +892,7 @@ class StoreContract(ABC):
             found = store.read(lambda transaction: transaction.payloads([*created, "nobody"]))
             assert found == dict(zip(created, (b"1", b"2", b"3"), strict=True))
 
-    def test_a_store_has_a_name_of_its_own(self, tmp_path: Path) -> None:
+    def test_each_store_has_its_own_identity(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         with (
@@ -894,7 +914,7 @@ class StoreContract(ABC):
 
     # ---- looking -------------------------------------------------------------------------------
 
-    def test_records_are_found_by_how_they_stand(self, tmp_path: Path) -> None:
+    def test_records_are_found_by_queue_state_and_deadline(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             names = put_in(store, 3)
@@ -933,7 +953,7 @@ class StoreContract(ABC):
             clock.advance(30)
             assert [record.message_id for record in store.find(Ending("lease", FOREVER_NS, 1))] == [name]
 
-    def test_how_long_the_head_has_waited(self, tmp_path: Path) -> None:
+    def test_oldest_ns_is_the_age_of_the_oldest_ready_record(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             assert (oldest_ns(store), store.next_work_ns(MINE)) == (None, None)
@@ -942,7 +962,7 @@ class StoreContract(ABC):
             put_in(store, priority=0)
             assert (oldest_ns(store), store.next_work_ns(MINE)) == (4 * NANOS_PER_S, 0)
 
-    def test_a_history_tells_the_whole_story(self, tmp_path: Path) -> None:
+    def test_a_history_holds_every_event_of_a_record(self, tmp_path: Path) -> None:
         clock = ManualClock()
         with self.opened(tmp_path, clock) as store:
             [name] = put_in(store, max_retries=1)
@@ -970,7 +990,7 @@ class StoreContract(ABC):
             store.reopen()
             assert names_of(claim(store)) == [name]
 
-    def test_another_handle_sees_everything(self, tmp_path: Path) -> None:
+    def test_another_handle_sees_every_commit(self, tmp_path: Path) -> None:
         if not self.keeps:
             return
         clock = ManualClock()
@@ -986,7 +1006,7 @@ class StoreContract(ABC):
             assert insert(store, new(key="k"))[0].duplicate
             assert snapshot(store) == snapshot(second)
 
-    def test_after_another_boot_every_lease_runs_once_more(self, tmp_path: Path) -> None:
+    def test_after_a_reboot_every_lease_runs_its_whole_length_again(self, tmp_path: Path) -> None:
         if not self.keeps:
             return
         clock = ManualClock()

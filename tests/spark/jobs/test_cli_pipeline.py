@@ -88,7 +88,7 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
     assert (done.code, row["behind"], row["missing"]) == (0, 3, [[2, 2]])
     assert done.stderr.splitlines() == [
         f"postroom: warning: there are no tables in {tmp_path / 'tables'}",
-        "postroom: segment 2 is missing, and 2 behind 2 wait for it",
+        "postroom: segment 2 is missing, and 2 later segments wait for it",
     ]
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_or_missing_table_is_named_in_one_sentence(
     for words in (report, ("status", "--tables", tables), ("tables", "--tables", tables)):
         last = commands(*words).stderr.splitlines()[-1]
         assert last.startswith("postroom: table gold_cost cannot be read: ")
-        assert last.endswith("; delete its folder, and `postroom pipeline run` makes it anew")
+        assert last.endswith("; delete its folder, and `postroom pipeline run` rebuilds it")
     shutil.rmtree(tables / "gold_cost")
     shutil.rmtree(tables / "silver_events")
     last = commands(*report).stderr.splitlines()[-1]

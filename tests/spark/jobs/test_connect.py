@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from postroom.pipeline import jobs
 from postroom.pipeline.ingest.segments import sealed_segments
+from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.tables import Tables
 from tests.spark.cluster import do_at
 from tests.spark.commands import Done, in_its_own_process
@@ -34,7 +34,7 @@ def test_a_server_makes_the_same_tables(tables_of: TablesOf, connect: str, tmp_p
     do_at(connect, tables.folder, f"silver:{events}", **NO_JAVA)
     rows = all_rows(tables)
     assert rows.pop("bronze_rejects").total() == sum(bad != b"" for bad in BAD_LINES)
-    assert set(rows) == {"bronze_events", *jobs.SOURCES}
+    assert set(rows) == {"bronze_events", *SILVER}
     assert rows == {name: rows_of(here, name) for name in rows}
 
 

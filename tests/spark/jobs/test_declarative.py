@@ -22,11 +22,11 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting
 from postroom.pipeline.declarative import (
-    ASKING,
     CONF_FOLDER,
     CONF_NAME,
     EVENTS_SETTING,
     LEVEL_SETTING,
+    QUERYING,
     define,
     view_of,
     write_project,
@@ -80,7 +80,7 @@ def test_a_project_defines_the_tables(configured: SparkSession, tmp_path: Path) 
     assert {"lines", "bronze_events", *silver} < set(registry.outputs)
     assert set(registry.outputs) == set(registry.flows)
     missing = set(GOLD) - set(registry.outputs)
-    assert missing == {name for name, table in GOLD.items() if ASKING & {name, *table.inputs}}
+    assert missing == {name for name, table in GOLD.items() if QUERYING & {name, *table.inputs}}
 
 
 def test_spark_takes_every_definition(tables_of: TablesOf, connect: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.spark.plainrows import all_rows, rows_of
 LEFT = 400_000  # bytes: enough to begin
 
 
-def test_a_job_that_meets_a_full_disk_is_simply_given_again(
+def test_a_job_succeeds_again_after_a_full_disk(
     spark: SparkSession, tables_of: TablesOf, small_disk: Path
 ) -> None:
     events, undisturbed = tables_of()

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.events import to_line
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
-from postroom.pipeline import file_index, jobs
+from postroom.pipeline import file_groups, file_index, jobs
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import FORM, GOLD
 from postroom.pipeline.ingest.segments import HASH, sealed_segments
@@ -51,9 +51,7 @@ def test_a_folder_that_is_none_is_named(spark: SparkSession, tmp_path: Path) -> 
         Pipeline(spark, Tables(tmp_path / "tables"), gold={}).run(tmp_path / "nowhere")
 
 
-def test_tables_of_an_earlier_version_are_made_anew(
-    spark: SparkSession, story: Story, tmp_path: Path
-) -> None:
+def test_tables_of_an_earlier_version_are_rebuilt(spark: SparkSession, story: Story, tmp_path: Path) -> None:
     """One that did not know two fields, which nobody in these stories tells of."""
     old = Tables(tmp_path / "tables")
     lines = story.tables.read(spark, "bronze_events").drop("service", "model")
@@ -64,7 +62,7 @@ def test_tables_of_an_earlier_version_are_made_anew(
             assert rows_of(old, name) == rows_of(story.tables, name), name
 
 
-def test_a_gold_table_of_another_form_is_made_anew(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_gold_table_of_another_form_is_rebuilt(spark: SparkSession, tmp_path: Path) -> None:
     """One without a column, and one that had no partitions; the second is made of the first."""
     gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth")}
     tables = Tables(tmp_path / "tables")
@@ -118,7 +116,9 @@ def test_a_killed_run_is_finished_by_the_next_one(
 
 def took(job: Pipeline, events: Path) -> list[int]:
     """The numbers of the segments that are taken into bronze now."""
-    return [segment.number for batch in job._ingest(events, job._look(events)) for segment in batch]
+    return [
+        segment.number for batch in job._ingest(events, job._find_new_segments(events)) for segment in batch
+    ]
 
 
 def replace_stream(events: Path, prefix: str, numbers: range) -> None:
@@ -128,7 +128,7 @@ def replace_stream(events: Path, prefix: str, numbers: range) -> None:
         write_segment(events, number, [happened(prefix, number, f"{prefix}{number}"), b"no"])
 
 
-def test_another_stream_at_the_same_place_is_taken_from_its_start(
+def test_another_stream_at_the_same_path_is_ingested_from_its_start(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     events, tables = tmp_path / "events", Tables(tmp_path / "tables")
@@ -168,7 +168,7 @@ def killed(*_: object, **__: object) -> None:
     raise Killed
 
 
-def test_a_stream_takes_what_it_noticed_before_it_was_whole(
+def test_a_stream_ingests_a_segment_that_was_truncated_when_it_was_noticed(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a folder that is still being copied. The file source of Spark notices a file once."""
@@ -183,7 +183,7 @@ def test_a_stream_takes_what_it_noticed_before_it_was_whole(
     assert sum(file.rows for file in tables.files("bronze_events")) == lines - len(whole.splitlines())
     last.path.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "_bring_up", killed)
+        patch.setattr(job, "_refresh_tables", killed)
         with pytest.raises(Killed):
             job.stream(events)
     job.stream(events)  # nothing arrives, and still it ends what was begun
@@ -192,7 +192,7 @@ def test_a_stream_takes_what_it_noticed_before_it_was_whole(
     assert tables.last_txn("silver_events", "bronze_events") == tables.version("bronze_events")
 
 
-def test_a_stream_waits_for_who_else_writes_the_tables(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_stream_waits_for_another_writer(spark: SparkSession, tmp_path: Path) -> None:
     told: SimpleQueue[str] = SimpleQueue()
     tables = Tables(tmp_path / "tables")
     write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
@@ -211,9 +211,7 @@ def test_a_stream_waits_for_who_else_writes_the_tables(spark: SparkSession, tmp_
     assert rows_of(tables, "silver_messages").total() == 1
 
 
-def test_an_event_that_comes_again_on_another_date_is_one_though_a_task_wrote_both(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_an_event_repeated_on_another_date_is_kept_once(spark: SparkSession, tmp_path: Path) -> None:
     """A bad line has them written together, in files of the same name and at the same place."""
     for number, date in enumerate(("2025-01-05", "2025-01-06"), 1):
         write_segment(tmp_path / "events", number, [happened("s", 1, "m1"), b"{"], date)
@@ -228,7 +226,7 @@ def test_an_event_that_comes_again_on_another_date_is_one_though_a_task_wrote_bo
     assert [rows_of(tables, name).total() for name in ("bronze_events", "silver_events")] == [2, 1]
 
 
-def test_a_segment_that_says_nothing_new_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_segment_of_repeated_events_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
     gold = {name: GOLD[name] for name in ("gold_flow", "gold_depth", "gold_latency")}
     job = Pipeline(spark, Tables(tmp_path / "tables"), gold=gold)
     generate(tmp_path / "events", 50, 3)
@@ -292,11 +290,11 @@ def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
     job = Pipeline(spark, Tables(tmp_path / "tables"), gold={})
     tries: list[str] = []
 
-    def changed(name: str, *, anew: bool) -> None:
+    def changed(name: str, *, rebuild: bool) -> None:
         tries.append(name)
         raise TableChanged(name)
 
-    monkeypatch.setattr(job, "_bring_up_one", changed)
+    monkeypatch.setattr(job, "_refresh_table", changed)
     with pytest.raises(Unavailable, match="another writer changed table silver_events after it was read"):
         job.run(tmp_path / "events")
     assert tries == ["silver_events"] * jobs.TRIES_MAX
@@ -347,7 +345,7 @@ def test_events_of_a_store_are_counted_by_the_type_of_their_message(
     assert types_of(found[0]["gold_errors"]) <= {"t", "decision"}
 
 
-def test_of_two_events_under_one_number_the_same_counts_in_whatever_order_they_come(
+def test_of_two_events_with_one_number_the_same_is_kept_in_any_order(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """In one run or in two; the fold of what lost is undone."""
@@ -378,11 +376,11 @@ def test_an_empty_message_id_is_no_message(spark: SparkSession, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("spark")
-def test_a_column_does_not_ask_the_jvm_for_its_line() -> None:
+def test_a_column_does_not_query_the_jvm_for_its_python_line() -> None:
     assert not is_debugging_enabled()
 
 
-def test_a_column_does_not_ask_the_jvm_where_its_functions_are(
+def test_a_column_does_not_look_up_its_functions_in_the_jvm(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made() -> None:
@@ -420,7 +418,7 @@ def test_what_others_wait_for_goes_first(spark: SparkSession) -> None:
         assert spark.sparkContext.getLocalProperty("spark.scheduler.pool") == (chosen or "default")
 
 
-def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_anew(
+def test_of_files_with_the_same_name_only_the_one_with_the_message_is_found(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """A task gives its files of several days one name."""
@@ -430,16 +428,17 @@ def test_of_files_with_one_name_only_the_one_that_holds_a_message_is_written_ane
     tables.append("silver_messages", rows, partition_by=("day",))
     files = tables.files("silver_messages")
     assert (len(files), len({Path(file.path).name for file in files})) == (2, 1)
-    wanted = rows.where("message_id = '1'").select("message_id")
-    with ExitStack() as ids:
-        [held] = file_index.holding(spark, tables, "silver_messages", file_index.wanted(wanted, ids))
-    assert held.partition == {"day": "2025-01-02"}
+    ids = rows.where("message_id = '1'").select("message_id")
+    with ExitStack() as held:
+        lookup = file_index.lookup(ids, held)
+        [found] = file_index.files_with_ids(spark, tables, "silver_messages", lookup)
+    assert found.partition == {"day": "2025-01-02"}
 
 
-def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
+def test_replaying_a_dead_letter_does_not_rewrite_files_of_finished_messages(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
+    monkeypatch.setattr(file_groups, "HOURLY_EVENTS_MIN", 0)  # as of a stream with many
     lives = [
         ("a", 9, ("created", "execution_completed")),
         ("b", 9, ("created", "execution_failed", "dead_letter")),
@@ -469,4 +468,4 @@ def test_a_dead_letter_that_is_sent_again_leaves_the_files_of_what_ended_alone(
 
 def lot_of(path: str) -> str:
     """With which rows those of a file lie."""
-    return path.partition("settled=")[2].partition("-")[0]
+    return path.partition("file_group=")[2].partition("-")[0]

@@ -15,9 +15,9 @@ from postroom import Tasks
 from postroom.contracts.feeds import set_outbox
 from postroom.contracts.task_input import KEY_CHARS_MAX
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
-from postroom.pipeline.replay import Wanted, replay
+from postroom.pipeline.replay import ReplayRequest, replay
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.submission import Message, Submitter, is_fit
+from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
 from postroom.pipeline.tables import Tables
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
@@ -65,11 +65,9 @@ def said_in(url: str, agent: str = "agent-1") -> list[int]:
         return [task.payload["n"] for task in tasks.claim(agent=agent, limit=100)]
 
 
-def test_messages_come_again_in_order_from_the_encrypted_field(
-    spark: SparkSession, past: Past, tmp_path: Path
-) -> None:
+def test_replay_reads_encrypted_payloads_in_order(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    wanted = Wanted(where="queue = 'agent-1'", to=url, key_file=past.keys)
+    wanted = ReplayRequest(where="queue = 'agent-1'", to=url, key_file=past.keys)
     found = replay(spark, past.sealed, wanted)
     assert (found.selected, found.submitted, found.known, found.refused) == (10, 10, 0, 0)
     again = replay(spark, past.sealed, wanted)
@@ -77,11 +75,9 @@ def test_messages_come_again_in_order_from_the_encrypted_field(
     assert said_in(url) == list(range(1, MESSAGES, 3))
 
 
-def test_messages_come_again_from_the_store_that_has_them(
-    spark: SparkSession, past: Past, tmp_path: Path
-) -> None:
+def test_replay_reads_payloads_from_the_store(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    wanted = Wanted(where="type = 'issue'", to=url, store=past.store, rate=500.0)
+    wanted = ReplayRequest(where="type = 'issue'", to=url, store=past.store, rate=500.0)
     assert replay(spark, past.redacted, wanted).submitted == MESSAGES
     with Tasks.open(url) as tasks:
         first = tasks.get(tasks.find(agent="agent-0")[0].task_id)
@@ -91,12 +87,12 @@ def test_messages_come_again_from_the_store_that_has_them(
 
 def test_a_redacted_payload_is_refused_and_counted(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    found = replay(spark, past.redacted, Wanted(where="true", to=url, key_file=past.keys))
+    found = replay(spark, past.redacted, ReplayRequest(where="true", to=url, key_file=past.keys))
     assert (found.selected, found.submitted, found.refused) == (MESSAGES, 0, MESSAGES)
     assert len(found.refused_samples) == 5
     other = tmp_path / "other-keys"
     add_key(other, "one")
-    wrong_key = replay(spark, past.sealed, Wanted(where="true", to=url, key_file=other))
+    wrong_key = replay(spark, past.sealed, ReplayRequest(where="true", to=url, key_file=other))
     assert (wrong_key.submitted, wrong_key.refused) == (0, MESSAGES)
 
 
@@ -107,7 +103,7 @@ def with_column(spark: SparkSession, past: Past, folder: Path, name: str, value:
     return tables
 
 
-def test_a_message_that_no_queue_can_take_is_refused_and_the_others_go_on(
+def test_an_unfit_message_is_refused_and_the_others_are_submitted(
     spark: SparkSession, past: Past, commands: Commands, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
@@ -116,7 +112,7 @@ def test_a_message_that_no_queue_can_take_is_refused_and_the_others_go_on(
     this = F.col("message_id")
     queue = F.when(this == nameless, "no name").when(this != nowhere, F.col("queue"))
     tables = with_column(spark, past, tmp_path, "queue", queue)
-    wanted = Wanted(where="true", to=url, store=past.store)
+    wanted = ReplayRequest(where="true", to=url, store=past.store)
     found = replay(spark, tables, wanted)
     assert (found.selected, found.submitted) == (MESSAGES, MESSAGES - 2)
     assert (found.refused, found.unfit) == (2, 2)
@@ -137,7 +133,7 @@ def test_what_is_fit_is_what_the_submitter_takes(message_id: str, queue: str, fi
     with Submitter("memory://", "r1") as submitter:
         refused = contextlib.nullcontext() if fit else pytest.raises(Rejected)
         with refused:
-            submitter.submit([Message(message_id, queue, "1")])
+            submitter.submit([ReplayMessage(message_id, queue, "1")])
         assert submitter.new == fit
 
 
@@ -147,7 +143,7 @@ def test_messages_of_every_priority_can_be_claimed_again(
     """Tasks have no priorities: a message that kept another one would never be claimed."""
     url = f"sqlite:///{tmp_path}/sandbox.db"
     tables = with_column(spark, past, tmp_path, "priority", F.pmod(F.hash("message_id"), F.lit(4)))
-    replay(spark, tables, Wanted(where="queue = 'agent-1'", to=url, store=past.store))
+    replay(spark, tables, ReplayRequest(where="queue = 'agent-1'", to=url, store=past.store))
     assert said_in(url) == list(range(1, MESSAGES, 3))
 
 
@@ -166,16 +162,18 @@ def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: P
     times = past.redacted.read(spark, "silver_messages").orderBy("created_us").select("created_us").collect()
     since, until = times[10].created_us, times[20].created_us
     expected = sum(since <= row.created_us < until for row in times)
-    wanted = Wanted(where="true", to=url, store=past.store, since_us=since, until_us=until, dry_run=True)
+    wanted = ReplayRequest(
+        where="true", to=url, store=past.store, since_us=since, until_us=until, dry_run=True
+    )
     assert replay(spark, past.redacted, wanted).selected == expected
 
 
-def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: Past, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_in_one_sentence(spark: SparkSession, past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
-        replay(spark, past.redacted, Wanted(where="nobody = 1", to=url, store=past.store))
+        replay(spark, past.redacted, ReplayRequest(where="nobody = 1", to=url, store=past.store))
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
-        replay(spark, past.redacted, Wanted(where="type = ", to=url, store=past.store))
+        replay(spark, past.redacted, ReplayRequest(where="type = ", to=url, store=past.store))
     for attack in (
         "reflect('java.lang.System', 'exit', '1') = ''",
         "type IN (SELECT value FROM text.`/etc/fstab`)",
@@ -183,19 +181,23 @@ def test_wrong_questions_are_refused_in_one_sentence(spark: SparkSession, past: 
         with pytest.raises(
             InvalidMessage, match=r"reflect, or it may not be called|not a table of this folder"
         ):
-            replay(spark, past.redacted, Wanted(where=attack, to=url, store=past.store))
-    with pytest.raises(InvalidSetting, match="where the payloads come from"):
-        replay(spark, past.redacted, Wanted(where="true", to=url))
+            replay(spark, past.redacted, ReplayRequest(where=attack, to=url, store=past.store))
+    with pytest.raises(InvalidSetting, match="the source of the payloads is missing"):
+        replay(spark, past.redacted, ReplayRequest(where="true", to=url))
     with pytest.raises(InvalidSetting, match="there is no store"):
-        replay(spark, past.redacted, Wanted(where="true", to=url, store=f"sqlite:///{tmp_path}/nowhere.db"))
+        replay(
+            spark,
+            past.redacted,
+            ReplayRequest(where="true", to=url, store=f"sqlite:///{tmp_path}/nowhere.db"),
+        )
 
 
 SUBMIT = """
 import sys
-from postroom.pipeline.submission import Message, Submitter
+from postroom.pipeline.submission import ReplayMessage, Submitter
 with Submitter(sys.argv[1], "r1") as submitter:
     for number in range(400):
-        submitter.submit([Message(f"m{number}", "ada", str(number))])
+        submitter.submit([ReplayMessage(f"m{number}", "ada", str(number))])
         print(number, flush=True)
 """
 

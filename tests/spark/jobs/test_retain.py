@@ -12,22 +12,22 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.check import Sample, check_tables
+from postroom.pipeline.check import ViolationSample, check_tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention import departures
+from postroom.pipeline.retention import deleted_numbers
 from postroom.pipeline.retention.retain import (
-    DAY_US,
     ORDER,
     Policy,
     Retained,
-    Retention,
+    RetentionJob,
     read_holds,
     read_org_days,
 )
 from postroom.pipeline.tables import Staged, Tables
+from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import Rows, column, records, rows_of
@@ -106,14 +106,14 @@ def whole(spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.Tem
     messages = messages_of(tables)
     policy, now_us = policy_for(messages), middle_us(messages) + 7 * DAY_US
     before, archive = kept_rows(tables), f"file://{folder}/archive"
-    job = Retention(spark, tables, policy, now_us=now_us, archive=archive)
+    job = RetentionJob(spark, tables, policy, now_us=now_us, archive=archive)
     counted = job.run(dry_run=True)
     assert kept_rows(tables) == before
     gone = leaving(messages, policy, now_us)
     return Pass(policy, now_us, gone, before, counted, job.run(), tables, archive)
 
 
-def test_messages_leave_as_a_whole(whole: Pass) -> None:
+def test_messages_are_deleted_as_a_whole(whole: Pass) -> None:
     for rule in ("org_days", "failures_days", "held_orgs", "held_goals"):
         names = set(Policy.__struct_fields__) - {rule}
         other = Policy(**{name: getattr(whole.policy, name) for name in names})
@@ -184,7 +184,8 @@ def test_what_left_stays_away_when_its_segment_is_delivered_again_and_gold_keeps
     assert gold_rows(tables) == counted
     # Bronze has the lines once more. They leave with the next pass, and are counted there alone.
     found = {
-        told.table: told.deleted for told in Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+        told.table: told.deleted
+        for told in RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     }
     assert found["bronze_events"] > 0
     assert {name for name, deleted in found.items() if deleted} == {"bronze_events"}
@@ -193,7 +194,7 @@ def test_what_left_stays_away_when_its_segment_is_delivered_again_and_gold_keeps
     job.backfill()
     del kept["silver_spans"]  # below a parent that left they have another root by now
     assert {name: rows_of(tables, name) for name in kept} == kept
-    last_us = max(row["newest_us"] for row in records(tables, departures.TABLE))
+    last_us = max(row["newest_us"] for row in records(tables, deleted_numbers.TABLE))
     last_day = f"{datetime.fromtimestamp(last_us // 1_000_000, UTC):%Y-%m-%d}"
     for name, rows in gold_rows(tables).items():
         assert of_days(rows, last_day) == of_days(counted[name], last_day), name
@@ -204,13 +205,13 @@ def of_days(rows: Rows, last: str) -> Rows:
     return Counter({row: n for row, n in rows.items() if json.loads(row)["day"] <= last})
 
 
-def test_gold_leaves_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
+def test_gold_is_deleted_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
     before = rows_of(tables, "gold_throughput")
     days = sorted({json.loads(row)["day"] for row in before})
     newest_us = int(datetime.fromisoformat(f"{days[-1]}T00:00:00+00:00").timestamp()) * 1_000_000
     policy = Policy(keep_days=10, gold_days=10, held_orgs=whole.policy.held_orgs)
-    job = Retention(spark, tables, policy, now_us=newest_us + 10 * DAY_US)
+    job = RetentionJob(spark, tables, policy, now_us=newest_us + 10 * DAY_US)
     found = {told.table: told for told in job.run()}
     after = rows_of(tables, "gold_throughput")
     assert {json.loads(row)["day"] for row in after} == {days[-1]}
@@ -219,7 +220,7 @@ def test_gold_leaves_by_an_age_of_its_own(spark: SparkSession, whole: Pass, tmp_
     with pytest.raises(
         InvalidSetting, match="gold is kept at least as long as the rest: 9 days are less than 10"
     ):
-        Retention(spark, tables, Policy(keep_days=10, gold_days=9), now_us=0)
+        RetentionJob(spark, tables, Policy(keep_days=10, gold_days=9), now_us=0)
 
 
 class Losing(Tables):
@@ -232,22 +233,22 @@ class Losing(Tables):
         return staged._replace(adds=staged.adds[name == self.loses :])
 
 
-@pytest.mark.parametrize("name", [departures.TABLE, "bronze_events"])
+@pytest.mark.parametrize("name", [deleted_numbers.TABLE, "bronze_events"])
 def test_nothing_is_deleted_when_the_counts_do_not_match(
     spark: SparkSession, tables: Tables, whole: Pass, name: str
 ) -> None:
     losing = Losing(tables.folder)
     losing.loses = name
     with pytest.raises(Unavailable, match=rf"{name} .*nothing was deleted"):
-        Retention(spark, losing, whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, losing, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == whole.before
 
 
-def test_what_is_not_folded_is_not_judged(spark: SparkSession, tables: Tables, whole: Pass) -> None:
+def test_retain_is_refused_while_silver_is_behind(spark: SparkSession, tables: Tables, whole: Pass) -> None:
     rows = tables.read(spark, "bronze_events").limit(1)
     tables.append("bronze_events", rows, partition_by=bronze.PARTITIONS)
     with pytest.raises(Unavailable, match="silver_events has not seen all of bronze_events"):
-        Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
 
 
 class Stopping(Tables):
@@ -259,16 +260,16 @@ class Stopping(Tables):
         super().commit(name, staged, removed, **how)
 
 
-def test_a_pass_that_ended_early_is_simply_run_again(
+def test_a_killed_pass_can_be_run_again(
     spark: SparkSession, tables: Tables, whole: Pass, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        Retention(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
+        RetentionJob(spark, Stopping(tables.folder), whole.policy, now_us=whole.now_us).run()
     assert rows_of(tables, "bronze_events") != whole.before["bronze_events"]
     early = copy_of(tables, tmp_path / "early")
-    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
+    RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert kept_rows(tables) == kept_rows(whole.tables)
-    assert rows_of(tables, departures.TABLE) == rows_of(whole.tables, departures.TABLE)
+    assert rows_of(tables, deleted_numbers.TABLE) == rows_of(whole.tables, deleted_numbers.TABLE)
     # Or silver is made anew instead, of what bronze has left.
     Pipeline(spark, early, gold={}).backfill()
     assert checked(spark, early) == set()
@@ -277,11 +278,11 @@ def test_a_pass_that_ended_early_is_simply_run_again(
 # ---- what leaves is not missed ---------------------------------------------------------------------------
 
 
-def checked(spark: SparkSession, tables: Tables) -> set[Sample]:
+def checked(spark: SparkSession, tables: Tables) -> set[ViolationSample]:
     return set(check_tables(spark, tables).samples)
 
 
-def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
+def test_after_each_pass_the_checker_gives_the_same_result_for_the_rest(
     spark: SparkSession, tables_of: TablesOf, tmp_path: Path
 ) -> None:
     """Also where numbers never came in: that is still told, and told once."""
@@ -291,19 +292,19 @@ def test_after_each_pass_the_checker_says_the_same_of_what_is_still_there(
     gone: set[str] = set()
     for pass_us in (now_us - DAY_US, now_us):
         gone |= leaving(messages, policy, pass_us)
-        Retention(spark, tables, policy, now_us=pass_us).run()
+        RetentionJob(spark, tables, policy, now_us=pass_us).run()
         assert checked(spark, tables) == {one for one in before if one.message_id not in gone}
     assert gone & {one.message_id for one in before}
     assert {one.rule for one in before if one.message_id == ""} == {"gap"}
 
 
-def test_a_later_pass_notes_only_what_is_new(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
+def test_a_later_pass_records_only_new_numbers(spark: SparkSession, whole: Pass, tmp_path: Path) -> None:
     tables = copy_of(whole.tables, tmp_path / "tables")
-    Retention(spark, tables, whole.policy, now_us=whole.now_us).run()
-    assert tables.version(departures.TABLE) == 0
-    Retention(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
+    RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
+    assert tables.version(deleted_numbers.TABLE) == 0
+    RetentionJob(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
     assert messages_of(tables) == []
-    runs = [row for row in records(tables, departures.TABLE) if row["message"] is None]
+    runs = [row for row in records(tables, deleted_numbers.TABLE) if row["message"] is None]
     sources = {row["source"] for row in runs}
     assert len(runs) == len(sources)  # each is one run by now
     assert checked(spark, tables) == set()
@@ -314,7 +315,9 @@ def test_the_command_finds_nothing_missing(commands: Commands, whole: Pass) -> N
     assert (done.code, done.stdout) == (0, ""), done.stderr
 
 
-def test_the_command_counts_what_would_leave(tables_of: TablesOf, commands: Commands, tmp_path: Path) -> None:
+def test_the_command_counts_the_rows_to_delete(
+    tables_of: TablesOf, commands: Commands, tmp_path: Path
+) -> None:
     """`make crash` kills it; here it only counts, by every kind of rule."""
     _, tables = tables_of()
     messages = messages_of(tables)

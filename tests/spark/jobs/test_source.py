@@ -13,7 +13,7 @@ from postroom import Bus, Queue, Tasks
 from postroom.pipeline.ingest.filters import bounds_of, condition_of
 from postroom.pipeline.ingest.source import register
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.submission import Message, Submitter
+from postroom.pipeline.submission import ReplayMessage, Submitter
 from postroom.runtime.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.spark.stories import events_in
@@ -168,7 +168,7 @@ def test_bounds_narrow_what_is_read() -> None:
     assert condition_of(EqualTo(("detail", "inner"), "x")) is None
 
 
-def test_only_the_columns_that_are_asked_for_are_made(session: SparkSession, places: dict[str, Path]) -> None:
+def test_only_requested_columns_are_computed(session: SparkSession, places: dict[str, Path]) -> None:
     reader = session.read.format("postroom").options(kind="bus", path=str(places["bus"]))
     found = reader.schema("message_id string, seq bigint").load()
     assert found.columns == ["message_id", "seq"]
@@ -200,7 +200,7 @@ def test_reading_leaves_a_store_as_it_was(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"kind": "bus"}, "say what to read"),
+        ({"kind": "bus"}, "the option path is missing"),
         ({"path": "nowhere", "kind": "bus"}, "there is no bus at"),
         ({"path": "nowhere", "kind": "pigeon"}, "the option kind is bus, queue, store"),
         ({"url": "sqlite:///nowhere.db"}, "there is no store at"),
@@ -271,7 +271,9 @@ def write(messages: DataFrame, url: str, replay_id: str) -> None:
 def test_messages_are_submitted_once_for_a_replay(messages: DataFrame, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/again.db"
     with Submitter(url, "r1") as submitter:  # a task of Spark that was lost half way
-        submitter.submit([Message("m3", "ada", '{"n": 3}', "issue"), Message("m4", "ada", '{"n": 4}')])
+        submitter.submit(
+            [ReplayMessage("m3", "ada", '{"n": 3}', "issue"), ReplayMessage("m4", "ada", '{"n": 4}')]
+        )
     for replay_id in ("r1", "r1", "r2"):
         write(messages.repartition(3), url, replay_id)
     with Tasks.open(url) as tasks:

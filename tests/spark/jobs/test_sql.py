@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from postroom.errors import InvalidMessage
 from postroom.pipeline import queries
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.replay import Wanted, selection
+from postroom.pipeline.replay import ReplayRequest, selection
 from tests.crash.attack_pipeline import QUESTIONS, Trap, attack, attacks
 from tests.crash.ledger import Tally
 from tests.spark.commands import Commands
@@ -80,7 +80,7 @@ def test_a_variable_in_a_condition_of_replay_stays_the_text_that_it_is(
     substituting: None, spark: SparkSession, tables_of: TablesOf, variable: str
 ) -> None:
     where = f"'${{{variable}}}' = concat('$', '{{{variable}}}')"
-    chosen = selection(spark, tables_of()[1], Wanted(where=where, to="memory://"))
+    chosen = selection(spark, tables_of()[1], ReplayRequest(where=where, to="memory://"))
     assert chosen.count() == tables_of()[1].read(spark, "silver_messages").count()
 
 
@@ -113,7 +113,7 @@ def test_a_query_with_too_many_parts_is_refused(spark: SparkSession, monkeypatch
         queries.checked(spark, "SELECT " + ", ".join(map(str, range(200))), NO_TABLES)
 
 
-def test_a_question_opens_the_tables_that_it_names_and_a_list_of_them_all(spark: SparkSession) -> None:
+def test_a_query_opens_only_the_tables_that_it_names(spark: SparkSession) -> None:
     names = ("gold_sla", "silver_spans")
     for query, opened in {
         "SELECT count(*) FROM Gold_SLA": {"gold_sla"},

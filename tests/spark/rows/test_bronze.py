@@ -83,7 +83,7 @@ def test_events_of_older_and_newer_versions_are_read(story: Story) -> None:
     ]
 
 
-def test_a_segment_is_taken_once_whoever_takes_it(story: Story) -> None:
+def test_a_segment_is_ingested_once_by_run_or_stream(story: Story) -> None:
     """A stream, then a run, then the stream again."""
     first, second, third, *_ = story.chapters
     assert (story.second.segments, story.second.lines, story.second.rejects) == (1, 5, 1)
@@ -103,7 +103,7 @@ def test_a_segment_behind_one_that_is_missing_waits_for_it(story: Story) -> None
     names = [{row["message_id"] for row in each.rows["silver_messages"]} for each in (second, third, fourth)]
     assert [{"a", "b"} <= found for found in names] == [False, True, True]
     assert (story.second.waiting, story.second.missing) == (1, [(4, 4)])
-    assert story.second.note == "segment 4 is missing, and 1 behind 4 waits for it"
+    assert story.second.note == "segment 4 is missing, and 1 later segment waits for it"
     assert (story.nothing_new.waiting, story.nothing_new.missing) == (1, [(6, 6)])
     assert "last" not in names[-1]
 
@@ -111,5 +111,5 @@ def test_a_segment_behind_one_that_is_missing_waits_for_it(story: Story) -> None
 def test_who_does_not_wait_is_told_what_was_passed_over(story: Story) -> None:
     assert (story.skipped.segments, story.skipped.lines, story.skipped.waiting) == (1, len(LAST), 0)
     assert story.skipped.missing == [(6, 6)]
-    assert story.skipped.note == "segment 6 is missing and passed over"
+    assert story.skipped.note == "segment 6 is missing and skipped"
     assert story.chapters[4].row("silver_messages", message_id="last")["outcome"] == "open"

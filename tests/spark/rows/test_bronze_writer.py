@@ -67,17 +67,17 @@ def taken(spark: SparkSession, folder: Path, how: str) -> tuple[object, ...]:
     tables = Tables(folder / how)
     segments = sealed_segments(folder / "events")
     if how == "quick":
-        found = bronze_writer.take(spark, tables, str(folder / "events"), segments)
+        found = bronze_writer.write_segments(spark, tables, str(folder / "events"), segments)
     else:
         paths = [segment.path for segment in segments]
-        found = bronze_writer.take_lines(spark, tables, str(folder / "events"), paths)
+        found = bronze_writer.write_validated_lines(spark, tables, str(folder / "events"), paths)
     tables.commit("bronze_events", found.staged)
     files = {
         path.relative_to(tables.folder / "bronze_events").as_posix()
         for path in tables.folder.rglob("*.parquet")
     }
     assert files == {file.path for file in tables.files("bronze_events")}, "an orphan is left"
-    return rows_of(tables, "bronze_events"), found.lines, found.marks, found.staged.rows
+    return rows_of(tables, "bronze_events"), found.lines, found.bad_segments, found.staged.rows
 
 
 @pytest.mark.parametrize("odd", ODD_LINES)
@@ -112,7 +112,7 @@ def test_an_amount_of_money_is_kept_exactly_or_the_line_is_rejected(
     write_segment(tmp_path / "events", 1, list(lines))
     segments = sealed_segments(tmp_path / "events")
     tables = Tables(tmp_path / "tables")
-    found = bronze_writer.take(spark, tables, str(tmp_path / "events"), segments)
+    found = bronze_writer.write_segments(spark, tables, str(tmp_path / "events"), segments)
     tables.commit("bronze_events", found.staged)
     stored = {row["seq"]: f"{row['cost_usd']:f}" for row in records(tables, "bronze_events")}
     assert stored == {n: kept for n, kept in enumerate(AMOUNTS.values(), 1) if kept is not None}
@@ -146,7 +146,7 @@ def test_events_alone_are_read_once_and_an_empty_segment_is_none(
     write_segment(tmp_path / "events", 1, GOOD)
     write_segment(tmp_path / "events", 2, [])
     want = taken(spark, tmp_path, "careful")
-    monkeypatch.setattr(bronze_writer, "take_lines", None)
+    monkeypatch.setattr(bronze_writer, "write_validated_lines", None)
     assert taken(spark, tmp_path, "quick") == want
 
 

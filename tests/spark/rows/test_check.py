@@ -15,10 +15,10 @@ from postroom.core.events import AuditEvent, event_id, to_line
 from postroom.core.history_checker import History, Violation
 from postroom.pipeline import check as checking
 from postroom.pipeline import small_check
-from postroom.pipeline.check import RULES, Sample, Verdict, check, check_tables
+from postroom.pipeline.check import RULES, CheckResult, ViolationSample, check, check_tables
 from postroom.pipeline.generator.generate import FAULTS, generate
-from postroom.pipeline.retention import departures
-from postroom.pipeline.retention.departures import departing, holes_between, merged
+from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.retention.deleted_numbers import deleted_runs, holes_between, merged
 from postroom.pipeline.schema import EVENTS
 from postroom.pipeline.small_check import check_small, is_small
 from postroom.pipeline.tables import Tables
@@ -49,7 +49,7 @@ def faults_in(folder: Path) -> list[dict[str, Any]]:
     return [fault for fault in planted if fault["rule"] in RULES]
 
 
-def is_all_that_was_planted(found: Verdict, planted: list[dict[str, Any]]) -> bool:
+def is_all_that_was_planted(found: CheckResult, planted: list[dict[str, Any]]) -> bool:
     return sorted((one.rule, one.message_id) for one in found.samples) == sorted(
         (fault["rule"], fault["message_id"]) for fault in planted
     ) and {one.event_ids for one in found.samples if one.rule == "gap"} == {
@@ -89,7 +89,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
     done = commands("check", "--tables", tables.folder, "--master", "local[2]")
     assert done.code == 1, done.stderr
     samples = [
-        Sample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
+        ViolationSample(row["rule"], row["message_id"], tuple(row["event_ids"]), row["sentence"])
         for row in map(json.loads, done.stdout.splitlines())
     ]
     events = [event for block, _ in Segments(folder).after(StreamPosition(0, 0)) for event in block]
@@ -99,7 +99,7 @@ def test_the_command_says_what_the_checker_of_the_core_says_and_fails(
 
 
 @pytest.mark.parametrize("faults", [True, False])
-def test_small_tables_are_judged_without_spark_as_by_spark(
+def test_small_tables_are_checked_without_spark_with_the_same_result(
     spark: SparkSession, tables_of: TablesOf, faults: bool
 ) -> None:
     _, tables = tables_of(faults=faults)
@@ -108,7 +108,7 @@ def test_small_tables_are_judged_without_spark_as_by_spark(
     assert check_small(tables, horizon_s=60) == check_tables(spark, tables, horizon_s=60)
 
 
-def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
+def test_large_tables_and_tables_with_deletions_are_checked_by_spark(
     spark: SparkSession,
     tables_of: TablesOf,
     commands: Commands,
@@ -125,8 +125,8 @@ def test_tables_that_are_large_or_that_something_left_are_judged_by_spark(
     assert (by_spark.code, by_spark.stdout) == (done.code, done.stdout)
     monkeypatch.undo()
     tables = Tables(folder)
-    gone = departing(tables.read(spark, "silver_events").where("seq < 5"))
-    tables.replace(departures.TABLE, merged(gone))
+    gone = deleted_runs(tables.read(spark, "silver_events").where("seq < 5"))
+    tables.replace(deleted_numbers.TABLE, merged(gone))
     assert not is_small(Tables(folder))
 
 
@@ -185,7 +185,7 @@ def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
     return events
 
 
-def test_of_made_up_lives_it_says_the_same_too(spark: SparkSession, tmp_path: Path) -> None:
+def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSession, tmp_path: Path) -> None:
     """Hundreds of sources, each a small history of its own, in one job."""
     rng = random.Random(20)
     histories = [made_up(f"s{n:03}", rng) for n in range(600)]
@@ -251,7 +251,7 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     gone = life("a", [1, 2, 5, 6], *DONE) + life("b", [8, 9, 10, 14], *DONE)
     there = life("c", [3, 4, 12, 13], *DONE) + life("d", [15, 17, 18, 19], *DONE)
     whole = rows_of_events(spark, gone + there, tmp_path / "whole")
-    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, there, tmp_path / "there")
     found = check(rows, rows, left)
     sentences = [f"of source s, {seq} is missing" for seq in (11, 16, 7)]
@@ -261,7 +261,7 @@ def test_what_has_left_is_not_missing_and_what_never_came_is(spark: SparkSession
     assert check(whole, whole, left).samples == found.samples
 
 
-def test_a_message_that_left_and_comes_back_is_not_taken_for_one_that_nobody_accepted(
+def test_a_deleted_message_with_later_events_is_not_reported_as_unknown(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """It waited for longer than it was kept, or somebody sent it again, or its lease lapsed late."""
@@ -271,7 +271,7 @@ def test_a_message_that_left_and_comes_back_is_not_taken_for_one_that_nobody_acc
     back += life("dead", [13, 14, 15], "replayed", "dequeued", "execution_completed")
     back += [msgspec.structs.replace(event, lease=6) for event in life("held", [16], "lease_lapsed")]
     real = life("nobody", [17, 18], "dequeued", "execution_completed")
-    left = merged(departing(rows_of_events(spark, gone, tmp_path / "gone")))
+    left = merged(deleted_runs(rows_of_events(spark, gone, tmp_path / "gone")))
     rows = rows_of_events(spark, back + real, tmp_path / "back")
     assert [(one.rule, one.message_id) for one in check(rows, rows, left).samples] == [("unknown", "nobody")]
 
@@ -280,19 +280,19 @@ def test_the_time_of_a_source_is_that_of_what_has_left_too(spark: SparkSession, 
     """A message that a hold keeps is no less lost when all that came later has left."""
     held = life("held", [1], "created")
     later = [msgspec.structs.replace(one, ts_us=2 * HORIZON_US) for one in life("a", [2, 3, 4, 5], *DONE)]
-    left = merged(departing(rows_of_events(spark, later, tmp_path / "later")))
+    left = merged(deleted_runs(rows_of_events(spark, later, tmp_path / "later")))
     rows = rows_of_events(spark, held, tmp_path / "held")
     assert check(rows, rows, left).counts == {"lost": 1}
 
 
-def test_runs_of_numbers_become_one_and_end_with_their_block(
+def test_ranges_of_numbers_are_merged_within_their_block(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departures, "BLOCK", 8)
+    monkeypatch.setattr(deleted_numbers, "BLOCK", 8)
     events = [event for n in range(1, 21, 4) if n != 13 for event in life(f"m{n}", [*range(n, n + 4)], *DONE)]
     rows = rows_of_events(spark, events, tmp_path / "events")
-    runs = merged(departing(rows))
-    again = merged(runs.unionByName(departing(rows)).unionByName(runs))
+    runs = merged(deleted_runs(rows))
+    again = merged(runs.unionByName(deleted_runs(rows)).unionByName(runs))
     for found in (runs, again):
         told_runs = sorted((row["first_seq"], row["last_seq"], row["newest_us"]) for row in found.collect())
         assert told_runs == [(1, 7, 7), (8, 12, 12), (17, 20, 20)]

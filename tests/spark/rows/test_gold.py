@@ -179,7 +179,7 @@ def test_what_follows_a_change_is_partitioned_by_day_and_made_of_one_table_or_of
     assert several == {("silver_events", "silver_messages")}
 
 
-def test_percentiles_do_not_depend_on_how_rows_are_spread(spark: SparkSession, tables_of: TablesOf) -> None:
+def test_percentiles_do_not_depend_on_partitions(spark: SparkSession, tables_of: TablesOf) -> None:
     _, tables = tables_of()
     many = tables.read(spark, "silver_messages").repartition(7, F.rand(3))
     assert in_order(plain(row.asDict(recursive=True)) for row in gold.latency(many).collect()) == stored(
@@ -205,7 +205,7 @@ def test_money_is_exact(spark: SparkSession) -> None:
     assert [str(row["cost_usd"]) for row in gold.cost(events).collect()] == ["1000.000010000"]
 
 
-def test_a_message_is_suspect_when_it_was_lost_with_two_workers(spark: SparkSession) -> None:
+def test_a_message_with_two_lapsed_leases_is_suspected(spark: SparkSession) -> None:
     def event(day: str, ts_us: int, kind: str, message_id: str, worker: str | None) -> tuple[Any, ...]:
         return (day, ts_us, kind, message_id, worker, "o", "t", "a", "g", "q")
 

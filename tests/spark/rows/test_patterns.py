@@ -30,7 +30,7 @@ MASKED = {
 }
 
 
-def test_masks_take_out_what_is_never_the_same(spark: SparkSession) -> None:
+def test_masks_replace_the_variable_parts_of_a_text(spark: SparkSession) -> None:
     texts = spark.createDataFrame([(text,) for text in MASKED], "text STRING")
     assert dict(map(tuple, texts.select("text", patterns.masked(F.col("text"))).collect())) == MASKED
 

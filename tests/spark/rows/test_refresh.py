@@ -12,9 +12,9 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
-from postroom.pipeline.gold.refresh import Derived, Deriving
-from postroom.pipeline.silver.tables import HOUR_US
+from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.tables import DataFile, Tables, path_below
+from postroom.pipeline.times import HOUR_US
 from tests.spark.plainrows import records
 
 
@@ -87,18 +87,18 @@ def given(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Inpu
     return Input(spark, tmp_path_factory.mktemp("given"), build)
 
 
-def followed(deriving: Deriving, version: int, held: ExitStack) -> Derived:
-    [source] = deriving._table.inputs
-    now = {source: deriving._tables.version(source)}
-    assert deriving.since(now, now, held) is None
-    derived = deriving.since({source: version}, now, held)
-    assert derived is not None
-    return derived
+def followed(refresh: GoldRefresh, version: int, held: ExitStack) -> Replacement:
+    [source] = refresh._table.inputs
+    now = {source: refresh._tables.version(source)}
+    assert refresh.update(now, now, held) is None
+    replacement = refresh.update({source: version}, now, held)
+    assert replacement is not None
+    return replacement
 
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("way", WAY)
-def test_a_change_gives_what_is_made_anew(
+def test_an_update_gives_the_same_rows_as_a_rebuild(
     spark: SparkSession, given: Input, tmp_path: Path, way: str, is_there: bool
 ) -> None:
     tables = given.copied_to(tmp_path)
@@ -115,18 +115,18 @@ def test_a_change_gives_what_is_made_anew(
     if isinstance(chosen, Sums) and chosen.each is not None:
         chosen = chosen._replace(each=watched(chosen.each))
     table = GoldTable(watched(build), ("silver_messages",), ("day",), chosen)
-    deriving = Deriving(spark, tables, "gold_sum", table)
+    refresh = GoldRefresh(spark, tables, "gold_sum", table)
     if not is_there:  # it was removed after a week
         (tables.folder / "silver_messages" / given.old.path).unlink()
     with ExitStack() as held:
-        changed, replaced = followed(deriving, given.version, held)
+        changed, replaced = followed(refresh, given.version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     if way in ("sums", "each", "scattered") and is_there:
         assert set(read) == {given.old.path, given.new.path}  # and nothing of what stayed
     else:
         assert {path.partition("/")[0] for path in read} == {"day=2"}
-    expected, _ = deriving.anew()
+    expected, _ = refresh.rebuild()
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
 
 
@@ -145,14 +145,14 @@ def test_what_counts_on_begins_with_the_days_before(spark: SparkSession, tmp_pat
     given = Input(spark, tmp_path, count)
     tables = given.tables
     table = GoldTable(count, ("silver_messages",), ("day",), Running(("hour_us",), ("value",)))
-    deriving = Deriving(spark, tables, "gold_sum", table)
+    refresh = GoldRefresh(spark, tables, "gold_sum", table)
     read.clear()
     with ExitStack() as held:
-        changed, replaced = followed(deriving, given.version, held)
+        changed, replaced = followed(refresh, given.version, held)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     assert {path.partition("/")[0] for path in read} == {"day=2"}
-    expected, _ = deriving.anew()
+    expected, _ = refresh.rebuild()
     found = Counter(tables.read(spark, "gold_sum").collect())
     assert found == Counter(expected.collect())
     assert {row["day"] for row in found} == {1, 2}
@@ -171,25 +171,23 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
         return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
 
     way = Sums(("day", "hour_us"), ("n",), moment="ts_us")
-    deriving = Deriving(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
+    refresh = GoldRefresh(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
     for hour in range(4):
         put(hour, hour + 1)
-    rows, _ = deriving.anew()
+    rows, _ = refresh.rebuild()
     lots = rows.withColumn("lot", F.col("hour_us"))
     tables.swap("gold_sum", lots, [], partition_by=("day",), split_by="lot")
     version = tables.version("silver_events")
     put(2, 5)
     with ExitStack() as held:
-        changed, replaced = followed(deriving, version, held)
+        changed, replaced = followed(refresh, version, held)
         assert [file.low["hour_us"] // HOUR_US for file in replaced] == [2]
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}
     assert found == {0: 1, 1: 2, 2: 8, 3: 4}
 
 
-def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_rebuilding_hours_reads_only_files_of_those_hours(spark: SparkSession, tmp_path: Path) -> None:
     tables = Tables(tmp_path)
     read: list[str] = []
 
@@ -208,16 +206,16 @@ def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
         return rows.groupBy("day", hour).agg(F.max(F.col("last_us") - F.col("first_us")).alias("longest_us"))
 
     way = Hours(lambda: F.col("first_us"), ("message_id",))
-    deriving = Deriving(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
+    refresh = GoldRefresh(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
     for hour in (0, 4, 8):
         put(hour, 2)
-    rows, _ = deriving.anew()
+    rows, _ = refresh.rebuild()
     tables.append("gold_most", rows, partition_by=("day",))
     version = tables.version("silver_messages")
     put(4, 1)
     read.clear()
     with ExitStack() as held:
-        changed, replaced = followed(deriving, version, held)
+        changed, replaced = followed(refresh, version, held)
         tables.swap("gold_most", changed, replaced, partition_by=("day",))
     of_4 = {file.path for file in tables.files("silver_messages") if file.low["first_us"] == 4 * HOUR_US}
     assert set(read) == of_4
@@ -226,23 +224,23 @@ def test_of_hours_that_are_made_anew_only_files_near_them_are_read(
     assert found == [(0, HOUR_US), (4, HOUR_US), (8, HOUR_US)]
 
 
-def test_of_too_many_hours_whole_days_are_made_anew(
+def test_whole_days_are_rebuilt_if_too_many_hours_change(
     spark: SparkSession, given: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = given.copied_to(tmp_path)
-    deriving = Deriving(
+    refresh = GoldRefresh(
         spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY["hours"])
     )
     monkeypatch.setattr("postroom.pipeline.gold.refresh.HOURS_MAX", 1)
     with ExitStack() as held:
-        changed, replaced = followed(deriving, given.version, held)
+        changed, replaced = followed(refresh, given.version, held)
         assert len(changed.inputFiles()) == 3  # of the day, and nothing of what was made before
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
-    expected, _ = deriving.anew()
+    expected, _ = refresh.rebuild()
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())
 
 
-def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
+def test_a_scattered_change_rewrites_only_the_files_that_it_affects(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """Two files of every hour, and one of no hour: one row changes, and later another one of no hour."""
@@ -259,10 +257,10 @@ def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
         return rows.select("day", "hour_us", "goal_id", "value")
 
     def total(rows: DataFrame) -> DataFrame:
-        return way.added_up(of_each(rows))
+        return way.summed(of_each(rows))
 
     way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each, scattered=True)
-    deriving = Deriving(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
+    refresh = GoldRefresh(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
     for goal, hour in (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", None)):
         version = tables.version("silver_spans")
         put(goal, hour, 1)
@@ -273,8 +271,8 @@ def test_of_a_scattered_change_only_files_that_have_it_are_written_anew(
         version = tables.version("silver_spans")
         put(goal, hour, 5)
         with ExitStack() as held:
-            changed, replaced = followed(deriving, version, held)
+            changed, replaced = followed(refresh, version, held)
             assert len(replaced) == n_replaced
             tables.swap("gold_sum", changed, replaced, partition_by=("day",))
-    expected, _ = deriving.anew()
+    expected, _ = refresh.rebuild()
     assert Counter(tables.read(spark, "gold_sum").collect()) == Counter(expected.collect())

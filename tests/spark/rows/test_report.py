@@ -24,34 +24,23 @@ from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
-    Facts,
-    Goal,
+    GoalFacts,
     Pair,
     Pattern,
     Percentiles,
-    Queue,
+    QueueFacts,
+    ReportFacts,
     Spender,
     Suspect,
 )
 from postroom.pipeline.report.findings import findings
 from postroom.pipeline.report.flames import Profile, speedscope, tree
 from postroom.pipeline.report.page import POLICY, page
-from postroom.pipeline.report.plots import Stretch, area
-from postroom.pipeline.report.queries import UNNAMED, Reading, goal_of, step_of, write_report
-from postroom.pipeline.report.words import (
-    DAY_US,
-    HOUR_US,
-    MICROS_PER_S,
-    clock,
-    count,
-    duration,
-    esc,
-    moment,
-    money,
-    share,
-    width,
-)
+from postroom.pipeline.report.plots import Period, area
+from postroom.pipeline.report.queries import UNNAMED, ReportReader, goal_of, step_of, write_report
+from postroom.pipeline.report.words import clock, count, duration, esc, moment, money, share, width
 from postroom.pipeline.tables import Tables
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 from tests.spark.commands import Commands, in_its_own_process
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import oracle
@@ -64,12 +53,12 @@ START_US = 480_000 * HOUR_US
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
-def hostile(text: str = EVIL) -> Facts:
+def hostile(text: str = EVIL) -> ReportFacts:
     """A report in which every name and text was chosen by an enemy."""
     at = START_US
     waits = Percentiles(9, 1_000, 20_000, 300_000)
     stacks = [((text, "tool_call"), 700), ((text,), 300), ((text, "waiting"), 50)]
-    return Facts(
+    return ReportFacts(
         since_us=at,
         until_us=at + 30 * HOUR_US,
         step_us=HOUR_US,
@@ -81,7 +70,7 @@ def hostile(text: str = EVIL) -> Facts:
         sla={0: {at: Attained(30, 3), at + HOUR_US: Attained(4, 4)}},
         throughput={"completed": {at: 7}, "dead letters": {at: 1}},
         depth={at: 3, at + 2 * HOUR_US: 0},
-        queues=[Queue(text, 9, 3, 1)],
+        queues=[QueueFacts(text, 9, 3, 1)],
         errors={text: {at: 50}, **{f"{text}{n}": {at: 1} for n in range(9)}},
         tokens={text: {at: 1_000}},
         spending={"model": [Spender(text, 3, 1_000, Decimal("0.000012"))]},
@@ -93,9 +82,9 @@ def hostile(text: str = EVIL) -> Facts:
             )
         ],
         suspects=[Suspect(text, text, text, 2, 2, False, at)],
-        goals=[Goal(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
+        goals=[GoalFacts(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
         decisions={"completed": 2},
-        decision_queue=Queue(text, 2, 1, 0),
+        decision_queue=QueueFacts(text, 2, 1, 0),
         lapses=1,
         timeouts=1,
     )
@@ -155,7 +144,7 @@ def assert_stands_alone(text: str) -> None:
     assert POLICY.startswith("default-src 'none'")
 
 
-def test_what_an_enemy_chose_stays_text() -> None:
+def test_hostile_values_stay_text() -> None:
     text = page(hostile())
     assert_stands_alone(text)
     assert "\x00" not in text
@@ -165,7 +154,7 @@ def test_what_an_enemy_chose_stays_text() -> None:
 
 
 def test_a_page_of_nothing_says_so() -> None:
-    empty = Facts(
+    empty = ReportFacts(
         since_us=0, until_us=HOUR_US, step_us=HOUR_US, events=0, outcomes={}, latency={}, overall={},
         targets_us={}, sla={}, throughput={}, depth={}, queues=[], errors={}, tokens={}, spending={},
         cost_usd=Decimal(0), traffic=[], patterns=[], suspects=[], goals=[],
@@ -203,7 +192,7 @@ def test_every_plot_has_words_and_a_table() -> None:
         (duration(999), "999 µs"), (duration(1_530), "1.53 ms"), (duration(60_000_000), "1 min"),
         (count(9_999), "9,999"), (count(12_345), "12.3 k"), (share(0.9999), "99.9 %"), (share(1), "100 %"),
         (money(Decimal("1234.5")), "$1,234.50"), (money(Decimal("0.000012")), "$0.000012"),
-        (esc("<a b='c'>\x07"), "&lt;a b=&#x27;c&#x27;&gt;\N{REPLACEMENT CHARACTER}"),
+        (esc("<a b='c'>\x07"), "&lt;a b=&#39;c&#39;&gt;\N{REPLACEMENT CHARACTER}"),
     ],
 )  # fmt: skip
 def test_values_as_a_person_reads_them(said: str, value: str) -> None:
@@ -216,14 +205,14 @@ def test_values_as_a_person_reads_them(said: str, value: str) -> None:
 @pytest.fixture(scope="module")
 def drawn(
     tables_of: TablesOf, commands: Commands, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path, Path, Facts]:
+) -> tuple[Path, Path, Path, ReportFacts]:
     """A history, its report, its file for speedscope, and what is in them: as the command makes them."""
     folder, tables = tables_of()
     place = tmp_path_factory.mktemp("report")
     out, goals = place / "report.html", place / "goals.json"
-    known: list[Facts] = []
+    known: list[ReportFacts] = []
 
-    def noted(*words: Any, **named: Any) -> Facts:
+    def noted(*words: Any, **named: Any) -> ReportFacts:
         known.append(write_report(*words, **named))
         return known[0]
 
@@ -236,7 +225,7 @@ def drawn(
     return folder, out, goals, known[0]
 
 
-def test_the_report_says_what_the_oracle_says(drawn: tuple[Path, Path, Path, Facts]) -> None:
+def test_the_report_matches_the_oracle(drawn: tuple[Path, Path, Path, ReportFacts]) -> None:
     folder, out, _, facts = drawn
     text = out.read_text()
     assert_stands_alone(text)
@@ -274,7 +263,7 @@ def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
         (3, "b", "shared", 1, 0), (2, "b", "other", 1, 1),
     ]  # fmt: skip
     flows = spark.createDataFrame(
-        [("2025-01-01", START_US + n * gold.MINUTE_US, *rest) for n, *rest in minutes],
+        [("2025-01-01", START_US + n * MINUTE_US, *rest) for n, *rest in minutes],
         "day STRING, minute_us BIGINT, org_id STRING, queue STRING, arrived BIGINT, left BIGINT",
     )
     tables = Tables(tmp_path / "tables")
@@ -283,12 +272,12 @@ def test_a_queue_that_organizations_share_is_as_full_as_all_of_them_make_it(
     tables.replace("silver_messages", spark.createDataFrame([(name,) for name in names], "queue STRING"))
     ends = spark.createDataFrame([(START_US,), (START_US + DAY_US,)], "ts_us BIGINT")
     tables.replace("silver_events", ends)
-    depth, queues = Reading(tables, {})._depth()
-    assert queues == [Queue("shared", 7, 8, 7), Queue("other", 3, 0, 0)]
+    depth, queues = ReportReader(tables, {})._depth()
+    assert queues == [QueueFacts("shared", 7, 8, 7), QueueFacts("other", 3, 0, 0)]
     assert depth == {START_US: 8, **{START_US + n * HOUR_US: 7 for n in range(1, 25)}}  # it rests
 
 
-def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Facts]) -> None:
+def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, ReportFacts]) -> None:
     _, _, goals, facts = drawn
     file = json.loads(goals.read_text())
     frames = [frame["name"] for frame in file["shared"]["frames"]]
@@ -300,7 +289,7 @@ def test_speedscope_gets_every_microsecond(drawn: tuple[Path, Path, Path, Facts]
     assert len(file["profiles"]) > len(facts.goals)
 
 
-def test_the_width_of_a_flame_is_the_sum_of_what_is_below_it() -> None:
+def test_the_width_of_a_flame_is_the_sum_of_its_children() -> None:
     profile = Profile("g", [(("a",), 5), (("a", "b"), 7), (("a", "b", "c"), 1), (("d",), 2)])
     root = tree(profile)
     assert (root.total_us, root.below["a"].total_us, root.below["a"].own_us) == (15, 13, 5)
@@ -320,8 +309,8 @@ def test_the_report_is_drawn_without_java(
     assert_stands_alone(out.read_text())
 
 
-def test_the_report_says_what_spark_says_of_the_same_tables(
-    spark: SparkSession, drawn: tuple[Path, Path, Path, Facts], tables_of: TablesOf
+def test_the_report_matches_spark_on_the_same_tables(
+    spark: SparkSession, drawn: tuple[Path, Path, Path, ReportFacts], tables_of: TablesOf
 ) -> None:
     """The page is drawn from what DuckDB reads of them."""
     facts, (_, tables) = drawn[-1], tables_of()
@@ -395,7 +384,7 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Facts:
+def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> ReportFacts:
     """A minute: a task is put back, one stays open, a decision is tried twice, and a bus has a message."""
     folder = tmp_path_factory.mktemp("short")
     events = [
@@ -421,7 +410,7 @@ def short(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Fact
     return write_report(tables, folder / "report.html")
 
 
-def test_columns_are_as_fine_as_a_history_is_short(short: Facts) -> None:
+def test_columns_are_as_fine_as_a_history_is_short(short: ReportFacts) -> None:
     step_us = SECOND // 2
     assert (short.since_us, short.until_us) == (START_US, START_US + 55 * SECOND + step_us)
     assert short.step_us == step_us
@@ -434,22 +423,22 @@ def test_columns_are_as_fine_as_a_history_is_short(short: Facts) -> None:
     }
 
 
-def test_a_message_that_is_put_back_is_no_second_arrival(short: Facts) -> None:
-    assert short.queues == [Queue("work", 2, 2, 1)]
+def test_a_message_that_is_put_back_is_no_second_arrival(short: ReportFacts) -> None:
+    assert short.queues == [QueueFacts("work", 2, 2, 1)]
     depths = [short.depth[START_US + at * SECOND] for at in (0, 1, 2, 3, 9, 19, 20, 21, 55)]
     assert depths == [1, 2, 2, 1, 2, 2, 2, 1, 1]
 
 
-def test_a_message_of_a_bus_is_kept_and_not_open(short: Facts) -> None:
+def test_a_message_of_a_bus_is_kept_and_not_open(short: ReportFacts) -> None:
     assert short.outcomes == {"completed": 1, "open": 1, KEPT: 1, REMOVED: 1}
     said = "".join(Reader(page(short)).text)
     assert "kept for readers" in said
     assert "100 %ended well" in said
 
 
-def test_decisions_of_the_harness_are_shown_apart(short: Facts) -> None:
+def test_decisions_of_the_harness_are_shown_apart(short: ReportFacts) -> None:
     assert short.decisions == {"completed": 1}
-    assert short.decision_queue == Queue(DECISIONS, 1, 1, 0)
+    assert short.decision_queue == QueueFacts(DECISIONS, 1, 1, 0)
     assert short.overall[1].n == 1
     assert sum(short.throughput["completed"].values()) == 1
     text = page(short)
@@ -461,7 +450,7 @@ def test_decisions_of_the_harness_are_shown_apart(short: Facts) -> None:
     assert "Decisions of the harness are among them." in page(hostile("x"))  # whose columns are hours
 
 
-def test_a_contract_is_no_sender(short: Facts) -> None:
+def test_a_contract_is_no_sender(short: ReportFacts) -> None:
     assert {(pair.sender, pair.recipient, pair.messages) for pair in short.traffic} == {
         ("ada", "work", 1),
         (UNNAMED, "work", 1),
@@ -469,7 +458,7 @@ def test_a_contract_is_no_sender(short: Facts) -> None:
     }
 
 
-def test_lapsed_leases_and_timeouts_stand_out(short: Facts) -> None:
+def test_lapsed_leases_and_timeouts_stand_out(short: ReportFacts) -> None:
     assert (short.lapses, short.timeouts) == (1, 1)
     said = [one.text for one in findings(short)]
     assert any(text.startswith("1 lease lapsed: the worker died, hung, or sent no heart") for text in said)
@@ -479,7 +468,7 @@ def test_lapsed_leases_and_timeouts_stand_out(short: Facts) -> None:
     assert "3 errors are timeouts." in said
 
 
-def test_priorities_are_explained_before_they_are_named(short: Facts) -> None:
+def test_priorities_are_explained_before_they_are_named(short: ReportFacts) -> None:
     for facts in (short, hostile("x")):
         said = "".join(Reader(page(facts)).text).partition("What stands out")[0]
         assert "Mail sets them: critical is P0, urgent and high are P1, normal is P2, low is P3." in said
@@ -487,7 +476,7 @@ def test_priorities_are_explained_before_they_are_named(short: Facts) -> None:
     assert "are priorities" not in page(short._replace(latency={}, sla={}))
 
 
-def test_hours_whose_events_have_left_are_drawn_from_gold(
+def test_hours_whose_events_were_deleted_are_drawn_from_gold(
     tables_of: TablesOf, spark: SparkSession, tmp_path: Path
 ) -> None:
     tables = Tables(tmp_path / "tables")
@@ -543,7 +532,7 @@ def test_times_are_as_exact_as_they_need_to_be(said: str, text: str) -> None:
 def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
     """A character of them is 6.2 pixels wide, or less."""
     for since_us in (START_US, START_US + 17 * SECOND, START_US + 23 * HOUR_US):
-        over = Stretch(since_us, since_us + span_us, SECOND // 10)
+        over = Period(since_us, since_us + span_us, SECOND // 10)
         drawn = area({since_us: 1.0}, title="t", said="s", words=count, over=over, name="n", width=width)
         ticks = re.findall(r'<text class="tick" x="([\d.]+)" y="[\d.]+" text-anchor="middle">([^<]+)<', drawn)
         assert ticks
@@ -552,7 +541,7 @@ def test_names_of_ticks_have_room(span_us: int, width: int) -> None:
         assert edges[-1][1] <= width
 
 
-def test_what_has_no_name_is_said_in_words() -> None:
+def test_missing_names_are_shown_in_words() -> None:
     pattern = hostile("x").patterns[0]._replace(error_type="", orgs=0, types=())
     facts = hostile("x")._replace(patterns=[pattern])
     said = [one.text for one in findings(facts)]
@@ -604,7 +593,7 @@ def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
     """They name each other as their parents, and nobody has told that they were created."""
     row = {"org_id": "o", "hour_us": None, "stack": None, "messages": 2, "work_us": 5, "wait_us": 0}
     goal = goal_of("g", [row], (0, DAY_US))
-    assert goal == Goal("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
+    assert goal == GoalFacts("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
     facts = hostile("words")._replace(goals=[goal])
     assert "2 messages</p>" in page(facts)
     with_hour = goal_of("g", [row, {**row, "hour_us": HOUR_US}], (0, DAY_US))
@@ -613,7 +602,7 @@ def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
     assert (of_a_minute.from_us, of_a_minute.until_us) == (HOUR_US + 5, HOUR_US + 60)
 
 
-def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, Facts], tmp_path: Path) -> None:
+def test_a_browser_shows_it(drawn: tuple[Path, Path, Path, ReportFacts], tmp_path: Path) -> None:
     _, out, _, facts = drawn
     picture = tmp_path / "report.png"
     browse(tmp_path, out, f"--screenshot={picture}")
@@ -641,7 +630,7 @@ def test_a_narrow_window_shows_the_whole_of_every_plot_over_time(tmp_path: Path)
     assert scrolled <= 500
 
 
-def test_a_browser_runs_nothing_that_an_enemy_chose(tmp_path: Path) -> None:
+def test_a_browser_runs_no_hostile_value(tmp_path: Path) -> None:
     out = tmp_path / "hostile.html"
     out.write_text(page(hostile()))
     dom = browse(tmp_path, out, "--dump-dom").decode()

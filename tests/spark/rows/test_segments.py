@@ -8,7 +8,14 @@ import pytest
 from postroom.core.events import AuditEvent
 from postroom.errors import InvalidMessage
 from postroom.pipeline.ingest import segments
-from postroom.pipeline.ingest.segments import Gap, Segment, Turn, batches, ingest_id, turn_of
+from postroom.pipeline.ingest.segments import (
+    Gap,
+    PendingSegments,
+    Segment,
+    batches,
+    ingest_id,
+    pending_segments,
+)
 from postroom.runtime.shipping import stream_name
 from postroom.sinks.layout import CHAIN, STREAM
 from postroom.sinks.retention import retain
@@ -30,8 +37,8 @@ def numbers(found: list[Segment]) -> list[int]:
     return [segment.number for segment in found]
 
 
-def told(turn: Turn) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    return numbers(turn.ready), numbers(turn.waiting), [(gap.first, gap.last) for gap in turn.gaps]
+def told(pending: PendingSegments) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    return numbers(pending.ready), numbers(pending.waiting), [(gap.first, gap.last) for gap in pending.gaps]
 
 
 def seal_one(sink: SegmentSink, seq: int) -> None:
@@ -69,62 +76,68 @@ def cut(folder: Path, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("short", "sentence"),
     [
-        (1, "segment 1 is cut short or missing, and 4 behind 1 wait for it"),
-        (3, "segment 3 is cut short or missing, and 2 behind 3 wait for it"),
-        (5, "segment 5 is cut short or missing and waited for"),
+        (1, "segment 1 is truncated or missing, and 4 later segments wait for it"),
+        (3, "segment 3 is truncated or missing, and 2 later segments wait for it"),
+        (5, "segment 5 is truncated or missing and waited for"),
     ],
 )
-def test_one_that_is_still_being_copied_is_waited_for(chained: Path, short: int, sentence: str) -> None:
+def test_later_segments_wait_for_one_that_is_still_being_copied(
+    chained: Path, short: int, sentence: str
+) -> None:
     whole = cut(chained, short)
-    turn = turn_of(chained, NONE)
+    pending = pending_segments(chained, NONE)
     before, behind = list(range(1, short)), list(range(short + 1, SEGMENTS + 1))
-    assert (*told(turn), turn.sentence()) == (before, behind, [(short, short)], sentence)
-    assert told(turn_of(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
-    assert told(turn_of(chained, short)) == (behind, [], [])  # it was taken, and shall not come again
-    given_up = turn_of(chained, NONE, skip_missing=True)
+    assert (*told(pending), pending.sentence()) == (before, behind, [(short, short)], sentence)
+    assert told(pending_segments(chained, short - 1 or NONE)) == ([], behind, [(short, short)])
+    assert told(pending_segments(chained, short)) == (
+        behind,
+        [],
+        [],
+    )  # it was taken, and shall not come again
+    given_up = pending_segments(chained, NONE, skip_missing=True)
     assert told(given_up) == ([1, 2, 3, 4, 5], [], [(short, short)])
-    assert given_up.sentence() == f"segment {short} is cut short or missing and passed over"
+    assert given_up.sentence() == f"segment {short} is truncated or missing and skipped"
     file_of(chained, short).write_bytes(whole)
-    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
 
 
-def test_all_that_follows_on_is_ready(tmp_path: Path) -> None:
+def test_consecutive_segments_are_ready(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 3)
-    assert told(turn_of(folder, NONE)) == ([1, 2, 3], [], [])
-    assert told(turn_of(folder, 2)) == ([3], [], [])
-    assert told(turn_of(folder, 3)) == ([], [], [])
-    assert turn_of(folder, NONE).sentence() == ""
+    assert told(pending_segments(folder, NONE)) == ([1, 2, 3], [], [])
+    assert told(pending_segments(folder, 2)) == ([3], [], [])
+    assert told(pending_segments(folder, 3)) == ([], [], [])
+    assert pending_segments(folder, NONE).sentence() == ""
 
 
 def test_what_is_behind_a_missing_number_waits(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 4, 7, 8)
-    turn = turn_of(folder, NONE)
-    assert told(turn) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
-    assert turn.sentence() == "segments 3, 5 to 6 are missing, and 3 behind 3 wait for it"
-    assert told(turn_of(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
-    assert told(turn_of(folder, 4)) == ([], [7, 8], [(5, 6)])
+    pending = pending_segments(folder, NONE)
+    assert told(pending) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])
+    assert pending.sentence() == "segments 3, 5 to 6 are missing, and 3 later segments wait for it"
+    assert told(pending_segments(folder, 2)) == ([], [4, 7, 8], [(3, 3), (5, 6)])
+    assert told(pending_segments(folder, 4)) == ([], [7, 8], [(5, 6)])
 
 
 def test_who_gives_them_up_gets_the_rest_and_their_numbers(tmp_path: Path) -> None:
-    turn = turn_of(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
-    assert told(turn) == ([4, 6], [], [(3, 3), (5, 5)])
-    assert turn.sentence() == "segments 3, 5 are missing and passed over"
+    pending = pending_segments(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
+    assert told(pending) == ([4, 6], [], [(3, 3), (5, 5)])
+    assert pending.sentence() == "segments 3, 5 are missing and skipped"
 
 
 def test_a_chain_tells_with_which_number_a_folder_begins(chained: Path) -> None:
-    assert told(turn_of(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([1, 2, 3, 4, 5], [], [])
     forget(chained, 1, 2)
-    assert told(turn_of(chained, NONE)) == ([], [3, 4, 5], [(1, 2)])
+    assert told(pending_segments(chained, NONE)) == ([], [3, 4, 5], [(1, 2)])
     (chained / CHAIN).unlink()
-    assert told(turn_of(chained, NONE)) == ([3, 4, 5], [], [])
+    assert told(pending_segments(chained, NONE)) == ([3, 4, 5], [], [])
 
 
 def test_what_retention_removed_before_the_first_run_is_not_missing(chained: Path) -> None:
     assert retain(chained, FAR_FUTURE_US)
     with SegmentSink(chained, durability="os") as sink:
         seal_one(sink, 6)
-    assert told(turn_of(chained, NONE)) == ([6], [], [])
-    assert told(turn_of(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
+    assert told(pending_segments(chained, NONE)) == ([6], [], [])
+    assert told(pending_segments(chained, 3)) == ([], [6], [(4, 5)])  # these were never seen, and are gone
 
 
 def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,23 +148,23 @@ def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidMessage, match="is not a folder of segments"):
-        turn_of(tmp_path / "nowhere", NONE)
+        pending_segments(tmp_path / "nowhere", NONE)
 
 
 def test_a_gap_reads_as_a_person_says_it() -> None:
     assert [str(Gap(3, 3)), str(Gap(3, 5))] == ["3", "3 to 5"]
 
 
-def test_one_that_the_chain_does_not_know_is_waited_for_until_it_is_what_its_name_promises(
+def test_a_segment_outside_the_chain_has_to_match_its_hash(
     chained: Path,
 ) -> None:
     """A folder is copied, and its chain comes last."""
     (chained / CHAIN).unlink()
     whole = cut(chained, 3)
-    assert told(turn_of(chained, 2)) == ([], [4, 5], [(3, 3)])
-    assert told(turn_of(chained, 2, skip_missing=True)) == ([3, 4, 5], [], [(3, 3)])
+    assert told(pending_segments(chained, 2)) == ([], [4, 5], [(3, 3)])
+    assert told(pending_segments(chained, 2, skip_missing=True)) == ([3, 4, 5], [], [(3, 3)])
     file_of(chained, 3).write_bytes(whole)
-    assert told(turn_of(chained, 2)) == ([3, 4, 5], [], [])
+    assert told(pending_segments(chained, 2)) == ([3, 4, 5], [], [])
 
 
 def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
@@ -168,7 +181,7 @@ def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\n", b"\xff\xfe"])
-def test_a_name_that_is_none_is_no_other_stream(tmp_path: Path, said: bytes) -> None:
+def test_an_empty_stream_name_is_refused(tmp_path: Path, said: bytes) -> None:
     (tmp_path / STREAM).write_bytes(said)
     with pytest.raises(InvalidMessage, match="names no stream"):
         ingest_id(tmp_path)

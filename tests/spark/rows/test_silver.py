@@ -16,7 +16,7 @@ from postroom.pipeline.ingest.segments import sealed_segments
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver import span_tree, spans
 from postroom.pipeline.silver import tables as silver
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.tables import Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import expected, oracle, stored
@@ -91,10 +91,10 @@ def held_in(chapter: Chapter, tables: Tables, message_id: str) -> str:
 
 def test_a_message_that_changes_leaves_the_files_of_others_alone(story: Story) -> None:
     first, second, *_ = story.chapters
-    settled = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
-    [path] = settled  # what is settled has files of its own
-    assert "settled=day-" in path  # by the day, as there are few events an hour
-    assert held_in(first, story.tables, "busy") not in settled
+    quiet = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
+    [path] = quiet  # the files of finished messages are not rewritten
+    assert "file_group=day-" in path  # by the day, as there are few events an hour
+    assert held_in(first, story.tables, "busy") not in quiet
     assert held_in(second, story.tables, "busy") not in {file.path for file in first.files["silver_messages"]}
     outcomes = {row["message_id"]: row["outcome"] for row in second.rows["silver_messages"]}
     assert (outcomes["quiet"], outcomes["late"], outcomes["busy"]) == ("cancelled", "open", "cancelled")
@@ -184,14 +184,14 @@ def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_
 
 
 @pytest.mark.parametrize(("few", "join"), [(True, "BroadcastHashJoin"), (False, "SortMergeJoin")])
-def test_a_join_goes_by_what_is_known_and_not_by_the_size_of_files(
+def test_the_join_strategy_depends_on_row_counts_and_not_on_file_sizes(
     spark: SparkSession, tables_of: TablesOf, few: bool, join: str
 ) -> None:
     """These are small, and Spark by itself would send them in either case."""
     _, tables = tables_of()
     rows = tables.read(spark, "silver_messages")
     ids = rows.select("message_id")
-    assert join in plan_of(rows.join(sent(ids, few=few), "message_id", "left_semi"))
+    assert join in plan_of(rows.join(with_join_hint(ids, few=few), "message_id", "left_semi"))
 
 
 def test_rows_that_say_nothing_to_redact_are_not_copied_for_python(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.silver.span_tree import SPANS, Placing
+from postroom.pipeline.silver.span_tree import SPANS, SpanPlacement
 from postroom.pipeline.tables import DataFile, Tables
 from tests.spark.plainrows import records
 
@@ -56,8 +56,10 @@ class Growing:
         for file in removed if not is_there else ():  # they were removed after a week
             (self.tables.folder / "silver_messages" / file.path).unlink()
         with ExitStack() as held:
-            placed = Placing(self.spark, self.tables, added, removed, held)
-            touched, found = placed.among_others() if self.tables.exists(SPANS) else ([], placed.anew())
+            placed = SpanPlacement(self.spark, self.tables, added, removed, held)
+            touched, found = (
+                placed.updated_rows() if self.tables.exists(SPANS) else ([], placed.rebuilt_rows())
+            )
             self.tables.swap(SPANS, found.coalesce(1), touched, partition_by=("day",))
         return touched
 
@@ -66,7 +68,7 @@ class Growing:
         return sorted(tuple(row[name] for name in names) for row in records(self.tables, SPANS))
 
 
-def test_places_do_not_depend_on_when_messages_come(spark: SparkSession, tmp_path: Path) -> None:
+def test_places_do_not_depend_on_the_order_of_messages(spark: SparkSession, tmp_path: Path) -> None:
     growing, whole = Growing(spark, tmp_path / "growing"), Growing(spark, tmp_path / "whole")
     rounds = [together(at) for at in range(max(map(len, BATCHES.values())))]
     for batch in rounds:

@@ -57,11 +57,11 @@ def test_a_tree_has_places_down_to_the_limit_and_none_below(found: dict[str, Pla
     assert [found[name] for name in CHAIN] == places + [NOWHERE] * (len(CHAIN) - DEPTH_MAX)
 
 
-def test_in_a_circle_and_below_it_there_is_no_place(found: dict[str, Place]) -> None:
+def test_messages_in_and_below_a_cycle_have_no_place(found: dict[str, Place]) -> None:
     assert {found[name] for name in CIRCLE} == {NOWHERE}
 
 
-def test_a_child_stands_below_what_is_known_of_its_parent(found: dict[str, Place]) -> None:
+def test_a_child_is_placed_below_the_known_place_of_its_parent(found: dict[str, Place]) -> None:
     """Of a parent that has a place, of one that is lost, and of one that nobody told of."""
     assert {name: found[name] for name in CHILDREN} == {
         "x": ("root", 2, "r;p;t"),

@@ -134,9 +134,7 @@ def test_a_table_with_other_partitions_is_refused(spark: SparkSession, tables: T
     assert tables.version("t") == 0
 
 
-def test_files_without_a_commit_are_nobodys_rows_until_vacuum_takes_them(
-    spark: SparkSession, tables: Tables
-) -> None:
+def test_uncommitted_files_are_invisible_and_vacuum_deletes_them(spark: SparkSession, tables: Tables) -> None:
     tables.append("t", numbers(spark, 0, 3))
     tables.stage("t", numbers(spark, 3, 6))
     (tables.folder / "t" / STAGING / "left").mkdir(parents=True)
@@ -237,7 +235,7 @@ def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables)
         tables.read(spark, "t")
 
 
-def test_the_connector_is_asked_for_when_it_is_wanted(spark: SparkSession, tables_of: TablesOf) -> None:
+def test_the_connector_is_used_when_it_is_enabled(spark: SparkSession, tables_of: TablesOf) -> None:
     """Its jar comes with no pip package, so what can be seen here is Spark looking for it."""
     _, tables = tables_of()
     spark.conf.set(CONNECTOR, "true")
@@ -252,7 +250,7 @@ def test_the_connector_is_asked_for_when_it_is_wanted(spark: SparkSession, table
     assert not CONNECTOR_SETTINGS.keys() & settings("local[2]", {}).keys()
 
 
-def test_a_table_whose_deletion_was_cut_off_is_gone_and_can_be_made_anew(
+def test_a_table_whose_deletion_was_interrupted_can_be_rebuilt(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = Tables(tmp_path)

@@ -1,15 +1,14 @@
 """The tables as a declarative pipeline: `spark-pipelines run` over the same transforms.
 
-Rule 1: nothing is decided here. Each table is a transform and the names of what it is made of; Spark finds
-        the order, and what is out of date.
-Rule 2: bronze is a streaming table: each segment is read once. What comes of it is a materialized view.
-Rule 3: a project has a catalog of its own that lasts: a second run knows the tables of the first, and reads
-        only the segments that are new.
-Rule 4: a table is read through a view. Spark ties a definition to a table that its catalog knows from an
-        earlier run, and then may build it before what it is made of, while that is empty. No catalog knows
-        the views of a pipeline.
-Rule 5: a definition may ask nothing of the data. Tables that do, and what is made of them, stay with
-        `postroom pipeline run`: `silver_spans` climbs trees until there is nothing left to climb.
+Rule 1: each table is a transform and the names of its inputs. Spark decides on the order, and on which tables
+        are out of date.
+Rule 2: bronze is a streaming table: each segment is read once. Silver and gold are materialized views.
+Rule 3: a project has a persistent catalog of its own, so a second run knows the tables of the first, and
+        reads only the new segments.
+Rule 4: a table is read through a view. Otherwise Spark would bind a definition to the table of an earlier run
+        in the catalog, and might build it before its inputs. The views of a pipeline are in no catalog.
+Rule 5: a definition may not query the data. Tables that do, and tables that depend on them, are only built by
+        `postroom pipeline run`: `silver_spans` queries its trees until all places are found.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +26,27 @@ from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES
 from postroom.pipeline.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
-from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.declaration import Append, Tree
+from postroom.pipeline.silver.tables import SILVER, rank
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Column, SparkSession
 
     from postroom.pipeline.gold.declaration import GoldTable
+    from postroom.pipeline.silver.declaration import SilverTable
 
-EVENTS_SETTING: Final = "spark.postroom.events"  # Spark hands over no setting that is not called so
+    Transform = tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]
+    """A function of DataFrames, the tables that it gets, and the columns that partition the result."""
+
+EVENTS_SETTING: Final = "spark.postroom.events"  # Spark only passes settings with this prefix
 LEVEL_SETTING: Final = "spark.postroom.redaction"
 LEVELS: Final = ("none", "medium", "full")
 SPEC_NAME: Final = "spark-pipeline.yml"
 CONF_FOLDER: Final = "conf"
 CONF_NAME: Final = "spark-defaults.conf"  # the name that Spark looks for
 DEFINITIONS: Final = "definitions"
-ASKING: Final = frozenset(["silver_spans"])
-"""Tables whose transforms look at the data before there is any."""
+QUERYING: Final = frozenset(name for name, table in SILVER.items() if isinstance(table.update, Tree))
+"""Tables whose updates query the data, which a definition may not do."""
 
 SPEC: Final = """\
 name: postroom
@@ -62,8 +66,8 @@ CONF: Final = {
     "spark.connect.grpc.binding.address": LOOPBACK,
     "spark.sql.catalogImplementation": "hive",
 }
-"""What a Spark on this machine is started with. A spec may only have what can still change after that."""
-DEFINING: Final = """\
+"""The settings of a local Spark at its start. A spec may only have settings that can change later."""
+DEFINITION: Final = """\
 from postroom.pipeline.declarative import define
 
 define(spark)
@@ -71,12 +75,12 @@ define(spark)
 
 
 def write_project(folder: Path, events: Path) -> Path:
-    """Make a folder that `spark-pipelines run` can be started in; gives its spec."""
+    """Create a folder for `spark-pipelines run`; returns the path of its spec."""
     if folder.exists() and any(folder.iterdir()):
         raise InvalidSetting(f"{folder} is not empty: a project gets a folder of its own")
     definitions = folder / DEFINITIONS
     definitions.mkdir(parents=True)
-    (definitions / "tables.py").write_text(DEFINING)
+    (definitions / "tables.py").write_text(DEFINITION)
     here = folder.absolute()
     (folder / CONF_FOLDER).mkdir()
     (folder / CONF_FOLDER / CONF_NAME).write_text(_conf(here))
@@ -94,7 +98,7 @@ def write_project(folder: Path, events: Path) -> Path:
 
 
 def _conf(folder: Path) -> str:
-    """The settings of a Spark that keeps its tables in a folder, and knows them again."""
+    """The settings of a Spark with its tables and its catalog in a folder."""
     own = {
         "spark.sql.warehouse.dir": str(folder / "tables"),
         "spark.hadoop.javax.jdo.option.ConnectionURL": (
@@ -105,28 +109,19 @@ def _conf(folder: Path) -> str:
 
 
 def define(spark: "SparkSession") -> None:
-    """Define every table. To be called from a definitions file, where Spark hands over its session."""
+    """Define every table. A definitions file calls it with the session that Spark passes."""
     folder, level = spark.conf.get(EVENTS_SETTING, None), spark.conf.get(LEVEL_SETTING, "medium")
     if not folder:
         raise InvalidSetting(f"the configuration of the pipeline has no {EVENTS_SETTING}")
     if level not in LEVELS:
         raise InvalidSetting(f"{LEVEL_SETTING} is {', '.join(LEVELS)}, and not {level!r}")
-    # Here, because Spark wants to know the type of a function, and a definition may ask nothing.
+    # Outside the definitions, because Spark looks up the type of the function, which they may not.
     columns = redaction.redacted(level)  # type: ignore[arg-type]
     pipelines.temporary_view(name="lines")(named("lines", partial(arriving, spark, folder)))
     pipelines.table(name="bronze_events", partition_cols=list(bronze.PARTITIONS))(
         named("bronze_events", lambda: bronze.events(spark.readStream.table("lines")))
     )
-    derived: dict[str, tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]] = {
-        "silver_events": (
-            lambda rows: once(silver.events(rows, columns)),
-            ("bronze_events",),
-            silver.PARTITIONS,
-        ),
-        "silver_messages": (silver.messages, ("silver_events",), silver.PARTITIONS),
-        "silver_attempts": (silver.attempts, ("silver_events",), silver.PARTITIONS),
-        **{name: (gold.build, gold.inputs, gold.partition_by) for name, gold in lazy(GOLD).items()},
-    }
+    derived = {name: _transform(name, columns) for name in lazy({**SILVER, **GOLD})}
     for name in ("bronze_events", *derived):
         pipelines.temporary_view(name=view_of(name))(named(view_of(name), partial(spark.read.table, name)))
     for name, (build, inputs, partitions) in derived.items():
@@ -134,10 +129,19 @@ def define(spark: "SparkSession") -> None:
         view(named(name, partial(_built, spark, build, inputs, partitions)))
 
 
+def _transform(name: str, redacted: "Mapping[str, Column]") -> "Transform":
+    if name in GOLD:
+        return GOLD[name].build, GOLD[name].inputs, GOLD[name].partition_by
+    table = SILVER[name]
+    if isinstance(table.update, Append):
+        return lambda rows: once(table.build(rows, redacted)), (table.source,), table.partition_by
+    return table.build, (table.source,), table.partition_by
+
+
 def _built(
     spark: "SparkSession", build: Callable[..., DataFrame], inputs: tuple[str, ...], partitions: Sequence[str]
 ) -> DataFrame:
-    """The rows of a table. Spark's own catalog wants the columns of its partitions behind all others."""
+    """The rows of a table. Spark's catalog needs the partition columns last."""
     made = build(*[spark.read.table(view_of(source)) for source in inputs])
     return made.selectExpr(f"* EXCEPT ({', '.join(partitions)})", *partitions) if partitions else made
 
@@ -147,7 +151,7 @@ def view_of(name: str) -> str:
 
 
 def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
-    """A query under the name of its table: Spark reports it by that."""
+    """A query with the name of its table, which Spark reports."""
 
     def flow() -> DataFrame:
         return query()
@@ -156,20 +160,20 @@ def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
     return flow
 
 
-def lazy(tables: "Mapping[str, GoldTable]") -> "dict[str, GoldTable]":
-    """Those gold tables that ask nothing, and need no table that does."""
-    missing = set(ASKING)
-    found: dict[str, GoldTable] = {}
+def lazy(tables: "Mapping[str, SilverTable | GoldTable]") -> list[str]:
+    """The tables whose transforms run no query, and whose inputs do not either."""
+    missing = set(QUERYING)
+    found = []
     for name, table in tables.items():
         if name not in missing and missing.isdisjoint(table.inputs):
-            found[name] = table
+            found.append(name)
         else:
             missing.add(name)
     return found
 
 
 def arriving(spark: "SparkSession", folder: str) -> DataFrame:
-    """Every line of the segments, as they are sealed, with `segment` and the `date` of its folder."""
+    """The lines of the segments as they arrive, with `segment` and the `date` of its folder."""
     schema = StructType([*LINES.fields, StructField("date", DateType())])
     reader = spark.readStream.schema(schema).option("columnNameOfCorruptRecord", CORRUPT)
     found = reader.option("mode", "PERMISSIVE").json(folder)
@@ -177,9 +181,9 @@ def arriving(spark: "SparkSession", folder: str) -> DataFrame:
 
 
 def once(rows: DataFrame) -> DataFrame:
-    """Grain: event_id. Of two events under one number the one counts that counts in the incremental fold."""
+    """Grain: event_id. Of two events with one id the same one is kept as by `postroom pipeline run`."""
     names = [*EVENTS.names, "day"]
     others = [name for name in names if name not in {"event_id", "ts_us"}]
-    ranked = rows.withColumn("rank", silver.rank({}))
-    first = ranked.groupBy("event_id").agg(F.min(F.struct("ts_us", "rank", *others)).alias("told"))
-    return first.select("event_id", "told.*").select(*names)
+    ranked = rows.withColumn("rank", rank({}))
+    first = ranked.groupBy("event_id").agg(F.min(F.struct("ts_us", "rank", *others)).alias("event"))
+    return first.select("event_id", "event.*").select(*names)

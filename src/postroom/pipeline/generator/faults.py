@@ -1,7 +1,7 @@
-"""Faults in a generated history: every rule of `core.history` broken at seeded places, and listed.
+"""Faults in a generated history: violations of every rule of `core.history_checker`, at seeded places.
 
-Rule 1: a fault breaks one rule, once. What would follow from it does not happen.
-Rule 2: holes come last. What may have happened in a hole excuses a lot, so nothing else is planted behind it.
+Rule 1: a fault violates one rule, once. It causes no other violation.
+Rule 2: gaps come last, because a gap hides other violations after it.
 """
 
 from random import Random
@@ -11,13 +11,13 @@ import msgspec
 
 from postroom.core.events import event_id
 from postroom.core.message_checker import Rule
-from postroom.pipeline.generator.feed import Batch, Feed
-from postroom.pipeline.generator.messages import Message
-from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, tell
+from postroom.pipeline.generator.feed import GeneratedSource, LineBatch
+from postroom.pipeline.generator.messages import GeneratedMessage
+from postroom.pipeline.generator.traffic import HOUR, MS, S, Traffic, add_event
 
 FAULTS_A_RULE: Final = 3  # at most, in a small history
 MESSAGES_A_FAULT: Final = 2_000  # of each rule, in a large one
-SILENCE_US: Final = 26 * HOUR  # until a lost message is missed
+SILENCE_US: Final = 26 * HOUR  # until a lost message is reported
 LOST_UNTIL: Final = 0.5
 PLANTED_FROM: Final = 0.05
 PLANTED_UNTIL: Final = 0.85
@@ -28,17 +28,17 @@ _LIVES: Final[tuple[Rule, ...]] = ("lost", "unknown", "overlap", "order", "termi
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A planted violation."""
+    """An injected violation."""
 
     rule: Rule
     message_id: str
-    """Empty for a hole."""
+    """Empty for a gap."""
     event_ids: tuple[str, ...] = ()
-    """Of a gap."""
+    """The proof of a gap; empty for other rules."""
 
 
 class Faults:
-    """What is planted where. `messages` is how many the history has; 0 plants nothing."""
+    """Injects violations into a history of so many messages. With 0 messages it injects none."""
 
     def __init__(self, traffic: Traffic, random: Random, messages: int) -> None:
         self._traffic = traffic
@@ -66,11 +66,11 @@ class Faults:
 
     @property
     def next_at(self) -> int:
-        """How many messages there are when the next one is due."""
+        """The number of messages at which the next fault is due."""
         return self._plan[-1][0] if self._plan else NEVER
 
     def listed(self) -> list[Fault]:
-        """Everything that was planted."""
+        """All injected faults."""
         holes = [
             Fault("gap", "", (event_id(feed.name, seq - 1), event_id(feed.name, seq + 1)))
             for feed in self._traffic.feeds
@@ -81,7 +81,7 @@ class Faults:
     # ---- lives ---------------------------------------------------------------------------------------
 
     def plant(self) -> None:
-        """The next one of the plan."""
+        """Inject the next fault."""
         _, rule = self._plan.pop()
         traffic = self._traffic
         traffic.advance(traffic.now_us + MS)
@@ -101,21 +101,21 @@ class Faults:
                 self._end_twice(message, variant)
         self._listed.append(Fault(rule, message.names.message_id))
 
-    def _message(self) -> Message:
+    def _message(self) -> GeneratedMessage:
         traffic = self._traffic
         goal = traffic.new_goal()
         agent = goal.org.agents[int(self._random.random() * len(goal.org.agents))]
         return traffic.message(goal, "", agent, "memory_save", 2)
 
-    def _delivered(self, message: Message) -> tuple[int, str]:
-        """Accepted, delivered and begun; gives when, and to whom."""
+    def _delivered(self, message: GeneratedMessage) -> tuple[int, str]:
+        """Accept, deliver and start a message; returns the time and the worker."""
         traffic = self._traffic
         ready_us = traffic.accept(message)
         t = traffic.depart(message, ready_us)
         return t, traffic.start(message, t, t - ready_us)
 
-    def _lose(self, message: Message, variant: int) -> None:
-        """In its queue, in somebody's hands, or on its way back."""
+    def _lose(self, message: GeneratedMessage, variant: int) -> None:
+        """Lose a message in its queue, under a lease, or before a retry."""
         if variant == 0:
             self._traffic.accept(message)
         else:
@@ -125,8 +125,8 @@ class Faults:
                 message.say(t + S, "retry_scheduled", "RETRYING", "", ',"detail":{"delay_s":2}}')
         self._silent_us[message.feed.name] = self._traffic.now_us
 
-    def _overlap(self, message: Message, variant: int) -> None:
-        """Leased twice at once, or a word of the first holder counts under the second one's lease."""
+    def _overlap(self, message: GeneratedMessage, variant: int) -> None:
+        """Lease a message twice at once, or accept an event of the first holder under the second lease."""
         t, first = self._delivered(message)
         lease = message.lease
         if variant == 0:
@@ -141,8 +141,8 @@ class Faults:
             message.lease = second
         message.held(t + 4 * S, "execution_completed", "COMPLETED", first)
 
-    def _overtake(self, message: Message) -> Message:
-        """Another one of its lane goes before it."""
+    def _overtake(self, message: GeneratedMessage) -> GeneratedMessage:
+        """Deliver a later message of its lane first."""
         traffic = self._traffic
         other = traffic.message(message.goal, "", message.agent, message.type, message.priority)
         other.key = message.key = f"key-{message.names.message_id}"
@@ -153,8 +153,8 @@ class Faults:
             one.held(traffic.now_us + t + 2 * MS, "execution_completed", "COMPLETED", worker)
         return other
 
-    def _end_twice(self, message: Message, variant: int) -> None:
-        """Completed and cancelled, completed and completed, or cancelled and delivered all the same."""
+    def _end_twice(self, message: GeneratedMessage, variant: int) -> None:
+        """Complete and cancel a message, complete it twice, or deliver it after its cancellation."""
         traffic = self._traffic
         if variant == 0:
             ready_us = traffic.accept(message)
@@ -170,19 +170,19 @@ class Faults:
         else:
             message.held(t + 2 * S, "execution_completed", "COMPLETED", worker)
 
-    def wait_for_silence(self) -> None:
-        """A lost message is missed when its source has gone on without it for long enough."""
+    def advance_past_horizon(self) -> None:
+        """Let the time of a source pass, so that its lost messages are reported."""
         now_us = self._traffic.now_us
         for feed in self._traffic.feeds:
             lost_us = self._silent_us.get(feed.name)
             if lost_us is not None:
                 depth = ',"detail":{"name":"queue_depth","depth":0}}'
-                tell(feed, max(now_us, lost_us + SILENCE_US), "alert", depth)
+                add_event(feed, max(now_us, lost_us + SILENCE_US), "alert", depth)
 
     # ---- numbers -------------------------------------------------------------------------------------
 
-    def wants_hole(self, feed: Feed) -> bool:
-        """Whether the next lines of a source shall begin behind a number that is missing."""
+    def wants_hole(self, feed: GeneratedSource) -> bool:
+        """Whether the next lines of a source begin after a missing number."""
         traffic = self._traffic
         if traffic.made < self._holes_from or not self._holes or feed.hole_wanted:
             return False
@@ -191,18 +191,18 @@ class Faults:
         self._holes -= 1
         return True
 
-    def altered(self, batch: Batch) -> Batch:
-        """Some lines once more, with another time in them."""
+    def altered(self, batch: LineBatch) -> LineBatch:
+        """Repeat some lines with another time."""
         lines, marks = batch
         while self._alter and self._alter[-1] <= self._traffic.made:
             at = int(self._random.random() * len(marks)) if marks else 0
             if not marks or not marks[at].message_id or marks[at].seq in self._changed:
-                return Batch(lines, marks)
+                return LineBatch(lines, marks)
             self._alter.pop()
             mark = marks[at]
             self._changed.add(mark.seq)
-            told = b'"ts_us":%d,' % mark.ts_us
-            lines = [*lines, lines[at].replace(told, b'"ts_us":%d,' % (mark.ts_us + 1))]
+            time = b'"ts_us":%d,' % mark.ts_us
+            lines = [*lines, lines[at].replace(time, b'"ts_us":%d,' % (mark.ts_us + 1))]
             marks = [*marks, mark]
             self._listed.append(Fault("gap", mark.message_id, (event_id(mark.source, mark.seq),)))
-        return Batch(lines, marks)
+        return LineBatch(lines, marks)

@@ -1,7 +1,7 @@
-"""One source of a generated history: events that wait for their time, and the lines that they become.
+"""One source of a generated history: pending events, and the lines that they become.
 
-Rule 1: numbers are given in the order of time, without a gap, and a lease's token is the number of its event.
-Rule 2: a line is put together from pieces that are JSON already. It is what `to_line` would write.
+Rule 1: events are numbered in the order of time, without a gap. A lease's token is the number of its event.
+Rule 2: a line is concatenated from JSON fragments. It equals the output of `to_line`.
 """
 
 from bisect import bisect_left
@@ -11,8 +11,8 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 
-class Mark(msgspec.Struct, frozen=True, gc=False):
-    """What a sink wants to know of a line."""
+class LineKeys(msgspec.Struct, frozen=True, gc=False):
+    """The index entry of a line, for the sink."""
 
     source: str
     seq: int
@@ -23,7 +23,7 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 
 
 class Names(NamedTuple):
-    """What a line can be found by."""
+    """The ids by which a line is found."""
 
     message_id: str
     parent_message_id: str = ""
@@ -32,37 +32,37 @@ class Names(NamedTuple):
 
 NOBODY: Final = Names("")
 Lease: TypeAlias = list[int]
-"""The token, once it is known."""
+"""The token, in a list of one that is filled when the lease begins."""
 Waiting: TypeAlias = tuple[int, str, str, Names, Lease | None, bool]
-"""When; the fields from `kind` up to the lease; what stands behind it; whose; which lease; if it begins."""
+"""The time; fields from `kind` up to the lease; fields after it; the ids; the lease; whether it begins."""
 
 _when: Final = itemgetter(0)
 
 
-class Batch(NamedTuple):
-    """Lines that are written together."""
+class LineBatch(NamedTuple):
+    """Lines and their index entries, which are written together."""
 
     lines: list[bytes]
-    marks: list[Mark]
+    marks: list[LineKeys]
 
 
-class Feed:
-    """A source. `put` takes an event for its time, `until` gives the lines that are due."""
+class GeneratedSource:
+    """A source. `put` adds an event at its time, `until` returns the lines up to a time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.seq = 0
         self.newest_us = 0
         self.hole_wanted = False
-        """The next lines begin behind a number that is missing."""
+        """Whether the next lines begin after a missing number."""
         self.holes: list[int] = []
         self._waiting: list[Waiting] = []
         self.put = self._waiting.append
 
-    def until(self, now_us: int) -> Batch:
-        """The lines of everything before a time."""
+    def until(self, now_us: int) -> LineBatch:
+        """The lines of all events before a time."""
         waiting = self._waiting
-        waiting.sort(key=_when)  # what was put first stays first
+        waiting.sort(key=_when)  # the sort is stable
         n = bisect_left(waiting, now_us, key=_when)
         due = waiting[:n]
         del waiting[:n]
@@ -72,22 +72,22 @@ class Feed:
             self.holes.append(self.seq)
         return self._written(due)
 
-    def _written(self, due: list[Waiting]) -> Batch:
+    def _written(self, due: list[Waiting]) -> LineBatch:
         lines: list[str] = []
-        marks: list[Mark] = []
+        marks: list[LineKeys] = []
         name, seq = self.name, self.seq
         head = f'{{"event_id":"{name}#'
-        for ts_us, told, rest, (message_id, parent, trace), lease, opens in due:
+        for ts_us, fields, rest, (message_id, parent, trace), lease, opens in due:
             seq += 1
             if lease is None:
-                line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{told}{rest}\n'
+                line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{fields}{rest}\n'
             else:
                 if opens:
                     lease[0] = seq
-                line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{told},"lease":{lease[0]}{rest}\n'
+                line = f'{head}{seq}","seq":{seq},"ts_us":{ts_us},{fields},"lease":{lease[0]}{rest}\n'
             lines.append(line)
-            marks.append(Mark(name, seq, ts_us, message_id, parent, trace))
+            marks.append(LineKeys(name, seq, ts_us, message_id, parent, trace))
         self.seq = seq
         if due:
             self.newest_us = due[-1][0]
-        return Batch([*map(str.encode, lines)], marks)
+        return LineBatch([*map(str.encode, lines)], marks)

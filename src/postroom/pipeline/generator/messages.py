@@ -1,34 +1,46 @@
-"""A generated message: the pieces of its lines, and the steps that its lives are made of."""
+"""A generated message: the JSON fragments of its lines, and the events of its life."""
 
 from typing import NamedTuple
 
 from postroom.core.lifecycle import LAPSED
-from postroom.pipeline.generator.feed import Feed, Lease, Names
+from postroom.pipeline.generator.feed import GeneratedSource, Lease, Names
 from postroom.pipeline.generator.world import Org
 
 
-class Goal(NamedTuple):
-    """What a user asked for; a tree of messages serves it."""
+class GeneratedGoal(NamedTuple):
+    """A goal of a user, with a tree of messages."""
 
     goal_id: str
     trace_id: str
     org: Org
     user: str
     budget: list[int]
-    """How many requests it may still make."""
+    """The number of requests that it may still make, in a list of one."""
 
 
-class Message:
-    """One message, and the pieces of its lines."""
+class GeneratedMessage:
+    """One message, and the JSON fragments of its lines."""
 
     __slots__ = (
-        "agent", "answered_us", "attempt", "feed", "goal", "key", "lease", "names", "priority", "put",
-        "queue", "told", "trace", "type",
+        "agent",
+        "answered_us",
+        "attempt",
+        "feed",
+        "fields",
+        "goal",
+        "key",
+        "lease",
+        "names",
+        "priority",
+        "put",
+        "queue",
+        "trace",
+        "type",
     )  # fmt: skip
 
     def __init__(
-        self, feed: Feed, goal: Goal, agent: str, names: Names, kind: str, queue: str, key: str,
-        priority: int, digits: str,
+        self, feed: GeneratedSource, goal: GeneratedGoal, agent: str, names: Names, kind: str, queue: str,
+        key: str, priority: int, digits: str,
     ) -> None:  # fmt: skip
         self.feed = feed
         self.put = feed.put
@@ -44,7 +56,7 @@ class Message:
         """When its last response arrived."""
         self.lease: Lease = [0]
         parent = f'"parent_message_id":"{names.parent_message_id}",' if names.parent_message_id else ""
-        self.told = (
+        self.fields = (
             f'"contract":"engine","source":"{feed.name}","schema":1,"queue":"{queue}",'
             f'"org_id":"{goal.org.org_id}","user_id":"{goal.user}","agent_id":"{agent}",'
             f'"message_id":"{names.message_id}","goal_id":"{goal.goal_id}",'
@@ -53,46 +65,46 @@ class Message:
         self.trace = f'"trace_id":"{goal.trace_id}","span_id":"{digits[8:]}"'
 
     def say(self, ts_us: int, kind: str, state: str, more: str = "", rest: str = "}") -> None:
-        """An event that no lease is about."""
+        """Add an event without a lease."""
         attempt = f'"attempt":{self.attempt},' if self.attempt else ""
-        told = (
-            f'"kind":"{kind}",{self.told},"priority":{self.priority},"state":"{state}",{attempt}'
+        fields = (
+            f'"kind":"{kind}",{self.fields},"priority":{self.priority},"state":"{state}",{attempt}'
             f"{self.trace}{more}"
         )
-        self.put((ts_us, told, rest, self.names, None, False))
+        self.put((ts_us, fields, rest, self.names, None, False))
 
     def held(
         self, ts_us: int, kind: str, state: str, worker: str, more: str = "", rest: str = "}"
     ) -> None:  # fmt: skip
-        """An event under the lease."""
-        told = (
-            f'"kind":"{kind}",{self.told},"priority":{self.priority},"state":"{state}",'
+        """Add an event under the lease."""
+        fields = (
+            f'"kind":"{kind}",{self.fields},"priority":{self.priority},"state":"{state}",'
             f'"attempt":{self.attempt},"worker_id":"{worker}",{self.trace}{more}'
         )
-        self.put((ts_us, told, rest, self.names, self.lease, False))
+        self.put((ts_us, fields, rest, self.names, self.lease, False))
 
     def leased(self, ts_us: int, worker: str, waited_us: int) -> None:
-        """Somebody has it from now on."""
+        """Add a delivery, which begins a lease."""
         self.attempt += 1
         self.lease = [0]
-        told = (
-            f'"kind":"dequeued",{self.told},"priority":{self.priority},"state":"PROCESSING",'
+        fields = (
+            f'"kind":"dequeued",{self.fields},"priority":{self.priority},"state":"PROCESSING",'
             f'"attempt":{self.attempt},"worker_id":"{worker}",{self.trace},"duration_us":{waited_us}'
         )
-        self.put((ts_us, told, "}", self.names, self.lease, True))
+        self.put((ts_us, fields, "}", self.names, self.lease, True))
 
     def created(self, ts_us: int, more: str, delay_s: int = 0) -> None:
-        """Accepted, and enqueued unless it is held back."""
+        """Add its acceptance, and its enqueueing unless it is delayed."""
         if delay_s:
             self.say(ts_us, "created", "SCHEDULED", more, f',"detail":{{"delay_s":{delay_s}}}}}')
             return
-        told = f'{self.told},"priority":{self.priority},"state":"QUEUED",{self.trace}'
-        self.put((ts_us, f'"kind":"created",{told}{more}', "}", self.names, None, False))
+        fields = f'{self.fields},"priority":{self.priority},"state":"QUEUED",{self.trace}'
+        self.put((ts_us, f'"kind":"created",{fields}{more}', "}", self.names, None, False))
         key = f',"detail":{{"key":"{self.key}"}}}}'
-        self.put((ts_us, f'"kind":"enqueued",{told}', key, self.names, None, False))
+        self.put((ts_us, f'"kind":"enqueued",{fields}', key, self.names, None, False))
 
     def lapsed(self, ts_us: int, worker: str, held_us: int) -> None:
-        """Its holder was not heard of in time; it can be claimed again."""
+        """Add the lapse of its lease; it can be claimed again."""
         more = f',"duration_us":{held_us},"error_type":"LeaseLapsed","error":"{LAPSED}"'
         self.held(ts_us, "lease_lapsed", "FAILED", worker, more)
         self.say(ts_us, "enqueued", "QUEUED")

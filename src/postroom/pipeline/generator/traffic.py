@@ -1,8 +1,9 @@
-"""The traffic of a generated history: goals, their trees of messages, and what becomes of each message.
+"""The traffic of a generated history: goals, their trees of messages, and the life of each message.
 
-Rule 1: a message's life is settled when it is created. Creation goes by time, and nobody leaves a lane before
-        one who came earlier: so first deliveries are in order, and no queue has to be simulated.
-Rule 2: only what `core.lifecycle` allows happens. Faults are planted elsewhere.
+Rule 1: the whole life of a message is generated when it is created. Messages are created in the order of
+        time, and leave a lane in that order. First deliveries are therefore in order without simulating a
+        queue.
+Rule 2: only transitions of `core.lifecycle` happen. `faults` adds the violations.
 """
 
 import heapq
@@ -10,8 +11,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom.pipeline.generator.feed import NOBODY, Feed, Names
-from postroom.pipeline.generator.messages import Goal, Message
+from postroom.pipeline.generator.feed import NOBODY, GeneratedSource, Names
+from postroom.pipeline.generator.messages import GeneratedGoal, GeneratedMessage
 from postroom.pipeline.generator.world import (
     MAX_RETRIES,
     MAX_RETRIES_ELSE,
@@ -45,12 +46,12 @@ NANOS: Final = 1_000_000_000
 MAX_RETRIES_ALL: Final = 99  # more than any message has
 RETRY_DELAY_S_MAX: Final = 600
 WAIT_US: Final = (2 * MS, 15 * MS, 60 * MS, 800 * MS)
-"""Means, by priority. In a rush they are much longer, and promotions follow."""
+"""Mean waits by priority. In a rush they are much longer, and messages are promoted."""
 RUSH: Final = 400
 WORK_US: Final = {"model_call": 2_500 * MS, "tool_call": 900 * MS, "agent_spawn": 4 * S}
 WORK_ELSE_US: Final = 40 * MS
 
-# How often, of what may happen.
+# Probabilities.
 RUSHES: Final = 1 / 400
 OUTAGES: Final = 1 / 300
 PURGES: Final = 1 / 300
@@ -59,7 +60,7 @@ STREAMED: Final = 0.25
 ACKNOWLEDGED: Final = 0.15
 FAILS_IN_OUTAGE: Final = 0.8
 REPLAYED: Final = 0.25
-MENDED: Final = 0.7
+REPLAY_SUCCEEDS: Final = 0.7
 TWO_CHILDREN: Final = 0.2
 OWN_AGENT: Final = 0.7
 
@@ -71,17 +72,17 @@ class Due(NamedTuple):
 
     ts_us: int
     order: int
-    goal: Goal
+    goal: GeneratedGoal
     parent: str
     agent: str
 
 
 class Traffic:
-    """Creates messages one after the other, in the order of time, up to `limit`."""
+    """Creates messages in the order of time, up to `limit`."""
 
     def __init__(self, world: World, start_us: int, goal_gap_us: int, limit: int) -> None:
         self.world = world
-        self.feeds = [Feed(name) for name in SOURCES]
+        self.feeds = [GeneratedSource(name) for name in SOURCES]
         self.now_us = start_us
         self.limit = limit
         self.made = 0
@@ -97,10 +98,10 @@ class Traffic:
         self._rush_until_us = 0
         self._workers = [f"w-{number:02}" for number in range(WORKERS)]
 
-    # ---- who comes next --------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Create the next request, and settle its life."""
+        """Create the next request, and its whole life."""
         world = self.world
         if self._agenda and self._agenda[0].ts_us <= self._next_goal_us:
             due = heapq.heappop(self._agenda)
@@ -111,56 +112,58 @@ class Traffic:
         hour = (self.now_us - self._start_us) // HOUR % DAY_HOURS
         pace = 2 if hour in OFFICE_HOURS else 5
         self._next_goal_us = self.now_us + world.wait_us(self._goal_gap_us * pace // 3)
-        self._ups_and_downs()
+        self._change_conditions()
         goal = self.new_goal()
         self._request(goal, "", goal.org.agents[world.below(len(goal.org.agents))])
 
-    def new_goal(self) -> Goal:
+    def new_goal(self) -> GeneratedGoal:
         world = self.world
         org = world.org()
         budget = min(REQUESTS_A_GOAL_MAX, world.wait_us(3 * S) // S)
         user = org.users[world.below(len(org.users))]
-        return Goal(f"g-{world.digits(12)}", world.digits(32), org, user, [budget])
+        return GeneratedGoal(f"g-{world.digits(12)}", world.digits(32), org, user, [budget])
 
-    def message(self, goal: Goal, parent: str, agent: str, kind: str, priority: int) -> Message:
-        """A request in its organisation's queue."""
+    def message(
+        self, goal: GeneratedGoal, parent: str, agent: str, kind: str, priority: int
+    ) -> GeneratedMessage:
+        """A request in the queue of its organization."""
         world = self.world
         self.made += 1
         names = Names(self._message_id(self.now_us), parent, goal.trace_id)
         queue = f"org_{goal.org.org_id}"
         feed = self.feeds[goal.org.source]
-        return Message(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
+        return GeneratedMessage(feed, goal, agent, names, kind, queue, agent, priority, world.digits(24))
 
     def _message_id(self, ts_us: int) -> str:
-        """It begins with its time, so that ids are sorted by it; the rest is for those of one microsecond."""
+        """An id that sorts by time; random digits distinguish ids of one microsecond."""
         return f"m-{ts_us:013x}{self.world.digits(8)}"
 
     def worker(self) -> str:
         return self._workers[self.world.bits(5)]
 
     def advance(self, ts_us: int) -> None:
-        """No two requests are created at one time: that keeps lanes in order."""
+        """Advance the time. No two requests have the same time, which keeps lanes in order."""
         self.now_us = max(self.now_us + 1, ts_us)
 
-    def _ups_and_downs(self) -> None:
+    def _change_conditions(self) -> None:
         world = self.world
         now_us = self.now_us
         if world.chance() < RUSHES:
             self._rush_until_us = now_us + world.wait_us(20 * self._goal_gap_us + MINUTE)
             for feed in self.feeds:
                 depth = 500 + world.bits(12)
-                tell(feed, now_us, "alert", f',"detail":{{"name":"queue_depth","depth":{depth}}}}}')
+                add_event(feed, now_us, "alert", f',"detail":{{"name":"queue_depth","depth":{depth}}}}}')
         if world.chance() < OUTAGES:
             place = SOURCES[world.below(len(SOURCES))], SERVICES[world.bits(3)]
             self._outages[place] = now_us + world.wait_us(200 * self._goal_gap_us + 5 * MINUTE)
             self._failures[place] = 0
         if world.chance() < PURGES:
             feed = self.feeds[world.below(len(self.feeds))]
-            tell(feed, now_us, "deleted", f',"detail":{{"records":{1 + world.bits(9)}}}}}')
+            add_event(feed, now_us, "deleted", f',"detail":{{"records":{1 + world.bits(9)}}}}}')
 
     # ---- a request ---------------------------------------------------------------------------------------
 
-    def _request(self, goal: Goal, parent: str, agent: str) -> None:
+    def _request(self, goal: GeneratedGoal, parent: str, agent: str) -> None:
         world = self.world
         kind = world.request()
         message = self.message(goal, parent, agent, kind, _PRIORITIES[world.bits(4)])
@@ -171,21 +174,21 @@ class Traffic:
             return
         done_us = self._live(message, service, fate)
         if done_us:
-            self._go_on(message, done_us)
+            self._follow_up(message, done_us)
 
-    def _is_broken(self, message: Message, service: str) -> bool:
+    def _is_broken(self, message: GeneratedMessage, service: str) -> bool:
         return self._broken_until_us.get((message.feed.name, service), 0) > self.now_us
 
-    def _refuse(self, message: Message, service: str) -> None:
+    def _refuse(self, message: GeneratedMessage, service: str) -> None:
         if service:
             more = f',"error_type":"CircuitOpen","error":"{service} is out of order","service":"{service}"'
         else:
             more = ',"error_type":"QueueFull","error":"only P0 is accepted at present"'
-        told = f'"kind":"rejected",{message.told},"priority":{message.priority},{message.trace}{more}'
-        message.put((self.now_us, told, "}", message.names, None, False))
+        fields = f'"kind":"rejected",{message.fields},"priority":{message.priority},{message.trace}{more}'
+        message.put((self.now_us, fields, "}", message.names, None, False))
 
-    def _live(self, message: Message, service: str, fate: str) -> int:
-        """The way of a message; when it was completed, 0 for never."""
+    def _live(self, message: GeneratedMessage, service: str, fate: str) -> int:
+        """Generate the life of a message; returns when it was completed, or 0."""
         ready_us = self.accept(message, service, delayed=fate == "delayed")
         t = self.depart(message, ready_us)
         if fate in ("cancelled", "expired"):
@@ -210,8 +213,8 @@ class Traffic:
                 pass
         return self._work(message, t, waited_us, service, self._errors(message, service, fate))
 
-    def accept(self, message: Message, service: str = "", *, delayed: bool = False) -> int:
-        """Created and enqueued; gives when it can be claimed."""
+    def accept(self, message: GeneratedMessage, service: str = "", *, delayed: bool = False) -> int:
+        """Create and enqueue a message; returns when it can be claimed."""
         world = self.world
         t = self.now_us
         payload, body_bytes = world.payloads[world.bits(9)]
@@ -229,8 +232,8 @@ class Traffic:
             message.say(t + world.wait_us(MS), "duplicate", "QUEUED")
         return t
 
-    def depart(self, message: Message, ready_us: int) -> int:
-        """When it is delivered first, after those before it in its lane. By waiting it may rise."""
+    def depart(self, message: GeneratedMessage, ready_us: int) -> int:
+        """The time of the first delivery, after earlier messages of its lane. It may be promoted first."""
         mean_us = WAIT_US[message.priority] * (RUSH if self.now_us < self._rush_until_us else 1)
         t = ready_us + self.world.wait_us(mean_us)
         rises_us = ready_us + PROMOTE_AFTER_US[message.priority] if message.priority else NEVER_US
@@ -246,19 +249,19 @@ class Traffic:
             rises_us = rises_us + PROMOTE_AFTER_US[message.priority] if message.priority else NEVER_US
         return t
 
-    # ---- what can happen to it ---------------------------------------------------------------------------
+    # ---- fates -------------------------------------------------------------------------------------------
 
-    def start(self, message: Message, t: int, waited_us: int) -> str:
+    def start(self, message: GeneratedMessage, t: int, waited_us: int) -> str:
         worker = self.worker()
         message.leased(t, worker, waited_us)
         message.held(t + MS, "execution_started", "PROCESSING", worker)
         return worker
 
-    def work_us(self, message: Message) -> int:
+    def work_us(self, message: GeneratedMessage) -> int:
         return 2 * MS + self.world.wait_us(WORK_US.get(message.type, WORK_ELSE_US))
 
-    def _poison(self, message: Message, t: int, waited_us: int) -> int:
-        """It brings down every worker that takes it, and is put aside."""
+    def _poison(self, message: GeneratedMessage, t: int, waited_us: int) -> int:
+        """It crashes every worker that holds it, and is quarantined."""
         for _ in range(POISON_LAPSES):
             worker = self.start(message, t, waited_us)
             t += LEASE_US
@@ -267,10 +270,10 @@ class Traffic:
             t += waited_us
         message.say(t, "quarantined", "QUARANTINED", f',"error":"{POISON_LAPSES} workers did not survive it"')
         names = f'"message_id":"{message.names.message_id}"'
-        tell(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
+        add_event(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
         return 0
 
-    def _given_back(self, message: Message, t: int, waited_us: int, fate: str) -> tuple[int, int]:
+    def _given_back(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> tuple[int, int]:
         worker = self.start(message, t, waited_us)
         if fate == "lapse":
             t += LEASE_US
@@ -281,8 +284,8 @@ class Traffic:
         waited_us = self.world.wait_us(S)
         return t + waited_us, waited_us
 
-    def _conflict(self, message: Message, t: int, waited_us: int, fate: str) -> int:
-        """It collides with another message: settled, and tried anew, or not, and buried."""
+    def _conflict(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> int:
+        """It conflicts with another message: resolved and retried, or unresolved and dead."""
         world = self.world
         worker = self.start(message, t, waited_us)
         other = f',"detail":{{"with":"m-{world.digits(16)}","resource":"node-{world.bits(16)}"}}}}'
@@ -297,13 +300,13 @@ class Traffic:
         message.held(t + MS, "execution_failed", "FAILED", worker, error)
         message.say(t + MS, "dead_letter", "DEAD_LETTER", error)
         names = f'"message_id":"{message.names.message_id}"'
-        tell(message.feed, t + MS, "alert", f',"detail":{{"name":"conflict",{names}}}}}')
+        add_event(message.feed, t + MS, "alert", f',"detail":{{"name":"conflict",{names}}}}}')
         return 0
 
-    # ---- working on it -----------------------------------------------------------------------------------
+    # ---- attempts ----------------------------------------------------------------------------------------
 
-    def _errors(self, message: Message, service: str, fate: str) -> tuple[Family | None, int]:
-        """What goes wrong with it, and how many times; more than its retries make it a dead letter."""
+    def _errors(self, message: GeneratedMessage, service: str, fate: str) -> tuple[Family | None, int]:
+        """The error of a message, and how often it occurs. More often than its retries, it becomes dead."""
         world = self.world
         down = self._outages.get((message.feed.name, service), 0) > self.now_us
         down = down and world.chance() < FAILS_IN_OUTAGE
@@ -315,7 +318,7 @@ class Traffic:
         families = world.errors[message.type]
         return families[world.below(len(families))], n
 
-    def _note_failures(self, message: Message, service: str, n: int) -> None:
+    def _note_failures(self, message: GeneratedMessage, service: str, n: int) -> None:
         place = (message.feed.name, service)
         self._failures[place] += n
         if self._failures[place] >= BREAKER_FAILURES:
@@ -323,24 +326,31 @@ class Traffic:
             ends_us = self.now_us + BREAKER_OPEN_US
             self._broken_until_us[place] = ends_us
             failures = f',"service":"{service}","detail":{{"failures":{BREAKER_FAILURES}}}}}'
-            tell(message.feed, self.now_us, "breaker_opened", failures)
-            tell(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
+            add_event(message.feed, self.now_us, "breaker_opened", failures)
+            add_event(message.feed, ends_us, "breaker_closed", f',"service":"{service}"}}')
 
     def _work(
-        self, message: Message, t: int, waited_us: int, service: str, errors: tuple[Family | None, int]
+        self,
+        message: GeneratedMessage,
+        t: int,
+        waited_us: int,
+        service: str,
+        errors: tuple[Family | None, int],
     ) -> int:
-        """Attempts until one succeeds, or none is left; when it was completed, 0 for never."""
+        """Generate attempts until one succeeds or none is left; returns when it was completed, or 0."""
         family, n = errors
         if family is not None:
             retries = MAX_RETRIES.get(message.type, MAX_RETRIES_ELSE) if family.retried else 0
             for number in range(min(n, retries + 1)):
                 t, error = self.fail(message, t, waited_us, service, family)
                 if number == retries:
-                    return self._bury(message, t, service, error)
+                    return self._dead_letter(message, t, service, error)
                 t, waited_us = self._retry(message, t, family, number)
         return self.complete(message, t, waited_us, service)
 
-    def fail(self, message: Message, t: int, waited_us: int, service: str, family: Family) -> tuple[int, str]:
+    def fail(
+        self, message: GeneratedMessage, t: int, waited_us: int, service: str, family: Family
+    ) -> tuple[int, str]:
         worker = self.start(message, t, waited_us)
         work_us = self.work_us(message)
         text = msgspec.json.encode(self.world.error(family)).decode()
@@ -351,8 +361,8 @@ class Traffic:
         message.held(t + work_us, "execution_failed", "FAILED", worker, more)
         return t + work_us, error
 
-    def _retry(self, message: Message, t: int, family: Family, number: int) -> tuple[int, int]:
-        """Held back, and one lane lower."""
+    def _retry(self, message: GeneratedMessage, t: int, family: Family, number: int) -> tuple[int, int]:
+        """Delay a retry, with a lower priority."""
         delay_s = min(RETRY_DELAY_S_MAX, family.pause_s << number)
         before = message.priority
         message.priority = min(PRIORITY_LOWEST, before + 1)
@@ -364,8 +374,8 @@ class Traffic:
         waited_us = self.world.wait_us(WAIT_US[message.priority])
         return t + waited_us, waited_us
 
-    def _bury(self, message: Message, t: int, service: str, error: str) -> int:
-        """A dead letter. Some are replayed by a person, and most of those succeed."""
+    def _dead_letter(self, message: GeneratedMessage, t: int, service: str, error: str) -> int:
+        """Make it a dead letter. Some are replayed, and most of those succeed."""
         world = self.world
         message.say(t, "dead_letter", "DEAD_LETTER", error)
         self.respond(message, "error", t + MS, error)
@@ -376,14 +386,14 @@ class Traffic:
         message.say(t, "enqueued", "QUEUED")
         waited_us = world.wait_us(S)
         t += waited_us
-        if world.chance() < MENDED:
+        if world.chance() < REPLAY_SUCCEEDS:
             return self.complete(message, t, waited_us, service)
         worker = self.start(message, t, waited_us)
         message.held(t + 2 * MS, "execution_failed", "FAILED", worker, error)
         message.say(t + 2 * MS, "dead_letter", "DEAD_LETTER", error)
         return 0
 
-    def complete(self, message: Message, t: int, waited_us: int, service: str) -> int:
+    def complete(self, message: GeneratedMessage, t: int, waited_us: int, service: str) -> int:
         world = self.world
         worker = self.start(message, t, waited_us)
         work_us = self.work_us(message)
@@ -407,8 +417,8 @@ class Traffic:
             self._stream(message, done_us)
         return done_us
 
-    def _model_call(self, message: Message, worker: str, t: int, done_us: int) -> str:
-        """Tokens are set aside before, and what is left of them given back; an exact price."""
+    def _model_call(self, message: GeneratedMessage, worker: str, t: int, done_us: int) -> str:
+        """Reserve tokens, return the unused ones, and compute the exact cost."""
         world = self.world
         model = MODELS[world.below(len(MODELS))]
         tokens_in, tokens_out = 40 + world.bits(11), 20 + world.bits(10)
@@ -425,10 +435,10 @@ class Traffic:
             f'"cost_usd":{nano // NANOS}.{nano % NANOS:09}'
         )
 
-    # ---- what follows from it ----------------------------------------------------------------------------
+    # ---- responses ---------------------------------------------------------------------------------------
 
-    def respond(self, request: Message, kind: str, t: int, error: str = "") -> int:
-        """A response in its agent's own queue; gives when it arrived there."""
+    def respond(self, request: GeneratedMessage, kind: str, t: int, error: str = "") -> int:
+        """Add a response in the queue of the agent; returns when it was delivered."""
         if self.made >= self.limit:
             return t
         world = self.world
@@ -436,7 +446,7 @@ class Traffic:
         names = Names(self._message_id(t), request.names.message_id, request.goal.trace_id)
         queue = f"agent_{request.agent}_responses"
         key = request.names.message_id
-        message = Message(
+        message = GeneratedMessage(
             request.feed,
             request.goal,
             request.agent,
@@ -454,13 +464,13 @@ class Traffic:
         message.say(arrived_us, "delivered", "DONE", f',"recipient":"{request.agent}"')
         return arrived_us
 
-    def _stream(self, request: Message, t: int) -> None:
+    def _stream(self, request: GeneratedMessage, t: int) -> None:
         for _ in range(1 + self.world.below(CHUNKS_MAX)):
             t = self.respond(request, "stream_chunk", t) + self.world.wait_us(30 * MS)
         self.respond(request, "stream_complete", t)
 
-    def _go_on(self, message: Message, done_us: int) -> None:
-        """Its agent asks for what comes next, or others do."""
+    def _follow_up(self, message: GeneratedMessage, done_us: int) -> None:
+        """Create the next requests, of its agent or of others."""
         world = self.world
         goal = message.goal
         for _ in range(2 if world.chance() < TWO_CHILDREN else 1):
@@ -474,7 +484,7 @@ class Traffic:
             heapq.heappush(self._agenda, Due(due_us, self._order, goal, message.names.message_id, agent))
 
 
-def tell(feed: Feed, ts_us: int, kind: str, rest: str) -> None:
+def add_event(feed: GeneratedSource, ts_us: int, kind: str, rest: str) -> None:
     """An event that is about no message."""
-    told = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
-    feed.put((ts_us, told, rest, NOBODY, None, False))
+    fields = f'"kind":"{kind}","contract":"engine","source":"{feed.name}","schema":1'
+    feed.put((ts_us, fields, rest, NOBODY, None, False))

@@ -1,7 +1,7 @@
-"""Who talks in a generated history, about what, and what goes wrong: the facts of the Global Message Queue.
+"""The organizations, agents, payloads and errors of a generated history.
 
-Rule: everything comes from the one source of randomness that is handed in, by its two calls that give the
-same numbers in every version of Python.
+Rule: all randomness comes from the generator that is passed in, through the two calls that give the same
+numbers in every version of Python.
 """
 
 import math
@@ -34,11 +34,11 @@ MAX_RETRIES: Final = {"model_call": 3, "tool_call": 5, "memory_save": 10}
 MAX_RETRIES_ELSE: Final = 3
 SERVICES: Final = ("calendar", "slack", "github", "jira", "stripe", "maps", "search", "sandbox")
 PROMOTE_AFTER_US: Final = (0, 5_000_000, 15_000_000, 30_000_000)
-"""How long a message of each priority waits until it rises by one."""
+"""How long a message of each priority waits until it is promoted by one."""
 
 
 class Model(NamedTuple):
-    """What a model costs, in billionths of a dollar a token."""
+    """A model and its prices, in billionths of a dollar a token."""
 
     name: str
     in_nano: int
@@ -55,7 +55,7 @@ MODELS: Final = (
 
 
 class Family(NamedTuple):
-    """Errors that are one error, to who looks at them."""
+    """Errors with the same cause and a similar text."""
 
     error_type: str
     text: str
@@ -124,7 +124,7 @@ _NAMES: Final = ("ada", "grace", "edsger", "barbara", "alan", "radia")
 
 
 class Org(NamedTuple):
-    """An organisation, its users and its agents."""
+    """An organization, its users and its agents."""
 
     org_id: str
     source: int
@@ -146,12 +146,12 @@ FATES: Final = (
     ("delayed", 15),
     ("rejected", 2),
 )
-"""What can become of a request, in thousandths. The others go straight through."""
+"""The fates of requests, in thousandths. All others complete at once."""
 THOUSAND: Final = 1_000
 
 
 class World:
-    """The facts of one history."""
+    """The random facts of one history."""
 
     def __init__(self, random: Random) -> None:
         self.bits = random.getrandbits
@@ -167,7 +167,7 @@ class World:
         self.errors = {name: [family for family in FAMILIES if name in family.types] for name in REQUESTS}
 
     def digits(self, n: int) -> str:
-        """So many hexadecimal digits, cut from a long number: a format for each id costs twice as much."""
+        """`n` hexadecimal digits, cut from a long number: formatting each id would take twice as long."""
         at = self._at
         if at + n > DIGITS:
             self._digits = f"{self.bits(4 * DIGITS):0{DIGITS}x}"
@@ -180,23 +180,23 @@ class World:
         return int(self.chance() * limit)
 
     def wait_us(self, mean_us: int) -> int:
-        """Mostly short, sometimes several times as long."""
+        """A random wait with this mean, exponentially distributed."""
         return mean_us * self._waits[self.bits(12)] // SCALE + 1
 
     def org(self) -> Org:
-        """The first one has a good fifth of the traffic, the last ones next to nothing."""
+        """A random organization. The first one has over a fifth of the traffic, the last ones almost none."""
         return self._skewed[int(self.chance() * len(self._skewed))]
 
     def request(self) -> str:
         return self._types[int(self.chance() * len(self._types))]
 
     def fate(self) -> str:
-        """What becomes of a request; empty for the straight way."""
+        """The fate of a request; empty when it completes at once."""
         at = int(self.chance() * THOUSAND)
         return self._fates[at] if at < len(self._fates) else ""
 
     def error(self, family: Family) -> str:
-        """The family's text, with facts that are never the same."""
+        """The text of the family with random facts."""
         return family.text.format(
             host=SERVICES[self.bits(3)],
             port=(443, 5432, 6379, 8443)[self.bits(2)],
@@ -214,7 +214,7 @@ class World:
         return Org(name, rank % len(SOURCES), users, tuple(f"a-{self.digits(8)}" for _ in range(n)))
 
     def _payload(self) -> tuple[str, int]:
-        """A body as it stands in a line, and its length."""
+        """A body as JSON for a line, and its length."""
         asked = _ASKED[self.bits(2)].format(
             topic=_TOPICS[self.bits(3)], name=_NAMES[self.below(len(_NAMES))], n=self.bits(10)
         )

@@ -1,1 +1,1 @@
-"""What operators ask for, summed up from silver tables."""
+"""The gold layer: aggregates for operators, computed from silver tables."""

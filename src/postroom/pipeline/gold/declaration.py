@@ -1,4 +1,4 @@
-"""How a gold table tells the jobs what it is made of, and how it follows a change of that."""
+"""What a gold table declares: its transform, its inputs, and how it follows a change of them."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -10,97 +10,97 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-    from postroom.pipeline.silver.tables import Lots
+    from postroom.pipeline.file_groups import FileGroups
 
 
 class Sums(NamedTuple):
-    """Of a table whose rows can be added up: what came is added to what there was, what went is taken off."""
+    """For a table of sums: added input rows are added to it, and removed input rows are subtracted."""
 
     keys: tuple[str, ...]
     sums: tuple[str, ...]
     decimals: tuple[tuple[str, str], ...] = ()
-    """Sums that have to be given back their type: Spark makes it wider each time that it adds."""
+    """Sums and the types to cast them to: Spark widens a decimal type with each sum."""
     smallest: tuple[str, ...] = ()
     largest: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
-    """Sorted arrays of what differs."""
+    """Sorted arrays of distinct values."""
     shares: tuple[tuple[str, str, str], ...] = ()
-    """A name, and the two sums that it is a quotient of."""
+    """Quotients: a name, the numerator and the denominator."""
     whole: tuple[str, ...] = ()
-    """A row depends on the others of its day that have the same value in the first of these columns of the
-    input, which are all that it is made of."""
+    """The columns of the input that rows are computed from. An input row depends on the others of its day
+    with the same value in the first of these columns."""
     moment: str | None = None
-    """A column of the input whose hour is `hour_us` of the table: files of other hours stay as they are."""
+    """The column of the input whose hour is `hour_us` of the table. Files of other hours stay."""
     each: "Callable[[DataFrame], DataFrame] | None" = None
-    """What a row of the input adds: it is added up together with what there was, in one shuffle. None: rows
-    depend on each other, or there are sets of them, which have to become few beforehand."""
+    """The addends of input rows, which are summed together with the existing rows in one shuffle. None:
+    `build` aggregates them first, because rows depend on each other, or their sets have to become small."""
     scattered: bool = False
-    """Whether a change is about few rows of a large table, here and there: their files are looked for."""
+    """Whether a change affects few rows in many places of a large table: only their files are rewritten."""
 
     @property
     def is_reversible(self) -> bool:
-        """Whether something can be taken off: of a minimum nobody knows what was next to it."""
+        """Whether rows can be subtracted. From a minimum, a maximum or a set they cannot."""
         return not (self.smallest or self.largest or self.sets)
 
-    def taken_off(self, rows: "DataFrame") -> "DataFrame":
+    def negated(self, rows: "DataFrame") -> "DataFrame":
         return rows.withColumns({name: -F.col(name) for name in self.sums})
 
-    def added_up(self, rows: "DataFrame") -> "DataFrame":
-        """One row a key, with the types that the rows have. Where nothing is left is no row.
+    def summed(self, rows: "DataFrame") -> "DataFrame":
+        """One row for each key, with the types of the rows. A key whose sums are all 0 has no row.
 
-        The rows are not asked for their columns: a declared pipeline may ask nothing.
+        `rows.columns` is not used: a declarative pipeline may not ask for it.
         """
         summed = rows.groupBy(*self.keys).agg(
             *[self._sum(name).alias(name) for name in self.sums],
             *[F.min(name).alias(name) for name in self.smallest],
             *[F.max(name).alias(name) for name in self.largest],
-            *[_joined(name).alias(name) for name in self.sets],
+            *[_union_of_sets(name).alias(name) for name in self.sets],
         )
         shares = [F.try_divide(part, of).alias(name) for name, part, of in self.shares]
-        return summed.where(self.is_left()).select("*", *shares)
+        return summed.where(self.is_nonzero()).select("*", *shares)
 
     def _sum(self, name: str) -> "Column":
         kind = dict(self.decimals).get(name)
         return F.sum(name) if kind is None else F.sum(name).cast(kind)
 
-    def is_left(self) -> "Column":
-        """Whether something of a row is left after all that was taken off."""
+    def is_nonzero(self) -> "Column":
+        """Whether any sum of a row is not 0."""
         return reduce(or_, [F.col(name) != 0 for name in self.sums])
 
 
-def _joined(name: str) -> "Column":
+def _union_of_sets(name: str) -> "Column":
     return F.sort_array(F.array_distinct(F.flatten(F.collect_list(name))))
 
 
 class Hours(NamedTuple):
-    """Of a table whose rows cannot be added up: hours that changed are made anew from all of their rows."""
+    """For a table that cannot be summed: changed hours are rebuilt from all of their input rows."""
 
     moment: "Callable[[], Column]"
-    """When a row of the input was, between its `first_us` and its `last_us`. The table has its `hour_us`."""
-    told: tuple[str, ...]
-    """What of an input matters, a key of it included: a row that is the same in this has not changed."""
+    """The time of an input row, between its `first_us` and `last_us`. Its hour is `hour_us` of the table."""
+    compared: tuple[str, ...]
+    """The columns of the input that matter, including a key. A row with the same values has not changed."""
 
 
 class Running(NamedTuple):
-    """Of a table that counts on from day to day: what changed counts for its day and all that follow."""
+    """For a running total: a change affects its day and all later days."""
 
     keys: tuple[str, ...]
     sums: tuple[str, ...]
-    """Of the input, for each key: what a day begins with is what they come to on all days before."""
+    """Columns of the input. A day starts with their sums over all earlier days, for each key."""
 
 
 class GoldTable(NamedTuple):
-    """A table that is derived from others, and how it follows them."""
+    """A table that is computed from others, and how it follows their changes."""
 
     build: "Callable[..., DataFrame]"
-    """Pure. It gets one DataFrame for each name of `inputs`, in that order."""
+    """Pure. It gets one DataFrame for each input, in that order."""
     inputs: tuple[str, ...]
-    """Silver tables, or gold tables that are listed before it."""
+    """Silver tables, or gold tables that are declared before it."""
     partition_by: tuple[str, ...] = ()
     change: Sums | Hours | Running | None = None
-    """Only for tables that are partitioned by the days of their input. None: the table is made anew.
+    """Only for tables that are partitioned by the day of their input. None: the table is rebuilt.
 
-    A second input can only be `silver_messages`, for the names of those that events are about.
+    A second input can only be `silver_messages`: it supplies the type and the organization of a message.
     """
-    lots: "Callable[[], Lots] | None" = None
-    """None: the rows of a day lie together."""
+    file_groups: "Callable[[], FileGroups] | None" = None
+    """None: the rows of a day share files."""

@@ -1,4 +1,4 @@
-"""Flame graphs: what each goal spent its time with, as folded stacks."""
+"""Flame graphs: where each goal spent its time, as folded stacks."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from postroom.pipeline.silver.tables import REVIVED, hour_us
 
 
 def _flame_of(spans: DataFrame) -> DataFrame:
-    """What each message adds."""
+    """The addends of each message."""
     waited_us = F.coalesce("queue_us", F.lit(0))
     worked_us = F.greatest(F.coalesce("duration_us", F.lit(0)) - waited_us, F.lit(0))
     return spans.where("goal_id IS NOT NULL").select(
@@ -36,11 +36,11 @@ FLAMES: Final = Sums(
 
 
 def flames(spans: DataFrame) -> DataFrame:
-    """One row for each hour, goal and stack: the types from the root of a tree of messages down to one.
+    """One row for each hour, goal and stack, which has the types from the root of a message tree downwards.
 
-    A message counts for the hour that it was created in; of one whose creation is not known there is none.
-    `work_us` is what they took themselves, `wait_us` how long they waited to be taken. What came of a message
-    has rows of its own below it, so the sum over a stack and all that begin with it is the whole of a branch.
-    A message that has not ended is `open`, and has no time so far; `dead_letters` were given up or put aside.
+    A message counts in the hour of its creation; the hour is NULL if that is not known. `work_us` is the time
+    of the messages themselves, `wait_us` the time until their delivery. Their children have stacks of their
+    own, so the sum over a stack and all stacks that begin with it is the whole branch. A message that has not
+    ended is `open`, and has no time yet. `dead_letters` are dead or quarantined.
     """
-    return FLAMES.added_up(_flame_of(spans))
+    return FLAMES.summed(_flame_of(spans))

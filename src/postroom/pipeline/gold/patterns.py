@@ -1,11 +1,11 @@
-"""Patterns of dead letters: which errors are one error.
+"""Patterns of dead letters: groups of errors with a similar text.
 
-Rule 1: masking first. What looks like an id, a number or an address becomes a name in angle brackets, so that
-        millions of texts become a few hundred templates, by day.
-Rule 2: then similarity. Templates of one class and as many words belong together when enough of their words
-        are the same, place by place. The most frequent come first, and each joins the first leader that it
-        resembles: the outcome depends on the rows alone, and not on how they are spread.
-Rule 3: built-in expressions only: nothing leaves the JVM.
+Rule 1: first, masking. Ids, numbers and addresses are replaced by a name in angle brackets, so that millions
+        of texts become a few hundred templates a day.
+Rule 2: then, similarity. Templates of the same class and number of words form a group when enough words at
+        the same position are equal. The most frequent templates come first, and each joins the first leader
+        that it resembles. The result does not depend on partitioning.
+Rule 3: only built-in expressions: no row leaves the JVM.
 """
 
 from functools import reduce
@@ -14,18 +14,16 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.tables import HOUR_US, hour_us
+from postroom.pipeline.silver.tables import hour_us
+from postroom.pipeline.times import DAY_US
 
-DAY_US: Final = 24 * HOUR_US
-TEXT_MAX: Final = 400  # characters of an error that are looked at
+TEXT_MAX: Final = 400  # characters of an error that are compared
 SIMILAR: Final = 60  # percent of the words
-TEMPLATES_MAX: Final = (
-    500  # of one class and length that are compared; the rarest beyond stand for themselves
-)
+TEMPLATES_MAX: Final = 500  # of one class and length that are compared; rarer ones are groups of one
 SAMPLES_MAX: Final = 3
 SYSTEMATIC_MIN: Final = 5  # dead letters
 SYSTEMATIC_HOURS: Final = 3  # different ones
-RISE: Final = 2  # so many times as often as the day before
+RISE: Final = 2  # times as often as on the day before
 ANY: Final = "<*>"
 
 MASKS: Final = (
@@ -39,17 +37,17 @@ MASKS: Final = (
     (r"(^|[ '\"(=])/[^ '\"<>):,;]*", "$1<path>"),
     (r"[0-9]+([.,][0-9]+)*", "<n>"),
 )
-"""In this order: what is longer before what is part of it."""
+"""In this order: a longer form before a form that is part of it."""
 
 
 def masked(text: Column) -> Column:
-    """The text without what is never the same."""
+    """The text with its variable parts masked."""
     short = F.substring(text, 1, TEXT_MAX)
     return F.trim(reduce(lambda so_far, mask: F.regexp_replace(so_far, *mask), MASKS, short))
 
 
 def dlq_templates(events: DataFrame) -> DataFrame:
-    """One row for each hour, class of error and masked text of dead letters: what patterns are made of."""
+    """One row for each hour, class of error and masked text of dead letters: the input of the patterns."""
     sample = F.struct("ts_us", "message_id", F.substring("error", 1, TEXT_MAX).alias("error"))
     return (
         events.where("kind = 'dead_letter'")
@@ -68,10 +66,10 @@ def dlq_templates(events: DataFrame) -> DataFrame:
 
 
 def dlq_patterns(templates: DataFrame) -> DataFrame:
-    """One row for each pattern: how often, since when, where, how it develops, and whether it is systematic.
+    """One row for each pattern: its count, period, organizations, trend, and whether it is systematic.
 
-    `trend` compares the last day before the newest dead letter with the day before that. A pattern that comes
-    often, and over hours, is systematic; a burst or a single letter is not.
+    `trend` compares the last day before the newest dead letter with the day before that. A pattern that is
+    frequent over several hours is systematic; a burst or a single dead letter is not.
     """
     leaders = _leaders(templates)
     newest_us = F.max(F.col("last.ts_us")).alias("newest_us")
@@ -146,15 +144,15 @@ def _words(template: Column) -> Column:
 
 
 def _resemble(one: Column, other: Column) -> Column:
-    """Whether enough words of two templates of one length are the same, place by place."""
+    """Whether enough words of two templates of one length are equal at the same position."""
     same = F.size(F.filter(F.zip_with(_words(one), _words(other), lambda a, b: a == b), lambda equal: equal))
     return same * 100 >= F.size(_words(one)) * SIMILAR
 
 
 def _leaders(templates: DataFrame) -> DataFrame:
-    """The leader of each template: a fold over those of one class and length, the frequent ones first."""
+    """The leader of each template, by a fold over those of one class and length, the frequent ones first."""
     counted = templates.groupBy("error_type", "template").agg(F.sum("n").alias("n"))
-    # Sorted by a negative count, so that equals stand in the order of their text.
+    # By the negative count, so that templates with equal counts are in the order of their text.
     ranked = F.slice(
         F.sort_array(F.collect_list(F.struct((-F.col("n")).alias("order"), "template"))), 1, TEMPLATES_MAX
     )["template"]
@@ -171,7 +169,7 @@ def _leaders(templates: DataFrame) -> DataFrame:
 
 
 def _joined(leaders: Column, template: Column) -> Column:
-    """One more template: a leader of its own unless it resembles one."""
+    """The leaders after one more template, which is a new leader unless it resembles one."""
     is_known = F.exists(leaders, lambda leader: _resemble(leader, template))
     return F.when(is_known, leaders).otherwise(F.concat(leaders, F.array(template)))
 
@@ -181,7 +179,7 @@ def _first_like(leaders: Column, template: Column) -> Column:
 
 
 def _common(templates: Column) -> Column:
-    """What all of them say; a place in which they differ can be anything."""
+    """The words that all templates share, with a wildcard at each position where they differ."""
     first = _words(templates[0])
     places = F.transform(
         first,

@@ -1,14 +1,14 @@
-"""Gold tables that follow a change of what they are made of, without looking at all of it again.
+"""Updates gold tables after a change of their inputs, without reading all of the inputs again.
 
-Rule 1: what is added up takes what came, and less what went. Of the rest it reads what these depend on.
-Rule 2: what cannot be added up is made anew for the hours that changed, from all of their rows.
-Rule 3: what counts on from day to day is made anew from the first day that changed.
-Rule 4: where none of these can be, because rows went from a minimum, their files are no longer there, or the
-        hours are too many, the days that changed are made anew. All give the same rows.
-Rule 5: events of stores tell the type and organization of their message once, when it is created. Tables that
-        count by these take them from `silver_messages`, and are made anew if a known message gets others.
-Rule 6: gold keeps what `retain` let leave silver. Days up to the newest event that left are closed: nothing
-        in them is made anew, because silver no longer has all of it. Sums are still added to.
+Rule 1: sums add the rows that were added to the input, and subtract those that were removed.
+Rule 2: tables that are not sums rebuild the hours that changed, from all of their input rows.
+Rule 3: running totals are rebuilt from the first day that changed.
+Rule 4: where none of these is possible, the days that changed are rebuilt: rows were removed from a minimum,
+        removed files no longer exist, or too many hours changed. All ways give the same rows.
+Rule 5: a store records the type and organization of a message once, when it is created. Tables that group by
+        these read them from `silver_messages`, and are rebuilt if a known message gets others.
+Rule 6: gold keeps rows whose events `retain` has deleted from silver. Days up to the newest deleted event are
+        closed: they are not rebuilt, because silver is incomplete there. Sums are still added to.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,29 +22,29 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
-from postroom.pipeline.ingest.bronze import widened
-from postroom.pipeline.retention import departures
-from postroom.pipeline.silver.joins import sent
-from postroom.pipeline.silver.tables import HOUR_US, MICROS_PER_S, day_of, hour_us, named
+from postroom.pipeline.ingest.bronze import with_all_columns
+from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.silver.joins import with_join_hint
+from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.tables import RENAMED, UNNAMED, DataFile, Tables, rows_of
+from postroom.pipeline.times import HOUR_US, MICROS_PER_S
 
-HOURS_MAX: Final = 1_000  # that are made anew one by one; of more, as after wrong clocks, whole days are
-NAMES_BROADCAST_MAX: Final = (
-    500_000  # messages whose names are sent to every executor; of more they are shuffled
+HOURS_MAX: Final = (
+    1_000  # that are rebuilt one by one; if more changed, as after wrong clocks, whole days are
 )
+NAMES_BROADCAST_MAX: Final = 500_000  # messages whose names are broadcast; more of them are shuffled
 EVENTS: Final = "silver_events"
 MESSAGES: Final = "silver_messages"
-SILVER_INPUTS: Final = (EVENTS, MESSAGES, "silver_spans")
-Derived = tuple[DataFrame, list[DataFile]]
-"""Rows, and the files that they replace."""
+Replacement = tuple[DataFrame, list[DataFile]]
+"""New rows, and the files that they replace."""
 Versions = Mapping[str, int]
 """A version of each input."""
 Each = Callable[[DataFrame], DataFrame]
-"""What rows of an input add."""
+"""The addends of input rows."""
 
 
-class Change(NamedTuple):
-    """What came into the input of a table, and what went."""
+class InputChange(NamedTuple):
+    """The files that were added to an input, and those that were removed."""
 
     source: str
     added: list[DataFile]
@@ -55,13 +55,13 @@ class Change(NamedTuple):
         return {file.partition["day"] for file in (*self.added, *self.removed)}
 
     def hours(self, moment: str | None) -> tuple[int | None, int | None]:
-        """The first and the last hour in which something came or went, by a column of the input."""
+        """The first and the last hour of the changed rows, by a column of the input."""
         whole = None if moment is None else file_index.extent([*self.added, *self.removed], moment)
         return (None, None) if whole is None else (whole[0] - whole[0] % HOUR_US, whole[1])
 
 
-class Deriving:
-    """One gold table, and what it follows with."""
+class GoldRefresh:
+    """Computes the update of one gold table."""
 
     def __init__(self, spark: SparkSession, tables: Tables, name: str, table: GoldTable) -> None:
         self._spark = spark
@@ -69,10 +69,10 @@ class Deriving:
         self._name = name
         self._table = table
         self._messages: list[DataFile] = []
-        """Of the messages of events that lack names."""
+        """The files of messages whose events lack names."""
 
-    def anew(self) -> Derived:
-        """All rows, but for those of closed days that the table has already."""
+    def rebuild(self) -> Replacement:
+        """All rows, except those of closed days that the table already has."""
         are_named = self._takes_names and not self._unnamed_since(-1)
         sources = self._table.inputs[:1] if are_named else self._table.inputs
         inputs = [self._read(source, self._tables.files(source)) for source in sources]
@@ -83,37 +83,37 @@ class Deriving:
 
     @cached_property
     def _closed_day(self) -> str:
-        """The last day of which silver may have lost something; empty when there is none."""
-        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER_INPUTS:
+        """The last day of which `retain` may have deleted events; empty when there is none."""
+        if "day" not in self._table.partition_by or self._table.inputs[0] not in SILVER:
             return ""
-        newest_us = departures.newest_us(self._tables)
+        newest_us = deleted_numbers.newest_us(self._tables)
         return "" if newest_us < 0 else f"{datetime.fromtimestamp(newest_us // MICROS_PER_S, UTC):%Y-%m-%d}"
 
     def _is_open(self, file: DataFile) -> bool:
         return _day(file) > self._closed_day
 
-    def since(self, known: Versions, until: Versions, held: ExitStack) -> Derived | None:
-        """What to write to follow the inputs from some versions to others; None when no row has changed."""
+    def update(self, known: Versions, until: Versions, held: ExitStack) -> Replacement | None:
+        """The update from one version of the inputs to another; None when no row has changed."""
         changes = [
-            Change(source, *self._tables.changed(source, known[source], until[source]))
+            InputChange(source, *self._tables.changed(source, known[source], until[source]))
             for source in self._table.inputs
         ]
         if not any(change.added or change.removed for change in changes):
             return None
         if self._table.change is None or self._are_names_old(known):
-            return self.anew()
+            return self.rebuild()
         if self._unnamed_since(known[self._table.inputs[0]]):
             self._messages = self._tables.files(MESSAGES) if changes[0].removed else changes[1].added
-        return self._followed(changes[0], self._table.change, held) if changes[0].days else None
+        return self._follow(changes[0], self._table.change, held) if changes[0].days else None
 
     # ---- the names of messages -----------------------------------------------------------------------
 
     def _are_names_old(self, known: Versions) -> bool:
-        """Whether a message whose events were counted has got another type or organization since."""
+        """Whether a known message has got another type or organization since."""
         return self._takes_names and self._tables.last_txn(MESSAGES, RENAMED) > known[MESSAGES]
 
     def _unnamed_since(self, version: int) -> bool:
-        """Whether events came after a version that do not tell the type and organization of their message."""
+        """Whether events without the type or organization of their message were added after a version."""
         return self._takes_names and self._tables.last_txn(EVENTS, UNNAMED) > version
 
     @property
@@ -121,32 +121,34 @@ class Deriving:
         return self._table.inputs == (EVENTS, MESSAGES)
 
     def _named(self, rows: DataFrame) -> DataFrame:
-        """Rows of the input, with the names of their messages where they lack them."""
+        """Input rows with the type and organization of their message."""
         if not self._takes_names or not self._messages:
             return rows
         messages = self._read(MESSAGES, self._messages)
         return named(rows, messages, few=rows_of(self._messages) <= NAMES_BROADCAST_MAX)
 
-    def _followed(self, change: Change, way: Sums | Hours | Running, held: ExitStack) -> Derived | None:
-        is_there = all(self._tables.lies(change.source, file) for file in change.removed)
+    def _follow(
+        self, change: InputChange, way: Sums | Hours | Running, held: ExitStack
+    ) -> Replacement | None:
+        is_there = all(self._tables.file_exists(change.source, file) for file in change.removed)
         if isinstance(way, Sums) and is_there and (way.is_reversible or not change.removed):
             each = way.each or self._table.build
             if way.scattered:
-                return self._scattered(change, way, each)
-            return self._added_up(change, way, each, held)
+                return self._scattered_sums(change, way, each)
+            return self._sums(change, way, each, held)
         if isinstance(way, Hours) and is_there:
-            return self._hours(change, way)
+            return self._changed_hours(change, way)
         if isinstance(way, Running):
-            return self._counted_on(change, way)
-        return self._days(change)
+            return self._running_total(change, way)
+        return self._changed_days(change)
 
-    def _days(self, change: Change) -> Derived:
+    def _changed_days(self, change: InputChange) -> Replacement:
         days = {day for day in change.days if (day or "") > self._closed_day}
         rows = self._named(self._read(change.source, self._of(change.source, days)))
         return self._table.build(rows), self._of(self._name, days)
 
-    def _counted_on(self, change: Change, way: Running) -> Derived:
-        """The first day that changed, and all after it."""
+    def _running_total(self, change: InputChange, way: Running) -> Replacement:
+        """Rebuild the first day that changed, and all later days."""
         first = min(day or "" for day in change.days)
         source = self._tables.files(change.source)
         earlier = self._read(change.source, [file for file in source if _day(file) < first])
@@ -157,64 +159,67 @@ class Deriving:
 
     # ---- sums ----------------------------------------------------------------------------------------
 
-    def _added_up(self, change: Change, way: Sums, each: Each, held: ExitStack) -> Derived:
-        came, went = self._named(self._read(change.source, change.added)), None
+    def _sums(self, change: InputChange, way: Sums, each: Each, held: ExitStack) -> Replacement:
+        added, removed = self._named(self._read(change.source, change.added)), None
         if change.removed:
-            went = self._named(self._read(change.source, change.removed))
+            removed = self._named(self._read(change.source, change.removed))
         if way.whole:
-            moved = came if went is None else came.unionByName(went)
+            moved = added if removed is None else added.unionByName(removed)
             others = self._others(change, moved, way.whole).persist()
             held.callback(others.unpersist)
-            came, went = came.select(*way.whole), None if went is None else went.select(*way.whole)
-            # If some of them are of others, they cancel out.
-            came, went = came.unionByName(others), others if went is None else went.unionByName(others)
+            added, removed = added.select(*way.whole), None if removed is None else removed.select(*way.whole)
+            # Rows of other groups, after a hash collision, cancel out.
+            added, removed = (
+                added.unionByName(others),
+                others if removed is None else removed.unionByName(others),
+            )
         first_us, last_us = change.hours(way.moment)
         own = self._of(self._name, change.days)
         replaced = [file for file in own if file_index.overlaps(file, "hour_us", first_us, last_us)]
-        rows = self._read(self._name, replaced).unionByName(each(came))
-        if went is not None:
-            rows = rows.unionByName(way.taken_off(each(went)))
-        return way.added_up(rows), replaced
+        rows = self._read(self._name, replaced).unionByName(each(added))
+        if removed is not None:
+            rows = rows.unionByName(way.negated(each(removed)))
+        return way.summed(rows), replaced
 
-    def _scattered(self, change: Change, way: Sums, each: Each) -> Derived:
-        """As above, for a large table of which a change is about few rows, here and there."""
-        came, went = (self._read(change.source, files) for files in (change.added, change.removed))
-        news = each(came).unionByName(way.taken_off(each(went)))
+    def _scattered_sums(self, change: InputChange, way: Sums, each: Each) -> Replacement:
+        """Sums of a large table of which few rows in many files change."""
+        added, removed = (self._read(change.source, files) for files in (change.added, change.removed))
+        news = each(added).unionByName(way.negated(each(removed)))
         key = F.xxhash64(*way.keys)
         sums = news.groupBy(key.alias("changed")).agg(*[F.sum(name).alias(name) for name in way.sums])
         few = rows_of([*change.added, *change.removed]) <= file_index.BROADCAST_IDS_MAX
-        # By a number, so by chance, hardly ever, a file too many is written anew.
-        numbers = sent(sums.where(way.is_left()).select("changed"), few=few)
+        # By a hash: on a collision, which is very rare, a file too many is rewritten.
+        hashes = with_join_hint(sums.where(way.is_nonzero()).select("changed"), few=few)
 
         def among(rows: DataFrame) -> DataFrame:
-            return rows.join(numbers, key == F.col("changed"), "left_semi")
+            return rows.join(hashes, key == F.col("changed"), "left_semi")
 
         own = self._of(self._name, change.days)
-        replaced = file_index.with_chosen(self._spark, self._tables, self._name, own, among)
-        return way.added_up(self._read(self._name, replaced).unionByName(news)), replaced
+        replaced = file_index.files_with_matches(self._spark, self._tables, self._name, own, among)
+        return way.summed(self._read(self._name, replaced).unionByName(news)), replaced
 
-    def _others(self, change: Change, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
-        """The rows that neither came nor went, of what did."""
+    def _others(self, change: InputChange, moved: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+        """The unchanged rows of the groups that changed."""
         column = columns[0]
         ids = moved.where(F.col(column).isNotNull()).select(column)
-        wanted = file_index.wanted_of(ids, [*change.added, *change.removed], repeat=True)
+        lookup = file_index.lookup_of(ids, [*change.added, *change.removed], repeat=True)
         known = {file.path for file in change.added}
         files = [file for file in self._of(change.source, change.days) if file.path not in known]
-        rows = self._read(change.source, [file for file in files if wanted.may_be_in(file)])
-        return wanted.among(rows.select(*columns))
+        rows = self._read(change.source, [file for file in files if lookup.may_be_in(file)])
+        return lookup.among(rows.select(*columns))
 
     # ---- hours ---------------------------------------------------------------------------------------
 
-    def _hours(self, change: Change, way: Hours) -> Derived | None:
-        came, went = self._read(change.source, change.added), self._read(change.source, change.removed)
-        differing = _differing(came, went, way)
+    def _changed_hours(self, change: InputChange, way: Hours) -> Replacement | None:
+        added, removed = self._read(change.source, change.added), self._read(change.source, change.removed)
+        differing = _differing(added, removed, way)
         if self._closed_day:
             differing = differing.where(day_of(F.col("hour_us")) > self._closed_day)
         hours = [row["hour_us"] for row in differing.limit(HOURS_MAX + 1).collect()]
         if not hours:
             return None
         if len(hours) > HOURS_MAX:
-            return self._days(change)
+            return self._changed_days(change)
         source = [file for file in self._of(change.source, change.days) if _may_be_of(file, hours)]
         rows = self._read(change.source, source).where(hour_us(way.moment()).isin(hours))
         replaced = self._of(self._name, change.days)
@@ -226,7 +231,7 @@ class Deriving:
 
     def _read(self, name: str, files: list[DataFile]) -> DataFrame:
         rows = self._tables.read(self._spark, name, files)
-        return widened(rows) if name == EVENTS else rows
+        return with_all_columns(rows) if name == EVENTS else rows
 
     def _of(self, name: str, days: set[str | None]) -> list[DataFile]:
         return [file for file in self._tables.files(name) if file.partition["day"] in days]
@@ -237,19 +242,19 @@ def _day(file: DataFile) -> str:
 
 
 def _may_be_of(file: DataFile, hours: list[int]) -> bool:
-    """Whether a file can have a row of one of the hours."""
+    """Whether a file can hold a row of one of the hours."""
     first_us, last_us = file.low.get("first_us"), file.high.get("last_us")
-    return any(file_index.meet(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
+    return any(file_index.ranges_overlap(first_us, last_us, hour, hour + HOUR_US) for hour in hours)
 
 
-def _differing(came: DataFrame, went: DataFrame, way: Hours) -> DataFrame:
-    """The hours of rows that only one side has. Most of what is written anew says what it said before.
+def _differing(added: DataFrame, removed: DataFrame, way: Hours) -> DataFrame:
+    """The hours with a row on one side only. Most rows of a rewritten file have not changed.
 
-    No two rows of a side are the same, so those that both sides have cancel each other out. An hour is
-    compared by two numbers of 64 bits, which are the same by chance in no history.
+    The rows of a side are distinct, so rows of both sides cancel out in the XOR of their hashes. Two hashes
+    of 64 bits make a collision practically impossible.
     """
-    told = [hour_us(way.moment()).alias("hour_us"), *map(F.col, way.told)]
-    rows = came.select(*told).unionByName(went.select(*told))
-    marks = [F.bit_xor(F.xxhash64(*names)) for names in (way.told, way.told[::-1])]
-    summed = rows.groupBy("hour_us").agg(*(mark.alias(f"mark{n}") for n, mark in enumerate(marks)))
-    return summed.where("mark0 <> 0 OR mark1 <> 0").select("hour_us")
+    columns = [hour_us(way.moment()).alias("hour_us"), *map(F.col, way.compared)]
+    rows = added.select(*columns).unionByName(removed.select(*columns))
+    hashes = [F.bit_xor(F.xxhash64(*names)) for names in (way.compared, way.compared[::-1])]
+    combined = rows.groupBy("hour_us").agg(*(one.alias(f"hash{n}") for n, one in enumerate(hashes)))
+    return combined.where("hash0 <> 0 OR hash1 <> 0").select("hour_us")

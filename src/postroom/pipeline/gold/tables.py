@@ -1,13 +1,13 @@
-"""Gold: what operators and agents ask for, summed up from silver.
+"""The gold tables: aggregates of silver for operators and agents.
 
-Rule 1: a table follows a change without a look at the rest of history: it adds up, or makes anew the hours or
-        goals that changed. What spans days is made of a small table by day: `gold_depth` of `gold_flow`,
-        `gold_poison_suspects` of `gold_crashes`, `gold_dlq_patterns` of `gold_dlq_templates`.
-Rule 2: percentiles are exact, and never depend on how rows are spread: the value at the nearest rank of the
-        sorted list. Beside them stands a histogram of fixed buckets, which can be added up over any groups.
+Rule 1: a table follows a change without reading the rest of history: it adds sums, or rebuilds the hours that
+        changed. A table that spans days is computed from a small table by day: `gold_depth` from `gold_flow`,
+        `gold_poison_suspects` from `gold_crashes`, `gold_dlq_patterns` from `gold_dlq_templates`.
+Rule 2: percentiles are exact, and do not depend on partitioning: the value at the nearest rank of the sorted
+        list. A histogram of fixed buckets beside them can be summed over any groups.
 Rule 3: money is decimal from end to end.
-Rule 4: `hour_us` is the beginning of an hour of UTC. A message counts for the hour that it was created in, an
-        event for the hour that it happened in.
+Rule 4: `hour_us` is the start of a UTC hour. A message counts in the hour of its creation, an event in the
+        hour in which it happened.
 """
 
 from typing import Final
@@ -15,16 +15,17 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.file_groups import FileGroups
 from postroom.pipeline.gold.declaration import GoldTable, Hours, Running, Sums
 from postroom.pipeline.gold.flames import FLAMES, flames
 from postroom.pipeline.gold.patterns import dlq_patterns, dlq_templates
-from postroom.pipeline.silver.tables import HOUR_US, Lots, hour_us, named
+from postroom.pipeline.silver.tables import hour_us, named
+from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 
-MINUTE_US: Final = 60_000_000
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
 """How long a message of each priority may wait for its first delivery."""
 BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
-LAPSES_SUSPECT: Final = 2  # workers that a message has outlived, until it is suspected
+LAPSES_SUSPECT: Final = 2  # lapsed leases from which on a message is suspected
 ERROR_KINDS: Final = (
     "execution_failed",
     "lease_lapsed",
@@ -47,16 +48,16 @@ def _born_hour() -> Column:
 
 
 def _named(events: DataFrame, messages: DataFrame | None) -> DataFrame:
-    """Events with the type and organization of their message. Without messages they have these already."""
+    """Events with the type and organization of their message. Without `messages` they already have them."""
     return events if messages is None else named(events, messages)
 
 
-def _how_many(condition: Column) -> Column:
+def _count_where(condition: Column) -> Column:
     return F.count(F.when(condition, 1))
 
 
 def _one(condition: Column | None = None) -> Column:
-    """What a row adds to a number of rows: one, if it is to be counted."""
+    """The addend of a row to a count: 1, or 0 if the condition does not hold."""
     one = F.lit(1) if condition is None else F.when(condition, 1).otherwise(0)
     return one.cast("bigint")
 
@@ -67,8 +68,8 @@ def _one(condition: Column | None = None) -> Column:
 def latency(messages: DataFrame) -> DataFrame:
     """One row for each hour, organization, type and priority: how long its messages waited (`queue_us`).
 
-    Two aggregations and one shuffle: rows that are spread by the outer keys need not move again for the
-    buckets within them. A group is what one organization sends of one kind in an hour, so its list is small.
+    Two aggregations take one shuffle: rows are partitioned by the outer keys, so the buckets need no other.
+    A group is one type of message of one organization in an hour, so its list is small.
     """
     keys = ["day", "hour_us", "org_id", "type", "priority"]
     waits = messages.where("queue_us IS NOT NULL").select(
@@ -97,13 +98,13 @@ def latency(messages: DataFrame) -> DataFrame:
 
 
 def nearest_rank(values: Column, percent: int) -> Column:
-    """The smallest of sorted values that so many percent are not above. Whole numbers only: no rounding."""
+    """The smallest of the sorted values that `percent` of them do not exceed. In whole numbers, unrounded."""
     rank = F.floor((F.size(values) * percent + 99) / F.lit(100)).cast("int")
     return F.element_at(values, rank)
 
 
 def bucket_us(value: Column) -> Column:
-    """The largest whole number in the bucket of a value: exact below 32, then sixteen buckets an octave."""
+    """The upper limit of the bucket of a value: exact below 32, then sixteen buckets an octave."""
     bits = F.length(F.bin(value)) - (BUCKET_BITS + 1)
     shift = F.greatest(bits, F.lit(0))
     cut = F.call_function("shiftright", value, shift)
@@ -111,8 +112,8 @@ def bucket_us(value: Column) -> Column:
 
 
 def sla(messages: DataFrame) -> DataFrame:
-    """One row for each hour, organization, type and priority: how many were delivered within their target."""
-    return _SLA.added_up(_sla_of(messages))
+    """One row for each hour, organization, type and priority: the number delivered within the target."""
+    return _SLA.summed(_sla_of(messages))
 
 
 def _sla_of(messages: DataFrame) -> DataFrame:
@@ -153,8 +154,8 @@ _KINDS: Final = {
 
 
 def throughput(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
-    """One row for each hour, organization and type: how many events of each kind that matters."""
-    return _THROUGHPUT.added_up(_throughput_of(_named(events, messages)))
+    """One row for each hour, organization and type: the number of events of each counted kind."""
+    return _THROUGHPUT.summed(_throughput_of(_named(events, messages)))
 
 
 def _throughput_of(events: DataFrame) -> DataFrame:
@@ -176,7 +177,7 @@ _ERROR_KEYS: Final = ("day", "hour_us", "org_id", "type", "kind", "error_type")
 
 def errors(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """One row for each hour, organization, type, kind of event and class of error."""
-    return _ERRORS.added_up(_errors_of(_named(events, messages)))
+    return _ERRORS.summed(_errors_of(_named(events, messages)))
 
 
 def _errors_of(events: DataFrame) -> DataFrame:
@@ -199,19 +200,19 @@ _FLOW_INPUT: Final = (
 
 
 def flow(events: DataFrame) -> DataFrame:
-    """One row for each minute and queue in which something began or ceased to wait.
+    """One row for each minute and queue in which a message began or stopped waiting.
 
-    What an event changed shows against the state before it. The first event of a message in a day says it as
-    `prior`, or its kind implies it.
+    An event is compared with the previous state of its message. For the first event of a message in a day,
+    that state is its `prior`, or its kind implies it.
 
-    An end that an earlier version wrote has no `prior`. On a later day than the event before it, it counts as
-    the end of a message that waited, unless it has a lease or is the `delivered` of a task.
+    An end that an earlier version wrote has no `prior`. If its previous event was on an earlier day, it
+    counts as the end of a waiting message, unless it has a lease or is the `delivered` of a task.
     """
-    # The id first: rows are sorted by the first bytes of the first column, and sources have few.
+    # The id first: Spark sorts by the first bytes of the first column, and there are few sources.
     before = Window.partitionBy("message_id", "source", "day").orderBy("seq")
     waited = F.coalesce(F.lag("waits").over(before), F.col("must_have_waited"))
     minute_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(MINUTE_US))
-    told = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
+    states = events.where("message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL").select(
         "message_id",
         "source",
         "seq",
@@ -223,17 +224,20 @@ def flow(events: DataFrame) -> DataFrame:
         _must_have_waited().cast("int").alias("must_have_waited"),
     )
     return (
-        told.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
+        states.select("day", "minute_us", "org_id", "queue", (F.col("waits") - waited).alias("change"))
         .where("change <> 0")
         .groupBy("day", "minute_us", "org_id", "queue")
-        .agg(_how_many(F.col("change") > 0).alias("arrived"), _how_many(F.col("change") < 0).alias("left"))
+        .agg(
+            _count_where(F.col("change") > 0).alias("arrived"),
+            _count_where(F.col("change") < 0).alias("left"),
+        )
     )
 
 
 def _must_have_waited() -> Column:
-    """Whether a message has waited since an earlier day, by its first event of this day."""
+    """Whether a message has been waiting since an earlier day, by its first event of this day."""
     kind = F.col("kind")
-    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(24 * HOUR_US))
+    day_us = F.col("ts_us") - F.pmod(F.col("ts_us"), F.lit(DAY_US))
     return (
         F.when(F.col("prior").isNotNull(), F.col("prior") == WAITING)
         .when(kind.isin(*_ARRIVALS), F.lit(0) == 1)
@@ -248,9 +252,9 @@ def _must_have_waited() -> Column:
 
 
 def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
-    """One row for each minute and queue in which its depth moved: how many wait at the end of that minute.
+    """One row for each minute and queue whose depth changed: the number waiting at the end of that minute.
 
-    `before` has what came to a queue and left it before the first of these minutes.
+    `before` has the numbers that arrived and left before the first of these minutes.
     """
     so_far = Window.partitionBy("org_id", "queue").orderBy(F.col("minute_us").asc_nulls_first())
     if before is not None:
@@ -263,12 +267,12 @@ def depth(flows: DataFrame, before: DataFrame | None = None) -> DataFrame:
 
 
 def traffic(messages: DataFrame) -> DataFrame:
-    """One row for each day, organization, pair and type: who talks to whom.
+    """One row for each day, organization, sender, recipient and type.
 
-    Where nobody is named, a message comes from its contract, and goes to the service or the agent that it is
-    for.
+    Without a sender, the contract counts as one. Without a recipient, it is the service, the agent or the
+    queue.
     """
-    return _TRAFFIC.added_up(_traffic_of(messages))
+    return _TRAFFIC.summed(_traffic_of(messages))
 
 
 def _traffic_of(messages: DataFrame) -> DataFrame:
@@ -291,8 +295,8 @@ _SPENDERS: Final = ("day", "hour_us", "org_id", "goal_id", "agent_id", "model")
 
 
 def tokens(events: DataFrame) -> DataFrame:
-    """One row for each hour, organization, goal, agent and model: what went in and came out."""
-    return _TOKENS.added_up(_tokens_of(events))
+    """One row for each hour, organization, goal, agent and model: tokens in and out."""
+    return _TOKENS.summed(_tokens_of(events))
 
 
 def _tokens_of(events: DataFrame) -> DataFrame:
@@ -310,7 +314,7 @@ def _tokens_of(events: DataFrame) -> DataFrame:
 
 def cost(events: DataFrame) -> DataFrame:
     """One row for each hour, organization, goal, agent and model: the exact sum of dollars."""
-    return _COST.added_up(_cost_of(events))
+    return _COST.summed(_cost_of(events))
 
 
 def _cost_of(events: DataFrame) -> DataFrame:
@@ -325,14 +329,14 @@ def _cost_of(events: DataFrame) -> DataFrame:
 
 
 def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
-    """One row for each message and day on which a worker that held it was lost, or it was put aside."""
+    """One row for each message and day on which its lease lapsed, or on which it was quarantined."""
     return (
         _named(events, messages)
         .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
-            _how_many(F.col("kind") == "lease_lapsed").alias("lapses"),
-            _how_many(F.col("kind") == "quarantined").alias("quarantines"),
+            _count_where(F.col("kind") == "lease_lapsed").alias("lapses"),
+            _count_where(F.col("kind") == "quarantined").alias("quarantines"),
             F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
             F.max("ts_us").alias("last_us"),
             F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(
@@ -343,7 +347,7 @@ def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
 
 
 def poison_suspects(crashed: DataFrame) -> DataFrame:
-    """One row for each message that brings down whoever takes it: lost with two workers, or put aside."""
+    """One row for each message that crashes its workers: two lapsed leases, or quarantined."""
     return (
         crashed.groupBy("message_id")
         .agg(
@@ -370,7 +374,7 @@ def poison_suspects(crashed: DataFrame) -> DataFrame:
 
 
 _NAMED_EVENTS: Final = ("silver_events", "silver_messages")
-"""Events, and the messages whose type and organization they are counted by."""
+"""Events, and the messages that supply their type and organization."""
 _DAY: Final = ("day",)
 _LATENCY: Final = Hours(_born_us, ("message_id", "org_id", "type", "priority", "queue_us"))
 _SLA: Final = Sums(
@@ -414,17 +418,18 @@ _TRAFFIC: Final = Sums(
 )
 
 
-def _by_hour() -> Lots:
-    return Lots(F.col("hour_us") + HOUR_US, "hour_us")
+def _hour_file_groups() -> FileGroups:
+    return FileGroups(F.col("hour_us") + HOUR_US, "hour_us")
 
 
-def _flame_lots() -> Lots:
-    return Lots(F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US), "hour_us", F.col("dead_letters") > 0)
+def _flame_file_groups() -> FileGroups:
+    ended_us = F.when(F.col("open") == 0, F.col("hour_us") + HOUR_US)
+    return FileGroups(ended_us, "hour_us", F.col("dead_letters") > 0)
 
 
-FORM_ID: Final = "form"  # under which a gold table remembers which form it has
+FORM_ID: Final = "form"  # the application id under which a gold table remembers its form
 FORM: Final = 4
-"""Which columns, partitions and meaning the tables have. A table of another form is made anew."""
+"""The version of the columns, partitions and meaning of the tables. A table of another form is rebuilt."""
 GOLD: Final[dict[str, GoldTable]] = {
     "gold_latency": GoldTable(latency, ("silver_messages",), _DAY, _LATENCY),
     "gold_sla": GoldTable(sla, ("silver_messages",), _DAY, _SLA),
@@ -432,13 +437,13 @@ GOLD: Final[dict[str, GoldTable]] = {
     "gold_errors": GoldTable(errors, _NAMED_EVENTS, _DAY, _ERRORS),
     "gold_flow": GoldTable(flow, ("silver_events",), _DAY, _FLOW),
     "gold_depth": GoldTable(depth, ("gold_flow",), _DAY, _DEPTH),
-    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _by_hour),
-    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _by_hour),
+    "gold_tokens": GoldTable(tokens, ("silver_events",), _DAY, _TOKENS, _hour_file_groups),
+    "gold_cost": GoldTable(cost, ("silver_events",), _DAY, _COST, _hour_file_groups),
     "gold_crashes": GoldTable(crashes, _NAMED_EVENTS, _DAY, _CRASHES),
     "gold_poison_suspects": GoldTable(poison_suspects, ("gold_crashes",)),
     "gold_dlq_templates": GoldTable(dlq_templates, ("silver_events",), _DAY, _TEMPLATES),
     "gold_dlq_patterns": GoldTable(dlq_patterns, ("gold_dlq_templates",)),
     "gold_traffic": GoldTable(traffic, ("silver_messages",), _DAY, _TRAFFIC),
-    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_lots),
+    "gold_flames": GoldTable(flames, ("silver_spans",), _DAY, FLAMES, _flame_file_groups),
 }
 """In the order in which they are built."""

@@ -1,12 +1,12 @@
-"""Segments as tables: every line is a row of `bronze_events`, or of `bronze_rejects` with the reason.
+"""Segments as tables: every line becomes a row of `bronze_events`, or of `bronze_rejects` with the reason.
 
-Rule 1: nothing is dropped. Repeats and contradictions stay, each with its segment; fields that this version
-        does not know stay in `rescued`.
-Rule 2: a line is rejected when a column could not hold what it says: no time that the tables can compute
-        with, a schema of a later version, an amount of money with too many decimal places.
-Rule 3: Spark's JSON reader by itself is trusted with plain lines only (`plain`). All others are judged one by
-        one (`judged`): the reader forgets unknown fields and what stands behind a line's first value, and it
-        rounds.
+Rule 1: nothing is dropped. Repeated and contradicting lines stay, each with its segment. Fields that this
+        version does not know stay in `rescued`.
+Rule 2: a line is rejected when the columns cannot hold its values: a time outside the range of the tables, a
+        schema of a later version, an amount of money with too many decimal places.
+Rule 3: Spark's JSON reader alone reads plain lines only (`plain`). All others are validated one by one
+        (`validated`), because the reader drops unknown fields and any text after a line's first value, and
+        rounds amounts.
 """
 
 from collections.abc import Sequence
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 PARTITIONS: Final = ("date",)
 _READING: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-_SEALED: Final = StructField("date", DateType())  # of the folder that a segment lies in
+_SEALED: Final = StructField("date", DateType())  # of the folder of a segment
 ROWS: Final = StructType(
     [*EVENTS.fields, *(StructField(name, StringType()) for name in (RESCUED, "segment")), _SEALED]
 )
-"""Of `bronze_events`."""
+"""The columns of `bronze_events`."""
 REJECTS: Final = StructType(
     [*(StructField(name, StringType()) for name in ("segment", "line", "reason")), _SEALED]
 )
 NAMED: Final = r"^[0-9]{8,}-"
 BLANK: Final = r"^\s*$"
 FILES: Final = "path STRING, modificationTime TIMESTAMP, length BIGINT, content BINARY"
-"""What Spark tells of a file. A stream has to be told so."""
-MARKS: Final = 63  # the bits of a long that is not negative
-EXACT: Final = "decimal(38,29)"  # as many digits as there can be behind those that an amount has in front
+"""The schema of Spark's binary file source. A stream needs it explicitly."""
+SEGMENT_BITS: Final = 63  # of a non-negative long
+EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits before the point
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
 def plain(spark: "SparkSession", folder: str) -> "DataFrame":
-    """`events` without `date`, of a folder `segment=NAME` for each segment. A line that cannot be read fails.
+    """`events` without `date`, of a folder `segment=NAME` for each segment. A malformed line raises.
 
-    There is nothing between the reader and the writer: not the text of bad lines, for which every field of
-    every line would be looked up once more, and neither a condition nor a function, for which every row would
-    be copied. Who reads like this has to look for columns of `REQUIRED` that are NULL afterwards.
+    Nothing stands between the reader and the writer: a column for bad lines would look up every field of
+    every line once more, and a condition or function would copy every row. The caller has to check afterwards
+    that no column of `REQUIRED` is NULL.
     """
     rows = StructType([field for field in ROWS.fields if field.name not in PARTITIONS])
     return spark.read.schema(rows).option("mode", "FAILFAST").json(folder)
 
 
-def cannot_be_read(error: Exception) -> bool:
-    """Whether `plain` may have failed because of what a line says."""
+def is_read_failure(error: Exception) -> bool:
+    """Whether `plain` may have failed because of the content of a line."""
     return "FAILED_READ_FILE" in str(error)
 
 
 def arrivals(spark: "SparkSession", folder: str) -> "DataFrame":
-    """The `segment` of every file as it comes, for a stream: its name counts, and it is not opened."""
+    """The `segment` of every file as it arrives, for a stream. The file is not opened."""
     found = spark.readStream.format("binaryFile").schema(FILES).option("basePath", folder)
     named = found.load(f"{folder}/date=*/hour=*/*.jsonl").select(
         F.col("_metadata.file_name").alias("segment")
@@ -78,11 +78,11 @@ def events(parsed: "DataFrame") -> "DataFrame":
     return parsed.where(~is_bad()).select(*EVENTS.names, "segment", "date")
 
 
-# ---- lines that are judged one by one --------------------------------------------------------------------
+# ---- lines that are validated one by one -------------------------------------------------------------------
 
 
-def judged(texts: "DataFrame") -> "DataFrame":
-    """Each line of texts (`value`, `segment`, `date`) that is not blank, and the `reason` why it is no event.
+def validated(texts: "DataFrame") -> "DataFrame":
+    """The non-blank lines of texts (`value`, `segment`, `date`), each with the `reason` why it is no event.
 
     Every line is parsed several times, so this costs a multiple of `plain`.
     """
@@ -99,10 +99,10 @@ def judged(texts: "DataFrame") -> "DataFrame":
     return flat.withColumn("reason", _reason())
 
 
-def set_apart(lines: "DataFrame", folder: str) -> None:
-    """Write a copy of those judged lines that are events, for `apart`. `rescued` is a field of the copy."""
-    told = F.to_json(F.struct(RESCUED))  # with braces, which a line has already
-    field = F.substring(told, F.lit(2), F.length(told) - 2)
+def write_valid_lines(lines: "DataFrame", folder: str) -> None:
+    """Write the validated lines that are events, with `rescued` as a field, for `read_valid_lines`."""
+    rescued = F.to_json(F.struct(RESCUED))  # with braces, which a line has already
+    field = F.substring(rescued, F.lit(2), F.length(rescued) - 2)
     opened = F.regexp_replace("value", r"\}\s*$", "")
     value = F.when(F.col(RESCUED).isNotNull(), F.concat(opened, F.lit(","), field, F.lit("}")))
     copies = lines.where("reason IS NULL").select(
@@ -111,25 +111,25 @@ def set_apart(lines: "DataFrame", folder: str) -> None:
     copies.write.partitionBy("date", "segment").text(folder)
 
 
-def apart(spark: "SparkSession", folder: str) -> "DataFrame":
-    """Rows of `bronze_events`, of a folder that was `set_apart`.
+def read_valid_lines(spark: "SparkSession", folder: str) -> "DataFrame":
+    """Rows of `bronze_events` from the folder of `write_valid_lines`.
 
-    They are read by the reader of `plain`, which keeps `detail` as it was written: `from_json` does not.
+    The JSON reader keeps the text of `detail` unchanged, which `from_json` does not.
     """
     return spark.read.schema(ROWS).option("mode", "FAILFAST").json(folder)
 
 
 def rejects(texts: "DataFrame") -> "DataFrame":
-    """Grain: one line that is no event, of texts (`value`, `segment`, `date`). The text as it is, and why."""
-    # Bytes that are no UTF-8 would keep every other program from reading the table.
+    """Grain: one line of texts (`value`, `segment`, `date`) that is no event. Its text, and the reason."""
+    # Other programs could not read a table with text that is not UTF-8.
     line = F.make_valid_utf8("value").alias("line")
-    return judged(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
+    return validated(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
 
 
 def _is_alone() -> "Column":
-    """Whether a line is one object and nothing else. The reader takes its first value, and forgets the rest.
+    """Whether a line is exactly one object. The reader reads the first value, and drops any text after it.
 
-    No rest can be right behind an object both in a list and in another object, and leave each at its end.
+    No text after an object is valid both inside a list and inside another object.
     """
     listed = F.from_json(F.concat(F.lit("["), "value", F.lit("]")), "array<string>")
     named = F.from_json(F.concat(F.lit('{"line":'), "value", F.lit("}")), "line string")
@@ -138,11 +138,11 @@ def _is_alone() -> "Column":
 
 
 def _is_exact() -> "Column":
-    """Whether the column for money holds the amount of a line as it is. A variant does not round."""
+    """Whether the money column holds the amount of a line exactly. A variant does not round."""
     amount = F.from_json("value", "cost_usd variant")["cost_usd"]
     whole = F.try_variant_get(amount, "$", EXACT)
     kept = whole.cast(MONEY).cast(EXACT)
-    is_same = F.coalesce(whole == kept, F.lit(True))  # noqa: FBT003 - no amount, or the reader refuses it
+    is_same = F.coalesce(whole == kept, F.lit(True))  # noqa: FBT003 - there is no amount, or the reader rejects it
     return is_same & ~F.col("value").rlike(LONG_AMOUNT)
 
 
@@ -163,7 +163,7 @@ def _is_newer() -> "Column":
 
 
 def _reason() -> "Column":
-    """Why a judged line is no event; NULL when it is one."""
+    """Why a validated line is no event; NULL when it is one."""
     missing = [F.when(F.col(name).isNull(), F.lit(name)) for name in REQUIRED]
     names = F.concat_ws(", ", *missing)
     nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()
@@ -183,32 +183,32 @@ def _reason() -> "Column":
 # ---- files -----------------------------------------------------------------------------------------------
 
 
-def marks_where(is_so: "Column") -> "Column":
-    """An aggregate: the marks of the segments of rows, as bits. NULL when there are none.
+def segment_bits(condition: "Column") -> "Column":
+    """An aggregate: a bit for the segment of each row for which the condition holds. NULL without such a row.
 
-    One long is all that a row can change, so it costs next to nothing. Segments may share a mark.
+    It is a single long, so it costs next to nothing. Segments may share a bit.
     """
-    bit = (F.crc32("segment") % MARKS).cast("int")
-    mark = F.call_function("shiftleft", F.lit(1).cast("long"), bit)
-    return F.bit_or(F.when(is_so, mark))
+    bit = (F.crc32("segment") % SEGMENT_BITS).cast("int")
+    bits = F.call_function("shiftleft", F.lit(1).cast("long"), bit)
+    return F.bit_or(F.when(condition, bits))
 
 
-def may_be_bad(segment: str, marks: int | None) -> bool:
-    """Whether a segment has one of the marks."""
-    return bool((marks or 0) >> crc32(segment.encode()) % MARKS & 1)
+def may_have_rejects(segment: str, bits: int | None) -> bool:
+    """Whether the bit of a segment is set."""
+    return bool((bits or 0) >> crc32(segment.encode()) % SEGMENT_BITS & 1)
 
 
-def widened(rows: "DataFrame") -> "DataFrame":
-    """Rows of events with all columns of the wire. What a table of an earlier version lacks is NULL."""
+def with_all_columns(rows: "DataFrame") -> "DataFrame":
+    """Event rows with all columns of this version. A column that an earlier version lacks is NULL."""
     known = set(rows.columns)
     missing = {
         field.name: F.lit(None).cast(field.dataType) for field in EVENTS.fields if field.name not in known
     }
-    return rows.withColumns(missing) if missing else rows  # Spark Connect refuses none
+    return rows.withColumns(missing) if missing else rows  # Spark Connect refuses an empty map
 
 
 def texts(spark: "SparkSession", folder: str, segments: Sequence[str]) -> "DataFrame":
-    """The lines of segments below a folder as plain text."""
+    """The lines of segments below a folder, as text."""
     found = spark.read.option("basePath", folder).text(list(segments))
     sealed = F.col("date").cast(_SEALED.dataType)
     return found.select("value", F.col("_metadata.file_name").alias("segment"), sealed.alias("date"))

@@ -1,9 +1,9 @@
-"""Segments into files of `bronze_events`.
+"""Writes segments as files of `bronze_events`.
 
-Rule 1: segments whose bytes are as they were sealed, and whose lines are plain, are read by Spark's JSON
-        reader alone. Segments of a batch with any other line are judged line by line, which takes longer.
-Rule 2: a segment lies in the folder of its date, so the rows of a date are written by themselves.
-Rule 3: what every row of a file has in common is told by a path, and not computed for each of them.
+Rule 1: if all segments of a batch match their hash and have only plain lines, Spark's JSON reader reads them
+        directly. Otherwise the batch is validated line by line, which takes longer.
+Rule 2: a segment lies in the folder of its date, so each date is written by a job of its own.
+Rule 3: values that all rows of a file share come from its path, and are not computed for each row.
 """
 
 import json
@@ -23,32 +23,34 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.lines import are_plain
 from postroom.pipeline.ingest.segments import Segment, is_as_sealed
-from postroom.pipeline.schedule import in_turn
+from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.tables import Staged, Tables
 
-DATES_AT_ONCE: Final = 3  # one begins and one ends while another one has all cores
+DATES_AT_ONCE: Final = 3  # one starts and one ends while another uses all cores
 TABLE: Final = "bronze_events"
 
 
-class Taken(NamedTuple):
-    """The files of some segments, and what their lines were."""
+class WrittenSegments(NamedTuple):
+    """The files of some segments, staged for a commit, and the number of lines."""
 
     staged: Staged
     lines: int
-    marks: int | None
-    """Of the segments in which a line is bad; see `bronze.marks_where`."""
+    bad_segments: int | None
+    """The segments with a bad line, as bits; see `bronze.segment_bits`."""
 
 
-def take(spark: SparkSession, tables: Tables, folder: str, segments: Iterable[Segment]) -> Taken:
-    """Write the files of segments below a folder. They count with a commit to come."""
+def write_segments(
+    spark: SparkSession, tables: Tables, folder: str, segments: Iterable[Segment]
+) -> WrittenSegments:
+    """Write the files of segments below a folder. They become visible with a later commit."""
     segments = list(segments)
     paths = [segment.path for segment in segments]
-    adds = _take_events(spark, tables, paths) if _are_trusted(segments) else None
+    adds = _write_plain_lines(spark, tables, paths) if _are_trusted(segments) else None
     if adds is None:
-        return take_lines(spark, tables, folder, paths)
+        return write_validated_lines(spark, tables, folder, paths)
     staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds)
-    return Taken(staged, staged.rows, None)
+    return WrittenSegments(staged, staged.rows, None)
 
 
 def _are_trusted(segments: Iterable[Segment]) -> bool:
@@ -57,43 +59,43 @@ def _are_trusted(segments: Iterable[Segment]) -> bool:
 
 
 def _is_trusted(segment: Segment) -> bool:
-    """Whether Spark's reader can be trusted with a segment."""
+    """Whether Spark's JSON reader reads a segment without a loss."""
     return is_as_sealed(segment) and are_plain(segment.path)
 
 
-def _take_events(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction] | None:
-    """None when a line is no event, and nothing is left of it then."""
+def _write_plain_lines(spark: SparkSession, tables: Tables, paths: Iterable[Path]) -> list[AddAction] | None:
+    """None when a line is no event; the files are deleted then."""
     dates: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         dates[path.parts[-3].partition("=")[2]].append(path)
     adds: list[AddAction] = []
 
-    def take_date(date: str) -> None:
-        with tables.aside(TABLE) as links:
+    def write_date(date: str) -> None:
+        with tables.staging_folder(TABLE) as links:
             _link(dates[date], links)
             rows = bronze.plain(spark, str(links))
             adds.extend(tables.stage_in(TABLE, rows, {bronze.PARTITIONS[0]: date}))
 
     try:
-        in_turn(dict.fromkeys(sorted(dates), ()), take_date, DATES_AT_ONCE)
+        run_in_order(dict.fromkeys(sorted(dates), ()), write_date, DATES_AT_ONCE)
     except (PySparkException, Py4JJavaError) as error:
-        _forget(tables, adds)
-        if not bronze.cannot_be_read(error):
+        _delete_files(tables, adds)
+        if not bronze.is_read_failure(error):
             raise
         return None
     if all(map(_is_whole, adds)):
         return adds
-    _forget(tables, adds)
+    _delete_files(tables, adds)
     return None
 
 
-def _forget(tables: Tables, adds: Iterable[AddAction]) -> None:
+def _delete_files(tables: Tables, adds: Iterable[AddAction]) -> None:
     for add in adds:
         (tables.folder / TABLE / add.path).unlink()
 
 
 def _link(paths: Iterable[Path], links: Path) -> None:
-    """Let Spark find segments as values of a partition."""
+    """Link segments into partition folders, so that Spark reads their names as a column."""
     for path in paths:
         folder = links / f"segment={path.name}"
         folder.mkdir(parents=True)
@@ -101,19 +103,21 @@ def _link(paths: Iterable[Path], links: Path) -> None:
 
 
 def _is_whole(add: AddAction) -> bool:
-    """Whether every row of a file has what an event has to have."""
-    told = json.loads(add.stats)
-    return not told["numRecords"] or all(told["nullCount"].get(name) == 0 for name in REQUIRED)
+    """Whether every row of a file has the required fields of an event."""
+    stats = json.loads(add.stats)
+    return not stats["numRecords"] or all(stats["nullCount"].get(name) == 0 for name in REQUIRED)
 
 
-def take_lines(spark: SparkSession, tables: Tables, folder: str, paths: Iterable[Path]) -> Taken:
-    """Judge every line by itself. A line that is no event is left out, and its segment marked."""
+def write_validated_lines(
+    spark: SparkSession, tables: Tables, folder: str, paths: Iterable[Path]
+) -> WrittenSegments:
+    """Validate every line. A line that is no event is left out, and the bit of its segment is set."""
     seen = Observation()
-    lines = bronze.judged(bronze.texts(spark, folder, [str(path) for path in paths]))
-    bad = bronze.marks_where(F.col("reason").isNotNull()).alias("marks")
+    lines = bronze.validated(bronze.texts(spark, folder, [str(path) for path in paths]))
+    bad = bronze.segment_bits(F.col("reason").isNotNull()).alias("bad_segments")
     lines = lines.observe(seen, bad, F.count("*").alias("lines"))
-    with tables.aside(TABLE) as copies:
-        bronze.set_apart(lines, str(copies))
-        rows = bronze.apart(spark, str(copies))
+    with tables.staging_folder(TABLE) as copies:
+        bronze.write_valid_lines(lines, str(copies))
+        rows = bronze.read_valid_lines(spark, str(copies))
         staged = tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS)
-    return Taken(staged, seen.get["lines"], seen.get["marks"])
+    return WrittenSegments(staged, seen.get["lines"], seen.get["bad_segments"])

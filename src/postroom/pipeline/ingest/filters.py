@@ -1,8 +1,7 @@
-"""Filters that Spark pushes to a source, as conditions of one value.
+"""Filters that Spark pushes down to a source, as conditions on one value.
 
-Rule 1: a condition means exactly what the filter means in SQL, NULL included: what is not known to hold
-        does not hold.
-Rule 2: what is not understood is left to Spark.
+Rule 1: a condition means exactly what the filter means in SQL, NULL included: unknown counts as false.
+Rule 2: a filter that is not supported here is left to Spark.
 """
 
 import operator
@@ -28,7 +27,7 @@ from pyspark.sql.datasource import (
 
 from postroom.pipeline.schema import EVENTS
 
-_COMPARING: Final[dict[type[Filter], Callable[[Any, Any], bool]]] = {
+_OPERATORS: Final[dict[type[Filter], Callable[[Any, Any], bool]]] = {
     EqualTo: operator.eq,
     GreaterThan: operator.gt,
     GreaterThanOrEqual: operator.ge,
@@ -42,28 +41,28 @@ _COMPARING: Final[dict[type[Filter], Callable[[Any, Any], bool]]] = {
 
 
 class Condition(NamedTuple):
-    """Whether the value of one column passes."""
+    """A filter on one column."""
 
     filter: Filter
     column: str
 
     def holds(self, value: Any) -> bool:
-        return _answer(self.filter, value) is True
+        return _evaluate(self.filter, value) is True
 
 
 def condition_of(found: Filter) -> Condition | None:
-    """A filter as a condition; None when Spark has to answer it."""
+    """A filter as a condition; None when Spark has to evaluate it."""
     plain: Any = found.child if isinstance(found, Not) else found
-    is_known = type(plain) in {*_COMPARING, EqualNullSafe, IsNull, IsNotNull}
+    is_known = type(plain) in {*_OPERATORS, EqualNullSafe, IsNull, IsNotNull}
     if not is_known or len(plain.attribute) != 1 or plain.attribute[0] not in EVENTS.names:
         return None
     return Condition(found, plain.attribute[0])
 
 
-def _answer(found: Any, value: Any) -> bool | None:
-    """SQL's answer; None is NULL."""
+def _evaluate(found: Any, value: Any) -> bool | None:
+    """The result in SQL; None is NULL."""
     if isinstance(found, Not):
-        answer = _answer(found.child, value)
+        answer = _evaluate(found.child, value)
         return None if answer is None else not answer
     if isinstance(found, IsNull | IsNotNull):
         return (value is None) == isinstance(found, IsNull)
@@ -71,12 +70,12 @@ def _answer(found: Any, value: Any) -> bool | None:
         return bool(value == found.value)
     if value is None or found.value is None:
         return None
-    holds = _COMPARING[type(found)](value, found.value)
+    holds = _OPERATORS[type(found)](value, found.value)
     return None if not holds and isinstance(found, In) and None in found.value else holds
 
 
 def bounds_of(conditions: Iterable[Condition], column: str, widest: tuple[int, int]) -> tuple[int, int]:
-    """From where to where a whole number can be that passes them all."""
+    """The lowest and the highest whole number that can meet all conditions."""
     first, last = widest
     for found in (condition.filter for condition in conditions if condition.column == column):
         low, high = _bounds(found)
@@ -102,7 +101,7 @@ def _bounds(found: Any) -> tuple[int | None, int | None]:
 
 
 def sources_of(conditions: Iterable[Condition]) -> frozenset[str] | None:
-    """The sources that can pass; None when any can."""
+    """The sources that can meet the conditions; None when any can."""
     wanted: frozenset[str] | None = None
     for found in (condition.filter for condition in conditions if condition.column == "source"):
         if isinstance(found, EqualTo):

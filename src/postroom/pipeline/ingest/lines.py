@@ -1,7 +1,7 @@
-"""Whether the lines of a segment are plain: such that Spark's JSON reader takes them without a loss.
+"""Whether the lines of a segment are plain, so that Spark's JSON reader reads them without a loss.
 
-The reader forgets a field that it has no column for, rounds an amount of money, and takes any time and any
-schema. It tells nothing of it, so every line is looked at beforehand, by a decoder that makes no values.
+The reader silently drops a field that it has no column for, rounds an amount of money, and accepts any time
+and any schema. Therefore a decoder checks every line first, without creating its values.
 """
 
 import re
@@ -17,10 +17,10 @@ _TYPES: Final[dict[str, Any]] = {
     "ts_us": Annotated[int, msgspec.Meta(ge=0, le=TS_US_MAX)],
     "schema": Annotated[int, msgspec.Meta(le=SCHEMA)],
 }
-"""Other fields are not decoded: whether they have the right type, the reader tells."""
+"""Other fields are not decoded. The reader checks their types."""
 MONEY_FIELD: Final = "cost_usd"
 _EXACT: Final = re.compile(rb"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
-"""An amount that a column of money holds as it is. Others may be exact too, and are judged by Spark."""
+"""An amount that the money column holds exactly. Other amounts may be exact too; Spark checks them."""
 
 
 def _field(name: str) -> tuple[Any, ...]:
@@ -35,7 +35,7 @@ _decode: Final = msgspec.json.Decoder(PlainLine).decode
 
 
 def are_plain(segment: Path) -> bool:
-    """Whether every line of a file is plain. Blank lines are none."""
+    """Whether every line of a file is plain. Blank lines are ignored."""
     with segment.open("rb") as file:
         return all(_is_plain(line) for line in file if not line.isspace())
 

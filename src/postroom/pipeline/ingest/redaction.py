@@ -1,8 +1,8 @@
-"""The redaction of the audit stream as columns of Spark.
+"""The redaction of the audit stream as Spark columns.
 
-Rule 1: there is one definition, `core.redaction`. That package needs the standard library alone, so the text
-        of its files is sent along with the function that uses it, and executors need no postroom.
-Rule 2: a row whose text is NULL or encrypted costs nothing but its place in the batch.
+Rule 1: `core.redaction` is the only definition. It needs only the standard library, so its source is sent
+        along with the function that uses it, and executors need no postroom.
+Rule 2: a row whose text is NULL or encrypted is not processed.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 ENCRYPTED: Final = "enc:"
 PACKAGE: Final = "postroom_redaction"
-"""What it is called on an executor."""
+"""The name of the package on an executor."""
 
 
 def redacted(level: Level) -> "dict[str, Column]":
-    """The columns that may say too much, redacted."""
+    """The columns that are redacted, by name."""
     if level == "none":
         return {}
     payload, error = F.col("payload"), F.col("error")
@@ -49,13 +49,13 @@ def _texts() -> dict[str, str]:
 def _redact(level: Level, texts: dict[str, str]) -> "Callable[..., Column]":
     """One function for both columns, so that a row goes to Python once.
 
-    It is local and names nothing of this module, so that it is sent as its own code.
+    It is local and uses no name of this module, so that Spark sends its code and not a reference.
     """
     last = f"{PACKAGE}.{redaction.MODULES[-1]}"
     parts = {f"{PACKAGE}.{name}": text for name, text in texts.items()}
 
     def redact(payload: pa.Array, error: pa.Array) -> pa.Array:
-        import sys  # noqa: PLC0415 - an executor knows this function alone
+        import sys  # noqa: PLC0415 - an executor has only this function
         import types  # noqa: PLC0415 - the same
 
         import pyarrow  # noqa: ICN001, PLC0415 - the same
@@ -67,8 +67,8 @@ def _redact(level: Level, texts: dict[str, str]) -> "Callable[..., Column]":
                 exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102 - the text of our own file
         redactor = sys.modules[last].Redactor(level)
         columns = [
-            pyarrow.array([None if text is None else change(text) for text in said.to_pylist()], "string")
-            for said, change in ((payload, redactor.payload), (error, redactor.text))
+            pyarrow.array([None if text is None else change(text) for text in column.to_pylist()], "string")
+            for column, change in ((payload, redactor.payload), (error, redactor.text))
         ]
         return pyarrow.StructArray.from_arrays(columns, ["payload", "error"])
 

@@ -1,14 +1,14 @@
-"""`spark.read.format("postroom")`: bus files, queue roots and SQLite stores as rows of the wire.
+"""`spark.read.format("postroom")`: bus files, queue roots and SQLite stores as rows of events.
 
-Rule 1: events have the numbers and ids that the shipper gives them, because the same feeds read them. So rows
-        from here and rows of segments are the same rows, and a fold may take both.
-Rule 2: what Spark does not ask for is not made. A filter is answered before a row exists, one on `seq` or
-        `source` before an event is read; a column that `.schema(...)` leaves out costs nothing, and without
-        `payload` no message of a store is opened. Spark tells a Python source of filters, and not of columns.
-Rule 3: reading moves nothing: no cursor, no outbox, no file.
-Rule 4: what the shipper takes out before it writes is taken out here, unless `redaction` says otherwise. A
-        filter sees what a row shows: Spark answers those on fields that redaction may change, because an
-        answer from the event itself would tell what was taken out.
+Rule 1: the shipper's feeds read the events, so they have the same numbers and ids as in segments. A fold may
+        read rows from both.
+Rule 2: only requested values are computed. A filter is evaluated before a row exists, and one on `seq` or
+        `source` before an event is read. A column that `.schema(...)` omits costs nothing, and without
+        `payload` no message of a store is opened. Spark passes a Python source its filters, but not its
+        columns.
+Rule 3: reading changes nothing: no cursor, no outbox, no file.
+Rule 4: events are redacted as the shipper redacts them, unless `redaction` says otherwise. Spark evaluates
+        filters on fields that redaction may change, because a filter on the original value would reveal it.
 
     events = spark.read.format("postroom").option("kind", "store").option("url", "sqlite:///queue.db").load()
     rows.write.format("postroom").options(url="sqlite:///again.db", replay_id="r1").mode("append").save()
@@ -46,7 +46,7 @@ from postroom.core.redaction import Redactor
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.ingest.filters import Condition, bounds_of, condition_of, sources_of
 from postroom.pipeline.schema import EVENTS, REQUIRED
-from postroom.pipeline.submission import Message, Submitter
+from postroom.pipeline.submission import ReplayMessage, Submitter
 from postroom.sinks.shipper import BATCH_MAX, Feed
 from postroom.stores.open import SQLITE, open_store
 
@@ -57,24 +57,22 @@ FORMAT: Final = "postroom"
 KINDS: Final = ("bus", "queue", "store")
 LEVELS: Final = ("none", "medium", "full")
 PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
-RANGE_EVENTS: Final = (
-    100_000  # of a store, in one partition; a file is one, as it can only be read from its start
-)
-OPEN_PLACES_MAX: Final = 16  # that a worker of a stream keeps open, to go on where it stopped
+RANGE_EVENTS: Final = 100_000  # of a store, in one partition; a file is one partition
+OPEN_PLACES_MAX: Final = 16  # that a worker of a stream keeps open, to continue where it stopped
 ALL: Final = 2**63 - 1
 _ALWAYS: Final = {*REQUIRED, "schema", "priority"}
-"""Fields whose 0 is told. Every other field is NULL while it has its default, as on the wire."""
+"""Fields whose 0 is a value. Every other field is NULL while it has its default, as in a line."""
 _encode: Final = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def register(spark: "SparkSession") -> None:
-    """Make the format known to a session, and let Spark hand it filters."""
+    """Register the format in a session, and enable filter pushdown."""
     spark.conf.set(PUSHDOWN, "true")
     spark.dataSource.register(PostroomSource)
 
 
 class EventSource(NamedTuple):
-    """What is read, and how."""
+    """The checked options of a reader."""
 
     kind: str
     where: str
@@ -83,7 +81,7 @@ class EventSource(NamedTuple):
 
 
 class Range(InputPartition):
-    """Events of one source, from a number to a number, both included."""
+    """The events of one source from `first` to `last`, both included."""
 
     def __init__(self, source: str, first: int, last: int) -> None:
         super().__init__((source, first, last))
@@ -103,7 +101,7 @@ class PostroomSource(DataSource):
     def reader(self, schema: StructType) -> "EventsReader":
         return EventsReader(event_source(self.options, schema), schema)
 
-    def streamReader(self, schema: StructType) -> "EventsStream":  # noqa: N802 - Spark's word
+    def streamReader(self, schema: StructType) -> "EventsStream":  # noqa: N802 - Spark's name
         limit = self.options.get("rows_per_batch")
         return EventsStream(event_source(self.options, schema), schema, None if limit is None else int(limit))
 
@@ -126,7 +124,7 @@ def event_source(options: Mapping[str, str], schema: StructType) -> EventSource:
             )
     where = options.get("path") or options.get("url")
     if not where:
-        raise InvalidSetting("say what to read: the option path, or url for a store")
+        raise InvalidSetting("the option path is missing, or url for a store")
     kind = options.get("kind") or ("store" if where.startswith(SQLITE) else "")
     if kind not in KINDS:
         raise InvalidSetting(f"the option kind is {', '.join(KINDS)}, and not {kind!r}")
@@ -137,7 +135,7 @@ def event_source(options: Mapping[str, str], schema: StructType) -> EventSource:
 
 
 def _checked(kind: str, where: str) -> str:
-    """Nothing is made by looking at it, and a task may run elsewhere than here: the path is a whole one."""
+    """The absolute path, because a task may run elsewhere. It has to exist: opening it would create it."""
     path = Path(where.removeprefix("file://") if kind != "store" else where.removeprefix(SQLITE)).absolute()
     if not path.exists():
         raise InvalidSetting(f"there is no {kind} at {path}")
@@ -154,7 +152,7 @@ def _opened(place: EventSource) -> Iterator["_Feeds"]:
 
 
 class _Feeds:
-    """The sources at a place."""
+    """The feeds of a bus, a queue root or a store."""
 
     def __init__(self, place: EventSource) -> None:
         self._store: StoreFeed | None = None
@@ -185,7 +183,7 @@ class _Feeds:
 
 
 class EventsReader(DataSourceReader):
-    """The events that are there when the query is planned."""
+    """Reads the events that exist when the query is planned."""
 
     def __init__(self, place: EventSource, schema: StructType) -> None:
         self._place = place
@@ -194,8 +192,8 @@ class EventsReader(DataSourceReader):
         self._sources: frozenset[str] | None = None
         self._first, self._last = 0, ALL
 
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's word
-        """Take every filter that can be answered exactly before anything is taken out."""
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Accept every filter that gives the same result before redaction."""
         hidden = frozenset() if self._place.level == "none" else REDACTED
         left = []
         for found in filters:
@@ -228,11 +226,11 @@ class EventsReader(DataSourceReader):
 
 
 def ranges(feed: "Feed", after: int, up_to: int) -> Iterator[Range]:
-    """A store is read in ranges by many tasks at once; a file by one, because its lines are not numbered."""
+    """Many tasks read ranges of a store. One task reads a file, because its lines have no index."""
     step = RANGE_EVENTS if isinstance(feed, StoreFeed) else ALL
     after = max(after, 0)
     if isinstance(feed, StoreFeed) and (oldest := feed.read(after, 1)):
-        after = oldest[0].seq - 1  # what was shipped may be forgotten
+        after = oldest[0].seq - 1  # shipped events may have been deleted
     while after < up_to:
         last = min(after + step, up_to)
         yield Range(feed.source, after + 1, last)
@@ -240,7 +238,7 @@ def ranges(feed: "Feed", after: int, up_to: int) -> Iterator[Range]:
 
 
 def _newest(feed: "Feed", after: int, limit: int) -> int:
-    """The number of the last event behind `after`, `limit` events ahead at most."""
+    """The number of the last event after `after`, at most `limit` events further."""
     if isinstance(feed, StoreFeed):
         return min(after + feed.waiting(after), after + limit)
     while limit > 0 and (events := feed.read(after, min(limit, BATCH_MAX))):
@@ -252,7 +250,7 @@ def _newest(feed: "Feed", after: int, limit: int) -> int:
 def batches(
     feed: "Feed", wanted: Range, schema: StructType, place: EventSource, conditions: list[Condition]
 ) -> Iterator[pa.RecordBatch]:
-    """The events of a range as Arrow, those alone that pass the conditions."""
+    """The events of a range that meet the conditions, as Arrow batches."""
     columns = to_arrow_schema(schema, timezone="UTC")
     redact = _redaction(place)
     after = wanted.first - 1
@@ -260,8 +258,8 @@ def batches(
         after = events[-1].seq
         chosen = [event for event in events if event.seq <= wanted.last and passes(event, conditions)]
         if chosen:
-            told = [redact(event) for event in chosen]
-            arrays = [pa.array([value(event, f.name) for event in told], f.type) for f in columns]
+            shown = [redact(event) for event in chosen]
+            arrays = [pa.array([value(event, f.name) for event in shown], f.type) for f in columns]
             yield pa.RecordBatch.from_arrays(arrays, schema=columns)
 
 
@@ -270,7 +268,7 @@ def passes(event: AuditEvent, conditions: list[Condition]) -> bool:
 
 
 def value(event: AuditEvent, column: str) -> Any:
-    """A field as the wire tells it: NULL while it has its default."""
+    """A field as in a line: NULL while it has its default."""
     found = getattr(event, column)
     if column in _ALWAYS:
         return found
@@ -288,7 +286,7 @@ def _redaction(place: EventSource) -> Callable[[AuditEvent], AuditEvent]:
 # ---- a stream ----------------------------------------------------------------------------------------
 
 _kept_open: dict[EventSource, _Feeds] = {}
-"""Of this worker: a file that was read to some place is read on from there, and not from its start."""
+"""The open feeds of this worker. A file continues at the last position instead of at its start."""
 
 
 def _kept(place: EventSource) -> _Feeds:
@@ -301,7 +299,7 @@ def _kept(place: EventSource) -> _Feeds:
 
 
 class EventsStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The events as they come. An offset is the last number of each source."""
+    """Streams events as they arrive. An offset is the last number of each source."""
 
     def __init__(self, place: EventSource, schema: StructType, limit: int | None) -> None:
         self._place = place
@@ -309,13 +307,13 @@ class EventsStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._limit = limit
         self._end: dict[str, int] | None = None
 
-    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's word
+    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark's name
         return {}
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's word
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         return ReadAllAvailable() if self._limit is None else ReadMaxRows(self._limit)
 
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's word
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         self._end = self._latest({}, ALL)
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802
@@ -323,7 +321,7 @@ class EventsStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._latest(start, rows)
 
     def _latest(self, start: dict[str, int], limit: int) -> dict[str, int]:
-        """Sources that are gone keep their number: what was read of them stays read."""
+        """The last number of each source. A source that no longer exists keeps its number."""
         found = dict(start)
         for feed in _kept(self._place)():
             after = start.get(feed.source, 0)
@@ -354,7 +352,7 @@ class EventsStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class Submitted(WriterCommitMessage):
-    """What a task of Spark has done."""
+    """What a Spark task has submitted."""
 
     def __init__(self, new: int, known: int) -> None:
         self.new = new
@@ -362,16 +360,16 @@ class Submitted(WriterCommitMessage):
 
 
 class MessagesWriter(DataSourceWriter):
-    """Submits rows as tasks. Options: `url`, `replay_id`; columns: those of `Message`.
+    """Submits rows as tasks. Options: `url`, `replay_id`; columns: those of `ReplayMessage`.
 
-    A task of Spark that is tried again, or runs twice, finds what was submitted before under the same key.
+    A Spark task that is retried, or runs twice, submits nothing twice: the store knows each key.
     """
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         url, replay_id = options.get("url") or options.get("path"), options.get("replay_id")
         if not url or not replay_id:
             raise InvalidSetting(
-                "say where the messages go and under which name: the options url and replay_id"
+                "the options url and replay_id are missing: where the messages go, and under which name"
             )
         missing = [name for name in ("message_id", "queue", "payload") if name not in schema.names]
         if missing:
@@ -380,16 +378,16 @@ class MessagesWriter(DataSourceWriter):
             )
         self._url = url
         self._replay_id = replay_id
-        self._columns = [name for name in Message._fields if name in schema.names]
+        self._columns = [name for name in ReplayMessage._fields if name in schema.names]
 
     def write(self, iterator: "Iterator[Row]") -> Submitted:
-        messages = (Message(**{name: row[name] or "" for name in self._columns}) for row in iterator)
+        messages = (ReplayMessage(**{name: row[name] or "" for name in self._columns}) for row in iterator)
         with Submitter(self._url, self._replay_id) as submitter:
             submitter.submit(messages)
             return Submitted(submitter.new, submitter.known)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Each task of Spark has committed its own; together they are all."""
+        """Nothing to do: each Spark task has committed its own messages."""
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """What was submitted stays. Writing again under the same replay id adds the rest."""
+        """Submitted messages stay. Writing again under the same replay id adds the rest."""

@@ -1,14 +1,14 @@
-"""What the report shows, as plain values: the page knows nothing of tables, and the tables nothing of it."""
+"""The facts of a report as plain values, between the queries and the page."""
 
 from decimal import Decimal
 from typing import Final, NamedTuple
 
 from postroom.pipeline.report.flames import Profile
-from postroom.pipeline.report.words import HOUR_US
+from postroom.pipeline.times import HOUR_US
 
 
 class Percentiles(NamedTuple):
-    """How long messages waited."""
+    """The number of messages, and percentiles of their wait."""
 
     n: int
     p50_us: int
@@ -17,7 +17,7 @@ class Percentiles(NamedTuple):
 
 
 class Attained(NamedTuple):
-    """How many of them were delivered within their target."""
+    """The number of messages, and of those delivered within their target."""
 
     n: int
     within: int
@@ -27,18 +27,18 @@ class Attained(NamedTuple):
         return self.within / self.n if self.n else 1.0
 
 
-class Queue(NamedTuple):
-    """A queue, how many messages came to it, and how full it was."""
+class QueueFacts(NamedTuple):
+    """A queue, its messages and its depth."""
 
     name: str
     messages: int
-    """Each counts once, also when it was put back and waited again."""
+    """Each counts once, even if it was put back and waited again."""
     peak: int
     waiting: int
 
 
 class Spender(NamedTuple):
-    """Who or what cost something."""
+    """The cost of a model, organization, agent or goal."""
 
     name: str
     calls: int
@@ -47,7 +47,7 @@ class Spender(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Who talks to whom."""
+    """The messages from one sender to one recipient."""
 
     sender: str
     recipient: str
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Dead letters that are one error."""
+    """Dead letters with a similar error."""
 
     pattern_id: str
     error_type: str
@@ -71,11 +71,11 @@ class Pattern(NamedTuple):
     types: tuple[str, ...]
     hours: dict[int, int]
     samples: tuple[tuple[str, str], ...]
-    """Ids of messages, and what their errors say."""
+    """Message ids, and the texts of their errors."""
 
 
 class Suspect(NamedTuple):
-    """A message that brings down who takes it."""
+    """A message that crashes its workers."""
 
     message_id: str
     org_id: str
@@ -86,8 +86,8 @@ class Suspect(NamedTuple):
     last_us: int
 
 
-class Goal(NamedTuple):
-    """A goal, and what its messages spent their time with."""
+class GoalFacts(NamedTuple):
+    """A goal, and where its messages spent their time."""
 
     goal_id: str
     org_id: str
@@ -99,14 +99,14 @@ class Goal(NamedTuple):
 
 
 KEPT: Final = "kept"
-"""The outcome of messages that can be read for ever: those of a bus, a queue of files or a mailbox."""
+"""The outcome of messages of a bus, a queue of files or a mailbox, which have no end."""
 REMOVED: Final = "removed"
-"""The same, when somebody deleted them: that is no failure."""
+"""The outcome of such messages after their deletion, which is no failure."""
 Times = dict[int, int]
-"""A number for each column of time, by its beginning."""
+"""A number for each column of time, by its start."""
 
 
-class Facts(NamedTuple):
+class ReportFacts(NamedTuple):
     """Everything in a report. Columns of time are `step_us` wide."""
 
     since_us: int
@@ -117,11 +117,11 @@ class Facts(NamedTuple):
     latency: dict[int, dict[int, Percentiles]]
     overall: dict[int, Percentiles]
     targets_us: dict[int, int]
-    """By priority: what the caller asked for. There are none by themselves."""
+    """The targets that the caller gave, by priority. There are no default targets."""
     sla: dict[int, dict[int, Attained]]
     throughput: dict[str, Times]
     depth: Times
-    queues: list[Queue]
+    queues: list[QueueFacts]
     errors: dict[str, Times]
     tokens: dict[str, Times]
     spending: dict[str, list[Spender]]
@@ -129,26 +129,26 @@ class Facts(NamedTuple):
     traffic: list[Pair]
     patterns: list[Pattern]
     suspects: list[Suspect]
-    goals: list[Goal]
+    goals: list[GoalFacts]
     decisions: dict[str, int]
-    """How the harness' own messages ended. Only their errors and dead letters are counted elsewhere, too."""
-    decision_queue: Queue | None
+    """The outcomes of the harness' own messages. Only their errors and dead letters count elsewhere too."""
+    decision_queue: QueueFacts | None
     lapses: int
-    """Leases that ran out."""
+    """Lapsed leases."""
     timeouts: int
     """Errors whose class is a timeout."""
 
     @property
     def is_fine(self) -> bool:
-        """Whether columns of time are shorter than an hour: then they are drawn from silver."""
+        """Whether columns of time are shorter than an hour, and drawn from silver."""
         return self.step_us < HOUR_US
 
     @property
     def messages(self) -> int:
-        """Those of the harness are not among them."""
+        """The number of messages, without those of the harness."""
         return sum(self.outcomes.values())
 
     def attained(self, priority: int) -> Attained:
-        """Over the whole time."""
+        """Over the whole period."""
         parts = self.sla.get(priority, {}).values()
         return Attained(sum(part.n for part in parts), sum(part.within for part in parts))

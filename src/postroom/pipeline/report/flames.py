@@ -1,25 +1,27 @@
 """Flame graphs from folded stacks, as SVG and as speedscope JSON.
 
-A folded stack is a path of frames with what was spent in the last of them. Frames of equal paths are one.
+A folded stack is a path of frames with the time spent in the last one. Equal paths share a frame.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from markupsafe import Markup
+
 from postroom.pipeline.report.plots import WIDTH, hint, svg
 from postroom.pipeline.report.words import duration, esc, share
 
 ROW: Final = 21
-NARROWEST: Final = 0.4  # pixels; what is thinner cannot be seen
-CHARACTER: Final = 6.3  # pixels of one, on average
+NARROWEST: Final = 0.4  # pixels; thinner nodees are not drawn
+CHARACTER: Final = 6.3  # pixels of a character, on average
 SPEEDSCOPE: Final = "https://www.speedscope.app/file-format-schema.json"
 
 Stack = tuple[tuple[str, ...], int]
-"""A path of frames, and the microseconds that belong to its end."""
+"""A path of frames, and the microseconds of its last frame."""
 
 
 class Profile(NamedTuple):
-    """What a goal spent its time with."""
+    """The stacks of a goal."""
 
     name: str
     stacks: Sequence[Stack]
@@ -29,8 +31,8 @@ class Profile(NamedTuple):
         return sum(us for _, us in self.stacks)
 
 
-class Box:
-    """A frame of the tree, with everything that was called from it."""
+class FlameNode:
+    """A node of the tree: a frame and its children."""
 
     __slots__ = ("below", "name", "own_us", "total_us")
 
@@ -38,60 +40,64 @@ class Box:
         self.name = name
         self.own_us = 0
         self.total_us = 0
-        self.below: dict[str, Box] = {}
+        self.below: dict[str, FlameNode] = {}
 
 
-def tree(profile: Profile) -> Box:
-    """The stacks as a tree whose root is the whole profile."""
-    root = Box(profile.name)
+def tree(profile: Profile) -> FlameNode:
+    """The stacks as a tree. The root is the whole profile."""
+    root = FlameNode(profile.name)
     for path, us in profile.stacks:
-        box = root
-        box.total_us += us
+        node = root
+        node.total_us += us
         for name in path:
-            box = box.below.setdefault(name, Box(name))
-            box.total_us += us
-        box.own_us += us
+            node = node.below.setdefault(name, FlameNode(name))
+            node.total_us += us
+        node.own_us += us
     return root
 
 
-def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> str:
-    """The root on top, what it led to below it; width is time."""
+def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Markup:
+    """Draw the root on top and the children below it. Width is time."""
     root = tree(profile)
     placed = list(_place(root, 0.0, 0, WIDTH / max(1, root.total_us)))
     height = ROW * (1 + max(depth for _, _, depth, _ in placed)) + 2
-    body = "".join(_drawn(box, x, depth, wide, root.total_us, colours) for box, x, depth, wide in placed)
+    body = "".join(_drawn(node, x, depth, wide, root.total_us, colours) for node, x, depth, wide in placed)
     return svg(WIDTH, height, f"Flame graph of {profile.name}", said, body, "plot flame")
 
 
-def _place(box: Box, x: float, depth: int, scale: float) -> Iterator[tuple[Box, float, int, float]]:
-    wide = box.total_us * scale
+def _place(
+    node: FlameNode, x: float, depth: int, scale: float
+) -> Iterator[tuple[FlameNode, float, int, float]]:
+    wide = node.total_us * scale
     if wide < NARROWEST:
         return
-    yield box, x, depth, wide
-    for child in sorted(box.below.values(), key=lambda one: (-one.total_us, one.name)):
+    yield node, x, depth, wide
+    for child in sorted(node.below.values(), key=lambda one: (-one.total_us, one.name)):
         yield from _place(child, x, depth + 1, scale)
         x += child.total_us * scale
 
 
-def _drawn(box: Box, x: float, depth: int, wide: float, whole_us: int, colours: dict[str, int]) -> str:
-    told = f"{box.name}\n{duration(box.total_us)}, {share(box.total_us / max(1, whole_us))} of the goal"
-    if box.below and box.own_us:
-        told += f"\nof it {duration(box.own_us)} itself"
-    kind = box.name.split(" ", 1)[0]
+def _drawn(node: FlameNode, x: float, depth: int, wide: float, whole_us: int, colours: dict[str, int]) -> str:
+    hint_text = (
+        f"{node.name}\n{duration(node.total_us)}, {share(node.total_us / max(1, whole_us))} of the goal"
+    )
+    if node.below and node.own_us:
+        hint_text += f"\nof it {duration(node.own_us)} itself"
+    kind = node.name.split(" ", 1)[0]
     style = "root" if depth == 0 else "waiting" if kind == "waiting" else f"c{colours.get(kind, 0)}"
     fits = int((wide - 8) / CHARACTER)
     text = ""
-    if fits >= 4:  # noqa: PLR2004 - less cannot be read
-        shown = box.name if len(box.name) <= fits else f"{box.name[: fits - 1]}…"
+    if fits >= 4:  # noqa: PLR2004 - fewer characters say nothing
+        shown = node.name if len(node.name) <= fits else f"{node.name[: fits - 1]}…"
         text = f'<text x="{x + 5:.1f}" y="{depth * ROW + 14.5}">{esc(shown)}</text>'
     return (
         f'<g class="box"><rect class="fill {style}" x="{x:.2f}" y="{depth * ROW}" '
-        f'width="{max(0.3, wide - 0.6):.2f}" height="{ROW - 1.4}" rx="2"/>{text}{hint(told)}</g>'
+        f'width="{max(0.3, wide - 0.6):.2f}" height="{ROW - 1.4}" rx="2"/>{text}{hint(hint_text)}</g>'
     )
 
 
 def speedscope(profiles: Iterable[Profile], name: str) -> dict[str, Any]:
-    """A file for speedscope: one sampled profile a goal, in microseconds."""
+    """The content of a speedscope file: one sampled profile for each goal, in microseconds."""
     frames: dict[str, int] = {}
     made = []
     for profile in profiles:

@@ -1,8 +1,8 @@
-"""Plots as inline SVG, drawn by hand.
+"""Plots as inline SVG.
 
-Rule 1: a plot has a title and a sentence that says what it shows. So has each mark that can be pointed at.
-Rule 2: colours are classes. The page says what they are, by light and by dark.
-Rule 3: a plot is as large as its data allows, and no larger: callers hand in at most `COLUMNS_MAX` columns.
+Rule 1: a plot has a title and a sentence about its content. Each mark has a tooltip.
+Rule 2: colours are CSS classes. The style sheet defines them for light and dark mode.
+Rule 3: the size of a plot is bounded: callers pass at most `COLUMNS_MAX` columns.
 """
 
 import math
@@ -10,43 +10,35 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from postroom.pipeline.report.words import (
-    DAY_US,
-    HOUR_US,
-    MICROS_PER_S,
-    MINUTE_US,
-    TENTH_US,
-    clock,
-    day,
-    esc,
-    label,
-    moment,
-)
+from markupsafe import Markup
+
+from postroom.pipeline.report.words import TENTH_US, clock, day, esc, label, moment
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
 COLUMNS_MAX: Final = 200  # of a plot over time
-WIDTH: Final = 1062  # pixels of a sheet; half of them is what two sheets beside each other leave for one
+WIDTH: Final = 1062  # pixels of a sheet; two narrow sheets fit side by side
 HALF_WIDTH: Final = 501
-SMALLEST: Final = 0.8  # of its size, in a narrow window
+SMALLEST: Final = 0.8  # the minimum scale, in a narrow window
 LEFT: Final = 58
 RIGHT: Final = 12
 TOP: Final = 14
 BOTTOM: Final = 24
 TICKS_MAX: Final = 7
-TICK_CHAR: Final = 6.2  # pixels of a character of a tick's name
-TICK_GAP: Final = 10  # between two of them
+TICK_CHAR: Final = 6.2  # pixels of a character of a label
+TICK_GAP: Final = 10  # pixels between two labels
 GRID_LINES: Final = 4
 COLOURS: Final = 8  # classes c0 to c7
 LADDER: Final = (
     1, 10, 100, 1_000, 10_000, 100_000, MICROS_PER_S, 10 * MICROS_PER_S, MINUTE_US, 10 * MINUTE_US, HOUR_US,
     10 * HOUR_US, 100 * HOUR_US, 1_000 * HOUR_US,
 )  # fmt: skip
-"""Durations in microseconds that a logarithmic scale is marked at: what people call round."""
+"""Round durations in microseconds for the ticks of a logarithmic scale."""
 
 Words = Callable[[float], str]
 
 
-class Frame(NamedTuple):
-    """Where a plot's numbers go."""
+class PlotFrame(NamedTuple):
+    """Maps times and values to the coordinates of a plot."""
 
     width: int
     height: int
@@ -55,7 +47,7 @@ class Frame(NamedTuple):
     top: float
     """The largest value."""
     low: float = 0.0
-    """The smallest one; above 0 the scale is logarithmic."""
+    """The smallest value. Above 0 the scale is logarithmic."""
 
     def x(self, us: float) -> float:
         span = max(1, self.until_us - self.since_us)
@@ -73,8 +65,8 @@ class Frame(NamedTuple):
         return self.height - BOTTOM
 
 
-class Stretch(NamedTuple):
-    """The time that a plot covers, and how long a column of it is."""
+class Period(NamedTuple):
+    """The time range of a plot, and the width of a column."""
 
     since_us: int
     until_us: int
@@ -82,28 +74,28 @@ class Stretch(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One line: its class, its name, and a value for each column that has one."""
+    """One line: its CSS class, its name, and its values by column."""
 
     style: str
     name: str
     values: dict[int, float]
 
 
-def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> str:
-    """A drawing with its words.
+def svg(width: int, height: float, title: str, said: str, body: str, style: str = "plot") -> Markup:
+    """A drawing with its accessible label.
 
-    It is never enlarged and hardly made smaller, so that text has one size everywhere. Its sheet scrolls.
-    In a narrow window the page makes a wide plot fit, and its text larger.
+    It is never enlarged and hardly reduced, so that text has the same size everywhere; its sheet scrolls. In
+    a narrow window the page scales a wide plot to fit, and enlarges its text.
     """
     size = f"min-width:{SMALLEST * width:.0f}px;max-width:{width}px"
-    return (
+    return Markup(  # noqa: S704 - its parts are escaped
         f'<svg class="{style}" viewBox="0 0 {width} {height:.0f}" style="{size}" role="img" '
         f'aria-label="{esc(title)}: {esc(said)}">{body}</svg>'
     )
 
 
 def hint(text: str) -> str:
-    """What is shown when somebody points at a mark."""
+    """The tooltip of a mark."""
     return f"<title>{esc(text)}</title>"
 
 
@@ -115,7 +107,7 @@ def _text(style: str, x: float, y: float, text: str, anchor: str = "end") -> str
 
 
 def _round_up(value: float) -> float:
-    """The next number that a scale may end with: a quarter of it is one that can be read."""
+    """The next round number for the end of a scale. A quarter of it is round too."""
     for top in (4, 8):
         if value <= top:
             return top
@@ -127,8 +119,8 @@ def _round_up(value: float) -> float:
         power *= 10
 
 
-def _time_ticks(frame: Frame) -> Iterator[tuple[int, str]]:
-    """Round times, few enough that their names do not touch each other or the end of the plot."""
+def _time_ticks(frame: PlotFrame) -> Iterator[tuple[int, str]]:
+    """Round times and their labels, which do not overlap or exceed the plot."""
     since_us, until_us = frame.since_us, frame.until_us
     steps = [
         *(tenths * TENTH_US for tenths in (1, 2, 5)),
@@ -150,14 +142,14 @@ def _tick_name(tick: int, step: int) -> str:
     return day(tick) if tick % DAY_US == 0 else clock(tick, step)
 
 
-def _have_room(frame: Frame, step: int) -> bool:
-    """Whether ticks so far apart are few, and each has room for its name."""
+def _have_room(frame: PlotFrame, step: int) -> bool:
+    """Whether ticks with this step are few enough, and have room for their labels."""
     span_us = frame.until_us - frame.since_us
     apart = frame.x(frame.since_us + step) - LEFT
     return span_us / step <= TICKS_MAX and apart >= TICK_CHAR * len(_tick_name(step, step)) + TICK_GAP
 
 
-def _value_ticks(frame: Frame) -> Iterator[float]:
+def _value_ticks(frame: PlotFrame) -> Iterator[float]:
     if frame.low > 0:
         yield from (float(tick) for tick in LADDER if frame.low <= tick <= frame.top)
         return
@@ -165,7 +157,7 @@ def _value_ticks(frame: Frame) -> Iterator[float]:
         yield frame.top * n / GRID_LINES
 
 
-def _axes(frame: Frame, words: Words) -> str:
+def _axes(frame: PlotFrame, words: Words) -> str:
     parts = []
     for value in _value_ticks(frame):
         y = frame.y(value)
@@ -182,8 +174,8 @@ def _axes(frame: Frame, words: Words) -> str:
     return "".join(parts)
 
 
-def _columns(frame: Frame, step_us: int, hints: dict[int, str]) -> str:
-    """Invisible columns that carry the words of a time."""
+def _columns(frame: PlotFrame, step_us: int, hints: dict[int, str]) -> str:
+    """Invisible columns with the tooltips of each time."""
     wide = frame.x(frame.since_us + step_us) - LEFT
     return "".join(
         f'<rect class="hit" x="{frame.x(at):.1f}" y="{TOP}" width="{wide:.2f}" '
@@ -201,19 +193,19 @@ def lines(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     target: float | None = None,
     width: int = HALF_WIDTH,
     height: int = 220,
-) -> str:
-    """Lines over time on a logarithmic scale, with a dashed one for what was promised."""
+) -> Markup:
+    """Lines over time on a logarithmic scale, with a dashed line for the target."""
     values = [value for one in series for value in one.values.values() if value > 0]
     if target is not None:
         values.append(target)
     smallest, largest = min(values, default=1), max(values, default=1)
     low = max((tick for tick in LADDER if tick <= smallest), default=LADDER[0])
     top = min((tick for tick in LADDER if tick >= largest and tick > low), default=LADDER[-1])
-    frame = Frame(width, height, over.since_us, over.until_us, top, low)
+    frame = PlotFrame(width, height, over.since_us, over.until_us, top, low)
     body = [_axes(frame, words)]
     body += [_line(frame, one, over.step_us) for one in series]
     if target is not None:
@@ -223,11 +215,11 @@ def lines(
             f'<text class="target-name" x="{LEFT + 6}" y="{y - 5:.1f}">'
             f"target {esc(words(target))}</text>"
         )
-    body.append(_columns(frame, over.step_us, _told(series, words, over.step_us)))
+    body.append(_columns(frame, over.step_us, _tooltips(series, words, over.step_us)))
     return svg(width, height, title, said, "".join(body))
 
 
-def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
+def _tooltips(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str]:
     times = sorted({at for one in series for at in one.values})
     return {
         at: "\n".join(
@@ -240,8 +232,8 @@ def _told(series: Sequence[Series], words: Words, step_us: int) -> dict[int, str
     }
 
 
-def _line(frame: Frame, series: Series, step_us: int) -> str:
-    """A line that is broken where nothing was measured; what stands alone is a dot."""
+def _line(frame: PlotFrame, series: Series, step_us: int) -> str:
+    """A line with breaks where there is no value. A single value is a dot."""
     points = [(at, frame.x(at + step_us / 2), frame.y(value)) for at, value in sorted(series.values.items())]
     path: list[str] = []
     dots: list[str] = []
@@ -266,13 +258,13 @@ def area(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     name: str,
     width: int = WIDTH,
     height: int = 240,
-) -> str:
-    """One quantity over time, held until the next column says otherwise."""
-    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
+) -> Markup:
+    """One quantity over time, as steps."""
+    frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(values.values(), default=1)))
     body = [_axes(frame, words)]
     steps = []
     for at, value in sorted(values.items()):
@@ -285,7 +277,7 @@ def area(
             f'<path class="area c0" d="M{first:.1f} {frame.floor}{outline}L{last:.1f} {frame.floor}Z"/>'
             f'<path class="line c0" d="M{outline[1:]}"/>'
         )
-    body.append(_columns(frame, over.step_us, _told([Series("c0", name, values)], words, over.step_us)))
+    body.append(_columns(frame, over.step_us, _tooltips([Series("c0", name, values)], words, over.step_us)))
     return svg(width, height, title, said, "".join(body), "plot wide")
 
 
@@ -295,14 +287,14 @@ def stacked(
     title: str,
     said: str,
     words: Words,
-    over: Stretch,
+    over: Period,
     width: int = WIDTH,
     height: int = 280,
-) -> str:
-    """Bars over time, one part on top of the other."""
+) -> Markup:
+    """Stacked bars over time."""
     times = sorted({at for one in series for at in one.values})
     sums = {at: sum(one.values.get(at, 0) for one in series) for at in times}
-    frame = Frame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
+    frame = PlotFrame(width, height, over.since_us, over.until_us, _round_up(max(sums.values(), default=1)))
     wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.8)
     body = [_axes(frame, words)]
     for at in times:
@@ -317,12 +309,12 @@ def stacked(
                     f'width="{wide:.2f}" height="{tall:.2f}"/>'
                 )
     body.append(
-        _columns(frame, over.step_us, _told([one for one in series if one.values], words, over.step_us))
+        _columns(frame, over.step_us, _tooltips([one for one in series if one.values], words, over.step_us))
     )
     return svg(width, height, title, said, "".join(body), "plot wide")
 
 
-def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> str:
+def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, height: int = 34) -> Markup:
     """A small row of bars without axes."""
     top = max(values, default=0) or 1
     step = width / max(1, len(values))
@@ -340,17 +332,17 @@ def spark(values: Sequence[float], *, title: str, said: str, width: int = 160, h
 
 
 class Cell(NamedTuple):
-    """One cell: how strong, from 0 to 1, and what it says."""
+    """One cell: its CSS class, its opacity from 0 to 1, and its tooltip."""
 
     style: str
     strength: float
-    told: str
+    text: str
 
 
 def _cell(cell: Cell, x: float, y: float, width: float, height: float) -> str:
     return (
         f'<rect class="cell {cell.style}" fill-opacity="{cell.strength:.2f}" x="{x:.1f}" y="{y}" '
-        f'width="{width:.2f}" height="{height}" rx="2">{hint(cell.told)}</rect>'
+        f'width="{width:.2f}" height="{height}" rx="2">{hint(cell.text)}</rect>'
     )
 
 
@@ -359,13 +351,13 @@ def strip(
     *,
     title: str,
     said: str,
-    over: Stretch,
+    over: Period,
     width: int = WIDTH,
     row_height: int = 26,
-) -> str:
+) -> Markup:
     """Rows of cells over time."""
     height = TOP + row_height * len(rows) + BOTTOM
-    frame = Frame(width, height, over.since_us, over.until_us, 1)
+    frame = PlotFrame(width, height, over.since_us, over.until_us, 1)
     wide = max(0.6, frame.x(over.since_us + over.step_us) - LEFT - 0.5)
     body = []
     for n, (name, cells) in enumerate(rows):
@@ -384,8 +376,8 @@ def matrix(
     title: str,
     said: str,
     size: int = 30,
-) -> str:
-    """Who with whom: a row for each on one side, a column for each on the other."""
+) -> Markup:
+    """A matrix of cells with labelled rows and columns."""
     left, top = 190, 24 + 5 * max(len(label(name, 22)) for name in columns)
     width, height = left + size * len(columns) + 70, top + size * len(rows) + 8
     body = []

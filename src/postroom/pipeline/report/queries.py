@@ -1,9 +1,10 @@
-"""The report: tables read once each, summed up by DuckDB without a JVM, and drawn as one HTML file.
+"""The queries of the report, which DuckDB runs over the tables without a JVM.
 
-Rule 1: what leaves the database is bounded: columns of time, and the first of each ranking.
+Rule 1: the size of every result is bounded: columns of time, and the first rows of each ranking.
 Rule 2: a history of at least a day is drawn from gold, in columns of whole hours. A shorter one is drawn from
-        silver in finer columns, and silver then holds no more than that day.
-Rule 3: percentiles over several groups come from the histograms in `gold_latency`, which can be added up.
+        silver in finer columns, where silver has at most a day.
+Rule 3: percentiles over several groups are computed from the histograms in `gold_latency`, which can be
+        summed.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +24,12 @@ from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
-    Facts,
-    Goal,
+    GoalFacts,
     Pair,
     Pattern,
     Percentiles,
-    Queue,
+    QueueFacts,
+    ReportFacts,
     Spender,
     Suspect,
     Times,
@@ -36,24 +37,24 @@ from postroom.pipeline.report.facts import (
 from postroom.pipeline.report.flames import Profile, Stack, speedscope
 from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
-from postroom.pipeline.report.words import DAY_US, HOUR_US, MINUTE_US
 from postroom.pipeline.session import table_errors
 from postroom.pipeline.silver.spans import UNKNOWN
 from postroom.pipeline.tables import DataFile, Tables, rows_of
+from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 from postroom.system.atomic import replace_file
 
-RANKED_MAX: Final = 8  # of a list of the largest
+RANKED_MAX: Final = 8  # rows of a ranking
 PATTERNS_MAX: Final = 12
 SUSPECTS_MAX: Final = 50
 GOALS_MAX: Final = 6  # flame graphs on the page
 PROFILES_MAX: Final = 100  # goals in a file for speedscope
-STACKS_MAX: Final = 20_000  # of all of them
+STACKS_MAX: Final = 20_000  # of all goals
 SERIES_MAX: Final = 40  # classes of errors, and models
-FINE_COLUMNS: Final = 120  # a step is taken if it makes no more columns
+FINE_COLUMNS: Final = 120  # at most, of a step below an hour
 FINE_STEPS_US: Final = tuple(
     int(seconds * 1_000_000) for seconds in (0.1, 0.5, 1, 5, 15, 60, 5 * 60, 15 * 60)
 )
-"""Widths of columns that are finer than an hour."""
+"""Widths of columns below an hour."""
 STACK_OF_WAITING: Final = "waiting"
 NAMELESS_ERROR: Final = "without a class"
 UNNAMED: Final = "unnamed"
@@ -71,12 +72,12 @@ _HAPPENED: Final = {
     "expired": ("expired", "expired"),
     "cancelled": ("cancelled", "cancelled"),
 }
-"""For columns of `gold_throughput`, the kind of event that they count, and what the page calls it."""
+"""For each column of `gold_throughput`, the kind of event that it counts, and its name on the page."""
 _ARRIVALS: Final = ("created", "enqueued", "released", "replayed")
 """Kinds of events before which a message did not wait."""
 Progress = Callable[[str], None]
 Targets = Mapping[int, int]
-"""For a priority, how many microseconds a message of it may wait."""
+"""The maximum wait of a message in microseconds, by priority."""
 
 
 def write_report(
@@ -86,17 +87,17 @@ def write_report(
     *,
     targets_us: Targets | None = None,
     progress: Progress | None = None,
-) -> Facts:
-    """Write the page, and beside it a file for speedscope when one is wanted."""
-    told = progress or (lambda _: None)
+) -> ReportFacts:
+    """Write the page, and a file for speedscope if its path is given."""
+    report = progress or (lambda _: None)
     _need_all(tables)
-    told("reading the tables")
-    reading = Reading(tables, targets_us or {})
-    facts = reading.facts()
-    told("drawing")
+    report("reading the tables")
+    reader = ReportReader(tables, targets_us or {})
+    facts = reader.facts()
+    report("drawing")
     replace_file(out, page(facts).encode(), "os")
     if speedscope_out is not None:
-        profiles = [goal.profile for goal in reading.goals(PROFILES_MAX)]
+        profiles = [goal.profile for goal in reader.goals(PROFILES_MAX)]
         replace_file(speedscope_out, msgspec.json.encode(speedscope(profiles, "postroom goals")), "os")
     return facts
 
@@ -107,12 +108,12 @@ def _need_all(tables: Tables) -> None:
             is_there = tables.exists(name)
         if not is_there:
             raise InvalidMessage(
-                f"there is no table {name} in {tables.folder}: `postroom pipeline run` makes what is missing"
+                f"there is no table {name} in {tables.folder}: `postroom pipeline run` builds it"
             )
 
 
 def step_of(since_us: int, until_us: int) -> int:
-    """The width of columns for a history: the finest that makes few enough of them."""
+    """The width of the columns for a period: the finest that stays within the maximum number."""
     span_us = until_us - since_us
     if span_us < DAY_US:
         return next((step for step in FINE_STEPS_US if span_us <= FINE_COLUMNS * step), HOUR_US)
@@ -120,8 +121,8 @@ def step_of(since_us: int, until_us: int) -> int:
     return HOUR_US * -(-hours // COLUMNS_MAX)
 
 
-class Reading:
-    """The questions of one report to one folder of tables."""
+class ReportReader:
+    """Reads the facts of one report from one folder of tables."""
 
     def __init__(self, tables: Tables, targets_us: Targets) -> None:
         self._tables = tables
@@ -133,10 +134,10 @@ class Reading:
         self._until_us = last_us - last_us % self._step_us + self._step_us
         self._is_fine = self._step_us < HOUR_US
 
-    def facts(self) -> Facts:
+    def facts(self) -> ReportFacts:
         latency, overall = self._latency()
         depth, queues = self._depth()
-        return Facts(
+        return ReportFacts(
             self._since_us,
             self._until_us,
             self._step_us,
@@ -163,9 +164,9 @@ class Reading:
         )
 
     def _extent(self) -> tuple[int, int, bool]:
-        """The first and the last moment of the history, and whether silver has all of it.
+        """The first and the last time of the history, and whether silver has all of it.
 
-        Gold may know hours whose events were let leave.
+        Gold may have hours whose events `retain` has deleted.
         """
         events = _range(self._tables.files("silver_events"), "ts_us")
         hours = _range(self._tables.files("gold_throughput"), "hour_us")
@@ -175,13 +176,13 @@ class Reading:
         return (*events, True) if is_whole else (min(events[0], hours[0]), max(events[1], hours[1]), False)
 
     def _at(self, column: str) -> str:
-        """The column of time that a moment belongs to."""
+        """SQL for the column of time that a time belongs to."""
         return f"(({column}) - ({column}) % {self._step_us})"
 
     def _ends(self, whose: str) -> dict[str, int]:
-        """How messages of agents, or those of the harness, ended.
+        """The outcomes of messages of agents, or of the harness.
 
-        One of a contract without an end is kept or removed, and not open.
+        A message of a contract without ends is kept or removed, and not open.
         """
         rows = self._db.rows(
             f"""SELECT CASE WHEN NOT coalesce(list_contains($endless, contract), false) THEN outcome
@@ -205,7 +206,7 @@ class Reading:
         return by_time, overall
 
     def _waits(self) -> str:
-        """Grain: priority, column of time and wait, or bucket of waits: how many messages waited so long."""
+        """Grain: priority, column of time, and wait or bucket of waits: the number of messages."""
         if self._is_fine:
             return f"""SELECT priority, {self._at(_BORN_US)} AS at_us, greatest(queue_us, 0) AS le_us,
                               count(*) AS n
@@ -217,7 +218,7 @@ class Reading:
                          FROM gold_latency WHERE priority IS NOT NULL) GROUP BY ALL"""
 
     def _sla(self) -> dict[int, dict[int, Attained]]:
-        """Of the priorities that have a target: how many messages were delivered within it."""
+        """The number of messages within the target, for each priority with a target."""
         found: dict[int, dict[int, Attained]] = {}
         for priority, target_us in self._targets_us.items():
             rows = self._db.rows(
@@ -265,7 +266,7 @@ class Reading:
         return self._series("gold_tokens", "hour_us", _named("model"), "tokens_in + tokens_out")
 
     def _series(self, source: str, time: str, name: str, measure: str) -> dict[str, Times]:
-        """A sum for each name and column of time; the names of the largest sums."""
+        """A sum for each name and column of time, for the names with the largest sums."""
         rows = self._db.rows(
             f"""WITH parts AS (SELECT {name} AS name, {self._at(time)} AS at_us, sum({measure}) AS n
                                FROM {source} GROUP BY ALL),
@@ -278,8 +279,8 @@ class Reading:
             found.setdefault(row["name"], {})[row["at_us"]] = row["n"]
         return found
 
-    def _depth(self) -> tuple[Times, list[Queue]]:
-        """How many messages wait in all queues, and the queues that most messages came to."""
+    def _depth(self) -> tuple[Times, list[QueueFacts]]:
+        """The number of waiting messages in all queues, and the busiest queues."""
         self._db.execute(f"CREATE OR REPLACE TEMP TABLE moves AS {self._moves()}")
         total = self._db.rows(
             f"""WITH changes AS (SELECT moment_us, sum(change) AS change FROM moves
@@ -291,8 +292,8 @@ class Reading:
         )
         return self._held(total), self._queues(_OF_AGENTS)
 
-    def _queues(self, whose: str) -> list[Queue]:
-        """The queues that most messages came to. `_depth` has made `moves`."""
+    def _queues(self, whose: str) -> list[QueueFacts]:
+        """The busiest queues. `_depth` creates the table `moves`."""
         rows = self._db.rows(
             f"""WITH changes AS (SELECT queue, moment_us, sum(change) AS change FROM moves
                                  WHERE {whose} GROUP BY ALL),
@@ -304,19 +305,19 @@ class Reading:
                 FROM depths LEFT JOIN arrived USING (queue) GROUP BY queue
                 ORDER BY messages DESC, queue LIMIT {RANKED_MAX}"""
         )
-        return [Queue(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
+        return [QueueFacts(row["queue"], row["messages"], row["peak"], row["waiting"]) for row in rows]
 
     def _moves(self) -> str:
-        """Grain: moment and queue: by how many the messages that wait became more.
+        """Grain: time and queue: the change of the number of waiting messages.
 
-        `gold_depth` knows minutes. Within a minute, an event shows against the state that its message had
-        before; what the history does not show the arrival of is not counted as waiting.
+        `gold_depth` has whole minutes. Within a minute, an event is compared with the previous state of its
+        message. A message whose arrival is not in the history does not count as waiting.
         """
         if self._step_us >= MINUTE_US:
             return """SELECT minute_us AS moment_us, queue, sum(arrived - "left") AS change
                       FROM gold_depth GROUP BY ALL"""
         kinds = ", ".join(f"'{kind}'" for kind in _ARRIVALS)
-        return f"""WITH told AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
+        return f"""WITH states AS (SELECT ts_us, queue, (state = '{WAITING}')::INT AS waits,
                                         kind IN ({kinds}) AS arrives,
                                         lag((state = '{WAITING}')::INT) OVER (
                                             PARTITION BY message_id, source ORDER BY seq) AS waited
@@ -324,10 +325,10 @@ class Reading:
                                  WHERE message_id IS NOT NULL AND state IS NOT NULL AND queue IS NOT NULL)
                    SELECT ts_us AS moment_us, queue,
                           sum(waits - coalesce(waited, CASE WHEN arrives THEN 0 ELSE waits END)) AS change
-                   FROM told GROUP BY ALL"""
+                   FROM states GROUP BY ALL"""
 
     def _held(self, rows: list[dict[str, Any]]) -> Times:
-        """The peak of every column from the first on. A depth stays until something moves it."""
+        """The peak of every column from the first change on. A depth lasts until the next change."""
         found: Times = {}
         moved = {row["at_us"]: row for row in rows}
         depth = 0
@@ -361,7 +362,7 @@ class Reading:
         return [Spender(row["name"], row["calls"], row["tokens"] or 0, row["cost_usd"]) for row in rows]
 
     def _traffic(self) -> list[Pair]:
-        """The pairs among those who send and those who get the most. A contract is nobody who sends."""
+        """The pairs of the busiest senders and recipients. A contract does not count as a sender."""
         rows = self._db.rows(
             f"""WITH named AS (SELECT CASE WHEN sender IS NULL OR list_contains($contracts, sender)
                                            THEN '{UNNAMED}' ELSE sender END AS sender,
@@ -419,8 +420,8 @@ class Reading:
             for row in rows
         ]
 
-    def goals(self, limit: int) -> list[Goal]:
-        """The goals that most messages serve, the largest first."""
+    def goals(self, limit: int) -> list[GoalFacts]:
+        """The goals with most messages, the largest first."""
         rows = self._db.rows(
             f"""WITH largest AS (SELECT goal_id, sum(messages) AS size, sum(work_us + wait_us) AS whole_us
                                  FROM gold_flames WHERE goal_id IS NOT NULL GROUP BY goal_id
@@ -439,7 +440,7 @@ class Reading:
 
 
 def _range(files: list[DataFile], column: str) -> tuple[int, int] | None:
-    """The lowest and the highest value of a column, by the log of its table."""
+    """The lowest and the highest value of a column, from the log of its table."""
     lows = [file.low[column] for file in files if file.low.get(column) is not None]
     highs = [file.high[column] for file in files if file.high.get(column) is not None]
     return (min(lows), max(highs)) if lows and highs else None
@@ -456,7 +457,7 @@ def _named(column: str) -> str:
 
 
 def _percentiles(keys: str) -> str:
-    """Nearest ranks from counts of buckets: each is the upper end of the bucket that it lies in."""
+    """SQL for nearest ranks from the counts of buckets: each is the upper limit of its bucket."""
     picks = ", ".join(
         f"min(le_us) FILTER (WHERE so_far * 100 >= whole * {percent}) AS p{percent}_us"
         for percent in (50, 95, 99)
@@ -471,8 +472,8 @@ def _percentiles_of(row: Mapping[str, Any]) -> Percentiles:
     return Percentiles(row["n"], row["p50_us"], row["p95_us"], row["p99_us"])
 
 
-def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> Goal:
-    """A goal from its rows in `gold_flames`. Its hours end with the history, whose extent is known better."""
+def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> GoalFacts:
+    """A goal from its rows in `gold_flames`. Its hours are clipped to the period of the history."""
     sums: dict[tuple[str, ...], int] = {}
     for row in rows:
         path = tuple((row["stack"] or UNKNOWN).split(";"))
@@ -481,7 +482,7 @@ def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -
                 sums[stack] = sums.get(stack, 0) + us
     stacks: list[Stack] = sorted(sums.items())
     hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
-    return Goal(
+    return GoalFacts(
         goal_id,
         next((row["org_id"] for row in rows if row["org_id"] is not None), UNNAMED),
         sum(row["messages"] for row in rows),

@@ -1,18 +1,17 @@
-"""Values as a person reads them, and as HTML takes them.
+"""Values as text for a person, and text for HTML.
 
-Rule: whatever comes from data passes through `esc` on its way into the page, numbers included.
+Rule: every value in a drawing passes through `esc`, numbers included. The template escapes by itself.
 """
 
-import html
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Final
 
-MICROS_PER_S: Final = 1_000_000
+from markupsafe import Markup, escape
+
+from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
+
 TENTH_US: Final = MICROS_PER_S // 10
-MINUTE_US: Final = 60 * MICROS_PER_S
-HOUR_US: Final = 60 * MINUTE_US
-DAY_US: Final = 24 * HOUR_US
 SMALL: Final = Decimal("0.0001")
 LABEL_MAX: Final = 34  # characters of a name in a drawing
 
@@ -27,16 +26,20 @@ _LONG_UNITS: Final = ((DAY_US, "day"), (HOUR_US, "hour"), (MINUTE_US, "minute"),
 _SIZES: Final = ((10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
-def esc(value: object) -> str:
-    """Text for an element or a quoted attribute; what a browser may not show becomes a visible sign."""
-    text = "".join(
+def printable(value: object) -> str:
+    """The text of a value, with a visible sign for each character that a browser may not show."""
+    return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(value)
     )
-    return html.escape(text, quote=True)
+
+
+def esc(value: object) -> Markup:
+    """Printable text for an element or a quoted attribute."""
+    return escape(printable(value))
 
 
 def duration(us: float) -> str:
-    """A span of time with three digits and the unit that fits."""
+    """A duration with three digits and a suitable unit."""
     for size, unit in _UNITS:
         if us >= size:
             return f"{_digits(us / size)} {unit}"
@@ -44,15 +47,15 @@ def duration(us: float) -> str:
 
 
 def count(n: float) -> str:
-    """A whole number; from ten thousand on, with three digits."""
-    if n < 10_000:  # noqa: PLR2004 - up to there every digit can be read at once
+    """A whole number; from ten thousand on, with three digits and a unit."""
+    if n < 10_000:  # noqa: PLR2004 - up to there all digits are shown
         return f"{n:,.0f}"
     size, unit = next(found for found in _SIZES if n >= found[0])
     return f"{_digits(n / size)} {unit}"
 
 
 def share(part: float) -> str:
-    """A share in percent. What is not all never reads as all."""
+    """A share in percent. Less than all never reads as 100 %."""
     percent = 100 * part
     if 99.95 <= percent < 100:  # noqa: PLR2004 - it would be rounded up
         return "99.9 %"
@@ -60,14 +63,14 @@ def share(part: float) -> str:
 
 
 def money(amount: Decimal) -> str:
-    """Dollars; below one with four digits, below those with all."""
+    """Dollars; below one with four decimal places, below 0.0001 with all."""
     if amount >= 1 or not amount:
         return f"${amount:,.2f}"
     return f"${amount:.4f}" if amount >= SMALL else f"${amount.normalize():f}"
 
 
 def moment(us: int, step_us: int = MINUTE_US) -> str:
-    """A date and a time of day in UTC, like `clock`."""
+    """A date and a time of day in UTC."""
     return f"{datetime.fromtimestamp(us // MICROS_PER_S, UTC):%Y-%m-%d} {clock(us, step_us)}"
 
 
@@ -76,15 +79,15 @@ def day(us: int) -> str:
 
 
 def clock(us: int, step_us: int = MINUTE_US) -> str:
-    """A time of day in UTC. Beside others that are `step_us` apart it has as many digits as they have."""
-    told = datetime.fromtimestamp(us // MICROS_PER_S, UTC)
+    """A time of day in UTC, with the digits that times `step_us` apart need."""
+    time = datetime.fromtimestamp(us // MICROS_PER_S, UTC)
     if step_us < MICROS_PER_S:
-        return f"{told:%H:%M:%S}.{us % MICROS_PER_S // TENTH_US}"
-    return f"{told:%H:%M}" if step_us >= MINUTE_US and not us % MINUTE_US else f"{told:%H:%M:%S}"
+        return f"{time:%H:%M:%S}.{us % MICROS_PER_S // TENTH_US}"
+    return f"{time:%H:%M}" if step_us >= MINUTE_US and not us % MINUTE_US else f"{time:%H:%M:%S}"
 
 
 def width(step_us: int) -> str:
-    """How long a column of time is, as one says it: `hour`, `5 minutes`."""
+    """The width of a column in words: `hour`, `5 minutes`."""
     size, unit = next(
         ((size, unit) for size, unit in _LONG_UNITS if step_us % size == 0), (MICROS_PER_S, "second")
     )
@@ -93,7 +96,7 @@ def width(step_us: int) -> str:
 
 
 def label(text: str, characters: int = LABEL_MAX) -> str:
-    """A name that fits, with its middle left out."""
+    """A name of at most `characters`, with its middle left out."""
     if len(text) <= characters:
         return text
     tail = (characters - 1) // 3
@@ -105,7 +108,7 @@ def plural(n: int, word: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, without a zero that says nothing."""
+    """Three digits, without trailing zeros."""
     for limit, form in ((9.995, ".2f"), (99.95, ".1f")):
         if value < limit:
             text = format(value, form)

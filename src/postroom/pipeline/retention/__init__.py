@@ -1,1 +1,1 @@
-"""How long the tables keep what happened."""
+"""Retention: deletes old rows from the tables, and remembers their numbers."""

@@ -1,16 +1,16 @@
-"""How long the tables keep what happened, and how it leaves them.
+"""Retention: deletes old messages and events from the tables.
 
-Rule 1: a message leaves as a whole: its row, its attempts, its span and all its events, when the last thing
-        that happened to it is older than its organization's tier. Failures may stay longer. What is about no
-        message leaves by its own time.
-Rule 2: a legal hold on an organization or a goal keeps everything about it, whatever its age.
-Rule 3: nothing leaves before it was counted: the rows that stay and the rows that go (as read back from the
-        archive, where there is one) are together the rows that there were. Else the table stays as it is.
-Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. Whoever is killed
-        is run again: what is gone is not missed, and an archive of the same commit is written anew.
-Rule 5: the numbers of the events that leave are noted before the first of them does. `check` would miss them,
-        and a segment that is delivered again would bring them back.
-Rule 6: gold keeps what it counted. Its days leave by an age of their own (`gold_days`), as whole files.
+Rule 1: a message is deleted as a whole: its row, its attempts, its span and all its events, when its last
+        event is older than the retention period of its organization. Failures may be kept longer. An event
+        without a message is deleted by its own time.
+Rule 2: a legal hold on an organization or a goal keeps all of its rows, whatever their age.
+Rule 3: rows are counted before any is deleted: the rows that stay and the rows that go (as read back from the
+        archive, if there is one) have to be all rows. Otherwise the table is not changed.
+Rule 4: each table changes in one commit, and `silver_messages`, which decides, is the last. A killed job is
+        run again: rows that are gone are not missed, and an archive of the same commit is overwritten.
+Rule 5: the numbers of deleted events are recorded before the first deletion. Otherwise `check` would report
+        them as missing, and a segment that is delivered again would bring them back.
+Rule 6: gold keeps its aggregates. Its days are deleted by an age of their own (`gold_days`), as whole files.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,55 +27,42 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.retention import departures
-from postroom.pipeline.tables import UPKEEP, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.retention import deleted_numbers
+from postroom.pipeline.silver.tables import SILVER
+from postroom.pipeline.tables import MAINTENANCE, DataFile, Staged, Tables, Txn, path_below, rows_of
+from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-MICROS_PER_S: Final = 1_000_000
-DAY_US: Final = 86_400 * MICROS_PER_S
 DAYS_MAX: Final = 36_500
 FAILURES: Final = ("dead_letter", "quarantined")
 DECIDES: Final = "silver_messages"
-FEEDS: Final = {
-    "silver_events": "bronze_events",
-    "silver_messages": "silver_events",
-    "silver_attempts": "silver_events",
-    "silver_spans": "silver_messages",
-}
-"""What each table is folded from."""
-ORDER: Final = (
-    "bronze_rejects",
-    "bronze_events",
-    "silver_events",
-    "silver_attempts",
-    "silver_spans",
-    "silver_messages",
-)
+ORDER: Final = ("bronze_rejects", "bronze_events", *(name for name in SILVER if name != DECIDES), DECIDES)
+"""The order in which rows are deleted from the tables."""
 KEPT_GOLD: Final = ("gold_flow",)
-"""Gold tables that keep all days: depths are counted on from the first."""
+"""Gold tables that keep all days: queue depths are computed from the first."""
 _FILE: Final = "_file"
 
 Progress = Callable[[str], None]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept for how long."""
+    """How long rows are kept."""
 
     keep_days: int
     org_days: Mapping[str, int] = {}
-    """The tiers of organizations that have one of their own."""
+    """Organizations with a retention period of their own."""
     failures_days: int = 0
-    """Dead letters and quarantined messages stay at least so long."""
+    """The minimum for dead letters and quarantined messages."""
     gold_days: int = 0
-    """Days of gold tables stay so long; 0 for ever."""
+    """For the days of gold tables; 0 means for ever."""
     held_orgs: frozenset[str] = frozenset()
     held_goals: frozenset[str] = frozenset()
 
 
 class Retained(msgspec.Struct, frozen=True):
-    """What left one table, or would leave it."""
+    """The result for one table, or with a dry run what it would be."""
 
     table: str
     before: int
@@ -84,11 +71,11 @@ class Retained(msgspec.Struct, frozen=True):
     """None when nothing was archived."""
 
 
-# ---- files that people write -----------------------------------------------------------------------------
+# ---- policy files ---------- -----------------------------------------------------------------------------
 
 
 def read_org_days(path: Path) -> dict[str, int]:
-    """Lines of an organization and a number of days."""
+    """Read lines of an organization and a number of days."""
     found: dict[str, int] = {}
     for number, (org_id, days) in _lines(path, "an organization and a number of days"):
         if not days.isdecimal() or not 1 <= int(days) <= DAYS_MAX or org_id in found:
@@ -100,7 +87,7 @@ def read_org_days(path: Path) -> dict[str, int]:
 
 
 def read_holds(path: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """Lines of `org ID` and `goal ID`; gives the organizations and the goals."""
+    """Read lines of `org ID` and `goal ID`; returns the organizations and the goals."""
     held: dict[str, set[str]] = {"org": set(), "goal": set()}
     for number, (kind, name) in _lines(path, "org ID or goal ID"):
         if kind not in held:
@@ -121,17 +108,17 @@ def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
         words = text.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2:  # noqa: PLR2004 - a name and what belongs to it
+        if len(words) != 2:  # noqa: PLR2004 - a name and a value
             raise InvalidSetting(f"line {number} of {path} is not {wanted}")
         found.append((number, (words[0], words[1])))
     return found
 
 
-# ---- what is over ----------------------------------------------------------------------------------------
+# ---- conditions ------------------------------------------------------------------------------------------
 
 
 def kept_us(policy: Policy) -> "Column":
-    """How long a row of an organization is kept."""
+    """The retention period of a row, by its organization."""
     tier = F.lit(policy.keep_days)
     if policy.org_days:
         days = F.create_map(*[F.lit(part) for pair in sorted(policy.org_days.items()) for part in pair])
@@ -140,28 +127,28 @@ def kept_us(policy: Policy) -> "Column":
 
 
 def held(policy: Policy) -> "Column":
-    """Whether a hold keeps a row."""
+    """Whether a legal hold keeps a row."""
     org = F.col("org_id").isin(*policy.held_orgs)
     goal = F.col("goal_id").isin(*policy.held_goals)
     return F.coalesce(org, F.lit(False)) | F.coalesce(goal, F.lit(False))  # noqa: FBT003 - SQL's
 
 
-def over_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame:
-    """Grain: message_id of messages that leave."""
+def expired_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame:
+    """Grain: message_id of the messages to delete."""
     kept = kept_us(policy)
     longer = F.greatest(kept, F.lit(policy.failures_days * DAY_US))
     kept = F.when(F.col("outcome").isin(*FAILURES), longer).otherwise(kept)
     return messages.where((F.col("last_us") < now_us - kept) & ~held(policy)).select("message_id")
 
 
-def over_alone(policy: Policy, now_us: int) -> "Column":
-    """Whether an event that is about no message leaves."""
+def is_expired_event(policy: Policy, now_us: int) -> "Column":
+    """Whether an event without a message is deleted."""
     is_alone = F.coalesce("message_id", F.lit("")) == ""
     return is_alone & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
 
 
-def over_rejects(policy: Policy, now_us: int) -> "Column":
-    """Whether a line that was no event leaves: after the longest tier, unless it names what is held."""
+def is_expired_reject(policy: Policy, now_us: int) -> "Column":
+    """Whether a reject is deleted: after the longest period, unless its text has a name that is held."""
     days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
     sealed_us = F.unix_micros(F.to_timestamp("date"))
     names = [F.col("line").contains(name) for name in sorted(policy.held_orgs | policy.held_goals)]
@@ -171,16 +158,16 @@ def over_rejects(policy: Policy, now_us: int) -> "Column":
 # ---- the job ---------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """What a table would lose."""
+class Deletion(NamedTuple):
+    """The rows to delete from a table."""
 
     files: list[DataFile]
-    """Those in which a row leaves."""
-    going: int
+    """The files with a row to delete."""
+    rows: int
 
 
-class Retention:
-    """One pass over the tables of a folder."""
+class RetentionJob:
+    """One retention pass over the tables of a folder."""
 
     def __init__(
         self,
@@ -202,37 +189,37 @@ class Retention:
         self._policy = policy
         self._now_us = now_us
         self._archive = archive
-        self._tell = progress
+        self._progress = progress
 
     def run(self, *, dry_run: bool = False) -> list[Retained]:
-        """Let what is over leave every table; gives how many rows that were."""
+        """Delete expired rows from every table; returns the result for each."""
         with self._tables.lock():
-            self._check_folded()
+            self._require_up_to_date()
             there = [name for name in ORDER if self._tables.exists(name)]
             if DECIDES not in there:
                 raise InvalidSetting(
                     f"there is no table {DECIDES} in {self._tables.folder}: run the pipeline first"
                 )
-            over = over_messages(
+            expired = expired_messages(
                 self._tables.read(self._spark, DECIDES), self._policy, self._now_us
             ).persist()
             try:
                 if not dry_run:
-                    self._note(over)
-                left = [self._retain(name, over, dry_run=dry_run) for name in there]
+                    self._record_numbers(expired)
+                left = [self._retain(name, expired, dry_run=dry_run) for name in there]
             finally:
-                over.unpersist()
+                expired.unpersist()
             return left + [self._retain_gold(name, dry_run=dry_run) for name in self._gold()]
 
-    def _check_folded(self) -> None:
-        """What was not folded so far may be about a message that is over: it would be lost unread."""
-        for name, source in FEEDS.items():
-            if self._is_behind(name, source):
-                raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
+    def _require_up_to_date(self) -> None:
+        """Raise if a table is behind its inputs: new events may belong to a message that would be deleted."""
         for name in self._gold():
             if self._tables.last_txn(name, FORM_ID) != FORM:
                 raise Unavailable(f"{name} is of another version: run the pipeline first")
-            for source in GOLD[name].inputs:
+        sources: dict[str, tuple[str, ...]] = {name: (table.source,) for name, table in SILVER.items()}
+        sources |= {name: GOLD[name].inputs for name in self._gold()}
+        for name, inputs in sources.items():
+            for source in inputs:
                 if self._is_behind(name, source):
                     raise Unavailable(f"{name} has not seen all of {source}: run the pipeline first")
 
@@ -240,71 +227,76 @@ class Retention:
         return [name for name in GOLD if self._tables.exists(name)]
 
     def _is_behind(self, name: str, source: str) -> bool:
-        """Whether rows of a source are new to a table. What a pass that was killed let leave is not."""
+        """Whether a table has not read all rows of a source. Deletions of a killed pass do not count."""
         known = self._tables.last_txn(name, source)
         if known == self._tables.version(source):
             return False
         return known < 0 or any(self._tables.changed(source, known))
 
-    def _note(self, over: DataFrame) -> None:
-        """Add the numbers of what leaves to those that left. Bronze is still whole: silver is made of it."""
-        change = self._change("silver_events", over)
-        if not change.going:
+    def _record_numbers(self, expired: DataFrame) -> None:
+        """Record the numbers of the events to delete, before anything is deleted."""
+        deletion = self._find("silver_events", expired)
+        if not deletion.rows:
             return
-        base = self._tables.version(departures.TABLE)
-        self._tell(f"{departures.TABLE}: the numbers of {change.going:,} events")
-        events, _ = self._split("silver_events", over, change.files)
-        runs = departures.departing(events)
-        if self._tables.exists(departures.TABLE):
-            runs = runs.unionByName(self._tables.read(self._spark, departures.TABLE))
-        all_runs = departures.merged(runs).persist()
+        base = self._tables.version(deleted_numbers.TABLE)
+        self._progress(f"{deleted_numbers.TABLE}: the numbers of {deletion.rows:,} events")
+        events, _ = self._split("silver_events", expired, deletion.files)
+        runs = deleted_numbers.deleted_runs(events)
+        if self._tables.exists(deleted_numbers.TABLE):
+            runs = runs.unionByName(self._tables.read(self._spark, deleted_numbers.TABLE))
+        all_runs = deleted_numbers.merged(runs).persist()
         try:
-            staged = self._tables.stage(departures.TABLE, all_runs)
+            staged = self._tables.stage(deleted_numbers.TABLE, all_runs)
             if staged.rows != all_runs.count():
-                raise Unavailable(f"not all of {departures.TABLE} was written: nothing was deleted")
+                raise Unavailable(f"not all of {deleted_numbers.TABLE} was written: nothing was deleted")
         finally:
             all_runs.unpersist()
-        self._tables.commit(departures.TABLE, staged, self._tables.files(departures.TABLE), base=base)
-        self._tables.vacuum(departures.TABLE)
+        self._tables.commit(
+            deleted_numbers.TABLE, staged, self._tables.files(deleted_numbers.TABLE), base=base
+        )
+        self._tables.vacuum(deleted_numbers.TABLE)
 
-    def _retain(self, name: str, over: DataFrame, *, dry_run: bool) -> Retained:
+    def _retain(self, name: str, expired: DataFrame, *, dry_run: bool) -> Retained:
         base = self._tables.version(name)
         before = rows_of(self._tables.files(name))
-        change = self._change(name, over)
-        self._tell(f"{name}: {change.going:,} of {before:,} rows leave")
+        deletion = self._find(name, expired)
+        self._progress(f"{name}: {deletion.rows:,} of {before:,} rows leave")
         archived = None
         if not dry_run:
-            if change.going:
-                archived = self._delete(name, over, change, base)
+            if deletion.rows:
+                archived = self._delete(name, expired, deletion, base)
             self._catch_up(name)
             self._tables.vacuum(name)
-        return Retained(name, before, change.going, archived)
+        return Retained(name, before, deletion.rows, archived)
 
     def _retain_gold(self, name: str, *, dry_run: bool) -> Retained:
-        """Drop the days of a gold table that are older than its retention."""
+        """Delete the days of a gold table that are older than `gold_days`."""
         base, files = self._tables.version(name), self._tables.files(name)
         over: list[DataFile] = []
         if self._policy.gold_days and name not in KEPT_GOLD:
             oldest = datetime.fromtimestamp(self._now_us // MICROS_PER_S, UTC)
             oldest -= timedelta(days=self._policy.gold_days)
             over = [file for file in files if (file.partition.get("day") or "9") < f"{oldest:%Y-%m-%d}"]
-        self._tell(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
+        self._progress(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
         if over and not dry_run:
             staged = Staged(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
             self._tables.commit(name, staged, over, base=base)
         return Retained(name, rows_of(files), rows_of(over), None)
 
-    def _split(self, name: str, over: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
-        """The rows that go, and those that stay."""
+    def _split(self, name: str, expired: DataFrame, files: list[DataFile]) -> tuple[DataFrame, DataFrame]:
+        """The rows to delete, and those that stay."""
         rows = self._tables.read(self._spark, name, files).withColumn(_FILE, F.col("_metadata.file_path"))
         if name == "bronze_rejects":
-            leaves = over_rejects(self._policy, self._now_us)
+            leaves = is_expired_reject(self._policy, self._now_us)
             return rows.where(leaves), rows.where(~F.coalesce(leaves, F.lit(False)))  # noqa: FBT003 - SQL's
-        go, stay = rows.join(over, "message_id", "left_semi"), rows.join(over, "message_id", "left_anti")
+        go, stay = (
+            rows.join(expired, "message_id", "left_semi"),
+            rows.join(expired, "message_id", "left_anti"),
+        )
         if name.endswith("_events"):
-            alone = F.coalesce(over_alone(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
+            alone = F.coalesce(is_expired_event(self._policy, self._now_us), F.lit(False))  # noqa: FBT003 - SQL's
             go, stay = go.unionByName(rows.where(alone)), stay.where(~alone)
-        if name == "bronze_events" and self._tables.exists(departures.TABLE):
+        if name == "bronze_events" and self._tables.exists(deleted_numbers.TABLE):
             again = self._redelivered(stay)
             numbers = ["source", "seq", "message_id"]
             go = go.unionByName(stay.join(again, numbers, "left_semi"))
@@ -312,67 +304,68 @@ class Retention:
         return go, stay
 
     def _redelivered(self, rows: DataFrame) -> DataFrame:
-        """Grain: source, seq and message_id of rows of bronze that left silver earlier, and came in again."""
+        """Grain: source, seq and message_id of deleted events that were delivered to bronze again."""
         messages = self._tables.read(self._spark, DECIDES).select("message_id")
         unknown = rows.where("message_id IS NOT NULL").join(messages, "message_id", "left_anti")
-        left = departures.among(unknown, self._tables.read(self._spark, departures.TABLE))
+        left = deleted_numbers.deleted_among(unknown, self._tables.read(self._spark, deleted_numbers.TABLE))
         return (
             unknown.select("source", "seq", "message_id")
             .distinct()
             .join(left, ["source", "seq"], "left_semi")
         )
 
-    def _change(self, name: str, over: DataFrame) -> Change:
+    def _find(self, name: str, expired: DataFrame) -> Deletion:
         files = self._tables.files(name)
         if not files:
-            return Change([], 0)
-        go, _ = self._split(name, over, files)
+            return Deletion([], 0)
+        go, _ = self._split(name, expired, files)
         counts = {path_below(name, row[_FILE]): row["count"] for row in go.groupBy(_FILE).count().collect()}
         touched = [file for file in files if file.path in counts]
-        return Change(touched, sum(counts.values()))
+        return Deletion(touched, sum(counts.values()))
 
-    def _delete(self, name: str, over: DataFrame, change: Change, base: int) -> int | None:
-        """Archive, write what stays aside, count both, and only then make it count."""
-        go, stay = self._split(name, over, change.files)
+    def _delete(self, name: str, expired: DataFrame, deletion: Deletion, base: int) -> int | None:
+        """Archive the rows to delete, stage the rest, compare the counts, and only then commit."""
+        go, stay = self._split(name, expired, deletion.files)
         archived = self._archived(name, go.drop(_FILE))
-        if archived is not None and archived != change.going:
+        if archived is not None and archived != deletion.rows:
             raise Unavailable(
-                f"the archive of {name} has {archived} rows instead of {change.going}: nothing was deleted"
+                f"the archive of {name} has {archived} rows instead of {deletion.rows}: nothing was deleted"
             )
         partitions = self._partitions(name)
-        # What lay in a file of its own stays so: the fold keeps settled messages apart.
+        # Rows of one file stay together, so that file groups are kept.
         stay = stay.withColumn(_FILE, F.xxhash64(_FILE))
         staged = self._tables.stage(name, stay, partition_by=partitions, split_by=_FILE)
-        there = rows_of(change.files)
-        if staged.rows + change.going != there:
+        there = rows_of(deletion.files)
+        if staged.rows + deletion.rows != there:
             raise Unavailable(
-                f"{staged.rows} rows of {name} would stay and {change.going} leave, and there are {there}: "
+                f"{staged.rows} rows of {name} would stay and {deletion.rows} leave, and there are {there}: "
                 "nothing was deleted"
             )
-        self._tables.commit(name, staged, change.files, txns=self._signs(name), base=base)
+        self._tables.commit(name, staged, deletion.files, txns=self._maintenance_txns(name), base=base)
         return archived
 
     def _catch_up(self, name: str) -> None:
-        """Note that a table has seen its source: what left there has left here as well."""
-        behind = [(name, FEEDS[name])] if name in FEEDS else []
-        if name == DECIDES:
-            behind.append(("silver_spans", DECIDES))
-        for table, source in behind:
-            if self._tables.exists(table) and self._has_missed(table, source):
-                self._tables.mark(table, self._signs(table))
+        """Record that a table has read its source, whose deletions it has followed."""
+        behind = [name] if name in SILVER else []
+        if name == DECIDES:  # it is the last table: those that read it are done
+            behind += [table for table, declared in SILVER.items() if declared.source == DECIDES]
+        for table in behind:
+            if self._tables.exists(table) and self._has_missed(table, SILVER[table].source):
+                self._tables.mark(table, self._maintenance_txns(table))
 
     def _has_missed(self, table: str, source: str) -> bool:
         return self._tables.last_txn(table, source) != self._tables.version(source)
 
-    def _signs(self, name: str) -> list[Txn]:
-        """What marks a commit as one of this job: tables that are made of this one do not follow it."""
-        signs = [Txn(UPKEEP, self._tables.version(name) + 1)]
-        if name in FEEDS:
-            signs.append(Txn(FEEDS[name], self._tables.version(FEEDS[name])))
-        return signs
+    def _maintenance_txns(self, name: str) -> list[Txn]:
+        """The transactions that mark a commit as maintenance, which downstream tables do not follow."""
+        txns = [Txn(MAINTENANCE, self._tables.version(name) + 1)]
+        if name in SILVER:
+            source = SILVER[name].source
+            txns.append(Txn(source, self._tables.version(source)))
+        return txns
 
     def _archived(self, name: str, rows: DataFrame) -> int | None:
-        """Write rows to the archive and read back how many there are. The same commit has the same place."""
+        """Write rows to the archive, and count them there. The path depends on the version of the table."""
         if self._archive is None:
             return None
         table = DeltaTable(self._tables.folder / name)

@@ -1,1 +1,1 @@
-"""What became of every message, as tables."""
+"""The silver layer: events without repeats, messages, attempts and spans."""

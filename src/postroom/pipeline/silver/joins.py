@@ -1,7 +1,7 @@
-"""How the smaller side of a join comes to the larger one.
+"""Chooses the join strategy.
 
-Left to itself, Spark goes by the size of files, and Parquet with zstd has a tenth of what the rows take in
-memory: it would send to everybody what nobody can hold.
+Spark decides by the size of files, but Parquet with zstd takes a tenth of the memory that its rows take.
+Spark would broadcast rows that do not fit into memory.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def sent(rows: "DataFrame", *, few: bool) -> "DataFrame":
-    """To every executor if they are few, else sorted and merged."""
+def with_join_hint(rows: "DataFrame", *, few: bool) -> "DataFrame":
+    """The smaller side of a join: broadcast if it is `few` rows, otherwise sorted and merged."""
     return F.broadcast(rows) if few else rows.hint("merge")

@@ -1,8 +1,9 @@
-"""Where messages that came or changed stand in the trees of `silver_spans`, and who moves because of them.
+"""Updates the trees of `silver_spans` for new and changed messages.
 
-Rule 1: what a message was before stands in the files that its row was taken out of. Few were known, and fewer
-        have moved; the table itself is asked only where these are, and where the parents of new ones are.
-Rule 2: where those files are no longer there, all places are found anew.
+Rule 1: the previous state of a message is read from the files that its row was removed from. Few messages
+        were known, and fewer have moved. The table is only read where these are, and where parents of new
+        ones are.
+Rule 2: if those files no longer exist, all places are computed again.
 """
 
 from contextlib import ExitStack
@@ -13,18 +14,18 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline import file_index
-from postroom.pipeline.file_index import Wanted
+from postroom.pipeline.file_index import IdLookup
 from postroom.pipeline.silver import spans
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 from postroom.pipeline.tables import DataFile, Tables, rows_of
 
-BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are
+BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are broadcast
 SPANS: Final = "silver_spans"
 MESSAGES: Final = "silver_messages"
 
 
-class Placing:
-    """Messages that came or changed, the files that have and had them, and what is held meanwhile."""
+class SpanPlacement:
+    """Computes the places of new and changed messages, which are in the files `added`."""
 
     def __init__(
         self,
@@ -42,34 +43,34 @@ class Placing:
         self._n_nodes = rows_of(added)
         self._nodes = spans.spans(tables.read(spark, MESSAGES, added))
 
-    def anew(self) -> DataFrame:
-        """The rows of these messages, where there are no others."""
+    def rebuilt_rows(self) -> DataFrame:
+        """The rows of these messages, when the table has no others."""
         return _placed(self._nodes, _no_anchors(self._nodes), few=_are_few(self._n_nodes))
 
-    def among_others(self) -> tuple[list[DataFile], DataFrame]:
-        """The files that have to be written anew, and their rows: changed, moved, or as they were."""
-        is_there = all(self._tables.lies(MESSAGES, file) for file in self._removed)
-        if not is_there or (self._told["moved"] and self._are_any_lost()):
+    def updated_rows(self) -> tuple[list[DataFile], DataFrame]:
+        """The files to rewrite, and their rows: changed, moved and unchanged ones."""
+        is_there = all(self._tables.file_exists(MESSAGES, file) for file in self._removed)
+        if not is_there or (self._counts["moved"] and self._is_any_unplaced()):
             return self._tables.files(SPANS), self._all()
-        mine = {row["file"] for row in self._met.where("mine").select("file").distinct().collect()}
+        mine = {row["file"] for row in self._related.where("mine").select("file").distinct().collect()}
         below, moving = self._below()
         n_moving = sum(moving.values())
         few = _are_few(self._n_nodes + n_moving)
-        nodes, anchors = self._nodes, self._met.where("NOT mine").select(*spans.ANCHOR)
+        nodes, anchors = self._nodes, self._related.where("NOT mine").select(*spans.ANCHOR)
         gone = self._known.select("message_id")
         if n_moving:
-            ids = sent(below, few=few)
+            ids = with_join_hint(below, few=few)
             rows = self._read(self._files({*moving})).join(ids, "message_id", "left_semi")
             nodes = nodes.unionByName(rows.select(nodes.columns))
             anchors = anchors.join(ids, "message_id", "left_anti")
             gone = gone.unionByName(below)
         touched = self._files({*mine, *moving})
-        gone = sent(gone, few=_are_few(self._told["known"] + n_moving))
+        gone = with_join_hint(gone, few=_are_few(self._counts["known"] + n_moving))
         stay = self._read(touched).join(gone, "message_id", "left_anti")
         return touched, _placed(nodes, anchors, few=few).unionByName(stay)
 
-    def _are_any_lost(self) -> bool:
-        """Whether rows have no root: nothing tells which of them has a place when another one moves."""
+    def _is_any_unplaced(self) -> bool:
+        """Whether rows have no place: any of them may get one when another message moves."""
         return any(file.nulls.get("root_message_id") != 0 for file in self._tables.files(SPANS))
 
     def _all(self) -> DataFrame:
@@ -77,11 +78,11 @@ class Placing:
         n = rows_of(self._tables.files(MESSAGES))
         return _placed(nodes, _no_anchors(nodes), few=_are_few(n))
 
-    # ---- what the messages were before -------------------------------------------------------------------
+    # ---- the previous state of the messages ----------------------------------------------------------------
 
     @cached_property
     def _found(self) -> DataFrame:
-        """Those of the messages that were known, and those that may be the root of a row that is older."""
+        """The messages that were known, and the late ones: those that may be the root of an existing row."""
         before = spans.spans(self._tables.read(self._spark, MESSAGES, self._removed))
         compared = spans.compared(self._nodes, before, few=_are_few(rows_of(self._removed)))
         roots = file_index.extent(self._tables.files(SPANS), "root_message_id")
@@ -89,32 +90,32 @@ class Placing:
         return self._kept(compared.where(F.col("is_known") | is_late))
 
     @cached_property
-    def _told(self) -> Any:
-        """How many were known, how many of these have moved; how many are late, and between which ids."""
+    def _counts(self) -> Any:
+        """How many messages were known, have moved and are late, and the range of the late ids."""
         late = F.when(~F.col("is_known"), F.col("message_id"))
-        [told] = self._found.agg(
+        [counts] = self._found.agg(
             F.count_if("is_known").alias("known"),
             F.count_if("is_moved").alias("moved"),
             F.count(late).alias("late"),
             F.min(late).alias("low"),
             F.max(late).alias("high"),
         ).collect()
-        return told
+        return counts
 
     @property
     def _known(self) -> DataFrame:
         return self._found.where("is_known").select("message_id", "is_moved")
 
-    # ---- what of the table is about them -----------------------------------------------------------------
+    # ---- the related rows of the table -----------------------------------------------------------------
 
     @cached_property
-    def _met(self) -> DataFrame:
-        """The rows of messages that were known, called `mine`, and those of parents that did not change."""
+    def _related(self) -> DataFrame:
+        """The rows of known messages (`mine`), and those of parents that did not change."""
         near = [
             file for file in self._tables.files(SPANS) if self._may_be_mine(file) or self._may_be_parent(file)
         ]
         return self._kept(
-            spans.met(self._with_file(near), self._nodes, self._known, few=_are_few(self._n_nodes))
+            spans.related_rows(self._with_file(near), self._nodes, self._known, few=_are_few(self._n_nodes))
         )
 
     def _may_be_mine(self, file: DataFile) -> bool:
@@ -125,27 +126,26 @@ class Placing:
 
     @cached_property
     def _parents(self) -> tuple[Any, Any] | None:
-        """Between which ids the parents are, as far as the log tells; None when nobody has one."""
+        """The range of parent ids according to the log; None when no message has a parent."""
         naming = [added for added in self._added if added.nulls.get("parent_message_id") != added.rows]
         return (file_index.extent(naming, "parent_message_id") or (None, None)) if naming else None
 
     def _below(self) -> tuple[DataFrame, dict[str, int]]:
-        """The ids of others whose place may be new: below a message that is, or stands elsewhere now.
-
-        And how many of them are in which file.
-        """
-        told = self._told
+        """The ids of other messages that may move, below late or moved ones; and their number by file."""
+        counts = self._counts
         ids = self._found.where("NOT is_known").select(F.col("message_id").alias("root_message_id"))
-        roots = Wanted(ids, told["late"], told["low"], told["high"])
-        if told["moved"]:
+        roots = IdLookup(ids, counts["late"], counts["low"], counts["high"])
+        if counts["moved"]:
             own = F.explode(F.array("message_id", "root_message_id")).alias("root_message_id")
-            moved = self._met.where("is_moved").select(own).where("root_message_id IS NOT NULL")
-            roots = file_index.wanted(ids.unionByName(moved), self._held)
+            moved = self._related.where("is_moved").select(own).where("root_message_id IS NOT NULL")
+            roots = file_index.lookup(ids.unionByName(moved), self._held)
         if not roots.n:
             return ids, {}
-        rows = self._with_file(file_index.near(self._tables, SPANS, roots))
-        found = rows.join(sent(roots.rows, few=_are_few(roots.n)), "root_message_id", "left_semi")
-        others = found.join(sent(self._known, few=_are_few(told["known"])), "message_id", "left_anti")
+        rows = self._with_file(file_index.candidate_files(self._tables, SPANS, roots))
+        found = rows.join(with_join_hint(roots.rows, few=_are_few(roots.n)), "root_message_id", "left_semi")
+        others = found.join(
+            with_join_hint(self._known, few=_are_few(counts["known"])), "message_id", "left_anti"
+        )
         below = self._kept(others.select("file", "message_id"))
         moving = {row["file"]: row["count"] for row in below.groupBy("file").count().collect()}
         return below.select("message_id"), moving
@@ -153,13 +153,13 @@ class Placing:
     # ---- files -----------------------------------------------------------------------------------------
 
     def _files(self, urls: set[str]) -> list[DataFile]:
-        return file_index.called(SPANS, self._tables.files(SPANS), urls)
+        return file_index.files_by_url(SPANS, self._tables.files(SPANS), urls)
 
     def _read(self, files: list[DataFile]) -> DataFrame:
         return self._tables.read(self._spark, SPANS, files)
 
     def _with_file(self, files: list[DataFile]) -> DataFrame:
-        return file_index.with_file(self._spark, self._tables, SPANS, files)
+        return file_index.with_file_column(self._spark, self._tables, SPANS, files)
 
     def _kept(self, rows: DataFrame) -> DataFrame:
         rows = rows.persist()
@@ -168,12 +168,12 @@ class Placing:
 
 
 def _are_few(n: int) -> bool:
-    """Whether so many messages are sent to everybody."""
+    """Whether `n` messages are broadcast."""
     return n <= BROADCAST_NODES_MAX
 
 
 def _placed(nodes: DataFrame, anchors: DataFrame, *, few: bool) -> DataFrame:
-    return spans.placed(nodes, sent(spans.places(nodes, anchors, few=few), few=few))
+    return spans.placed(nodes, with_join_hint(spans.places(nodes, anchors, few=few), few=few))
 
 
 def _no_anchors(nodes: DataFrame) -> DataFrame:

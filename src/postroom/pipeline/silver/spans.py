@@ -1,10 +1,10 @@
-"""Who called whom: every message at its place in the tree of its parents and children.
+"""Spans: every message with its place (root, depth, stack) in the tree of parents and children.
 
-Rule 1: a place depends on a message's ancestors alone. So a change touches the message itself, and those
-        below one whose parent or type is new; everything else keeps its row.
-Rule 2: the root is the topmost id that is named, also when that message itself is not known so far. It is how
-        the children of one that comes late are found.
-Rule 3: deeper than `DEPTH_MAX`, or in a circle, a message has no place: its root, depth and stack are NULL.
+Rule 1: a place depends only on a message's ancestors. A change affects the message itself, and the
+        descendants of a message whose parent or type has changed. All other rows stay the same.
+Rule 2: the root is the topmost id that a message names as a parent, even if that message is not known yet.
+        The descendants of a late message are found by it.
+Rule 3: deeper than `DEPTH_MAX`, or in a cycle, a message has no place: its root, depth and stack are NULL.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.joins import with_join_hint
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-    Sending = Callable[[DataFrame], DataFrame]
-    """How the smaller side of a join comes to the larger one."""
+    JoinHint = Callable[[DataFrame], DataFrame]
+    """Sets the join strategy for the smaller side of a join."""
 
 DEPTH_MAX: Final = 128
-STEPS: Final = 3  # pointers that a message goes up in a round
-STEPS_FEW: Final = 7  # where to look a pointer up is cheap
+STEPS: Final = 3  # pointers that a message follows in a round
+STEPS_FEW: Final = 7  # the same where a lookup is cheap
 UNKNOWN: Final = "?"
 PLACE: Final = ("root_message_id", "depth", "stack")
 ANCHOR: Final = ("message_id", "root_message_id", "stack")
-"""What of a row the places below it depend on."""
+"""The columns of a row that the places of its children depend on."""
 _OWN: Final = [
     "message_id",
     "parent_message_id",
@@ -43,23 +43,23 @@ _TIMES: Final = ["start_us", "end_us", "duration_us", "queue_us", "attempts", "d
 
 
 def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "DataFrame":
-    """Grain: message_id that a node has as its parent: its root and its stack. A root is NULL if it is lost.
+    """Grain: message_id of a parent of a node: its root and its stack. The root is NULL without a place.
 
-    Anchors are parents that are no nodes: their place is known and stays. A message without children has its
-    place from its parent, so only those that have some are climbed.
+    Anchors are parents that are no nodes; their place is known and stays. A message without children takes
+    its place from its parent, so only nodes with children are computed here.
 
-    Every node points at its parent. In a round each goes up some pointers, and the next round is about the
-    longer pointers that come of it: a tree of depth 30 takes two rounds, where level by level it would take
-    thirty. The plan is cut off after each, or it would grow as the distance does. What is `few` is sent to
-    every executor, once a round, and to go up is to look it up; otherwise it is a shuffle, so fewer do.
+    Every node points at its parent. In each round a node follows several pointers, and the next round starts
+    with the longer pointers that result. A tree of depth 30 takes two rounds instead of thirty. The plan is
+    checkpointed after each round, because it would grow otherwise. If the nodes are `few` they are broadcast
+    once a round, and following a pointer is a lookup. Otherwise it is a shuffle, so a round has fewer steps.
     """
-    sending = partial(sent, few=few)
+    hinted = partial(with_join_hint, few=few)
     steps = STEPS_FEW if few else STEPS
     known = anchors.select(*ANCHOR)
-    here = _pointers(nodes, known, sending).localCheckpoint()
+    here = _pointers(nodes, known, hinted).localCheckpoint()
     reached = 1
     while reached < DEPTH_MAX:
-        here = _climbed(here, steps, sending).localCheckpoint()
+        here = _climbed(here, steps, hinted).localCheckpoint()
         if here.where("up IS NOT NULL").isEmpty():
             break
         reached *= steps + 1
@@ -72,15 +72,15 @@ def places(nodes: "DataFrame", anchors: "DataFrame", *, few: bool = False) -> "D
     return climbed.unionByName(known)
 
 
-def _pointers(nodes: "DataFrame", known: "DataFrame", sending: "Sending") -> "DataFrame":
-    """Those with children. `up` is the parent, NULL where the place is known; `stack` lies between."""
+def _pointers(nodes: "DataFrame", known: "DataFrame", hinted: "JoinHint") -> "DataFrame":
+    """The nodes with children. `up` is the parent, NULL where the place is known; `stack` leads up to it."""
     named = nodes.where("parent_message_id IS NOT NULL").select(
         F.col("parent_message_id").alias("message_id")
     )
-    inner = nodes.join(sending(named), "message_id", "left_semi").select(
+    inner = nodes.join(hinted(named), "message_id", "left_semi").select(
         "message_id", "parent_message_id", _frame().alias("frame")
     )
-    joined = inner.join(sending(_above(known)), "parent_message_id", "left")
+    joined = inner.join(hinted(_above(known)), "parent_message_id", "left")
     is_open = F.col("parent_message_id").isNotNull() & F.col("is_known").isNull()
     return joined.select(
         "message_id",
@@ -90,9 +90,9 @@ def _pointers(nodes: "DataFrame", known: "DataFrame", sending: "Sending") -> "Da
     )
 
 
-def _climbed(here: "DataFrame", steps: int, sending: "Sending") -> "DataFrame":
-    """The same, each by so many pointers further up. A parent that is not `here` is no node, but the top."""
-    above = sending(
+def _climbed(here: "DataFrame", steps: int, hinted: "JoinHint") -> "DataFrame":
+    """The nodes, each `steps` pointers further up. A parent that is not `here` is the top of its tree."""
+    above = hinted(
         here.select(
             F.col("message_id").alias("up"),
             F.col("up").alias("next_up"),
@@ -115,7 +115,7 @@ def _climbed(here: "DataFrame", steps: int, sending: "Sending") -> "DataFrame":
 
 
 def _above(places: "DataFrame") -> "DataFrame":
-    """Places by the name under which a child looks for them."""
+    """Places with the column names that a child joins on."""
     return places.select(
         F.col("message_id").alias("parent_message_id"),
         F.col("root_message_id").alias("above_root"),
@@ -125,7 +125,7 @@ def _above(places: "DataFrame") -> "DataFrame":
 
 
 def _root() -> "Column":
-    """Of a `frame` below what is known of its parent; NULL when the parent is lost."""
+    """The root of a node by the place of its parent; NULL when the parent has no place."""
     known = F.col("is_known").isNotNull()
     return F.when(known, F.col("above_root")).otherwise(F.coalesce("parent_message_id", "message_id"))
 
@@ -140,20 +140,20 @@ def _stack() -> "Column":
 
 
 def _frame() -> "Column":
-    """A type as one frame of a stack."""
+    """The message type as a frame of a stack."""
     return F.translate(F.coalesce("type", F.lit(UNKNOWN)), ";", ",")
 
 
 def spans(messages: "DataFrame") -> "DataFrame":
-    """Grain: message_id. What a span tells of its message; its place comes from `placed`."""
-    told = messages.withColumnsRenamed(
+    """Grain: message_id. The span without its place, which `placed` adds."""
+    renamed = messages.withColumnsRenamed(
         {"created_us": "start_us", "finished_us": "end_us", "total_us": "duration_us"}
     )
-    return told.select(*_OWN, *_TIMES)
+    return renamed.select(*_OWN, *_TIMES)
 
 
 def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
-    """The rows, each at its place below its parent's, in the order of the table's columns."""
+    """The rows with their places, which follow from those of their parents. Columns as in the table."""
     joined = rows.drop(*PLACE).withColumn("frame", _frame()).join(_above(found), "parent_message_id", "left")
     depth = (F.size(F.split("stack", ";")) - 1).cast("int")
     whole = joined.withColumns({"root_message_id": _root(), "stack": _stack()}).withColumn("depth", depth)
@@ -165,9 +165,11 @@ def placed(rows: "DataFrame", found: "DataFrame") -> "DataFrame":
 
 
 def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFrame":
-    """Grain: message_id of a node. Whether it was known before, and has another parent or type since then."""
+    """Grain: message_id of a node. Whether it was known before, and whether its parent or type changed."""
     was = before.select("message_id", _link().alias("was"))
-    joined = nodes.select("message_id", _link().alias("link")).join(sent(was, few=few), "message_id", "left")
+    joined = nodes.select("message_id", _link().alias("link")).join(
+        with_join_hint(was, few=few), "message_id", "left"
+    )
     is_known = F.col("was").isNotNull()
     return joined.select(
         "message_id",
@@ -176,25 +178,29 @@ def compared(nodes: "DataFrame", before: "DataFrame", *, few: bool) -> "DataFram
     )
 
 
-def met(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, few: bool) -> "DataFrame":
-    """The rows of the table that are about nodes, `mine`, or about parents of these.
+def related_rows(rows: "DataFrame", nodes: "DataFrame", known: "DataFrame", *, few: bool) -> "DataFrame":
+    """The rows of the table for known nodes (`mine`), and for parents of nodes.
 
-    They are looked up by a number, because that takes a fraction of the time, so by chance, hardly ever, a
-    row is among them that need not be.
+    Ids are compared by a 64-bit hash, which is much faster. On a collision, which is very rare, the result
+    has a row too many.
     """
-    named = nodes.where("parent_message_id IS NOT NULL").select(_number("parent_message_id").alias("number"))
-    numbers = known.select(_number("message_id").alias("number")).unionByName(named)
-    mine = sent(known.withColumn("mine", F.lit(1)), few=few)
-    found = rows.join(sent(numbers, few=few), _number("message_id") == F.col("number"), "left_semi")
+    named = nodes.where("parent_message_id IS NOT NULL").select(
+        _id_hash("parent_message_id").alias("id_hash")
+    )
+    numbers = known.select(_id_hash("message_id").alias("id_hash")).unionByName(named)
+    mine = with_join_hint(known.withColumn("mine", F.lit(1)), few=few)
+    found = rows.join(
+        with_join_hint(numbers, few=few), _id_hash("message_id") == F.col("id_hash"), "left_semi"
+    )
     return found.join(mine, "message_id", "left").select(
         "file", *ANCHOR, F.col("mine").isNotNull().alias("mine"), "is_moved"
     )
 
 
-def _number(name: str) -> "Column":
+def _id_hash(name: str) -> "Column":
     return F.xxhash64(name)
 
 
 def _link() -> "Column":
-    """What of a message the places below it depend on, as one number."""
+    """A hash of the columns that the places of the children depend on."""
     return F.xxhash64("parent_message_id", "type", F.col("parent_message_id").isNull())

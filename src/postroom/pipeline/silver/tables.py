@@ -1,33 +1,31 @@
-"""What happened, once each; and what became of every message and every attempt at it.
+"""The silver tables: each event once, and the state of every message and every attempt.
 
-Rule 1: a fold is one aggregation of minima and maxima. These may be taken again and again, and in any order:
-        late, repeated and shuffled events end in the same row, and no watermark decides anything.
-Rule 2: a row of the table is itself a state of the fold, so a change is folded with the row that there was.
-Rule 3: nothing here is a Python function but the redaction of `events`.
+Rule 1: a fold is one aggregation of minima and maxima, which are idempotent and commutative. Late, repeated
+        and reordered events result in the same row, and no watermark is needed.
+Rule 2: a row of the table is itself a state of the fold, so new events are folded into the existing row.
+Rule 3: only the redaction of `events` runs Python code.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from postroom.pipeline.file_groups import FileGroups
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.silver.joins import sent
+from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
+from postroom.pipeline.silver.joins import with_join_hint
+from postroom.pipeline.silver.spans import spans
+from postroom.pipeline.times import HOUR_US
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Observation
 
 _NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
-"""Fields by which rows are found, counted or grouped."""
+"""Fields by which rows are looked up, counted or grouped."""
 PARTITIONS: Final = ("day",)
-SETTLED: Final = "settled"
-MICROS_PER_S: Final = 1_000_000
-HOUR_US: Final = 3_600 * MICROS_PER_S
-HOURS_A_DAY: Final = 24
-GRACE_US: Final = HOUR_US // 4  # after its end; what is settled gets files that are not written again
-IDLE_US: Final = HOURS_A_DAY * HOUR_US  # a message that never ends, as on a bus, counts as settled after this
 
 # ---- silver_events ---------------------------------------------------------------------------------------
 
@@ -37,18 +35,18 @@ def day_of(micros: "Column") -> "Column":
 
 
 def hour_us(micros: "Column") -> "Column":
-    """The beginning of its hour."""
+    """The start of the UTC hour."""
     return micros - F.pmod(micros, F.lit(HOUR_US))
 
 
 def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
-    """Grain: an event_id that more than one row has. `kept` is the row that counts, NULL when it is known.
+    """Grain: an event_id of more than one row. `kept` is the row to keep, NULL when that is a known one.
 
-    Of two events under one number the earlier one counts; of two of one time, the one of lower `rank`. Both
-    sides are `ranked`; `known` are events of earlier runs. `is_beaten` says that one of these does not count.
+    Of two events with one id the earlier one is kept; of two of the same time, the one of lower `rank`. Both
+    inputs are `ranked`; `known` are events of earlier runs. `is_beaten` says that a known one is replaced.
     """
     new = events.select("event_id", F.struct("ts_us", "rank", "row").alias("place"))
-    no_row = F.lit(None).cast("long").alias("row")  # before all others that are the same
+    no_row = F.lit(None).cast("long").alias("row")  # sorts before equal events that are new
     old = known.select("event_id", F.struct("ts_us", "rank", no_row).alias("place"))
     grouped = (
         new.unionByName(old)
@@ -68,20 +66,20 @@ def repeats(events: "DataFrame", known: "DataFrame") -> "DataFrame":
 def ranked(
     rows: "DataFrame", suspected: "DataFrame", redaction: "Mapping[str, Column]", *, few: bool = True
 ) -> "DataFrame":
-    """Rows that may be repeats, with a `rank` that follows from what they say once they are redacted."""
-    some = rows.join(sent(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
+    """Rows that may be repeats, with a `rank` that depends on their redacted content."""
+    some = rows.join(with_join_hint(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
     return some.withColumn("rank", rank(redaction))
 
 
 def rank(redaction: "Mapping[str, Column]") -> "Column":
-    """A number of what an event says. It decides between two events of one number and one time."""
-    return F.xxhash64(*[redaction.get(name, _told_text(name)) for name in EVENTS.names])
+    """A hash of the content of an event. It decides between two events of one id and one time."""
+    return F.xxhash64(*[redaction.get(name, _text_or_null(name)) for name in EVENTS.names])
 
 
 def suspects(events: "DataFrame", known: "DataFrame") -> "DataFrame":
-    """Grain: the hash of an event_id that more than one row has.
+    """Grain: the hash of an event_id of more than one row.
 
-    Nearly every row is the only one with its id, and one number of it is all that has to be shuffled to know.
+    Nearly every id is unique. Only its hash is shuffled to find out.
     """
     ids = events.select("event_id").unionByName(known.select("event_id"))
     return ids.groupBy(_hash().alias("suspect")).count().where("count > 1").select("suspect")
@@ -92,51 +90,53 @@ def _hash() -> "Column":
 
 
 def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "DataFrame":
-    """The rows of `events` without those that say something again.
+    """The rows of `events` without repeats.
 
-    The wide rows stay where they are, unless so many were repeated that they are not `few`.
+    The wide rows are not shuffled, unless there are so many repeats that they are not `few`.
     """
-    said = sent(repeated.select(F.col("event_id").alias("said"), "kept"), few=few)
-    again = (F.col("event_id") == F.col("said")) & ~F.col("row").eqNullSafe(F.col("kept"))
-    return events.join(said, again, "left_anti")
+    repeats = with_join_hint(repeated.select(F.col("event_id").alias("repeated_id"), "kept"), few=few)
+    is_repeat = (F.col("event_id") == F.col("repeated_id")) & ~F.col("row").eqNullSafe(F.col("kept"))
+    return events.join(repeats, is_repeat, "left_anti")
 
 
 def lacks_names() -> "Column":
-    """Whether an event does not tell the type or the organization of its message: stores tell it once."""
+    """Whether an event lacks the type or the organization of its message. Stores record them once."""
     return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
 
 
 def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
-    """Events or attempts with the type and the organization of their message, where they tell none."""
+    """Events or attempts with the type and organization of their message, where they lack them."""
     names = messages.select(
         "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
     )
-    silent = rows.where(lacks_names()).join(sent(names, few=few), "message_id", "left")
+    unnamed = rows.where(lacks_names()).join(with_join_hint(names, few=few), "message_id", "left")
     filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
-    told = rows.where(~lacks_names())
-    # Not `drop`, which asks a Connect server for the columns: a declared table cannot answer yet.
-    return told.unionByName(silent.withColumns(filled).selectExpr("* EXCEPT (message_type, message_org_id)"))
+    complete = rows.where(~lacks_names())
+    # Not `drop`, which asks a Connect server for the columns: a declared table has none yet.
+    return complete.unionByName(
+        unnamed.withColumns(filled).selectExpr("* EXCEPT (message_type, message_org_id)")
+    )
 
 
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
-    """Grain: event_id. The wire's columns, redacted where `redaction` has one, and `day`, that of `ts_us`.
+    """Grain: event_id. The columns of an event, redacted where `redaction` has one, and the `day` of `ts_us`.
 
-    A function of Python has every row copied for it. Few say anything that could be redacted, so the others
-    are read by themselves, and pass it by.
+    Spark copies every row for a Python function. Few rows have a text to redact, so all others are read
+    separately, without the function.
     """
     if not redaction:
         return _events(rows, redaction)
-    is_silent = reduce(and_, [F.col(name).isNull() for name in redaction])
-    return _events(rows.where(is_silent), {}).unionByName(_events(rows.where(~is_silent), redaction))
+    has_no_text = reduce(and_, [F.col(name).isNull() for name in redaction])
+    return _events(rows.where(has_no_text), {}).unionByName(_events(rows.where(~has_no_text), redaction))
 
 
 def _events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
-    kept = [redaction.get(name, _told_text(name)).alias(name) for name in EVENTS.names]
+    kept = [redaction.get(name, _text_or_null(name)).alias(name) for name in EVENTS.names]
     return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
 
 
-def _told_text(name: str) -> "Column":
-    """A field. An id or a name that is empty is none: the wire leaves it out."""
+def _text_or_null(name: str) -> "Column":
+    """A field. An empty id or name is NULL, as in a line that omits it."""
     return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
 
 
@@ -161,13 +161,13 @@ ATTRIBUTES: Final = [
     "service",
     "body_bytes",
 ]
-"""Taken from `created`; from the earliest event where that is missing. As group keys they would split a
+"""From the event `created`, or from the earliest event. They are no group keys, because those would split a
 message whose events disagree."""
 
 OUTCOMES: Final = ("", "cancelled", "expired", "completed", "dead_letter", "quarantined")
-"""By their code. Of two ends at one time the later one here counts."""
+"""The index is the code. Of two ends at the same time the later one in this list counts."""
 REVIVED: Final = ("dead_letter", "quarantined")
-"""Ends that a replay undoes."""
+"""Outcomes that a replay reverts."""
 CODE_BITS: Final = 3
 WEIGHT_SHIFT: Final = 56  # a time in µs takes 51 bits, and a code 3
 _ENDS: Final[dict[str, tuple[int, str]]] = {
@@ -175,12 +175,12 @@ _ENDS: Final[dict[str, tuple[int, str]]] = {
     "dead_letter": (3, "dead_letter"),
     "cancelled": (3, "cancelled"),
     "quarantined": (3, "quarantined"),
-    "delivered": (2, "completed"),  # the end of a response; of a request that was completed before, no news
-    "expired": (1, "expired"),  # a file's old messages are swept out, read or not
-    "deleted": (0, "cancelled"),  # only the end of what had no other
+    "delivered": (2, "completed"),  # ends a response; a request was completed before
+    "expired": (1, "expired"),  # a file drops old messages, read or not
+    "deleted": (0, "cancelled"),  # counts only without another end
 }
-"""What an end weighs, and what it means."""
-_EXPIRED_IN_STORE: Final = 3  # there it is an end like any other
+"""The weight and the outcome of each kind of end."""
+_EXPIRED_IN_STORE: Final = 3  # in a store it counts like any other end
 _STORES: Final = ("engine", "tasks")
 
 _SMALLEST: Final = (
@@ -197,32 +197,32 @@ _LARGEST: Final = ("replayed_us", "last_us", "attempts", "end_code")
 def messages(
     events: "DataFrame", before: "DataFrame | None" = None, seen: "Observation | None" = None
 ) -> "DataFrame":
-    """Grain: message_id. Each event is a state of its message, and so is a row of the table `before`.
+    """Grain: message_id. Folds events, and the existing rows `before`, which are states of the fold too.
 
-    `seen` counts as `renamed` the rows that have another type or organization than before.
+    `seen` counts as `renamed` the messages whose type or organization changes.
     """
     states = _event_states(events)
     if before is not None:
         states = states.unionByName(_message_states(before))
     folded = states.groupBy("message_id").agg(
-        F.min("told").alias("told"),
+        F.min("attributes").alias("attributes"),
         F.max("names").alias("names"),
         *[F.min(name).alias(name) for name in _SMALLEST],
         *[F.max(name).alias(name) for name in _LARGEST],
     )
-    flat = folded.select("message_id", "told.*", "names", *_SMALLEST, *_LARGEST)
+    flat = folded.select("message_id", "attributes.*", "names", *_SMALLEST, *_LARGEST)
     if seen is not None:
         flat = flat.observe(seen, F.count_if(F.col("names") != _names()).alias("renamed"))
     return _message_rows(flat)
 
 
 def _names() -> "Column":
-    """The type and the organization of a message, as one number."""
+    """A hash of the type and the organization of a message."""
     return F.xxhash64("type", "org_id", F.col("type").isNull())
 
 
 def message_keys(events: "DataFrame") -> "DataFrame":
-    """Which rows of `messages` events are about."""
+    """The keys of the rows of `messages` that events change."""
     return events.where(F.col("message_id").isNotNull()).select("message_id")
 
 
@@ -230,7 +230,7 @@ def _event_states(events: "DataFrame") -> "DataFrame":
     kind, ts_us = F.col("kind"), F.col("ts_us")
     return events.where(F.col("message_id").isNotNull()).select(
         "message_id",
-        _told(F.when(kind == "created", 0).otherwise(1), ts_us).alias("told"),
+        _attributes(F.when(kind == "created", 0).otherwise(1), ts_us).alias("attributes"),
         F.lit(None).cast("bigint").alias("names"),
         F.when(kind == "created", ts_us).alias("created_us"),
         F.when(kind == "enqueued", ts_us).alias("enqueued_us"),
@@ -247,17 +247,19 @@ def _event_states(events: "DataFrame") -> "DataFrame":
 
 def _message_states(rows: "DataFrame") -> "DataFrame":
     rank = F.when(F.col("created_us").isNotNull(), 0).otherwise(1)
-    told = _told(rank, F.coalesce("created_us", "first_us"))
-    return rows.select("message_id", told.alias("told"), _names().alias("names"), *_SMALLEST, *_LARGEST)
+    attributes = _attributes(rank, F.coalesce("created_us", "first_us"))
+    return rows.select(
+        "message_id", attributes.alias("attributes"), _names().alias("names"), *_SMALLEST, *_LARGEST
+    )
 
 
-def _told(rank: "Column", ts_us: "Column") -> "Column":
-    """The attributes with their precedence in front, so that the smallest is the one that counts."""
+def _attributes(rank: "Column", ts_us: "Column") -> "Column":
+    """The attributes behind their precedence, so that the smallest struct has the ones that count."""
     return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *ATTRIBUTES)
 
 
 def _end_code() -> "Column":
-    """An end as one long: what it weighs, when it was, and which. The largest of a message counts."""
+    """An end as one long: weight, time and outcome. The largest one of a message counts."""
     kind = F.col("kind")
     code = F.when(
         (kind == "expired") & F.col("contract").isin(*_STORES), _packed(_EXPIRED_IN_STORE, "expired")
@@ -279,7 +281,7 @@ def end_us() -> "Column":
 
 
 def _meaning(codes: Sequence[str]) -> "Column":
-    """What the code in an `end_code` stands for; NULL where there is none."""
+    """The outcome in an `end_code`; NULL where there is none."""
     code = F.col("end_code") % (1 << CODE_BITS)
     meaning = F.when(code == 0, F.lit(None))
     for number, word in enumerate(codes[1:], 1):
@@ -288,7 +290,7 @@ def _meaning(codes: Sequence[str]) -> "Column":
 
 
 def _message_rows(flat: "DataFrame") -> "DataFrame":
-    # A replay begins a new life: what ended before is open again.
+    # A replay reopens a message that ended before it.
     over = F.col("end_code").isNotNull() & ~F.coalesce(F.col("replayed_us") > end_us(), F.lit(False))  # noqa: FBT003 - SQL's
     ended = flat.withColumns(
         {"finished_us": F.when(over, end_us()), "outcome": F.when(over, _meaning(OUTCOMES)).otherwise("open")}
@@ -314,48 +316,17 @@ def _message_rows(flat: "DataFrame") -> "DataFrame":
     )
 
 
-class Lots(NamedTuple):
-    """Which rows of a table lie together."""
-
-    ended: "Column"
-    """When a row ended."""
-    heard: str
-    """When something else was heard of it."""
-    may_rise: "Column | None" = None
-    """Whether it may change after that all the same."""
+def message_file_groups() -> FileGroups:
+    return FileGroups(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
 
 
-def message_lots() -> Lots:
-    return Lots(F.coalesce("finished_us", "rejected_us"), "last_us", _is_revivable())
-
-
-def span_lots() -> Lots:
-    return Lots(F.col("end_us"), "start_us", _is_revivable())
-
-
-def attempt_lots() -> Lots:
-    return Lots(F.col("ended_us"), "first_us")
+def span_file_groups() -> FileGroups:
+    return FileGroups(F.col("end_us"), "start_us", _is_revivable())
 
 
 def _is_revivable() -> "Column":
-    """Whether a person may send it again."""
+    """Whether a person may replay the message."""
     return F.col("outcome").isin(*REVIVED)
-
-
-def settled(now_us: int, lots: Lots, *, hourly: bool) -> "Column":
-    """With which rows a row lies: apart if nothing more is to be expected, and then by the hour if `hourly`.
-
-    If something comes all the same, its file is written anew. Rows that may rise again are kept from those
-    that hardly ever will: they are few, and to send one of them again costs no more than the others of them.
-    """
-    last_us = F.greatest(lots.ended, lots.heard)
-    quiet_us = F.lit(now_us) - last_us
-    is_open = (quiet_us <= IDLE_US) & (lots.ended.isNull() | (quiet_us <= GRACE_US))
-    place = F.when(is_open, "open")
-    if lots.may_rise is not None:
-        place = place.when(lots.may_rise, "dead")
-    hour = F.pmod(F.floor(last_us / HOUR_US), F.lit(HOURS_A_DAY)).cast("string")
-    return place.otherwise(F.coalesce(hour, F.lit("day")) if hourly else F.lit("day"))
 
 
 # ---- silver_attempts -------------------------------------------------------------------------------------
@@ -377,7 +348,7 @@ _ATTEMPT_KINDS: Final = ("dequeued", "execution_started", "heartbeat", *_RESULT_
 def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFrame":
     """Grain: message_id and attempt, from 1 on. One lease of a message, from its delivery to its end.
 
-    Who held it is told by `dequeued`, what came of it by the first end.
+    The holder comes from `dequeued`, the result from the first end.
     """
     states = _attempt_states(events)
     if before is not None:
@@ -392,7 +363,7 @@ def attempts(events: "DataFrame", before: "DataFrame | None" = None) -> "DataFra
 
 
 def attempt_keys(events: "DataFrame") -> "DataFrame":
-    """Which rows of `attempts` events are about."""
+    """The keys of the rows of `attempts` that events change."""
     return _of_attempts(events).select("message_id", "attempt")
 
 
@@ -464,3 +435,25 @@ def _attempt_rows(folded: "DataFrame") -> "DataFrame":
         "end_code",
         day_of(F.col("first_us")).alias("day"),
     )
+
+
+def attempt_file_groups() -> FileGroups:
+    return FileGroups(F.col("ended_us"), "first_us")
+
+
+# ---- the declarations ------------------------------------------------------------------------------------
+
+SILVER: Final[dict[str, SilverTable]] = {
+    "silver_events": SilverTable(events, ("bronze_events",), Append()),
+    "silver_messages": SilverTable(
+        messages,
+        ("silver_events",),
+        Fold(message_keys, observes_renames=True),
+        file_groups=message_file_groups,
+    ),
+    "silver_spans": SilverTable(spans, ("silver_messages",), Tree(), file_groups=span_file_groups),
+    "silver_attempts": SilverTable(
+        attempts, ("silver_events", "silver_messages"), Fold(attempt_keys), file_groups=attempt_file_groups
+    ),
+}
+"""In the order in which they are built. Gold needs spans and not attempts, so spans come first."""

@@ -1,2 +1,2 @@
--- Events that are alike stand in one run (stores/event_runs.py). A row of the first version holds events alone, which
--- is read as before; this number keeps the first version from a file that it could not read.
+-- Similar events are stored as one run (stores/event_runs.py). Rows of version 1 hold single events and are still read.
+-- Version 1 cannot read runs, so this version number keeps it from opening the file.

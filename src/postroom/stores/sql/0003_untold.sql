@@ -1,2 +1,2 @@
--- A record behind the newest row of events tells its own two events (stores/event_runs.py). In files of the versions
--- before there is none; this number keeps those versions from counting on the rows of events alone.
+-- A record behind the newest row of events implies its own two events (stores/event_runs.py). Earlier versions do not
+-- know that and would miscount, so this version number keeps them from opening the file.

@@ -23,7 +23,7 @@ CREATE TABLE records (
     lease             INTEGER NOT NULL,
     worker_id         TEXT NOT NULL,
     lease_ns          INTEGER NOT NULL,
-    turn              INTEGER NOT NULL,   -- place, end of the delay, or end of the lease
+    turn              INTEGER NOT NULL,   -- place, end of the delay, or end of the lease; 0 in lines 10 to 14
     ready_at          INTEGER NOT NULL,
     expires           INTEGER NOT NULL,
     durability        TEXT NOT NULL,
@@ -33,7 +33,8 @@ CREATE TABLE records (
     ended_us          INTEGER NOT NULL,
     sender            TEXT,               -- NULL when an operator or the library sent it
     line              INTEGER,            -- 16 * queue + lane when it can be claimed, 8 while it is delayed,
-                                          -- 9 while it is leased, NULL once it has ended
+                                          -- 9 while it is leased, 10 EXECUTING, 11 DEAD_LETTER, 12 CANCELLED,
+                                          -- 13 EXPIRED, 14 QUARANTINED, NULL when COMPLETED or DONE
     type              TEXT NOT NULL,
     parent_message_id TEXT NOT NULL,
     key               TEXT NOT NULL,
@@ -49,18 +50,25 @@ CREATE TABLE records (
 INSERT INTO records
 SELECT
     seq, message_id, queue, state, first_priority, priority, place, attempt, retries, 0, max_retries, lease,
-    worker_id, lease_ns, turn, ready_at, expires, durability, created_us, claimed_us, heartbeat_us, ended_us,
-    sender, CASE WHEN lane < 8 THEN 16 * queue + lane ELSE lane END,
+    worker_id, lease_ns, CASE WHEN lane IS NULL THEN 0 ELSE turn END, ready_at, expires, durability, created_us,
+    claimed_us, heartbeat_us, ended_us, sender,
+    CASE
+        WHEN lane < 8 THEN 16 * queue + lane
+        WHEN lane IS NOT NULL THEN lane
+        WHEN state = 'EXECUTING' THEN 10
+        WHEN state = 'DEAD_LETTER' THEN 11
+        WHEN state = 'CANCELLED' THEN 12
+        WHEN state = 'EXPIRED' THEN 13
+        WHEN state = 'QUARANTINED' THEN 14
+    END,
     type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail, room
 FROM records_before;
 DROP TABLE records_before;
 
 CREATE UNIQUE INDEX named ON records (message_id) WHERE message_id IS NOT NULL;
--- The order of delivery of each lane, and the deadlines of delays and leases.
+-- The order of delivery of each lane, the deadlines of delays and leases, and records by state.
 CREATE INDEX turns ON records (line, turn) WHERE line IS NOT NULL;
-CREATE INDEX expiring ON records (expires) WHERE expires > 0 AND line <> 9;
--- Records that are QUEUED or PROCESSING are found by their line, so that a new record and a claim do not touch this index.
-CREATE INDEX states ON records (state) WHERE state NOT IN ('QUEUED', 'PROCESSING');
+CREATE INDEX expiring ON records (expires) WHERE expires > 0 AND (line = 8 OR line >= 16);
 
 CREATE TABLE cells (
     kind  TEXT NOT NULL,

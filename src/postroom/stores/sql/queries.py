@@ -4,11 +4,24 @@ from typing import Any
 
 import apsw
 
+from postroom.message import State
+
 TRAIL_CHARS_MAX = 256 * 1024  # of one record; later events are only in the audit stream
 ROOM_BYTES = 96  # what a claim and a short result add to a row
 LINE_DELAYED = 8
 LINE_LEASED = 9
-LINES_PER_QUEUE = 16
+LINES_OF_STATES: dict[State, int] = {
+    "SCHEDULED": LINE_DELAYED,
+    "RETRYING": LINE_DELAYED,
+    "PROCESSING": LINE_LEASED,
+    "EXECUTING": 10,
+    "DEAD_LETTER": 11,
+    "CANCELLED": 12,
+    "EXPIRED": 13,
+    "QUARANTINED": 14,
+}
+"""Lines of all queues. COMPLETED and DONE records, which are most records of a file, have none."""
+LINES_PER_QUEUE = 16  # a QUEUED record is in line 16 * queue + lane
 
 Reading = apsw.Connection | apsw.Cursor
 """What a query can be sent to. An existing cursor answers faster than its connection."""
@@ -31,12 +44,14 @@ BY_NAME = f"{RECORD} WHERE message_id = ?"
 BY_SEQ = f"{RECORD} WHERE seq = ? AND message_id IS NULL"
 BY_SEQS = f"{RECORD} WHERE seq IN (SELECT value FROM carray(?)) AND message_id IS NULL"
 ENDING = f"{RECORD} WHERE line = ? AND turn <= ? ORDER BY turn, seq LIMIT ?"
-EXPIRING = f"{RECORD} WHERE expires > 0 AND line <> {LINE_LEASED} AND expires <= ? ORDER BY expires LIMIT ?"
+EXPIRING = (
+    f"{RECORD} WHERE expires > 0 AND (line = {LINE_DELAYED} OR line >= {LINES_PER_QUEUE}) AND expires <= ? "
+    "ORDER BY expires LIMIT ?"
+)
 PULL = (
     f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
     "WHERE line = ? ORDER BY turn LIMIT ?"
 )
-HAS_STATE_INDEX = "state NOT IN ('QUEUED', 'PROCESSING')"
 STORED = (
     "SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FROM records WHERE seq = ?"
 )
@@ -75,45 +90,46 @@ FIRST_DEADLINES = (
     f"(SELECT min(turn) FROM records WHERE line = {LINE_LEASED})"
 )
 HEADS = (
-    "SELECT seq, lane, turn, ready_at, expires, message_id, attempt, durability, payload, type, "
+    "SELECT seq, lane, turn, ready_at, expires, message_id, attempt + 1, durability, payload, type, "
     "parent_message_id FROM records WHERE line = ? ORDER BY turn LIMIT ?"
 )
+# Records that were inserted one after the other have every second number. SQLite changes a range while it
+# walks it; the records of an array are collected first, which takes longer.
+_IN_A_ROW = "WHERE seq BETWEEN {first} AND {last} AND (seq - {first}) % 2 = 0"
+_GIVEN = "FROM carray({array}) AS given WHERE seq = given.value"
 _LEASE = (
-    "UPDATE records SET state = 'PROCESSING', attempt = attempt + 1, lease = {lease}, worker_id = ?2, "
+    "UPDATE records SET state = 'PROCESSING', attempt = attempt + 1, lease = ?1 + {index}, worker_id = ?2, "
     f"lease_ns = ?3, line = {LINE_LEASED}, turn = ?4, claimed_us = ?5, heartbeat_us = ?5, room = NULL "
     "{which}"
 )
-LEASE_ONE = _LEASE.format(lease="?1", which="WHERE seq = ?6")
-LEASE_MANY = _LEASE.format(
-    lease="?1 + given.rowid - 1", which="FROM carray(?6) AS given WHERE seq = given.value"
-)
+LEASE_ONE = _LEASE.format(index="0", which="WHERE seq = ?6")
+LEASE_ROW = _LEASE.format(index="(seq - ?6) / 2", which=_IN_A_ROW.format(first="?6", last="?7"))
+LEASE_MANY = _LEASE.format(index="given.rowid - 1", which=_GIVEN.format(array="?6"))
 _LEASED = (
     "SELECT seq, lease, queue, lane, worker_id, attempt, "
-    "turn - lease_ns - 1000 * max(0, heartbeat_us - claimed_us), durability, turn FROM {which} "
-    f"AND line = {LINE_LEASED} AND message_id IS NULL"
+    "turn - lease_ns - 1000 * max(0, heartbeat_us - claimed_us), durability FROM {which} "
+    f"AND line = {LINE_LEASED} AND turn > ?2 AND message_id IS NULL"
 )
-LEASED_ONE = _LEASED.format(which="records WHERE seq = ?")
-LEASED_MANY = _LEASED.format(which="carray(?) CROSS JOIN records WHERE seq = value")  # in the array's order
-COMPLETE = (
-    "UPDATE records SET state = 'COMPLETED', place = ?1, line = NULL, result = ?2, ended_us = ?3 "
-    "WHERE seq = ?4"
+LEASED_ONE = _LEASED.format(which="records WHERE seq = ?1")
+LEASED_MANY = _LEASED.format(which="carray(?1) CROSS JOIN records WHERE seq = value")  # in the array's order
+_COMPLETE = (
+    "UPDATE records SET state = 'COMPLETED', place = ?1 + {index}, line = NULL, result = ?2, ended_us = ?3 "
+    "{which}"
 )
-COMPLETE_ALIKE = (
-    "UPDATE records SET state = 'COMPLETED', place = ?1 + given.rowid - 1, line = NULL, result = ?2, "
-    "ended_us = ?3 FROM carray(?4) AS given WHERE seq = given.value"
-)
+COMPLETE_ONE = _COMPLETE.format(index="0", which="WHERE seq = ?4")
+COMPLETE_ROW = _COMPLETE.format(index="(seq - ?4) / 2", which=_IN_A_ROW.format(first="?4", last="?5"))
+COMPLETE_MANY = _COMPLETE.format(index="given.rowid - 1", which=_GIVEN.format(array="?4"))
 
 # ---- events and counters ---------------------------------------------------------------------------
 
 NEW_EVENTS = "INSERT INTO events VALUES (?, ?, ?, ?)"
 STORED_EVENTS = "SELECT batch FROM events WHERE seq > ? ORDER BY seq"
-NEWEST_EVENTS = "SELECT seq, batch FROM events ORDER BY seq DESC LIMIT 1"
 LAST_STORED = "SELECT coalesce(max(seq), 0) FROM events"
 COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
 # Records behind the last row of events imply their own two events.
 IMPLIED = (
-    "SELECT seq, queue, priority, type, parent_message_id, created_us, length(payload) FROM records "
-    "WHERE seq > ? AND seq < ? ORDER BY seq"
+    "SELECT seq, name, priority, type, parent_message_id, created_us, length(payload) "
+    "FROM records CROSS JOIN queues USING (queue) WHERE seq > ? AND seq <= ? ORDER BY seq"
 )
 IMPLIED_COUNTS = "SELECT queue, lane, count(*), max(seq) FROM records WHERE seq > ? GROUP BY queue, lane"
 FORGET_EVENTS = "DELETE FROM events WHERE seq <= ? AND seq < (SELECT max(seq) FROM events)"

@@ -1,10 +1,12 @@
-"""The numbers of what `retain` let leave: `check` does not miss them, and what left does not come back.
+"""The numbers of the events that `retain` has deleted.
 
-Rule 1: a row is a run of numbers of one source, without anything that was said under them. Runs that touch
-        become one, so the table grows with what stays between them, and not with what has left.
-Rule 2: it is a set: a number that was noted twice, or is still there, does no harm.
-Rule 3: a message that may be told of again is named too, by a number of 64 bits: what is then told of it is
-        not all that there was.
+`check` does not report them as missing, and events that are delivered again are not added again.
+
+Rule 1: a row is a range of numbers of one source. Adjacent ranges are merged, so the table grows with the
+        events that stay between them, and not with the deleted ones.
+Rule 2: the table is a set. A number that is recorded twice, or whose event still exists, does no harm.
+Rule 3: a message of which later events are possible is recorded too, by a 64-bit hash: its history is then
+        incomplete.
 """
 
 from typing import Final
@@ -19,7 +21,7 @@ from postroom.core.message_checker import LEASED
 from postroom.pipeline.tables import Tables
 
 TABLE: Final = "silver_departed"
-BLOCK: Final = 1 << 20  # numbers of a source that are looked at in one place; runs on disk end with theirs
+BLOCK: Final = 1 << 20  # numbers of a source that one task processes; no range crosses a block
 SCHEMA: Final = StructType(
     [
         StructField("source", StringType()),
@@ -30,11 +32,11 @@ SCHEMA: Final = StructType(
     ]
 )
 _OVER: Final = ("delivered", "deleted")
-"""Kinds after which a store says nothing more of a message, unless it accepts it anew."""
+"""Kinds after which a store records nothing more of a message, unless it is created again."""
 
 
 def numbers_of(events: DataFrame) -> DataFrame:
-    """Each event as a run of one number, about no message."""
+    """Each event as a range of one number."""
     return events.select(
         "source",
         F.col("seq").alias("first_seq"),
@@ -45,38 +47,39 @@ def numbers_of(events: DataFrame) -> DataFrame:
 
 
 def newest_us(tables: Tables) -> int:
-    """The time of the newest event that left; -1 when none did."""
+    """The time of the newest deleted event; -1 when there is none."""
     folder = tables.folder / TABLE
     read = [pq.read_table(folder / file.path, columns=["newest_us"]) for file in tables.files(TABLE)]
     return max((pc.max(rows.column("newest_us")).as_py() for rows in read if rows.num_rows), default=-1)
 
 
-def among(events: DataFrame, runs: DataFrame) -> DataFrame:
-    """Grain: source and seq of events whose number has left.
+def deleted_among(events: DataFrame, runs: DataFrame) -> DataFrame:
+    """Grain: source and seq of the events that were deleted before.
 
-    Numbers and runs are sorted together, within blocks: a number has left if a run before it reaches it.
+    Numbers and ranges are sorted together, within blocks. A number is in a range if an earlier range reaches
+    it.
     """
     nothing = F.lit(None).cast("bigint")
-    asked = events.select("source", "seq", nothing.alias("reaches")).distinct()
+    numbers = events.select("source", "seq", nothing.alias("reaches")).distinct()
     left = runs.where("message IS NULL").select(
         "source", F.col("first_seq").alias("seq"), F.col("last_seq").alias("reaches")
     )
-    both = asked.unionByName(left).withColumn("block", F.floor(F.col("seq") / F.lit(BLOCK)))
+    both = numbers.unionByName(left).withColumn("block", F.floor(F.col("seq") / F.lit(BLOCK)))
     in_order = Window.partitionBy("source", "block").orderBy("seq", F.col("reaches").desc_nulls_last())
     reached = F.max("reaches").over(in_order.rowsBetween(Window.unboundedPreceding, 0))
     found = both.withColumn("reached", reached).where("reaches IS NULL AND reached >= seq")
     return found.select("source", "seq")
 
 
-def departing(events: DataFrame) -> DataFrame:
-    """What is noted of events that leave."""
+def deleted_runs(events: DataFrame) -> DataFrame:
+    """The rows to record for events that are deleted."""
     return numbers_of(events).unionByName(_unfinished(events))
 
 
 def merged(runs: DataFrame) -> DataFrame:
-    """The same numbers in as few rows as there can be.
+    """The same numbers in as few rows as possible.
 
-    None leaves its block, so that no source has to fit into one task.
+    No range crosses a block, so that no source has to fit into one task.
     """
     pieces = runs.withColumn("block", _block())
     in_order = Window.partitionBy("source", "block", "message").orderBy("first_seq")
@@ -97,13 +100,13 @@ def merged(runs: DataFrame) -> DataFrame:
 
 
 def holes_between(runs: DataFrame) -> DataFrame:
-    """One row for each hole of a source: the last number before it, and the first behind.
+    """One row for each gap of a source: the last number before it, and the first after it.
 
-    Numbers are sorted within blocks, so that no source has to fit into one task; between blocks only their
+    Numbers are sorted within blocks, so that no source has to fit into one task. Between blocks only their
     ends are compared.
     """
     pieces = runs.select("source", "first_seq", "last_seq", _block().alias("block"))
-    # Runs may overlap, so the one that ends last need not be the one just before.
+    # Ranges may overlap, so the one that ends last need not be the previous one.
     in_block = Window.partitionBy("source", "block").orderBy("first_seq")
     inside = pieces.withColumn(
         "before", F.max("last_seq").over(in_block.rowsBetween(Window.unboundedPreceding, -1))
@@ -121,13 +124,13 @@ def holes_between(runs: DataFrame) -> DataFrame:
     )
 
 
-def returned(departed: DataFrame) -> DataFrame:
-    """Grain: source and message of those whose first events are gone."""
-    return departed.where("message IS NOT NULL").select("source", "message").distinct()
+def returned(recorded: DataFrame) -> DataFrame:
+    """Grain: source and message hash of messages whose first events were deleted."""
+    return recorded.where("message IS NOT NULL").select("source", "message").distinct()
 
 
 def _unfinished(events: DataFrame) -> DataFrame:
-    """The messages of stores that may be told of again: open ones, and those that somebody may send again."""
+    """The messages of stores that may have later events: open ones, and those that may be replayed."""
     of_stores = events.where(F.col("contract").isin(*LEASED) & F.col("message_id").isNotNull())
     return (
         of_stores.groupBy("source", "message_id")
