@@ -290,9 +290,9 @@ LAYER_MEANINGS = {
     "natsclient": "a NATS connection",
     "core": "formats and decisions, as pure functions",
     "settings": "what can be configured",
-    "message": "messages, records and events",
+    "message": "the nouns",
     "errors": "the tree of errors",
-    "client": "what an agent embeds: clients for tasks and mail",
+    "client": "what an agent embeds; imports nothing of postroom",
 }
 """Every module of the import contract has its words here."""
 

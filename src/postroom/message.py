@@ -61,7 +61,7 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-# ---- records and events of a store -----------------------------------------------------------------
+# ---- the leased half -------------------------------------------------------------------------------
 
 State = Literal[
     "SCHEDULED",

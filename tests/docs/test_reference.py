@@ -98,7 +98,8 @@ def test_every_route_has_a_row() -> None:
 def names_in(path: Path) -> set[str]:
     """Top-level functions and classes of a file, and its methods as `Class.method`."""
     tree = ast.parse(path.read_text("utf-8")).body
-    top = [node for node in tree if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    top = [node for node in tree if isinstance(node, kinds)]
     classes = [node for node in top if isinstance(node, ast.ClassDef)]
     methods = {
         f"{found.name}.{node.name}"

@@ -505,7 +505,7 @@ class TaskClient:
         timeout_s: float | None = None,
         retries: int | None = None,
     ) -> Any:
-        """Send one request of the protocol. Returns the decoded answer, or None for an empty one.
+        """Send one request of the protocol; gives the decoded answer, or None for an empty one.
 
         The request is repeated with growing, random pauses while no harness answers, so it must be one that
         may arrive twice.

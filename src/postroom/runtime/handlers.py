@@ -91,7 +91,7 @@ async def _long_poll(server: TaskServer, request: HttpRequest, terms: Claim, wai
 
 @asynccontextmanager
 async def _poll_share(server: TaskServer, request: HttpRequest) -> AsyncIterator["asyncio.Future[None]"]:
-    """Count a long poll in the caller's share. Yields a future that is done when the client disconnects."""
+    """Count a long poll in the caller's share. Gives a future that is done when the client disconnects."""
     server.poll_share.take(request.identity)
     disconnected = asyncio.ensure_future(disconnection(request))
     try:

@@ -181,9 +181,9 @@ def serve(
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
-    `beside` is a context that is entered once the server has its port and its folder. A server that cannot
-    start removes the folders that it made. No lease is longer than `lease_s_max`. `concurrency`
-    decisions are executed at the same time; with `in_order`, those of one agent one after the other.
+    `beside` is entered once the server has its port and its folder. A server that cannot start removes the
+    folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
+    same time; with `in_order`, those of one agent one after the other.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
