@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-pipeline crash fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-engine bench-pipeline crash simulate fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -68,6 +68,10 @@ bench-peers: $(STAMP) ## the benchmark of Tasks beside Celery on Redis and Rabbi
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_peers.py
 
+bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DBOS
+	@$(PYTHON) tools/setup.py --system $(BROKERS)
+	@$(PYTHON) bench/bench_engine.py
+
 bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) bench/bench_pipeline.py
@@ -75,6 +79,9 @@ bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, full disks, soak (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
+
+simulate: $(STAMP) ## 100,000 seeded histories of an engine, on all cores (long)
+	@$(PYTHON) tools/simulate.py
 
 fuzz: $(STAMP) ## a million inputs for each parser (long)
 	@$(PYTHON) -m tests.fuzz.run

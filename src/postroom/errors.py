@@ -14,6 +14,14 @@
     │   │   └── UnknownMessage    no event of the audit stream names this id
     │   ├── StaleLease            the lease ended, or was never this caller's: stop working on the task
     │   ├── WrongState            the task is not in a state that allows the call
+    │   ├── UnknownType           no message type of this name is registered
+    │   ├── UnsupportedVersion    a message of a version that is neither current nor of the previous major one
+    │   ├── KeyReused             an idempotency key that came with another message
+    │   ├── ResultGone            the message of an idempotency key is no longer kept
+    │   ├── ValidationError       the payload of a message does not fit: never retried
+    │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
+    │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
+    │   ├── MessageFailed         a message ended without a result; has its errors
     │   ├── NotHeld               a client was never given the task, and the call names no lease
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
@@ -27,6 +35,8 @@
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
+    │   ├── Overloaded            backpressure refuses a submit; says when to try again
+    │   ├── RateLimited           a handler's service limits its rate; says when to try again
     │   ├── BusFull               a bus and its archives are at their limit, or the disk is nearly full
     │   ├── AuditBehind           the backlog of the audit stream is too long; says when to try again
     │   ├── Unreachable           no harness answers, or it is overloaded; says when to try again
@@ -43,6 +53,7 @@ The library, the servers and the clients raise these same classes. The module im
 library, because the task client needs it. `EXIT_CODES` maps the tree to the exit codes of the command line.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +277,100 @@ class QueueFull(Unavailable):
             f"queue {queue!r} holds {depth} of at most {max_depth} waiting tasks: "
             f"try again in {retry_after_s:g} s"
         )
+
+
+class UnknownType(InvalidMessage):
+    """No message type of this name is registered."""
+
+    def __init__(self, type_name: object, known: Iterable[str]) -> None:
+        self.type_name = type_name
+        super().__init__(f"there is no message type {type_name!r}: the types are {', '.join(sorted(known))}")
+
+
+class UnsupportedVersion(InvalidMessage):
+    """A message version that is neither of the current major version nor of the previous one."""
+
+    def __init__(self, version: object, current: str) -> None:
+        self.version = version
+        super().__init__(
+            f"version {version!r} is not supported: use {current} or a version of the previous major version"
+        )
+
+
+class ValidationError(InvalidMessage):
+    """The payload of a message does not fit its type. A handler that raises this is not retried."""
+
+
+class KeyReused(InvalidMessage):
+    """An idempotency key was used before, for another message."""
+
+    def __init__(self, key: str, message_id: str) -> None:
+        self.key = key
+        self.message_id = message_id
+        super().__init__(
+            f"idempotency key {key!r} belongs to message {message_id}, which has another content"
+        )
+
+
+class ResultGone(Rejected):
+    """The message of an idempotency key has ended, and its result is no longer kept. Nothing was stored."""
+
+    def __init__(self, key: str, message_id: str) -> None:
+        self.key = key
+        self.message_id = message_id
+        super().__init__(
+            f"idempotency key {key!r} belongs to message {message_id}, whose result is no longer kept"
+        )
+
+
+class EffectUnknown(Rejected):
+    """An earlier attempt began an effect, and its outcome is unknown. Nothing was run."""
+
+    def __init__(self, message_id: str, key: str) -> None:
+        self.message_id = message_id
+        self.key = key
+        super().__init__(
+            f"effect {key!r} of message {message_id} was begun by an earlier attempt, and its outcome is "
+            'unknown: pass probe= or on_unknown="run"'
+        )
+
+
+class GuardTripped(Rejected):
+    """A goal has used up one of its limits. Nothing was stored."""
+
+    def __init__(self, goal_id: str, what: str, used: float, limit: float) -> None:
+        self.goal_id = goal_id
+        self.what = what
+        super().__init__(f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
+
+
+class MessageFailed(Rejected):
+    """A message ended without a result."""
+
+    def __init__(self, message_id: str, state: str, error_history: list[dict[str, Any]]) -> None:
+        self.message_id = message_id
+        self.state = state
+        self.error_history = error_history
+        last = f": {error_history[-1]['error']}" if error_history else ""
+        super().__init__(f"message {message_id} ended as {state}{last}")
+
+
+class Overloaded(Unavailable):
+    """Backpressure refuses a submit. Nothing was stored."""
+
+    def __init__(self, reason: str, retry_after: float) -> None:
+        self.retry_after = self.retry_after_s = retry_after
+        super().__init__(f"{reason}: try again in {retry_after:.3g} s")
+
+
+class RateLimited(Unavailable):
+    """A service refused a call because of its rate limit. A handler raises it to be tried again later."""
+
+    def __init__(
+        self, reason: str = "the service limits the rate of calls", *, retry_after_s: float | None = None
+    ) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
 
 
 class TooMany(Unavailable):

@@ -61,6 +61,15 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+ENGINE_PREFIX = "org:"
+"""The queue of an organization is named by its id behind this prefix. No agent has such a name."""
+
+
+def org_of(queue: str) -> str:
+    """The organization that a queue belongs to; empty for the queue of an agent."""
+    return queue.removeprefix(ENGINE_PREFIX) if queue.startswith(ENGINE_PREFIX) else ""
+
+
 # ---- the leased half -------------------------------------------------------------------------------
 
 State = Literal[
@@ -132,6 +141,8 @@ class Envelope(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     durability: Durability = "os"
     sender: str = ""
     """The agent that sent it; empty when an operator or the library did."""
+    facts: dict[str, Any] = {}
+    """What the first event says about the message, for the audit stream. It is not stored with the record."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

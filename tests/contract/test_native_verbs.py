@@ -1,4 +1,4 @@
-"""SQLite has its own insert, claim and complete. Each does exactly what the verb of `Transaction` does.
+"""SQLite has its own insert, claim, lease and complete. Each does what the verb of `Transaction` does.
 
 Every case runs twice on stores with the same history: once with the native verb, and once with the general
 one. Answers, records, messages, events and counters must be equal.
@@ -35,6 +35,11 @@ class General(SqliteTransaction):
     insert = Transaction.insert
     claim = Transaction.claim
     complete = Transaction.complete
+    lease = Transaction.lease
+    active = Transaction.active
+    oldest = Transaction.oldest
+    total = Transaction.total
+    put_back = Transaction.put_back
 
 
 def run(
@@ -312,3 +317,78 @@ def test_several_verbs_in_one_commit(both: Callable[..., Seen]) -> None:
         return [*answers, first, rest]
 
     both(inserting(new()), work, work)
+
+
+# ---- messages of organizations -----------------------------------------------------------------------
+
+ORGANIZATIONS = ("org:b", "org:a", "org:c")
+
+
+def message(queue: str, **facts: Any) -> Envelope:
+    return new(queue=queue, facts={"goal_id": "g", "task_id": "t"}, durability="group", **facts)
+
+
+def leasing(*lanes: int, limit: int = 10, promoted_to: int | None = None) -> Work:
+    """Lease the heads of lanes of all organizations."""
+
+    def work(transaction: Transaction) -> list[Record]:
+        heads = [
+            (head, lane if promoted_to is None else min(promoted_to, lane))
+            for lane in lanes
+            for queue in ORGANIZATIONS
+            for head in transaction.pull(queue, lane, limit)
+        ]
+        return transaction.lease(heads, "w", LEASE_NS)
+
+    return work
+
+
+def looking(transaction: Transaction) -> Any:
+    """What a claim of an engine asks for."""
+    active = [sorted(transaction.active(lane, "", 10)) for lane in range(LANES)]
+    oldest = [transaction.oldest(lane) for lane in range(LANES)]  # of several, any one
+    return active, [None if record is None else record.ready_at for record in oldest], transaction.total()
+
+
+def everything(transaction: Transaction) -> None:
+    """Complete every leased record."""
+    leased = transaction.find(Listing(state="PROCESSING", limit=1_000))
+    transaction.complete({record.message_id: (record.lease, b"1") for record in leased})
+
+
+@pytest.mark.parametrize("promoted_to", [None, 0, 1])
+@pytest.mark.parametrize("limit", [1, 10])
+def test_messages_of_organizations(both: Callable[..., Seen], limit: int, promoted_to: int | None) -> None:
+    batch = [message(queue, priority=lane) for queue in ORGANIZATIONS for lane in (1, 1, 3)]
+    answers = both(
+        inserting(*batch), looking, 1.0, inserting(message("org:a", delay_ns=NANOS_PER_S)),
+        inserting(new(queue="q")), 2.0, lambda transaction: transaction.put_back(10), looking,
+        leasing(1, 2, limit=limit), looking, 1.0, everything,
+        leasing(3, limit=limit, promoted_to=promoted_to), looking, 200.0,
+        lambda transaction: transaction.put_back(10), looking, leasing(1, 2, 3), everything, looking,
+    )[0]  # fmt: skip
+    assert answers[0][0].message_id[14] == "7"
+
+
+def test_insert_and_lease_of_messages_in_one_commit(both: Callable[..., Seen]) -> None:
+    def work(transaction: Transaction) -> Any:
+        transaction.insert([message("org:a"), message("org:b")])
+        leasing(2)(transaction)
+        transaction.insert([message("org:a")])
+        everything(transaction)
+        return looking(transaction)
+
+    both(work, work)
+
+
+def test_id_of_another_store_or_time_is_unknown(both: Callable[..., Seen]) -> None:
+    [[accepted]] = both(inserting(message("org:a")))[0]
+    other_time = accepted.message_id.replace(accepted.message_id[:8], "00000000", 1)
+    other_store = accepted.message_id[:-1] + ("0" if accepted.message_id[-1] != "0" else "1")
+    ids = (accepted.message_id, accepted.message_id.upper(), other_time, other_store)
+
+    def known(transaction: Transaction) -> list[bool]:
+        return [transaction.record(each) is not None for each in ids]
+
+    found = both(inserting(message("org:a")), known)[0][-1]
+    assert found == [True, False, False, False]

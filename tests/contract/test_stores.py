@@ -36,6 +36,7 @@ from postroom.stores.sql import queries
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Transaction
+from postroom.system.manual_clock import FIRST_BOOT_NS
 from postroom.testing import (
     Crashed,
     FaultyStore,
@@ -45,7 +46,6 @@ from postroom.testing import (
     check_books,
     explained,
 )
-from postroom.testing.clock import FIRST_BOOT_NS
 from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background

@@ -30,12 +30,12 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import auditing, flips, kills, mailing, powercuts, syscalls, tasks
+from tests.crash import auditing, engines, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 from tests.smalldisk import NotPermitted
 
-KILLS = 18_000
+KILLS = 21_000
 CUTS = 1_000
 STOPS = 1_000
 CYCLES = 1_000_000
@@ -60,9 +60,10 @@ KILL_SHARES = {
     "kills-tasks": 0.5,
     "kills-audit": 0.1,
     "kills-mail": 0.2,
+    "kills-engine": 0.3,
 }
 """The five updates of files get the same: append in its three forms, rotation, side files, cursors, expiry.
-Task queues get as much as half of them together, the audit stream a tenth, and mail a fifth."""
+Task queues get as much as half of them together, the audit stream a tenth, mail a fifth, the engine 0.3."""
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
 Run = Callable[[int, int, Callable[[int], None]], Tally]
@@ -101,6 +102,7 @@ COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
+    "kills-engine": engines.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
 }

@@ -50,7 +50,9 @@ Verb = Callable[[Record], Step | None]
 
 VERBS: dict[str, Verb] = {
     "wake": lambda record: lifecycle.wake(record, LATER),
-    "defer": lambda record: lifecycle.defer(record, LATER, NANOS_PER_S, "busy", TOKEN),
+    "defer": lambda record: lifecycle.defer(
+        record, LATER, NANOS_PER_S, "busy", TOKEN if record.state == "PROCESSING" else 0
+    ),
     "lease": lambda record: lifecycle.lease(record, LATER, "w", NANOS_PER_S),
     "renew": lambda record: lifecycle.renew(record, LATER, TOKEN),
     "complete": lambda record: lifecycle.complete(record, LATER, TOKEN, b"1"),

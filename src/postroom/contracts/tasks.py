@@ -101,7 +101,7 @@ class Tasks(Closing):
         check_durability(durability)
         self.store = store
         self.rules = Rules(RetryPolicy() if retry is None else retry, durability)
-        self.notifier = Notifier(_notifier_folder(store.url))
+        self.notifier = Notifier(notifier_folder(store.url))
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with its notable events: lapses, retries, dead letters, duplicates."""
         store.on_commit = self._committed
@@ -395,7 +395,7 @@ class Tasks(Closing):
         self.store.close()
 
 
-def _notifier_folder(url: str) -> Path | None:
+def notifier_folder(url: str) -> Path | None:
     """The folder beside the database; None for a store in memory, which one process uses."""
     path = url.removeprefix("sqlite:///")
     return None if path == url else Path(f"{path}.bells")

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from postroom.core.jsoninput import TOO_DEEP, guarded, is_deep
-from postroom.message import Event, EventKind, State
+from postroom.message import Event, EventKind, State, org_of
 
 SCHEMA = 1
 TS_US_MAX: Final = (1 << 53) - 1  # the year 2255; a larger JSON number is not exact in every reader
@@ -65,7 +65,8 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
     "engine": {
         "submit": ("created", "enqueued"),
         "submit of a known key": ("duplicate",),
-        "submit under backpressure, or for an open breaker": ("rejected",),
+        "submit that backpressure or a guard refuses": ("rejected",),
+        "claim of a paused type, an open breaker, a key that is held": ("deferred",),
         "promotion by age": ("promoted",),
         "claim": ("dequeued",),
         "a conflict with another operation": (
@@ -76,9 +77,11 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "start": ("execution_started",),
         "heartbeat": ("heartbeat",),
         "complete": ("execution_completed",),
-        "fail": ("execution_failed", "retry_scheduled", "enqueued", "dead_letter"),
+        "fail": ("execution_failed", "retry_scheduled", "dead_letter"),
         "release": ("released",),
-        "a lease ran out": ("lease_lapsed", "enqueued", "dead_letter"),
+        "a delay is over": ("enqueued",),
+        "pause, resume, a stage of backpressure": ("alert",),
+        "a lease ran out": ("lease_lapsed", "enqueued"),
         "cancel": ("cancelled",),
         "the end of a time to live": ("expired",),
         "too many crashes": ("quarantined", "alert"),
@@ -176,8 +179,33 @@ def to_line(event: AuditEvent) -> bytes:
     return _encoder.encode(event) + b"\n"
 
 
+_LIFTED: Final = frozenset(
+    {
+        "goal_id",
+        "task_id",
+        "user_id",
+        "agent_id",
+        "trace_id",
+        "span_id",
+        "sender",
+        "service",
+        "model",
+        "tokens_in",
+        "tokens_out",
+        "cost_usd",
+    }
+)
+"""Facts in the detail of an engine's event that have a field of their own in the stream."""
+
+
 def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:
-    """The stream event for an event of a store. In tasks and engine, a queue belongs to one agent."""
+    """An event of a store, in the stream.
+
+    The queue of an agent belongs to `contract`. Organizations and breakers belong to the engine.
+    """
+    org_id = org_of(event.queue)
+    if org_id or event.kind in ("breaker_opened", "breaker_closed"):
+        return _of_engine(event, source, org_id, payload)
     return AuditEvent(
         event_id=event_id(source, event.seq),
         seq=event.seq,
@@ -204,4 +232,37 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
         lease=event.lease,
         detail=event.detail,
         prior=event.prior,
+    )
+
+
+def _of_engine(event: Event, source: str, org_id: str, payload: str) -> AuditEvent:
+    lifted = {name: value for name, value in event.detail.items() if name in _LIFTED}
+    if "cost_usd" in lifted:
+        lifted["cost_usd"] = Decimal(str(lifted["cost_usd"]))
+    return AuditEvent(
+        event_id=event_id(source, event.seq),
+        seq=event.seq,
+        ts_us=event.ts_us,
+        kind=event.kind,
+        contract="engine",
+        source=source,
+        schema=SCHEMA,
+        queue=event.queue,
+        org_id=org_id,
+        message_id=event.message_id,
+        parent_message_id=event.parent_message_id,
+        type=event.type,
+        priority=event.priority if event.message_id else None,
+        state=event.state if event.message_id else None,
+        attempt=event.attempt,
+        worker_id=event.worker_id,
+        duration_us=event.duration_us,
+        error_type=event.error_type,
+        error=event.error,
+        body_bytes=event.body_bytes,
+        payload=payload,
+        lease=event.lease,
+        detail={name: value for name, value in event.detail.items() if name not in _LIFTED},
+        prior=event.prior,
+        **lifted,
     )

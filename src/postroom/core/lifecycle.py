@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from postroom.errors import StaleLease, WrongState
-from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step
+from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
 
 NANOS_PER_S: Final = 1_000_000_000
 ERROR_CHARS_MAX: Final = 4_000
@@ -141,13 +141,20 @@ def created(envelope: Envelope, message_id: str, number: int, wall_us: int) -> E
         number, wall_us, "created", envelope.queue, message_id,
         "SCHEDULED" if envelope.delay_ns else "QUEUED", 0, envelope.priority, 0, "", 0, "", "",
         envelope.type, envelope.parent_message_id, len(envelope.payload),
-        {"delay_s": envelope.delay_ns / NANOS_PER_S} if envelope.delay_ns else {},
+        {**envelope.facts, "delay_s": envelope.delay_ns / NANOS_PER_S}
+        if envelope.delay_ns
+        else envelope.facts,
     )  # fmt: skip
 
 
 def duplicate(record: Record, moment: Moment, key: str) -> Event:
     """A second enqueue of a known message, which is dropped."""
     return _event("duplicate", record, moment, detail={"key": key} if key else {})
+
+
+def occurrence(moment: Moment, kind: EventKind, queue: str = "", **facts: Any) -> Event:
+    """Something that happened to no message."""
+    return Event(moment.number, moment.wall_us, kind, queue, "", "DONE", **facts)
 
 
 def purged(moment: Moment, records: int) -> Event:
@@ -226,8 +233,10 @@ def renew(record: Record, moment: Moment, token: int) -> Step:
     return Step(after, (_event(kind, after, moment, lease=token, worker_id=record.worker_id),))
 
 
-def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step | None:
-    """Complete the record with a result."""
+def complete(
+    record: Record, moment: Moment, token: int, result: bytes, detail: dict[str, Any] | None = None
+) -> Step | None:
+    """The work is done, and this is its result. `detail` becomes that of the event."""
     if not _holds(record, moment, token, ("COMPLETED", "EXECUTING", "DONE")):
         return None
     wall_us = moment.wall_us
@@ -241,6 +250,8 @@ def complete(record: Record, moment: Moment, token: int, result: bytes) -> Step 
         moment.number, wall_us, "execution_completed", record.queue, record.message_id, "COMPLETED",
         record.attempt, record.lane, token, record.worker_id, _worked_us(record, moment),
     )  # fmt: skip
+    if detail:
+        event = replace(event, detail=detail)
     return Step(after, (event,), result)
 
 
@@ -259,7 +270,7 @@ def defer(record: Record, moment: Moment, delay_ns: int, reason: str, token: int
     """Delay a waiting record, or a leased one that its holder cannot work on now. No retry is counted."""
     kind = _arrow("defer", record, "SCHEDULED")
     facts: dict[str, Any] = {}
-    if record.state == "PROCESSING":
+    if token or record.state == "PROCESSING":
         _holds(record, moment, token)
         facts = {"lease": token, "worker_id": record.worker_id}
     now = moment.steady_ns
@@ -283,13 +294,24 @@ def fail(
     """The work failed. The record is retried after `delay_ns` (None: never), in `lane` when given."""
     if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
         return None
-    return _failed(record, moment, "fail", error, error_type, delay_ns, lane=lane)
+    counted = replace(record, retries=record.retries + 1)
+    return _failed(counted, moment, "fail", error, error_type, delay_ns, lane=lane)
 
 
 def lapse(record: Record, moment: Moment) -> Step:
-    """The lease expired. It counts as a failure and as a crash, and the record is ready again at once."""
-    crashed = replace(record, crashes=record.crashes + 1)
+    """The lease ran out: a crash. The record is ready again at once.
+
+    In an agent's queue a crash is also a failure. In an organization's queue the two are counted apart.
+    """
+    retries = record.retries if org_of(record.queue) else record.retries + 1
+    crashed = replace(record, crashes=record.crashes + 1, retries=retries)
     return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
+
+
+def crash(record: Record, moment: Moment, token: int) -> Step:
+    """The holder's process has died: as `lapse`, without waiting for the end of the lease."""
+    _holds(record, moment, token)
+    return lapse(record, moment)
 
 
 def is_overdue(record: Record, steady_ns: int) -> bool:
@@ -309,7 +331,7 @@ def _failed(
 ) -> Step:
     kind = _arrow(verb, record, "FAILED")
     token = record.lease if last_word is None else last_word
-    failed = replace(record, state="FAILED", retries=record.retries + 1, lease=token, lease_until=0)
+    failed = replace(record, state="FAILED", lease=token, lease_until=0)
     happened = _event(
         kind,
         failed,

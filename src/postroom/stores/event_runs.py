@@ -6,13 +6,14 @@ next commit with other events writes the implied events too, and so does a commi
 them. So the records behind the last row of events are exactly those whose events are implied.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, repeat
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from postroom.core.ids import new_id
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Event, State
 
@@ -20,7 +21,7 @@ IMPLIED_MAX = 256  # new records whose events are not written yet
 EVENTS_PER_NEW = 2  # `created` and `enqueued`
 
 RecordName: TypeAlias = int | str
-"""The number in an id that the store gave, or an id that a caller gave."""
+"""The number in an id that the store gave to a task, or any other id."""
 
 
 class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="new"):
@@ -35,13 +36,16 @@ class NewRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="
     delay_ns: int
     sizes: Sequence[int]
     """Bytes of each payload."""
+    facts: Sequence[dict[str, Any]] = ()
+    """`Envelope.facts` of each message; empty when no message has any."""
 
-    def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
+    def events(self, store_id: str) -> Iterator[Event]:
         seq, delay_ns = self.seq, self.delay_ns
         state: State = "SCHEDULED" if delay_ns else "QUEUED"
-        detail = {"delay_s": delay_ns / NANOS_PER_S} if delay_ns else {}
-        for size in self.sizes:
-            message_id = name(seq)
+        delay = {"delay_s": delay_ns / NANOS_PER_S} if delay_ns else {}
+        for size, facts in zip(self.sizes, self.facts or repeat(delay)):  # noqa: B905 - `repeat` has no end
+            message_id = new_id(store_id, self.queue, seq, self.ts_us)
+            detail = {**facts, **delay} if self.facts and delay else facts
             yield Event(
                 seq, self.ts_us, "created", self.queue, message_id, state, 0, self.priority, 0, "", 0, "", "",
                 self.type, self.parent_message_id, size, detail,
@@ -65,11 +69,11 @@ class OnesRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field=
     ts_us: Sequence[int]
     sizes: Sequence[int]
 
-    def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
+    def events(self, store_id: str) -> Iterator[Event]:
         for index, (ts_us, size) in enumerate(zip(self.ts_us, self.sizes, strict=True)):
             seq = self.seq + EVENTS_PER_NEW * index
             one = NewRun(seq, ts_us, self.queue, self.priority, self.type, self.parent_message_id, 0, [size])
-            yield from one.events(name)
+            yield from one.events(store_id)
 
 
 class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="leased"):
@@ -84,11 +88,12 @@ class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_fiel
     attempts: Sequence[int]
     waited_us: Sequence[int]
 
-    def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
+    def events(self, store_id: str) -> Iterator[Event]:
         facts = zip(self.names, self.attempts, self.waited_us, strict=True)
         for seq, (which, attempt, waited_us) in enumerate(facts, self.seq):
             yield Event(
-                seq, self.ts_us, "dequeued", self.queue, name(which), "PROCESSING", attempt, self.priority,
+                seq, self.ts_us, "dequeued", self.queue, _name(store_id, which), "PROCESSING", attempt,
+                self.priority,
                 seq, self.worker_id, waited_us,
             )  # fmt: skip
 
@@ -106,11 +111,12 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
     leases: Sequence[int]
     worked_us: Sequence[int]
 
-    def events(self, name: Callable[[RecordName], str]) -> Iterator[Event]:
+    def events(self, store_id: str) -> Iterator[Event]:
         facts = zip(self.names, self.attempts, self.leases, self.worked_us, strict=True)
         for seq, (which, attempt, lease, worked_us) in enumerate(facts, self.seq):
             yield Event(
-                seq, self.ts_us, "execution_completed", self.queue, name(which), "COMPLETED", attempt,
+                seq, self.ts_us, "execution_completed", self.queue, _name(store_id, which), "COMPLETED",
+                attempt,
                 self.priority, lease, self.worker_id, worked_us,
             )  # fmt: skip
 
@@ -159,13 +165,8 @@ def unpack(batch: str, store_id: str) -> Iterator[Event]:
         if memoryview(part)[0] == _OBJECT:
             yield _decode_event(part)
         else:
-            yield from expand(_decode_run(part), store_id)
+            yield from _decode_run(part).events(store_id)
 
 
-def expand(run: Run, store_id: str) -> Iterator[Event]:
-    """The events of a run."""
-
-    def name(which: RecordName) -> str:
-        return f"{store_id}-{which!s}" if isinstance(which, int) else which
-
-    return run.events(name)
+def _name(store_id: str, which: RecordName) -> str:
+    return f"{store_id}-{which!s}" if isinstance(which, int) else which

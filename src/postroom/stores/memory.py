@@ -134,6 +134,9 @@ class MemoryStore(Store):
         clock = self._clock
         return MemoryTransaction(self.store_id, self._limits, self._data, clock.boot_ns(), clock.wall_us())
 
+    def wall_us(self) -> int:
+        return self._clock.wall_us()
+
     def identity(self) -> str:
         return self.store_id
 

@@ -335,6 +335,9 @@ class SqliteStore(Store):
             with sql_transaction(self._reader, "DEFERRED"):
                 return work(SqliteReading(self._known, cursor, now_ns, clock.wall_us()))
 
+    def wall_us(self) -> int:
+        return self._clock.wall_us()
+
     def identity(self) -> str:
         if not self._known.store_id:
             self.write(lambda _: None, makes_room=True)  # reads it from the file

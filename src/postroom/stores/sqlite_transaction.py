@@ -16,7 +16,8 @@ import apsw
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.message import Envelope, Event, Record, Stored
+from postroom.core.ids import new_id, number_in_uuid, store_tag
+from postroom.message import Envelope, Event, Record, Stored, org_of
 from postroom.stores.base import (
     FOREVER_NS,
     LANE_COUNTS,
@@ -44,13 +45,14 @@ from postroom.stores.event_runs import (
     NewRun,
     OnesRun,
     Part,
-    expand,
     implied_runs,
     pack,
     unpack,
 )
 from postroom.stores.sql import queries as sql
 from postroom.stores.sql.queries import (
+    ENGINE_LINES,
+    ENGINE_QUEUES,
     LINE_DELAYED,
     LINE_LEASED,
     LINES_OF_STATES,
@@ -64,6 +66,7 @@ FOLD_EVENTS = 10_000  # events between two writes of the counters
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
 ALIKE_PAYLOAD_BYTES_MAX = 16 * 1024  # of each of them: SQLite holds them all at once
 NUMBER_DIGITS_MAX = 18
+UUID_CHARS = 36
 
 Depths = defaultdict[int, dict[Counted, int]]
 """The counters, by the number of the queue."""
@@ -75,6 +78,7 @@ _traits = attrgetter(
 )  # fmt: skip
 """What new records have in common that one statement can insert."""
 
+_queue_and_lane = attrgetter("queue", "lane")
 _lane = itemgetter(1)  # of a row of HEADS
 _holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
 
@@ -90,7 +94,8 @@ def _numbers(numbers: Sequence[int]) -> "apsw.CArrayBinding":
 
 
 def _line(queue: int, lane: int) -> int:
-    return LINES_PER_QUEUE * queue + lane
+    """The line of QUEUED records. A lane of all organizations is one range of lines."""
+    return LINES_PER_QUEUE * queue + lane if queue < ENGINE_QUEUES else ENGINE_LINES * (lane + 1) + queue
 
 
 class Known:
@@ -104,6 +109,8 @@ class Known:
         self.numbers: dict[str, int] = {}
         self.limits = LimitsCache()
         self.depths: Depths = defaultdict(dict)
+        self.total: dict[Counted, int] = {}
+        """The counters of all organizations together."""
         self.newest = 0
         """The number of the last event."""
         self.stored = 0
@@ -127,31 +134,37 @@ class Known:
     def catch_up(self, connection: Reading, *, from_start: bool) -> None:
         """Count what was committed since the last call, or everything that the file holds."""
         for (queue, what), n in self.implied.items():  # their events may be in a row by now
-            self._add(queue, what, -n)
+            self.add(queue, what, -n)
         [(folded,)] = ask(connection, sql.FACT, ("counted",)) or [(0,)]
         if from_start or folded > self.stored:  # rows of events that are not counted here may be purged
-            self.depths = defaultdict(dict)
+            self.depths, self.total = defaultdict(dict), {}
             for queue, depths in ask(connection, "SELECT queue, depths FROM queues"):
-                self.depths[queue] = _decode_depths(depths)
+                for what, n in _decode_depths(depths).items():
+                    self.add(queue, what, n)
             self.stored = folded
         self.folded, self.implied, self.deadline_ns = folded, {}, 0
         for seq, counts in ask(connection, sql.COUNTS_AFTER, (self.stored,)):
             for change in _decode_counts(counts):
-                self._add(*change)
+                self.add(*change)
             self.stored = seq
         self.newest = self.stored
         for queue, lane, n, last in ask(connection, sql.IMPLIED_COUNTS, (self.stored,)):
-            self._add(queue, LANE_COUNTS[lane], n)
+            self.add(queue, LANE_COUNTS[lane], n)
             self.implied[queue, LANE_COUNTS[lane]] = n
             self.newest = max(self.newest, last + EVENTS_PER_NEW - 1)
 
-    def _add(self, queue: int, what: Counted, change: int) -> None:
+    def add(self, queue: int, what: Counted, change: int) -> None:
+        """Change a counter."""
         depths = self.depths[queue]
         depths[what] = depths.get(what, 0) + change
+        if queue >= ENGINE_QUEUES:
+            self.total[what] = self.total.get(what, 0) + change
 
     def own_number(self, message_id: str) -> int:
         """The number in an id that the store gave; 0 for any other id."""
         number = message_id.removeprefix(self.prefix)
+        if len(number) == UUID_CHARS:
+            return number_in_uuid(number, store_tag(self.store_id))
         is_own = (
             len(number) != len(message_id)
             and number.isdigit()
@@ -212,7 +225,8 @@ class SqliteTransaction(Transaction):
         number = self._queue(name)
         if not number:
             self.changes += 1
-            self._cursor.execute("INSERT INTO queues (name) VALUES (?)", (name,))
+            query = sql.NEW_ENGINE_QUEUE if org_of(name) else sql.NEW_QUEUE
+            self._cursor.execute(query, (name,))
             number = self.new_queues[name] = self._raw_cursor.connection.last_insert_rowid()
         return number
 
@@ -223,15 +237,18 @@ class SqliteTransaction(Transaction):
         return self._known.names.get(queue) or self._known.name_of(queue, self._cursor)
 
     def _count(self, queue: int, what: Counted, change: int) -> None:
-        depths, key = self._known.depths[queue], (queue, what)
-        depths[what] = depths.get(what, 0) + change
+        key = queue, what
+        self._known.add(queue, what, change)
         self.counts[key] = self.counts.get(key, 0) + change
 
-    def _depths(self) -> Depths:
-        return self._known.depths
+    def _known_counts(self) -> Known:
+        return self._known
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
-        return {what: n for what, n in self._depths()[self._queue(queue)].items() if n}
+        return {what: n for what, n in self._known_counts().depths[self._queue(queue)].items() if n}
+
+    def total(self) -> dict[Counted, int]:
+        return {what: n for what, n in self._known_counts().total.items() if n}
 
     def queues(self) -> list[str]:
         return [name for (name,) in ask(self._cursor, "SELECT name FROM queues ORDER BY name")]
@@ -280,17 +297,18 @@ class SqliteTransaction(Transaction):
                 if number
                 else next(iter(ask(self._cursor, sql.BY_NAME, (message_id,))), None)
             )
-            if row is None:
+            record = None if row is None else self._record(row)
+            if record is None or record.message_id != message_id:
                 raise unknown(message_id)
-            records.append(self._record(row))
+            records.append(record)
         return records
 
     def _record(self, row: tuple[Any, ...]) -> Record:
-        seq, message_id, queue, state, turn = row[0], row[1], row[2], row[3], row[14]
+        seq, state, turn, queue = row[0], row[3], row[14], self._name(row[2])
         return _record_from(
             seq,
-            message_id or f"{self.store_id}-{seq}",
-            self._name(queue),
+            row[1] or new_id(self.store_id, queue, seq, row[18]),
+            queue,
             *row[3:14],
             turn if state == "PROCESSING" else 0,
             turn if state in ("SCHEDULED", "RETRYING") else 0,
@@ -418,7 +436,7 @@ class SqliteTransaction(Transaction):
             yield from unpack(batch, self.store_id)
         [(stored,)] = ask(self._cursor, sql.LAST_STORED)
         for run in self._implied_runs(stored, FOREVER_NS):
-            yield from expand(run, self.store_id)
+            yield from run.events(self.store_id)
 
     def _implied_runs(self, after: int, last: int) -> Iterator[OnesRun]:
         return implied_runs(Implied(*row) for row in ask(self._cursor, sql.IMPLIED, (after, last)))
@@ -432,7 +450,7 @@ class SqliteTransaction(Transaction):
         """Write what is left: new records, the events, and after `FOLD_EVENTS` events the counters."""
         new, known, last = self._new, self._known, self._number - 1
         is_fold_due = last - known.folded >= FOLD_EVENTS
-        is_lone = len(new) == 1 and not self.parts and not new[0].delay_ns
+        is_lone = len(new) == 1 and not self.parts and not new[0].delay_ns and not new[0].facts
         if is_lone and not is_fold_due and last - known.stored < EVENTS_PER_NEW * IMPLIED_MAX:
             self._write_rows()  # the only new record implies its events
             self.is_implied = True
@@ -482,10 +500,17 @@ class SqliteTransaction(Transaction):
         for run in runs:
             if not self._is_plain(run, len(envelopes)):
                 return super().insert(envelopes)  # ids and keys that callers gave, and what has no room
-        prefix, accepted = self._known.prefix, []
+        accepted: list[Accepted] = []
         for run in runs:
-            numbers = self._gather(run)
-            accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003
+            queue, numbers = run[0].queue, self._gather(run)
+            if org_of(queue):
+                accepted += [
+                    Accepted(new_id(self.store_id, queue, number, self.wall_us), False)  # noqa: FBT003
+                    for number in numbers
+                ]
+            else:
+                prefix = self._known.prefix
+                accepted += [Accepted(f"{prefix}{number!s}", False) for number in numbers]  # noqa: FBT003
         return accepted
 
     def _is_plain(self, run: Sequence[Envelope], count: int) -> bool:
@@ -535,9 +560,13 @@ class SqliteTransaction(Transaction):
         """Write the rows of new records, and keep their events."""
         run, first = self._new, self._write_rows()
         e, sizes = run[0], [len(envelope.payload) for envelope in run]
+        facts = [envelope.facts for envelope in run] if e.facts else ()
         self.parts.append(
-            NewRun(first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, e.delay_ns, sizes)
-        )
+            NewRun(
+                first, self.wall_us, e.queue, e.priority, e.type, e.parent_message_id, e.delay_ns, sizes,
+                facts,
+            )
+        )  # fmt: skip
 
     def _write_rows(self) -> int:
         """Write the rows of new records; returns the number of the first."""
@@ -547,7 +576,7 @@ class SqliteTransaction(Transaction):
         if delay_ns:
             step, state, due, line = 1, "SCHEDULED", self._ends_at(now + delay_ns), LINE_DELAYED
         else:
-            step, state, due, line = EVENTS_PER_NEW, "QUEUED", None, LINES_PER_QUEUE * queue + e.priority
+            step, state, due, line = EVENTS_PER_NEW, "QUEUED", None, _line(queue, e.priority)
         first = self._number - step * len(run)
         values = (
             first, queue, state, e.priority, e.max_retries, due, now, now + e.ttl_ns if e.ttl_ns else 0,
@@ -627,6 +656,54 @@ class SqliteTransaction(Transaction):
             repeat(terms.lease_ns),
         )  # fmt: skip
 
+    # ---- the claims of an engine ---------------------------------------------------------------
+
+    def put_back(self, limit: int) -> int:
+        is_due = self.steady_ns >= self._known.deadline_ns and self._first_deadline() <= self.steady_ns
+        return super().put_back(limit) if is_due else 0
+
+    def active(self, lane: int, after: str, limit: int) -> list[str]:
+        lanes_before = ENGINE_LINES * (lane + 1)
+        first = lanes_before + (self._queue(after) if after else ENGINE_QUEUES)
+        rows = ask(self._cursor, sql.NEXT_LINES, (first, lanes_before + ENGINE_LINES, limit))
+        return [self._name(line - lanes_before) for (line,) in rows]
+
+    def oldest(self, lane: int) -> Record | None:
+        rows = ask(self._cursor, sql.OLDEST, (lane,))
+        return self._record(rows[0]) if rows else None
+
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        if [head for head, lane in heads if lane != head.record.lane]:
+            return super().lease(heads, worker_id, lease_ns)
+        if self._new:
+            self._write_new()  # their numbers come first
+        first = self._number
+        leased = [
+            lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns).record
+            for number, (head, _) in enumerate(heads, first)
+        ]
+        values = (first, worker_id, lease_ns, self._ends_at(self.steady_ns + lease_ns), self.wall_us)
+        self.changes += 1
+        self._update([one.seq for one in leased], sql.LEASE_ONE, sql.LEASE_ROW, sql.LEASE_MANY, values)
+        for group in _groups(leased, _queue_and_lane):
+            self._note_engine_lease(group)
+        return leased
+
+    def _note_engine_lease(self, leased: list[Record]) -> None:
+        """Count leased records of one queue and lane, and keep their events."""
+        one, queue, now = leased[0], self._queue(leased[0].queue), self.steady_ns
+        first, self._number = self._number, self._number + len(leased)
+        self._count(queue, LANE_COUNTS[one.lane], -len(leased))
+        self._count(queue, "PROCESSING", len(leased))
+        self.parts.append(
+            LeasedRun(
+                first, self.wall_us, one.queue, one.lane, one.worker_id, [each.message_id for each in leased],
+                [each.attempt for each in leased], [(now - each.ready_at) // 1000 for each in leased],
+            )
+        )  # fmt: skip
+        if any(each.durability != "os" for each in leased):
+            self.synced = True
+
     # ---- complete ------------------------------------------------------------------------------
 
     def complete(self, results: Mapping[str, tuple[int, bytes]]) -> None:
@@ -641,8 +718,9 @@ class SqliteTransaction(Transaction):
             return
         self.changes += 1
         self._write_results(numbers, values)
+        ids = iter(results)
         for holder_rows in _groups(rows, _holder):
-            self._note_completed(holder_rows)
+            self._note_completed(holder_rows, [*islice(ids, len(holder_rows))])
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
         first = self._number
@@ -654,15 +732,16 @@ class SqliteTransaction(Transaction):
             rows = zip(places, results, repeat(self.wall_us), numbers)
             self._raw_cursor.executemany(sql.COMPLETE_ONE, rows)
 
-    def _note_completed(self, rows: list[Any]) -> None:
+    def _note_completed(self, rows: list[Any], message_ids: list[str]) -> None:
         """Count completed records of one queue, lane and worker, and keep their events."""
         seqs, leases, queues, lanes, workers, attempts, begins, durabilities = zip(*rows, strict=True)
         first, now, queue = self._number, self.steady_ns, queues[0]
         self._number = first + len(rows)
         worked_us = [(now - begin) // 1000 for begin in begins]
+        names = message_ids if queue >= ENGINE_QUEUES else seqs
         self.parts.append(
             CompletedRun(
-                first, self.wall_us, self._name(queue), lanes[0], workers[0], seqs, attempts, leases,
+                first, self.wall_us, self._name(queue), lanes[0], workers[0], names, attempts, leases,
                 worked_us,
             )
         )  # fmt: skip
@@ -678,11 +757,11 @@ class SqliteReading(SqliteTransaction):
 
     _read: Known | None = None
 
-    def _depths(self) -> Depths:
+    def _known_counts(self) -> Known:
         if self._read is None:
             self._read = Known()
             self._read.catch_up(self._cursor, from_start=True)
-        return self._read.depths
+        return self._read
 
 
 def _groups(rows: list[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
@@ -714,8 +793,11 @@ def _listing(pick: Listing, queue: int) -> tuple[str, tuple[int, ...]]:
     values: list[int] = []
     line = None if pick.state is None else LINES_OF_STATES.get(pick.state)
     if pick.state == "QUEUED":
-        where = "line >= ? AND line < ?"
-        values += (_line(queue, 0), _line(queue, LANES)) if queue else (LINES_PER_QUEUE, FOREVER_NS)
+        if queue:
+            where = "line IN (?, ?, ?, ?)"
+            values += (_line(queue, lane) for lane in range(LANES))
+        else:
+            where = f"line >= {LINES_PER_QUEUE}"
     elif pick.state is not None:
         where = f"state = '{pick.state}'"
     if line is not None:

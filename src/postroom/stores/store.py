@@ -73,6 +73,10 @@ class Store(ABC):
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent committed state. `work` must not write."""
 
+    def wall_us(self) -> int:
+        """UTC, as transactions of this store see it."""
+        return self.read(lambda transaction: transaction.wall_us)
+
     @abstractmethod
     def identity(self) -> str:
         """A unique name, which stays the same for the life of the store."""

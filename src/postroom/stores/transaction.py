@@ -7,13 +7,15 @@ Rule 2: a backend may override a verb with a faster form of it. An equivalence t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from postroom.core import lifecycle
+from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
-from postroom.message import Envelope, Event, Moment, Record, State, Step
+from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -25,6 +27,7 @@ from postroom.stores.base import (
     RETRY_AFTER_S,
     ByIds,
     Change,
+    Counted,
     Ending,
     Head,
     Lanes,
@@ -36,6 +39,7 @@ from postroom.stores.base import (
     waiting,
 )
 
+NUMBER_MAX: Final = 2**63 - 1
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
 
@@ -161,7 +165,10 @@ class Transaction(Ledger, Lanes):
 
     def _accept(self, envelope: Envelope, message_id: str) -> Step:
         number = self.take_numbers(1 if envelope.delay_ns else 2)
-        return lifecycle.accept(envelope, self._moment(number), message_id or f"{self.store_id}-{number}")
+        return lifecycle.accept(envelope, self._moment(number), message_id or self._new_id(envelope, number))
+
+    def _new_id(self, envelope: Envelope, number: int) -> str:
+        return new_id(self.store_id, envelope.queue, number, self.wall_us)
 
     def _insert_named(self, envelope: Envelope) -> Accepted:
         known = self._known_by_key(envelope) if envelope.key else None
@@ -190,13 +197,16 @@ class Transaction(Ledger, Lanes):
                 raise InvalidMessage(f"the id {message_id!r} is taken by a task of another agent")
             if found.sender != envelope.sender:
                 raise InvalidMessage(f"the id {message_id!r} is taken by a task of another sender")
-            self._emit(lifecycle.duplicate(found, self._moment(self.take_numbers(1)), envelope.key))
+            self.note_duplicate(found, envelope.key)
         return Accepted(message_id, duplicate=True)
 
     def _check_id(self, message_id: str) -> None:
-        """Refuse an unknown id that has the form of the store's own ids."""
-        if message_id.startswith(f"{self.store_id}-") and self.record(message_id) is None:
-            raise InvalidMessage(f"ids that begin with {self.store_id}- are given by the store")
+        """Refuse an id in the form of the store's own ids that is none of them."""
+        is_own = message_id.startswith(f"{self.store_id}-") or number_in_uuid(
+            message_id, store_tag(self.store_id)
+        )
+        if is_own and self.record(message_id) is None:
+            raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
 
     def _known_by_key(self, envelope: Envelope) -> SeenKey | None:
         value = self.cell(KEY, _key_of(envelope))
@@ -231,7 +241,7 @@ class Transaction(Ledger, Lanes):
 
     def claim(self, terms: Claim) -> list[Delivery]:
         """Lease `limit` records in `lifecycle.claim_order`. Ended leases and delays are handled first."""
-        self._put_back(OVERDUE_A_CLAIM_MAX)
+        self.put_back(OVERDUE_A_CLAIM_MAX)
         while heads := self._heads(terms):
             expired = [head.record for head in heads if 0 < head.record.expires <= self.steady_ns]
             if not expired:
@@ -264,16 +274,49 @@ class Transaction(Ledger, Lanes):
         self._save(changes)
         return [_delivery(head, change.step.record) for head, change in zip(heads, changes, strict=True)]
 
-    def _put_back(self, limit: int) -> int:
-        """Handle ended leases and delays of any queue; returns how many."""
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        """Lease QUEUED records, each in the lane that it was promoted to; returns them as leased."""
+        changes = []
+        for head, lane in heads:
+            number = self.take_numbers(1 if lane == head.record.lane else 2)
+            step = lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns, lane)
+            changes.append(Change(head.record, step))
+        self._save(changes)
+        return [change.step.record for change in changes]
+
+    def active(self, lane: int, after: str, limit: int) -> list[str]:
+        """Queues of organizations that have QUEUED records in a lane, in a fixed order, behind `after`."""
+        waiting_here = [
+            queue
+            for queue in self.queues()
+            if queue > after and org_of(queue) and self.depth(queue).get(LANE_COUNTS[lane], 0)
+        ]
+        return sorted(waiting_here)[:limit]
+
+    def total(self) -> dict[Counted, int]:
+        """The counters of all organizations together."""
+        counts: dict[Counted, int] = {}
+        for queue in self.queues():
+            if org_of(queue):
+                for what, n in self.depth(queue).items():
+                    counts[what] = counts.get(what, 0) + n
+        return counts
+
+    def oldest(self, lane: int) -> Record | None:
+        """The record of an organization that has waited longest in a lane."""
+        heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
+        return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
+
+    def put_back(self, limit: int) -> int:
+        """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
     def sweep(self, limit: int) -> int:
-        """Lapse, wake and expire overdue records of any queue; returns how many."""
-        expired = self.apply(Ending("expiry", self.steady_ns, limit), lifecycle.expire)
-        return self._put_back(limit) + len(expired)
+        """Lapse, wake and expire what is overdue in any queue; how many records."""
+        expired = self.apply(Ending("expiry", self.steady_ns, limit), _expire_task)
+        return self.put_back(limit) + len(expired)
 
     def _end_all(self, records: Sequence[Record], decide: Callable[[Record, Moment], Step]) -> None:
         self._save([Change(record, decide(record, self._moment(self.take_numbers(1)))) for record in records])
@@ -281,7 +324,7 @@ class Transaction(Ledger, Lanes):
     # ---- forgetting ----------------------------------------------------------------------------
 
     def purge(self, after: int, keep_us: Mapping[State, int], limit: int) -> int:
-        """Look at `limit` records behind `after`, and forget those whose retention is over.
+        """Look at `limit` records behind `after`, and forget tasks that ended longer ago than they are kept.
 
         Returns the `seq` to continue from; 0 at the end of the records.
         """
@@ -289,7 +332,9 @@ class Transaction(Ledger, Lanes):
         gone = [
             record
             for record in seen
-            if record.ended_us and record.ended_us < self.wall_us - keep_us[record.state]
+            if not org_of(record.queue)
+            and record.ended_us
+            and record.ended_us < self.wall_us - keep_us[record.state]
         ]
         if gone:
             self.forget(gone)
@@ -328,6 +373,14 @@ class Transaction(Ledger, Lanes):
     def alert(self, error_type: str, error: str) -> None:
         """Emit an event for a person to look at."""
         self._emit(lifecycle.alert(self._moment(self.take_numbers(1)), error_type, error))
+
+    def note_duplicate(self, record: Record, key: str) -> None:
+        """Emit that a message was sent again."""
+        self._emit(lifecycle.duplicate(record, self._moment(self.take_numbers(1)), key))
+
+    def emit(self, kind: EventKind, queue: str = "", **facts: Any) -> None:
+        """Emit an event that is about no message."""
+        self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""
@@ -417,6 +470,11 @@ class Transaction(Ledger, Lanes):
         notable = [event for event in events if lifecycle.is_notable(event)]
         if notable:
             self.notable = [*self.notable, *notable]
+
+
+def _expire_task(record: Record, moment: Moment) -> Step | None:
+    """Messages of organizations are expired by the engine, which has more to do then."""
+    return None if org_of(record.queue) else lifecycle.expire(record, moment)
 
 
 def _delivery(head: Head, record: Record) -> Delivery:

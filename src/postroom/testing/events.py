@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from postroom.core import lifecycle
-from postroom.message import Event, EventKind, State
+from postroom.message import Event, EventKind, State, org_of
 from postroom.stores.base import Counted, Listing
 from postroom.stores.store import Store
 
@@ -60,7 +60,8 @@ def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> To
     lease = event.lease if event.kind == "dequeued" else before.lease
     if event.kind == "released":
         lease = -lease
-    retries = 0 if event.kind == "replayed" else before.retries + (event.kind in _COUNTS)
+    counts = event.kind in _COUNTS and not (event.kind == "lease_lapsed" and org_of(event.queue))
+    retries = 0 if event.kind == "replayed" else before.retries + counts
     return Told(
         event.queue,
         event.state,

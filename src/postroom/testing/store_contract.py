@@ -25,7 +25,7 @@ from postroom.stores.base import (
 )
 from postroom.stores.store import Store
 from postroom.stores.transaction import Accepted, Claim, Decide, Delivery, Transaction
-from postroom.testing.clock import MICROS_PER_S, ManualClock
+from postroom.system.manual_clock import MICROS_PER_S, ManualClock
 from postroom.testing.events import CHECKED_MAX, check_books
 
 MINE = "mine"

@@ -68,6 +68,8 @@ DROP TABLE records_before;
 CREATE UNIQUE INDEX named ON records (message_id) WHERE message_id IS NOT NULL;
 -- The order of delivery of each lane, the deadlines of delays and leases, and records by state.
 CREATE INDEX turns ON records (line, turn) WHERE line IS NOT NULL;
+-- Messages of organizations by their age, for promotion. Their lines begin at 2^40.
+CREATE INDEX aging ON records (lane, ready_at) WHERE line > 1099511627776;
 CREATE INDEX expiring ON records (expires) WHERE expires > 0 AND (line = 8 OR line >= 16);
 
 CREATE TABLE cells (
@@ -148,4 +150,4 @@ SELECT
             || printf('.%06dZ', records.heartbeat_us % 1000000)
     END AS last_heartbeat
 FROM records JOIN queues ON queues.queue = records.queue
-WHERE queues.name <> 'harness.decisions';
+WHERE queues.name <> 'harness.decisions' AND queues.name NOT LIKE 'org:%';

@@ -21,7 +21,9 @@ LINES_OF_STATES: dict[State, int] = {
     "QUARANTINED": 14,
 }
 """Lines of all queues. COMPLETED and DONE records, which are most records of a file, have none."""
-LINES_PER_QUEUE = 16  # a QUEUED record is in line 16 * queue + lane
+LINES_PER_QUEUE = 16  # a QUEUED record of an agent is in line 16 * queue + lane
+ENGINE_QUEUES = 1 << 30  # queues of organizations have larger numbers
+ENGINE_LINES = 1 << 40  # QUEUED records of organizations have larger lines: the same lane of all is one range
 
 Reading = apsw.Connection | apsw.Cursor
 """What a query can be sent to. An existing cursor answers faster than its connection."""
@@ -51,6 +53,20 @@ EXPIRING = (
 PULL = (
     f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
     "WHERE line = ? ORDER BY turn LIMIT ?"
+)
+NEXT_LINES = (
+    "WITH RECURSIVE found(line) AS (SELECT min(line) FROM records WHERE line > ?1 AND line < ?2 UNION ALL "
+    "SELECT (SELECT min(line) FROM records WHERE line > found.line AND line < ?2) FROM found "
+    "WHERE found.line IS NOT NULL) SELECT line FROM found WHERE line IS NOT NULL LIMIT ?3"
+)
+OLDEST = f"{RECORD} WHERE lane = ? AND line > {ENGINE_LINES} ORDER BY ready_at LIMIT 1"
+NEW_QUEUE = (
+    f"INSERT INTO queues (queue, name) SELECT coalesce(max(queue), 0) + 1, ? FROM queues "
+    f"WHERE queue < {ENGINE_QUEUES}"
+)
+NEW_ENGINE_QUEUE = (
+    f"INSERT INTO queues (queue, name) SELECT coalesce(max(queue), {ENGINE_QUEUES}) + 1, ? FROM queues "
+    f"WHERE queue > {ENGINE_QUEUES}"
 )
 STORED = (
     "SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FROM records WHERE seq = ?"

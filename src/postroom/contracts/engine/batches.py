@@ -1,0 +1,78 @@
+"""Handlers that take several messages at once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from postroom.contracts.engine.context import Context
+from postroom.contracts.engine.handlers import Handler, limited
+from postroom.contracts.engine.messages import Message
+from postroom.errors import ValidationError
+
+
+class _Batch(msgspec.Struct):
+    messages: list[Message]
+    contexts: list[Context]
+    futures: "list[asyncio.Future[Any]]"
+    timer: asyncio.TimerHandle | None = None
+
+
+Call = Callable[[Handler, Any, Any], Awaitable[Any]]
+
+
+class Batches:
+    """Gathers messages of one type until a batch is full or has waited long enough."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._open: dict[str, _Batch] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self.waiting = 0
+        """Messages that wait for their batch. They use no slot: a batch can be larger than the slots."""
+
+    async def call(self, handler: Handler, message: Message, context: Context) -> Any:
+        """The result of one message of a batch."""
+        loop = asyncio.get_running_loop()
+        batch = self._open.get(message.type)
+        if batch is None:
+            batch = self._open[message.type] = _Batch([], [], [])
+            batch.timer = loop.call_later(handler.within_ms / 1000, self._begin, handler, message.type)
+        future: asyncio.Future[Any] = loop.create_future()
+        batch.messages.append(message)
+        batch.contexts.append(context)
+        batch.futures.append(future)
+        self.waiting += 1
+        if len(batch.messages) >= handler.batch:
+            self._begin(handler, message.type)
+        return await future
+
+    def _begin(self, handler: Handler, type_name: str) -> None:
+        batch = self._open.pop(type_name, None)
+        if batch is None:
+            return
+        self.waiting -= len(batch.messages)
+        if batch.timer is not None:
+            batch.timer.cancel()
+        task = asyncio.get_running_loop().create_task(self._run(handler, batch))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, handler: Handler, batch: _Batch) -> None:
+        """Run the handler. Its error is the error of every message of the batch."""
+        try:
+            results = await limited(self._call(handler, batch.messages, batch.contexts), handler.timeout_s)
+            if not isinstance(results, list | tuple) or len(results) != len(batch.messages):
+                raise ValidationError(  # noqa: TRY301 - it becomes the outcome of each message
+                    f"a handler of {len(batch.messages)} messages returns a list of as many results"
+                )
+        except Exception as error:  # noqa: BLE001 - whatever the handler raises is the outcome
+            results = [error] * len(batch.messages)
+        for future, result in zip(batch.futures, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)

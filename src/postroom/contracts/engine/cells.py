@@ -1,0 +1,169 @@
+"""The named values that an engine keeps in its store, by kind. Each kind has one type.
+
+Rule 1: the parts of a key are joined by a character that no part can hold, so keys with the same first parts
+        stand together.
+"""
+
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from postroom.core.admission import Throttle
+from postroom.core.breaker import Circuit
+from postroom.stores.transaction import Transaction
+
+T = TypeVar("T")
+
+SEPARATOR: Final = "\x1f"
+SCAN_MAX: Final = 1_000
+_LAST: Final = "\uffff"
+
+
+def joined(*parts: str | int) -> str:
+    """A key made of parts. Numbers are padded, so that they sort as numbers."""
+    return SEPARATOR.join(f"{part:020d}" if isinstance(part, int) else part for part in parts)
+
+
+class Kind(Generic[T]):
+    """The cells of one kind."""
+
+    def __init__(self, name: str, value_type: type[T]) -> None:
+        self.name = name
+        self._decode = msgspec.json.Decoder(value_type).decode
+        self._encode = msgspec.json.Encoder().encode
+
+    def get(self, transaction: Transaction, *parts: str | int) -> T | None:
+        """The value of a key; None when there is none."""
+        value = transaction.cell(self.name, joined(*parts))
+        return None if value is None else self._decode(value)
+
+    def put(self, transaction: Transaction, value: T | None, *parts: str | int) -> None:
+        """Set the value of a key; None removes it."""
+        encoded = None if value is None else self._encode(value)
+        transaction.put_cell(self.name, joined(*parts), encoded)
+
+    def scan(self, transaction: Transaction, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
+        """Keys above `after` with their values."""
+        return [(key, self._decode(value)) for key, value in transaction.cells(self.name, after, limit)]
+
+    def under(
+        self, transaction: Transaction, *parts: str | int, limit: int = SCAN_MAX
+    ) -> list[tuple[str, T]]:
+        """Keys that begin with these parts and have more, with their values."""
+        prefix = joined(*parts) + SEPARATOR
+        found = transaction.cells(self.name, prefix, limit)
+        return [(key, self._decode(value)) for key, value in found if key.startswith(prefix)]
+
+    def drop_under(self, transaction: Transaction, *parts: str | int) -> None:
+        """Remove every key that begins with these parts and has more."""
+        prefix = joined(*parts) + SEPARATOR
+        while found := [key for key, _ in transaction.cells(self.name, prefix) if key.startswith(prefix)]:
+            for key in found:
+                transaction.put_cell(self.name, key, None)
+
+
+class UsedKey(msgspec.Struct, frozen=True):
+    """The message that was accepted under an idempotency key."""
+
+    message_id: str
+    digest: str
+    seen_us: int
+
+
+class Pressure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The backpressure of one organization, or of all of them."""
+
+    stage: int = 0
+    throttle: Throttle = Throttle()
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """A pause, and since when."""
+
+    since_us: int
+    kill: bool = False
+
+
+class KeyEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message in the line of its ordering key."""
+
+    message_id: str
+    due_ns: int = 0
+    """When its own delay ends."""
+    stops: bool = False
+    """Whether the key stops when this message becomes a dead letter."""
+    is_dead: bool = False
+
+
+class Effect(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An effect that a handler began, and its outcome when it is known."""
+
+    attempt: int
+    begun_us: int
+    is_done: bool = False
+    outcome: Any = None
+    reversal: Any = None
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A worker process, as it last reported."""
+
+    seen_us: int
+    seen_ns: int
+    slots: int = 0
+    in_flight: int = 0
+    claims: int = 0
+    """Claims in the last 30 s."""
+    promoted: int = 0
+    """How many of them were of promoted messages."""
+
+
+class GoalUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a goal has used up."""
+
+    messages: int = 0
+    tokens: int = 0
+    usd: float = 0.0
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """A rate limit: when the next submit is admitted."""
+
+    next_ns: int
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A response: one step of the answer to a request."""
+
+    request_id: str
+    type: str
+    timestamp: str
+    chunk: Any = None
+    chunk_index: int | None = None
+    attempt: int = 0
+    progress: float | None = None
+    message: str = ""
+    result: Any = None
+    error: dict[str, Any] | None = None
+    total_chunks: int | None = None
+
+
+KEYS: Final = Kind("engine.key", UsedKey)
+CIRCUITS: Final = Kind("engine.breaker", Circuit)
+PRESSURES: Final = Kind("engine.pressure", Pressure)
+PAUSES: Final = Kind("engine.pause", Pause)
+PARKED: Final = Kind("engine.parked", str)
+"""Messages of a paused type: type, organization, number -> message id."""
+LINES: Final = Kind("engine.line", KeyEntry)
+"""Messages of an ordering key: organization, key, number -> entry."""
+LINE_OF: Final = Kind("engine.line_of", str)
+"""Message id -> the key of its entry in `LINES`."""
+EFFECTS: Final = Kind("engine.effect", Effect)
+PARTS: Final = Kind("engine.part", Part)
+WORKERS: Final = Kind("engine.worker", WorkerInfo)
+GOALS: Final = Kind("engine.goal", GoalUse)
+RATES: Final = Kind("engine.rate", Bucket)
+BODY_USES: Final = Kind("engine.body_use", bool)
+"""Digest, message id -> True: the messages that refer to a large payload."""
+BODIES: Final = "engine.body"
+"""The kind of large payloads: digest -> bytes."""

@@ -1,0 +1,293 @@
+"""Which messages a worker gets: classes of priority, organizations in turns, and what holds messages back.
+
+Rule 1: P0 to P3 in order. A message counts as of the class that its age has promoted it to.
+Rule 2: inside a class, organizations take turns (`core.fairness`). Inside an organization, the oldest first.
+Rule 3: a message that must not run now is put off, quarantined or expired by the claim that meets it.
+"""
+
+from collections.abc import Callable, Mapping
+from math import ceil
+
+import msgspec
+
+from postroom.contracts.engine import ordering
+from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SEPARATOR
+from postroom.contracts.engine.messages import Body, decode_body
+from postroom.contracts.engine.policy import Policy
+from postroom.core import breaker, lifecycle, poison
+from postroom.core.breaker import Circuit
+from postroom.core.fairness import Rotation
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.message import Moment, Record, Step, org_of
+from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
+from postroom.stores.transaction import Transaction
+
+HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
+ORGANIZATIONS_A_CLAIM_MAX = 1_000  # paused ones included
+PROMOTED = LANES
+"""The rotation over organizations that have messages promoted to P0."""
+PAUSED = "its type is paused"
+ORDERED = b'"ordering_key":'
+"""Stands in the body of every message with an ordering key, and perhaps in a payload."""
+
+Services = Mapping[str, str]
+"""Message type -> the service that its handler calls."""
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """A message that a worker got."""
+
+    record: Record
+    type: str
+    parent_message_id: str
+    body: Body | None
+    """None when it cannot be decoded."""
+    raw: bytes
+    is_promoted: bool
+
+
+class Claims:
+    """The claims of one transaction."""
+
+    def __init__(
+        self, transaction: Transaction, policy: Policy, worker_id: str, rotation: Rotation, services: Services
+    ) -> None:
+        self._transaction = transaction
+        self._policy = policy
+        self._worker_id = worker_id
+        self._rotation = rotation
+        self._services = services
+        self._lease_ns = round(policy.lease_s * NANOS_PER_S)
+        self._ages = policy.promote_after_ns
+        self._held_back = 0
+        self._paused_orgs: set[str] = set()
+        self._paused_types: set[tuple[str, str]] = set()
+        self._circuits: dict[str, Circuit] = {}
+        self._filled: list[int] = []
+        """Lanes that have messages."""
+        self._oldest: dict[int, Record | None] = {}
+        """The message that has waited longest in each of them."""
+
+    def claim(self, limit: int) -> list[Claimed]:
+        """Lease up to `limit` messages."""
+        transaction = self._transaction
+        transaction.put_back(OVERDUE_A_CLAIM_MAX)
+        if not limit or not self._look_at_rules():
+            return []
+        claimed: list[Claimed] = []
+        counts = transaction.total()
+        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+        self._oldest = {lane: transaction.oldest(lane) for lane in self._filled if lane}
+        for lane in range(LANES):
+            while len(claimed) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
+                chosen = self._choose(lane, limit - len(claimed))
+                if not chosen:
+                    break
+                claimed += self._lease([head for head in chosen if self._may_run(head)], lane)
+        return claimed
+
+    def _look_at_rules(self) -> bool:
+        """Read pauses and breakers; False when everything is paused."""
+        for key, _ in PAUSES.scan(self._transaction):
+            org_id, _, type_name = key.partition(SEPARATOR)
+            if not org_id and not type_name:
+                return False
+            if type_name:
+                self._paused_types.add((org_id, type_name))
+            else:
+                self._paused_orgs.add(org_id)
+        self._circuits = {
+            service: circuit
+            for service, circuit in CIRCUITS.scan(self._transaction)
+            if circuit.state != "closed"
+        }
+        return True
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def _choose(self, lane: int, limit: int) -> list[Head]:
+        """The next messages of a class, in the order of delivery."""
+        aged = [other for other in self._filled if other > lane and self._has_promoted(other, lane)]
+        if not aged and lane not in self._filled:
+            return []
+        accepted: dict[str, list[Head]] = {}
+        promoted: dict[str, list[Head]] = {}
+        queues = self._organizations(lane, aged, limit)
+        for queue, count in self._shares(queues, limit):
+            own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
+            older = [
+                head
+                for other in aged
+                for head in self._transaction.pull(queue, other, count)
+                if self._class_of(head.record) <= lane
+            ]
+            if lane and older:
+                accepted[queue] = sorted([*own, *older], key=lambda head: head.record.place)
+            elif lane:
+                accepted[queue] = own
+            else:
+                accepted[queue], promoted[queue] = own, older
+        if not lane and any(promoted.values()):
+            return self._mix(accepted, promoted, limit)
+        return self._rotation.share(lane, accepted, limit, self._weight)
+
+    def _mix(
+        self, accepted: dict[str, list[Head]], promoted: dict[str, list[Head]], limit: int
+    ) -> list[Head]:
+        """P0 messages first; one of eight deliveries is a promoted message."""
+        rotation, taken = self._rotation, list[Head]()
+        while len(taken) < limit:
+            one: list[Head] = []
+            if rotation.promoted_is_due():
+                one = rotation.share(PROMOTED, promoted, 1, self._weight)
+            one = one or rotation.share(0, accepted, 1, self._weight)
+            one = one or rotation.share(PROMOTED, promoted, 1, self._weight)
+            if not one:
+                break
+            rotation.count(promoted=one[0].record.lane > 0)
+            taken += one
+        return taken
+
+    def _class_of(self, record: Record) -> int:
+        return lifecycle.effective_lane(
+            record.lane, self._transaction.steady_ns - record.ready_at, self._ages
+        )
+
+    def _has_promoted(self, lane: int, to: int) -> bool:
+        """Whether a lane has messages that their age has promoted to a class, as far as was known before."""
+        oldest = self._oldest[lane]
+        return oldest is not None and self._class_of(oldest) <= to
+
+    def _organizations(self, lane: int, aged: list[int], limit: int) -> list[str]:
+        """Queues that may have messages of a class, the one whose turn is next first."""
+        found: dict[str, None] = {}
+        after = self._rotation.last.get(lane, "")
+        for each in (lane, *aged):
+            if each in self._filled:
+                found.update(dict.fromkeys(self._active(each, after, limit)))
+        for each in aged:
+            oldest = self._oldest[each]
+            if oldest is not None and org_of(oldest.queue) not in self._paused_orgs:
+                found[oldest.queue] = None  # whatever the turns: nothing waits for ever
+        return [*found]
+
+    def _active(self, lane: int, after: str, limit: int) -> list[str]:
+        """Up to `limit` queues with messages in a lane that are not paused, from `after` on and around."""
+        found: list[str] = []
+        seen: set[str] = set()
+        for start in (after, ""):
+            at = start
+            while len(found) < limit and len(seen) < ORGANIZATIONS_A_CLAIM_MAX:
+                queues = [queue for queue in self._transaction.active(lane, at, limit) if queue not in seen]
+                if not queues:
+                    break
+                seen.update(queues)
+                found += [queue for queue in queues if org_of(queue) not in self._paused_orgs]
+                at = queues[-1]
+            if not start:
+                break
+        return found[:limit]
+
+    def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:
+        """How many messages of each queue one round of turns can take. The next round takes the rest."""
+        if len(queues) <= 1:
+            return [(queue, limit) for queue in queues]
+        weights = {queue: self._weight(queue) for queue in queues}
+        rounds = limit / sum(weights.values())
+        return [(queue, min(limit, ceil(rounds * weight) + 1)) for queue, weight in weights.items()]
+
+    def _weight(self, queue: str) -> float:
+        return self._policy.organization_of(org_of(queue)).weight
+
+    # ---- what holds a message back -------------------------------------------------------------
+
+    def _may_run(self, head: Head) -> bool:
+        """Whether a message may run now. One that may not is put off, quarantined or expired."""
+        record, now = head.record, self._transaction.steady_ns
+        org_id = org_of(record.queue)
+        if 0 < record.expires <= now:
+            self._end(record, lifecycle.expire)
+        elif poison.is_poison(record, self._policy.poison_crashes):
+            self._quarantine(record)
+        elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
+            PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
+            ordering.park(self._transaction, record.message_id, PAUSED)
+        elif self._is_next(head) and self._service_admits(head):
+            return True
+        self._held_back += 1
+        return False
+
+    def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
+        [step] = self._transaction.apply(ByIds((record.message_id,)), decide)
+        ordering.ended(self._transaction, step.record)
+
+    def _quarantine(self, record: Record) -> None:
+        said = f"it crashed its worker {poison.own_crashes(record)} times while it ran alone"
+        self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
+        self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
+
+    def _is_next(self, head: Head) -> bool:
+        """Whether no older message of the same ordering key is left."""
+        return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
+
+    def _service_admits(self, head: Head) -> bool:
+        if not self._circuits:
+            return True
+        service = self._service_of(head)
+        circuit = self._circuits.get(service)
+        if circuit is None:
+            return True
+        transaction, record, now = self._transaction, head.record, self._transaction.steady_ns
+        if breaker.admits(circuit, record.message_id, now):
+            circuit = breaker.probed(circuit, record.message_id, now, self._lease_ns)
+            CIRCUITS.put(transaction, circuit, service)
+            self._circuits[service] = circuit
+            return True
+        reason = f"the breaker of service {service} is open"
+        if self._policy.breaker_of(service).on_open == "fail":
+            [leased] = transaction.lease([(head, record.lane)], self._worker_id, self._lease_ns)
+            self._end(
+                leased,
+                lambda one, moment: _required(
+                    lifecycle.fail(one, moment, leased.lease, reason, error_type="BreakerOpen", delay_ns=None)
+                ),
+            )
+            return False
+        delay_ns = breaker.wait_ns(circuit, now)
+        transaction.apply(
+            ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
+        )
+        return False
+
+    def _service_of(self, head: Head) -> str:
+        body = _decoded(head.payload)
+        named = "" if body is None else body.service
+        return named or self._services.get(head.type, "")
+
+    # ---- leasing -------------------------------------------------------------------------------
+
+    def _lease(self, heads: list[Head], lane: int) -> list[Claimed]:
+        if not heads:
+            return []
+        leased = self._transaction.lease(
+            [(head, min(lane, head.record.lane)) for head in heads], self._worker_id, self._lease_ns
+        )
+        return [
+            Claimed(
+                record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
+                head.record.lane > lane,
+            )
+            for head, record in zip(heads, leased, strict=True)
+        ]  # fmt: skip
+
+
+def _decoded(raw: bytes) -> Body | None:
+    try:
+        return decode_body(raw)
+    except msgspec.DecodeError:
+        return None
+
+
+def _required(step: Step | None) -> Step:
+    assert step is not None  # noqa: S101 - for the type checker: the lease was just taken
+    return step

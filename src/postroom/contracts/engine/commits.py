@@ -1,0 +1,123 @@
+"""One thread that commits for all coroutines of a process: what waits together is one commit."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from postroom.errors import HandleDead, Unavailable
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+from postroom.system.handles import reset_after_fork
+
+T = TypeVar("T")
+
+COMMIT_MAX = 256  # works in one commit
+CLOSE_TIMEOUT_S = 10.0
+
+
+class _Waiting(NamedTuple):
+    work: Callable[[Transaction], Any]
+    makes_room: bool
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Any]"
+
+
+class Commits:
+    """Runs works of coroutines in a thread. Any number of event loops may use it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._start()
+        reset_after_fork(self)
+
+    def _start(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def after_fork(self) -> None:
+        """A child has no thread."""
+        self._start()
+
+    async def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
+        """Run `work` in a transaction, and return once it is committed."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._waiting.put(_Waiting(work, makes_room, loop, future))
+        if self._thread is None:
+            self._begin()
+        return await future
+
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        """Run `work` on one consistent committed state."""
+        return await asyncio.to_thread(self._store.read, work)
+
+    def _begin(self) -> None:
+        with self._mutex:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="postroom-commits", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Commit what waits, then end the thread. The next write starts another one."""
+        with self._mutex:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join(CLOSE_TIMEOUT_S)
+
+    # ---- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        waiting = self._waiting
+        while (first := waiting.get()) is not None:
+            group = [first]
+            ends = False
+            with suppress(queue.Empty):
+                while len(group) < COMMIT_MAX and not ends:
+                    one = waiting.get_nowait()
+                    if one is None:
+                        ends = True
+                    else:
+                        group.append(one)
+            self._commit(group)
+            if ends:
+                return
+
+    def _commit(self, group: list[_Waiting]) -> None:
+        for makes_room in (True, False):  # what makes room goes first, and not with what needs room
+            works = [one for one in group if one.makes_room is makes_room]
+            if works:
+                _answer(works, self._outcomes([one.work for one in works], makes_room=makes_room))
+
+    def _outcomes(self, works: list[Callable[[Transaction], Any]], *, makes_room: bool) -> list[Any]:
+        try:
+            outcomes = self._store.write_many(works, makes_room=makes_room)
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            outcomes = [error] * len(works)
+        if any(isinstance(outcome, HandleDead) for outcome in outcomes):
+            with suppress(Unavailable):
+                self._store.reopen()
+        return outcomes
+
+
+def _answer(works: list[_Waiting], outcomes: list[Any]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for one, outcome in zip(works, outcomes, strict=True):
+        by_loop.setdefault(one.loop, []).append((one.future, outcome))
+    for loop, answers in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_resolve, answers)
+
+
+def _resolve(answers: list[tuple["asyncio.Future[Any]", Any]]) -> None:
+    for future, outcome in answers:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,201 @@
+"""What a handler gets besides its message: progress, streams, effects, children, cancellation."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal
+
+from postroom.contracts.engine.cells import Part
+from postroom.contracts.engine.handle import Handle
+from postroom.contracts.engine.messages import Message
+from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
+from postroom.core.times import utc_text
+from postroom.errors import EffectUnknown, InvalidMessage
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+EFFECT_KEY_CHARS_MAX = 512
+_UNCERTAIN = (TimeoutError, ConnectionError)
+"""Errors of an effect that leave open whether it happened."""
+
+Call = Callable[[], Any]
+
+
+class Context:
+    """One attempt of a message, for an `async` handler."""
+
+    def __init__(self, core: "EngineCore", message: Message, lease: int, attempt: int) -> None:
+        self._core = core
+        self._lease = lease
+        self._index = 0
+        self.message = message
+        self.attempt = attempt
+        self.cancelled = False
+        """Whether the message was cancelled, or its lease lost. A handler in a thread looks at it."""
+        self.used: Usage | None = None
+
+    async def progress(self, share: float, text: str = "") -> None:
+        """Tell who waits how far the work is: a number from 0 to 1, and perhaps a word."""
+        await self._add("progress", progress=float(share), message=text)
+
+    async def stream(self, chunk: Any) -> None:
+        """Send a part of the answer."""
+        await self._add("stream_chunk", chunk=chunk, chunk_index=self.chunks)
+
+    chunks = 0
+    """How many chunks were streamed in this attempt."""
+
+    async def _add(self, kind: str, **facts: Any) -> None:
+        if self._index >= PARTS_MAX:
+            raise InvalidMessage(f"one attempt may send at most {PARTS_MAX} progress reports and chunks")
+        message_id, lease, index = self.message.message_id, self._lease, self._index
+        self._index += 1
+        if kind == "stream_chunk":
+            self.chunks += 1
+        attempt = self.attempt
+
+        def work(operations: Operations, wall_us: int) -> None:
+            part = Part(message_id, kind, utc_text(wall_us * 1000), attempt=attempt, **facts)
+            operations.add_part(message_id, lease, part, index)
+
+        await self._core.write_at(work)
+
+    def usage(
+        self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
+    ) -> None:
+        """Report what the work cost. Calls add up."""
+        used = self.used or Usage()
+        self.used = Usage(
+            model or used.model,
+            used.tokens_in + tokens_in,
+            used.tokens_out + tokens_out,
+            used.cost_usd + cost_usd,
+        )
+
+    async def submit(self, *, type: str, payload: Any, **fields: Any) -> Handle:  # noqa: A002
+        """Submit a child: it inherits organization, goal, trace and the limits of the goal."""
+        child = {"type": type, "payload": payload, **self._inherited(fields)}
+        [submitted] = await self._core.submit([child])
+        return Handle(self._core, submitted.message_id, duplicate=submitted.duplicate)
+
+    def _inherited(self, fields: dict[str, Any]) -> dict[str, Any]:
+        message = self.message
+        inherited: dict[str, Any] = {
+            "org_id": message.org_id,
+            "agent_id": message.agent_id,
+            "user_id": message.user_id,
+            "goal_id": message.goal_id,
+            "parent_message_id": message.message_id,
+            "priority": message.accepted_priority,
+            "traceparent": message.traceparent,
+            "tracestate": message.tracestate,
+            "hop": message.hop + 1,
+        }
+        if message.expires_at is not None:
+            inherited["expires_at"] = message.expires_at
+        return inherited | fields
+
+    async def effect(
+        self,
+        key: str,
+        run: Callable[[], Any],
+        *,
+        reversal: Any = None,
+        probe: Callable[[], Any] | None = None,
+        on_unknown: Literal["raise", "run"] = "raise",
+    ) -> Any:
+        """Run something that must not happen twice for this message, and return its outcome.
+
+        The intent is committed before `run`, and the outcome after it. An attempt that finds an outcome
+        returns it. One that finds an intent alone asks `probe` (the outcome, or None when nothing
+        happened), runs again with `on_unknown="run"`, or raises `EffectUnknown`. An ordinary error of `run`
+        means that nothing happened; a timeout or a lost connection leaves that open.
+        """
+        if not isinstance(key, str) or not 0 < len(key) <= EFFECT_KEY_CHARS_MAX or not key.isprintable():
+            raise InvalidMessage(
+                f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
+            )
+        runs_unknown = on_unknown == "run"
+        try:
+            known = await self._begin(key, reversal, runs_unknown=runs_unknown)
+        except EffectUnknown:
+            if probe is None:
+                raise
+            outcome = await _called(probe)
+            if outcome is not None:
+                return await self._end(key, outcome)
+            known = await self._begin(key, reversal, runs_unknown=True)
+        if known is not None:
+            return known.outcome
+        try:
+            outcome = await _called(run)
+        except _UNCERTAIN:
+            raise
+        except Exception:
+            await self._write(
+                lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
+            )
+            raise
+        return await self._end(key, outcome)
+
+    async def _begin(self, key: str, reversal: Any, *, runs_unknown: bool) -> Any:
+        return await self._write(
+            lambda operations: operations.begin_effect(
+                self.message.message_id, self._lease, key, runs_unknown=runs_unknown, reversal=reversal
+            )
+        )
+
+    async def _end(self, key: str, outcome: Any) -> Any:
+        await self._write(
+            lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
+        )
+        return outcome
+
+    async def _write(self, work: Callable[[Operations], Any]) -> Any:
+        return await self._core.write(work, makes_room=True)
+
+
+async def _called(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if inspect.isawaitable(result) else result
+
+
+class ThreadContext:
+    """The same for a plain handler, which runs in a thread: its calls block."""
+
+    def __init__(self, context: Context, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._context = context
+        self._wait = wait
+        self.message = context.message
+        self.attempt = context.attempt
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the message was cancelled, or its lease lost."""
+        return self._context.cancelled
+
+    def progress(self, share: float, text: str = "") -> None:
+        """As `Context.progress`."""
+        self._wait(self._context.progress(share, text))
+
+    def stream(self, chunk: Any) -> None:
+        """As `Context.stream`."""
+        self._wait(self._context.stream(chunk))
+
+    def usage(self, **facts: Any) -> None:
+        """As `Context.usage`."""
+        self._context.usage(**facts)
+
+    def submit(self, *, type: str, payload: Any, **fields: Any) -> Any:  # noqa: A002
+        """As `Context.submit`; returns a handle that blocks."""
+        from postroom.contracts.engine.blocking import BlockingHandle  # noqa: PLC0415 - it imports this module
+
+        handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
+        return BlockingHandle(handle, self._wait)
+
+    def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
+        """As `Context.effect`."""
+        return self._wait(self._context.effect(key, run, **options))
+
+
+Handled = Callable[[Message, Any], Awaitable[Any] | Any]

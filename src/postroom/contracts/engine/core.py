@@ -1,0 +1,199 @@
+"""What the parts of an engine share: its store, its rules, its handlers, commits and wake-ups."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from postroom.contracts.engine.commits import Commits
+from postroom.contracts.engine.endings import Endings
+from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.messages import Prepared, Registry
+from postroom.contracts.engine.operations import Operations, Submitted
+from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
+from postroom.core import lifecycle
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import checked_seconds
+from postroom.errors import GuardTripped, Overloaded, PostroomError, UnknownTask
+from postroom.message import ENGINE_PREFIX, Stored, org_of
+from postroom.nudges.notifier import QUIET_S, Notifier
+from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
+from postroom.stores.store import Store
+from postroom.stores.transaction import Transaction
+
+T = TypeVar("T")
+
+READY = ".engine"  # no agent has a name that begins with a dot
+REFUSALS_NOTED_S = 1.0  # refused submits of one organization become at most one event in this time
+PURGE_ROUNDS = 4
+
+
+class EngineCore:
+    """The inside of an engine, for its worker, its handles and its dead letters."""
+
+    def __init__(self, store: Store, policy: Policy) -> None:
+        self.store = store
+        self.policy = policy
+        self.registry = Registry(REQUEST_TYPES)
+        self.handlers: dict[str, Handler] = {}
+        self.services: dict[str, str] = {}
+        """The service that the handler of each type calls."""
+        self._commits = Commits(store)
+        self._endings = Endings()
+        self._notifier = Notifier(notifier_folder(store.url))
+        self._refusals: dict[str, tuple[float, int]] = {}
+        self._purged_to = 0
+        self._keys_purged_to = ""
+        store.on_commit = self._committed
+
+    def close(self) -> None:
+        """Close files and threads. They are opened again when they are needed."""
+        self._commits.close()
+        self._notifier.close()
+        self.store.close()
+
+    # ---- submitting ----------------------------------------------------------------------------
+
+    async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
+        """Check and store messages in one commit: all or none."""
+        wall_us = self.store.wall_us()
+        prepared = [self.registry.prepare(fields, self.policy, wall_us) for fields in messages]
+        if not prepared:
+            return []
+        try:
+            return await self.write(lambda operations: operations.submit(prepared))
+        except (Overloaded, GuardTripped) as error:
+            await self._note_refusal(prepared[0], error)
+            raise
+
+    async def _note_refusal(self, message: Prepared, error: PostroomError) -> None:
+        """Emit an event about refused submits, at most one a second for each organization."""
+        now = time.monotonic()
+        noted_at, count = self._refusals.get(message.org_id, (0.0, 0))
+        if now < noted_at + REFUSALS_NOTED_S:
+            self._refusals[message.org_id] = noted_at, count + 1
+            return
+        self._refusals[message.org_id] = now, 0
+        detail: dict[str, Any] = {"priority": message.envelope.priority, "goal_id": message.body.goal_id}
+        if count:
+            detail["not_noted"] = count
+        with suppress(PostroomError):
+            await self._commits.write(
+                lambda transaction: transaction.emit(
+                    "rejected",
+                    message.envelope.queue,
+                    type=message.envelope.type,
+                    error_type=type(error).__name__,
+                    error=str(error),
+                    detail=detail,
+                )
+            )
+
+    # ---- commits -------------------------------------------------------------------------------
+
+    async def write(self, work: Callable[[Operations], T], *, makes_room: bool = False) -> T:
+        policy = self.policy
+        return await self._commits.write(
+            lambda transaction: work(Operations(transaction, policy)), makes_room=makes_room
+        )
+
+    async def write_at(self, work: Callable[[Operations, int], T]) -> T:
+        """As `_write`, with the time of the commit for people."""
+        policy = self.policy
+        return await self._commits.write(
+            lambda transaction: work(Operations(transaction, policy), transaction.wall_us), makes_room=True
+        )
+
+    async def write_raw(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
+        return await self._commits.write(work, makes_room=makes_room)
+
+    async def read(self, work: Callable[[Operations], T]) -> T:
+        policy = self.policy
+        return await self._commits.read(lambda transaction: work(Operations(transaction, policy)))
+
+    async def load(self, message_id: str) -> Stored:
+        return await self.read(lambda operations: operations.loaded(message_id))
+
+    async def purge(self) -> None:
+        for _ in range(PURGE_ROUNDS):
+            self._purged_to = await self.write(
+                lambda operations: operations.purge(self._purged_to, PURGE_BATCH_MAX), makes_room=True
+            )
+            if not self._purged_to:
+                break
+        self._keys_purged_to = await self.write(
+            lambda operations: operations.purge_keys(self._keys_purged_to), makes_room=True
+        )
+
+    # ---- waking up -----------------------------------------------------------------------------
+
+    def _committed(self, transaction: Transaction) -> None:
+        if any(org_of(queue) for queue in transaction.ready):
+            self._notifier.notify(READY)
+        for queue in transaction.ready:
+            if not queue.startswith(ENGINE_PREFIX):
+                self._notifier.notify(queue)
+        if transaction.ended:
+            self._notifier.notify_rarely_awaited(TASK_ENDED)
+
+    def ring_ready(self) -> None:
+        """Wake workers: there may be something to claim."""
+        self._notifier.notify(READY)
+
+    @contextmanager
+    def heard(self, listener: Callable[[], None]) -> Iterator[None]:
+        with self._notifier.subscribed(READY, listener):
+            yield
+
+    async def pause_s(self) -> float:
+        """How long a worker may rest without missing a deadline, rings aside."""
+        longest = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+
+        def next_ns(transaction: Transaction) -> int | None:
+            ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
+            ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
+            return max(0, min(ends) - transaction.steady_ns) if ends else None
+
+        try:
+            due_ns = await self._commits.read(next_ns)
+        except PostroomError:
+            return longest
+        return longest if due_ns is None else min(longest, due_ns / NANOS_PER_S + 0.001)
+
+    def rang(self, message_ids: list[str]) -> None:
+        """These messages may have ended: wake who waits for them in this process."""
+        self._endings.ring(message_ids)
+
+    async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
+        """Return when a message has ended. Raises `TimeoutError`."""
+        deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
+        with self._notifier.subscribed(TASK_ENDED, partial(self._endings.ring, [message_id])):
+            pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits
+            while True:
+                future = self._endings.add(message_id)
+                try:
+                    if await self.has_ended(message_id):
+                        return
+                    left_s = None if deadline is None else deadline - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        raise TimeoutError(f"message {message_id} has not ended within {timeout_s:g} s")
+                    await asyncio.wait([future], timeout=pause_s if left_s is None else min(pause_s, left_s))
+                finally:
+                    self._endings.remove(message_id, future)
+                pause_s = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+
+    async def has_ended(self, message_id: str) -> bool:
+        [record] = await self._commits.read(lambda transaction: transaction.find(ByIds((message_id,))))
+        if not org_of(record.queue):
+            raise UnknownTask(message_id)
+        return record.state in lifecycle.ENDED
+
+    async def wait_for_news(self, message_id: str, pause_s: float) -> None:
+        future = self._endings.add(message_id)
+        try:
+            await asyncio.wait([future], timeout=pause_s)
+        finally:
+            self._endings.remove(message_id, future)

@@ -1,0 +1,220 @@
+"""Dead letters: list, show, replay, purge."""
+
+import asyncio
+import base64
+from collections.abc import Iterable
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from postroom.contracts.engine.messages import decode_body, message_of
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.results import error_history
+from postroom.core.times import epoch_ns_of, parse_utc, utc_text
+from postroom.errors import InvalidMessage, UnknownTask, WrongState
+from postroom.message import Record, Stored
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+Ids: TypeAlias = list[str]
+Letters: TypeAlias = "list[DeadLetter]"
+
+LETTERS_MAX = 1_000
+LOOKED_A_READ = 500
+MAX_RETRIES_EXCEEDED = "Max retries exceeded"
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """A message that nobody will be given again, unless it is replayed."""
+
+    message_id: str
+    original_message: dict[str, Any]
+    failure_reason: str
+    error_history: list[dict[str, Any]]
+    can_replay: bool
+    dlq_timestamp: str
+    state: str = "DEAD_LETTER"
+    original_bytes: bytes = b""
+    """The stored bytes of a message that cannot be decoded."""
+
+
+class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which dead letters. None means any."""
+
+    org_id: str | None = None
+    type: str | None = None
+    error_type: str | None = None
+    since: Any = None
+    until: Any = None
+    limit: int = 100
+    after: str | None = None
+
+
+class DeadLetters:
+    """`engine.dlq`."""
+
+    def __init__(self, core: "EngineCore") -> None:
+        self._core = core
+
+    async def list(self, **filters: Any) -> Letters:
+        """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
+        wanted = _filters(filters)
+        return await self._core.read(lambda operations: _letters(operations, wanted))
+
+    async def show(self, message_id: str) -> DeadLetter:
+        """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
+        return await self._core.read(lambda operations: _letter_by_id(operations, message_id))
+
+    async def replay(
+        self,
+        message_ids: Iterable[str] | None = None,
+        dry_run: bool = False,
+        priority: int | None = None,
+        rate_per_s: float | None = None,
+        **filters: Any,
+    ) -> Ids:
+        """Queue dead letters again, each as a new attempt with all its retries; returns their ids.
+
+        Without ids, the filters choose, and quarantined messages stay. `dry_run` only returns the ids.
+        """
+        if priority is not None and (type(priority) is not int or not 0 <= priority <= 3):  # noqa: PLR2004
+            raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {priority!r}")
+        chosen = await self._chosen(message_ids, filters, replayed=True)
+        if dry_run:
+            return chosen
+        for message_id in chosen:
+            await self._core.write(partial(_replay, message_id=message_id, priority=priority))
+            if rate_per_s is not None:
+                await asyncio.sleep(1 / rate_per_s)
+        return chosen
+
+    async def purge(
+        self, message_ids: Iterable[str] | None = None, dry_run: bool = False, **filters: Any
+    ) -> Ids:
+        """Forget dead letters; returns their ids."""
+        chosen = await self._chosen(message_ids, filters, replayed=False)
+        if not dry_run:
+            for message_id in chosen:
+                await self._core.write(partial(_forget, message_id=message_id))
+        return chosen
+
+    async def _chosen(
+        self, message_ids: Iterable[str] | None, filters: dict[str, Any], *, replayed: bool
+    ) -> Ids:
+        if message_ids is not None:
+            if isinstance(message_ids, str):
+                message_ids = [message_ids]
+            return [(await self.show(message_id)).message_id for message_id in message_ids]
+        found = await self.list(**filters)
+        return [letter.message_id for letter in found if letter.can_replay or not replayed]
+
+
+def _replay(operations: Operations, message_id: str, priority: int | None) -> None:
+    operations.replay(message_id, priority)
+
+
+def _forget(operations: Operations, message_id: str) -> None:
+    _letter_by_id(operations, message_id)
+    operations.forget([operations.loaded(message_id).record])
+
+
+def _filters(filters: dict[str, Any]) -> Filters:
+    try:
+        wanted = msgspec.convert(filters, Filters)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage(f"a filter of dead letters does not fit: {error}") from None
+    if not 1 <= wanted.limit <= LETTERS_MAX:
+        raise InvalidMessage(f"limit must be from 1 to {LETTERS_MAX}, not {wanted.limit}")
+    return wanted
+
+
+def _letters(operations: Operations, wanted: Filters) -> list[DeadLetter]:
+    letters: list[DeadLetter] = []
+    since_us, until_us = _us(wanted.since), _us(wanted.until)
+    after = 0 if wanted.after is None else operations.loaded(wanted.after).record.seq
+    while len(letters) < wanted.limit:
+        records = operations.dead_letters(wanted.org_id, after, LOOKED_A_READ)
+        for record in records:
+            after = record.seq
+            if (since_us and record.ended_us < since_us) or (until_us and record.ended_us > until_us):
+                continue
+            stored = operations.loaded(record.message_id)
+            if wanted.type is not None and stored.envelope.type != wanted.type:
+                continue
+            letter = _letter(operations, stored)
+            types = {entry["error_type"] for entry in letter.error_history[-1:]}
+            if wanted.error_type is None or wanted.error_type in types:
+                letters.append(letter)
+        if len(records) < LOOKED_A_READ:
+            break
+    return letters[: wanted.limit]
+
+
+def _us(moment: Any) -> int:
+    if moment is None:
+        return 0
+    value = parse_utc(moment) if isinstance(moment, str) else moment
+    if not isinstance(value, datetime):
+        raise InvalidMessage(f"since and until are times, not {moment!r}")
+    return epoch_ns_of(value) // 1000
+
+
+def _letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
+    stored = operations.loaded(message_id)
+    if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
+        raise WrongState(message_id, "treat as a dead letter", stored.record.state)
+    return _letter(operations, stored)
+
+
+def _letter(operations: Operations, stored: Stored) -> DeadLetter:
+    record = stored.record
+    original = original_message(operations, stored)
+    return DeadLetter(
+        message_id=record.message_id,
+        original_message=original or {},
+        failure_reason=_reason(record, stored),
+        error_history=error_history(stored),
+        can_replay=record.state == "DEAD_LETTER" and original is not None,
+        dlq_timestamp=utc_text(record.ended_us * 1000),
+        state=record.state,
+        original_bytes=b"" if original is not None else stored.envelope.payload,
+    )
+
+
+def _reason(record: Record, stored: Stored) -> str:
+    errors = [event for event in stored.history if event.error]
+    last = errors[-1] if errors else None
+    if record.state == "QUARANTINED":
+        return f"Poison: {last.error if last else 'quarantined'}"
+    if record.retries > record.max_retries > 0 or last is None:
+        return MAX_RETRIES_EXCEEDED
+    if record.retries > record.max_retries and not last.error_type:
+        return MAX_RETRIES_EXCEEDED
+    return f"{last.error_type}: {last.error}"
+
+
+def original_message(operations: Operations, stored: Stored) -> dict[str, Any] | None:
+    """The fields of a message as it was submitted; None when its bytes cannot be decoded."""
+    try:
+        body = decode_body(stored.envelope.payload)
+        payload = msgspec.json.decode(operations.payload_of(body))
+    except (msgspec.DecodeError, UnknownTask):
+        return None
+    envelope = stored.envelope
+    message = message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload)
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields |= fields.pop("extra")
+    fields["priority"] = fields.pop("accepted_priority")
+    return fields
+
+
+def as_json(letter: DeadLetter) -> dict[str, Any]:
+    """A dead letter for people and for HTTP."""
+    fields: dict[str, Any] = msgspec.to_builtins(letter, builtin_types=(bytes,))
+    raw = fields.pop("original_bytes")
+    if raw:
+        fields["original_bytes"] = base64.b64encode(raw).decode()
+    return fields

@@ -1,0 +1,226 @@
+"""`Engine`: the global queue of an agent system, with priorities, retries, dead letters and policies.
+
+Who remembers what was done: the store. A message is leased to one worker at a time: at least once. An effect
+of a handler happens once (`ctx.effect`).
+"""
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from postroom.contracts.engine import inspection
+from postroom.contracts.engine.blocking import Blocking
+from postroom.contracts.engine.core import EngineCore
+from postroom.contracts.engine.dlq import DeadLetters
+from postroom.contracts.engine.explanation import explain
+from postroom.contracts.engine.handle import Handle
+from postroom.contracts.engine.handlers import Handler, checked_handler
+from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.worker import DRAIN_S, Worker
+from postroom.core.names import is_name
+from postroom.core.versions import Migration
+from postroom.errors import InvalidMessage, InvalidSetting
+from postroom.stores.open import open_store
+from postroom.stores.store import Store
+from postroom.system.clock import Clock
+from postroom.system.handles import Closing
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.inline import InlineEngine
+
+T = TypeVar("T")
+
+
+class Engine(Closing):
+    """The messages of all organizations in one store, and the workers of this process."""
+
+    def __init__(self, store: Store, policy: Policy | None = None) -> None:
+        self._core = self._new_core(store, Policy() if policy is None else policy)
+        self.dlq = DeadLetters(self._core)
+        self.blocking = Blocking(self)
+        self.drain_s = DRAIN_S
+        """How long `stop` waits for running handlers."""
+        self._workers: list[Worker] = []
+
+    def _new_core(self, store: Store, policy: Policy) -> EngineCore:
+        return EngineCore(store, policy)
+
+    @property
+    def policy(self) -> Policy:
+        """The rules of the engine."""
+        return self._core.policy
+
+    @property
+    def store(self) -> Store:
+        """The store of the engine."""
+        return self._core.store
+
+    @classmethod
+    def open(cls, url: str, policy: Policy | None = None, clock: Clock | None = None) -> Self:
+        """The engine of `sqlite:///dir/queue.db`, or of `memory://`."""
+        if not isinstance(url, str):
+            raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {url!r}")
+        return cls(open_store(url, clock=clock), policy)
+
+    # ---- types and handlers --------------------------------------------------------------------
+
+    def handler(self, type: str, **options: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:  # noqa: A002
+        """Register a function as the handler of a message type.
+
+        Options: `timeout_s`, `service`, `payload` (the shape of the payload), `retry`, `batch`, `within_ms`,
+        and `pool` ("thread" or "process") for functions that are not async.
+        """
+
+        def register(run: Callable[..., T]) -> Callable[..., T]:
+            try:
+                handler = checked_handler(Handler(run=run, **options))
+            except TypeError as error:
+                raise InvalidSetting(f"an option of the handler does not fit: {error}") from None
+            self.register_type(type, payload=handler.payload)
+            self._core.handlers[type] = handler
+            self._core.services[type] = handler.service
+            return run
+
+        return register
+
+    def register_type(self, type: str, *, payload: Any = None) -> None:  # noqa: A002
+        """Accept messages of this type, with payloads of this shape. None accepts any JSON object."""
+        if not isinstance(type, str) or not is_name(type):
+            raise InvalidSetting(f"a message type is a name, not {type!r}")
+        if payload is not None or type not in self._core.registry.types:
+            self._core.registry.types[type] = payload
+
+    def migration(self, from_major: int) -> Callable[[Migration], Migration]:
+        """Register a function that turns the fields of one major version into those of the next."""
+
+        def register(migrate: Migration) -> Migration:
+            self._core.registry.migrations[from_major] = migrate
+            return migrate
+
+        return register
+
+    # ---- submitting ----------------------------------------------------------------------------
+
+    async def submit(self, **fields: Any) -> Handle:
+        """Store one message and return its handle. `type`, `org_id` and `payload` are required.
+
+        Also: priority (0 to 3), agent_id, user_id, goal_id, task_id, parent_message_id, created_by,
+        idempotency_key, ordering_key, on_dead, delay_s, expires_at, max_retries, service, context, metadata,
+        resource_limits, token_needs, model_preferences, traceparent, tracestate, version, durability.
+        """
+        [handle] = await self.submit_many([fields])
+        return handle
+
+    async def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[Handle]:
+        """As `submit`, for each of the keyword sets, in one commit: all or none."""
+        submitted = await self._core.submit(messages)
+        return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
+
+    # ---- working -------------------------------------------------------------------------------
+
+    def run(
+        self, *, concurrency: int | None = None, worker_id: str | None = None
+    ) -> Coroutine[Any, Any, None]:
+        """Work in this process until `stop`, on up to `concurrency` messages at a time.
+
+        The default is the smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY, which are 10.
+        """
+        worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
+        self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
+        return self._run(worker)
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        finally:
+            self._workers.remove(worker)
+
+    async def stop(self) -> None:
+        """Have the workers of this process claim no more, finish within `drain_s`, and release the rest."""
+        for worker in list(self._workers):
+            worker.stop()
+
+    # ---- looking and operating -----------------------------------------------------------------
+
+    async def get(self, message_id: str) -> MessageInfo:
+        """Everything about a message. Raises `UnknownTask`."""
+        return await self._core.read(lambda operations: inspection.info_of(operations, message_id))
+
+    async def explain(self, message_id: str) -> str:
+        """Which rule holds a message, and what would release it, in one paragraph."""
+        return await self._core.read(
+            lambda operations: explain(operations, self.policy, message_id, self._core.services)
+        )
+
+    async def status(self) -> EngineStatus:
+        """Depths, stages, workers, breakers and pauses."""
+        return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
+
+    async def cancel(self, message_id: str) -> None:
+        """End a message that nobody needs any more. Its running handler is cancelled within a second.
+
+        Raises `WrongState` when the message has ended.
+        """
+        await self._core.write(lambda operations: operations.cancel(message_id), makes_room=True)
+        for worker in self._workers:
+            worker.look()
+
+    async def pause(self, *, org_id: str = "", type: str = "", kill: bool = False) -> None:  # noqa: A002
+        """Deliver nothing of an organization, of a type, of both together, or nothing at all.
+
+        `kill` is the kill switch: submits are refused, and running handlers are cancelled and their messages
+        released.
+        """
+        self._check_scope(org_id, type)
+        await self._core.write(lambda operations: operations.pause(org_id, type, kill=kill), makes_room=True)
+
+    async def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
+        """End a pause of the same scope."""
+        self._check_scope(org_id, type)
+        await self._core.write(lambda operations: operations.resume(org_id, type), makes_room=True)
+        if type:
+            after: str | None = ""
+            while after is not None:
+                after = await self._core.write(partial(_unpark, type, org_id, after), makes_room=True)
+        self._core.ring_ready()
+
+    def _check_scope(self, org_id: str, type_name: str) -> None:
+        for name, value in (("org_id", org_id), ("type", type_name)):
+            if not isinstance(value, str) or (value and not is_name(value)):
+                raise InvalidMessage(f"{name} must be a name, not {value!r}")
+
+    def handle(self, message_id: str) -> Handle:
+        """The handle of a message that was submitted earlier."""
+        return Handle(self._core, message_id)
+
+    async def put_back(self, worker_id: str) -> int:
+        """A worker's process has died: end its leases now; how many messages."""
+        return await self._core.write(lambda operations: operations.crash_worker(worker_id), makes_room=True)
+
+    async def sweep(self) -> int:
+        """Put back, wake and expire what is overdue; how many messages. Workers do this by themselves."""
+        return await self._core.write(lambda operations: operations.sweep(), makes_room=True)
+
+    def testing(self) -> "InlineEngine":
+        """An engine in memory with the same handlers, which runs them inline on a clock that tests move."""
+        from postroom.contracts.engine.inline import InlineEngine  # noqa: PLC0415 - it imports this module
+
+        return InlineEngine(self)
+
+    def close(self) -> None:
+        """Close files and threads. The engine can be used again; it opens them anew."""
+        self.blocking.close()
+        self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+        self.close()
+
+
+def _unpark(type_name: str, org_id: str, after: str, operations: Operations) -> str | None:
+    return operations.unpark(type_name, org_id, after)

@@ -1,0 +1,171 @@
+"""Handlers: what runs for a message, and what its errors mean."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import msgspec
+
+from postroom.contracts.engine.claims import Claimed
+from postroom.contracts.engine.messages import Message
+from postroom.contracts.engine.operations import Outcome, Usage
+from postroom.contracts.task_input import RESULT_BYTES_MAX, encoded
+from postroom.core.retry import RATE_LIMIT_S, Retry
+from postroom.errors import (
+    EffectUnknown,
+    GuardTripped,
+    InvalidMessage,
+    InvalidSetting,
+    Overloaded,
+    RateLimited,
+    ValidationError,
+)
+
+TOO_MANY_REQUESTS: Final = 429
+TIMEOUT_S_MAX: Final = 86_400.0
+_FINAL = (ValidationError, EffectUnknown, GuardTripped)
+"""Errors that another attempt would meet again."""
+
+Pool = Literal["thread", "process"]
+
+
+class Handler(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs for the messages of one type."""
+
+    run: Callable[..., Any]
+    timeout_s: float | None = None
+    service: str = ""
+    payload: Any = None
+    """The shape of the payload; None leaves it a plain object."""
+    retry: Retry | None = None
+    batch: int = 1
+    """How many messages one call gets. Above 1, the handler gets a list and returns a list of results."""
+    within_ms: float = 20.0
+    """How long a batch waits until it is full."""
+    pool: Pool = "thread"
+    """Where a plain function runs. `process` also runs an async handler in a process of its own."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the handler is a coroutine function."""
+        return inspect.iscoroutinefunction(self.run)
+
+
+def checked_handler(handler: Handler) -> Handler:
+    """The handler itself, or an error that says what does not fit."""
+    if not callable(handler.run):
+        raise InvalidSetting(f"a handler is a function, not {handler.run!r}")
+    if handler.timeout_s is not None and not 0 < handler.timeout_s <= TIMEOUT_S_MAX:
+        raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {handler.timeout_s!r}")
+    if handler.pool not in ("thread", "process"):
+        raise InvalidSetting(f'pool must be "thread" or "process", not {handler.pool!r}')
+    if handler.batch < 1 or (handler.batch > 1 and handler.pool == "process"):
+        raise InvalidSetting("batch must be at least 1, and a batch runs in the worker itself")
+    return handler
+
+
+def timeout_of(handler: Handler, message: Message) -> float | None:
+    """How long an attempt may take: the shorter one of the handler's and the message's own limit."""
+    limits = [handler.timeout_s, message.resource_limits.time if message.resource_limits else None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+# ---- outcomes --------------------------------------------------------------------------------------
+
+
+def completed(claimed: Claimed, handler: Handler, result: Any, usage: Usage | None) -> Outcome:
+    """The handler returned."""
+    try:
+        data = encoded("the result", result)
+        _check_size(data)
+    except InvalidMessage as error:
+        return failed(claimed, handler, ValidationError(str(error)))
+    record = claimed.record
+    return Outcome(
+        kind="completed", message_id=record.message_id, lease=record.lease, result=data, type=claimed.type,
+        service=service_of(claimed, handler), body=claimed.body, usage=usage,
+    )  # fmt: skip
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > RESULT_BYTES_MAX:
+        raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
+
+
+def failed(
+    claimed: Claimed,
+    handler: Handler | None,
+    error: BaseException,
+    *,
+    spread: float = 0.0,
+    keeps_priority: bool = False,
+    error_type: str = "",
+) -> Outcome:
+    """The handler raised."""
+    record = claimed.record
+    is_final = isinstance(error, _FINAL) or handler is None
+    retry = None if handler is None else handler.retry
+    retry_in_s = _retry_in_s(error)
+    if retry is not None and not is_final:
+        is_final = record.retries + 1 > retry.max_retries
+        if retry_in_s is None:
+            retry_in_s = retry.delay_ns(record.retries, spread) / 1e9
+    return Outcome(
+        kind="failed",
+        message_id=record.message_id,
+        lease=record.lease,
+        error=str(error) or type(error).__name__,
+        error_type=error_type or type(error).__name__,
+        is_final=is_final,
+        retry_in_s=retry_in_s,
+        keeps_priority=keeps_priority,
+        spread=spread,
+        type=claimed.type,
+        service="" if handler is None else service_of(claimed, handler),
+        counts_for_breaker=not isinstance(error, (*_FINAL, RateLimited, Overloaded)),
+        body=claimed.body,
+    )
+
+
+def ended(claimed: Claimed, kind: Literal["released", "crashed"]) -> Outcome:
+    """The attempt ended without a word of the handler."""
+    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease)
+
+
+def service_of(claimed: Claimed, handler: Handler) -> str:
+    """The service that an attempt calls."""
+    return (claimed.body.service if claimed.body is not None else "") or handler.service
+
+
+def _retry_in_s(error: BaseException) -> float | None:
+    """When the service asks to be called again; None leaves it to the retry rule."""
+    if isinstance(error, Overloaded):
+        return error.retry_after
+    after = getattr(error, "retry_after_s", None)
+    if after is None:
+        after = getattr(error, "retry_after", None)
+    if isinstance(error, RateLimited) or getattr(error, "status_code", None) == TOO_MANY_REQUESTS:
+        return float(after) if isinstance(after, int | float) else RATE_LIMIT_S
+    return None
+
+
+class HandlerTimeout(TimeoutError):
+    """A handler ran longer than it may."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the handler ran longer than {timeout_s:g} s")
+
+
+async def limited(coroutine: Any, timeout_s: float | None) -> Any:
+    """Wait for a coroutine, at most `timeout_s`."""
+    if timeout_s is None:
+        return await coroutine
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await coroutine
+    except TimeoutError:
+        if limit.expired():
+            raise HandlerTimeout(timeout_s) from None
+        raise

@@ -1,0 +1,181 @@
+"""What an engine says about itself: one message, all organizations, and why a message does not move."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from postroom.contracts.engine.admission import ALL
+from postroom.contracts.engine.cells import CIRCUITS, PAUSES, PRESSURES, SEPARATOR, Pressure, WorkerInfo
+from postroom.contracts.engine.dlq import original_message
+from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.results import error_history
+from postroom.core import admission, breaker, lifecycle, poison
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.core.times import EPOCH, MICROSECOND
+from postroom.message import Event, org_of
+from postroom.stores.base import LANE_COUNTS, Counted, by_state, ready
+from postroom.stores.transaction import Transaction
+
+
+class MessageInfo(msgspec.Struct, frozen=True):
+    """Everything about a message."""
+
+    message_id: str
+    state: str
+    priority: int
+    """The lane it waits in, or waited in last."""
+    accepted_priority: int
+    attempt: int
+    retry_count: int
+    crashes: int
+    """Crashes while the message ran alone."""
+    errors: list[dict[str, Any]]
+    history: list[Event]
+    message: dict[str, Any]
+    """Its fields as submitted; empty when its bytes cannot be decoded."""
+    result: Any
+    worker_id: str
+    created_at: datetime
+    ended_at: datetime | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody will work on it any more."""
+        return self.state in lifecycle.ENDED
+
+
+class BreakerStatus(msgspec.Struct, frozen=True):
+    """The breaker of one service."""
+
+    state: breaker.BreakerState
+    opens_again_s: float = 0.0
+    """How long an open breaker stays open."""
+
+
+class OrganizationStatus(msgspec.Struct, frozen=True):
+    """How one organization stands."""
+
+    lanes: list[int]
+    """QUEUED messages in each lane, P0 to P3."""
+    depth: int
+    """All QUEUED messages."""
+    stage: int
+    states: dict[str, int]
+    paused: bool
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """How the engine stands."""
+
+    organizations: dict[str, OrganizationStatus]
+    depth: int
+    stage: int
+    """The stage of backpressure of all organizations together, or the highest of one of them."""
+    workers: dict[str, WorkerInfo]
+    wanted_workers: int
+    breakers: dict[str, BreakerStatus]
+    pauses: list[dict[str, str]]
+
+
+def info_of(operations: Operations, message_id: str) -> MessageInfo:
+    """Everything about a message. Raises `UnknownTask`."""
+    stored = operations.loaded(message_id)
+    record = stored.record
+    return MessageInfo(
+        message_id=record.message_id,
+        state=record.state,
+        priority=record.lane,
+        accepted_priority=record.priority,
+        attempt=record.attempt,
+        retry_count=record.retries,
+        crashes=poison.own_crashes(record),
+        errors=error_history(stored),
+        history=stored.history,
+        message=original_message(operations, stored) or {},
+        result=None if stored.result is None else msgspec.json.decode(stored.result),
+        worker_id=record.worker_id,
+        created_at=EPOCH + record.created_us * MICROSECOND,
+        ended_at=EPOCH + record.ended_us * MICROSECOND if record.ended_us else None,
+    )
+
+
+# ---- status ----------------------------------------------------------------------------------------
+
+
+def status_of(operations: Operations, policy: Policy) -> EngineStatus:
+    """How the engine stands."""
+    transaction = operations.transaction
+    pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(transaction)]
+    paused = {org_id for org_id, type_name in pauses if not type_name}
+    pressures = dict(PRESSURES.scan(transaction))
+    organizations = {
+        org_of(queue): _organization(
+            transaction.depth(queue),
+            org_of(queue),
+            pressures,
+            policy,
+            is_paused=bool(paused & {ALL, org_of(queue)}),
+        )
+        for queue in transaction.queues()
+        if org_of(queue)
+    }
+    depth = ready(transaction.total())
+    stage = max([_stage(depth, pressures.get(ALL), policy), *(each.stage for each in organizations.values())])
+    workers = operations.workers()
+    return EngineStatus(
+        organizations=organizations,
+        depth=depth,
+        stage=stage,
+        workers=workers,
+        wanted_workers=admission.wanted_workers(
+            len(workers), stage, promoted_share(workers), 0.0, policy.backpressure
+        ),
+        breakers=_breakers(transaction),
+        pauses=[{"org_id": org_id, "type": type_name} for org_id, type_name in pauses],
+    )
+
+
+def _organization(
+    counts: Mapping[Counted, int],
+    org_id: str,
+    pressures: Mapping[str, Pressure],
+    policy: Policy,
+    *,
+    is_paused: bool,
+) -> OrganizationStatus:
+    depth = ready(counts)
+    return OrganizationStatus(
+        lanes=[counts.get(lane, 0) for lane in LANE_COUNTS],
+        depth=depth,
+        stage=_stage(depth, pressures.get(org_id), policy),
+        states={str(state): n for state, n in by_state(counts).items()},
+        paused=is_paused,
+    )
+
+
+def _stage(depth: int, pressure: Pressure | None, policy: Policy) -> int:
+    return admission.stage_of(depth, policy.backpressure, pressure.stage if pressure else 0)
+
+
+def promoted_share(workers: Mapping[str, WorkerInfo]) -> float:
+    """The share of promoted messages among the claims of the last 30 s."""
+    claims = sum(info.claims for info in workers.values())
+    return sum(info.promoted for info in workers.values()) / claims if claims else 0.0
+
+
+def _breakers(transaction: Transaction) -> dict[str, BreakerStatus]:
+    return {
+        service: BreakerStatus(
+            _shown(circuit, transaction.steady_ns),
+            max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S,
+        )
+        for service, circuit in CIRCUITS.scan(transaction)
+    }
+
+
+def _shown(circuit: breaker.Circuit, now_ns: int) -> breaker.BreakerState:
+    """An open breaker whose cooldown is over lets a probe through."""
+    return "half_open" if circuit.state == "open" and now_ns >= circuit.open_until else circuit.state

@@ -1,0 +1,94 @@
+"""A handler in a process of its own: what crashes or must be killed there harms nobody else.
+
+The child is forked, so it knows every handler, also one that is defined inside a function.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from postroom.errors import PostroomError
+
+_PR_SET_PDEATHSIG = 1
+CHUNK_BYTES = 65_536
+
+
+class ProcessDied(PostroomError):
+    """The process of a handler died before it gave an outcome."""
+
+    def __init__(self, status: int) -> None:
+        how = (
+            f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+        )
+        super().__init__(f"the process of the handler died with {how}")
+
+
+async def run_alone(call: Callable[[], bytes]) -> bytes:
+    """Run `call` in a forked child and return its bytes. Cancelling kills the child."""
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _be_child(call, read_fd, write_fd)
+    os.close(write_fd)
+    try:
+        data = await _read_all(read_fd)
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        os.close(read_fd)
+        _, status = await asyncio.shield(asyncio.to_thread(os.waitpid, pid, 0))
+    if status != 0:
+        raise ProcessDied(status)
+    return data
+
+
+def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
+    """Everything that the child does; it never returns."""
+    code = 1
+    try:
+        os.close(read_fd)
+        with suppress(OSError, AttributeError):  # the child ends with its parent, also when that is killed
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        data = call()
+        while data:
+            data = data[os.write(write_fd, data) :]
+        code = 0
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+async def _read_all(fd: int) -> bytes:
+    """Everything up to the end of a pipe, without blocking the event loop."""
+    loop = asyncio.get_running_loop()
+    os.set_blocking(fd, False)
+    parts: list[bytes] = []
+    done: asyncio.Future[None] = loop.create_future()
+
+    def readable() -> None:
+        try:
+            part = os.read(fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if part:
+            parts.append(part)
+        elif not done.done():
+            done.set_result(None)
+
+    loop.add_reader(fd, readable)
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)
+    return b"".join(parts)

@@ -1,0 +1,582 @@
+"""What can be done with the messages of organizations inside one transaction.
+
+Rule 1: an operation raises before it writes, so several of them can share a commit.
+Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from postroom.contracts.engine import ordering
+from postroom.contracts.engine.admission import ALL, Admission
+from postroom.contracts.engine.cells import (
+    BODIES,
+    BODY_USES,
+    CIRCUITS,
+    EFFECTS,
+    GOALS,
+    KEYS,
+    PARKED,
+    PARTS,
+    PAUSES,
+    SEPARATOR,
+    WORKERS,
+    Effect,
+    GoalUse,
+    Part,
+    Pause,
+    UsedKey,
+    WorkerInfo,
+    joined,
+)
+from postroom.contracts.engine.messages import Body, Prepared, decode_body, stored
+from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
+from postroom.core import breaker, lifecycle
+from postroom.core.retry import demoted
+from postroom.errors import (
+    EffectUnknown,
+    KeyReused,
+    Overloaded,
+    QueueFull,
+    ResultGone,
+    StaleLease,
+    UnknownTask,
+    WrongState,
+)
+from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
+from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
+from postroom.stores.transaction import Decide, Transaction
+
+MICROS_PER_S = 1_000_000
+WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
+RESUME_A_COMMIT_MAX = 500
+PARTS_MAX = 100_000  # of one attempt
+
+OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """A message that was accepted, now or by an earlier submit with the same key."""
+
+    message_id: str
+    duplicate: bool
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a handler reports that its work cost."""
+
+    model: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    cost_usd: float = 0.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one attempt."""
+
+    kind: OutcomeKind
+    message_id: str
+    lease: int
+    result: bytes = b"null"
+    error: str = ""
+    error_type: str = ""
+    is_final: bool = False
+    """A failure that is not retried."""
+    retry_in_s: float | None = None
+    """When a failure is retried; None leaves it to the rule of the type."""
+    keeps_priority: bool = False
+    spread: float = 0.0
+    """A random number from 0 to 1, for the jitter."""
+    delay_s: float = 0.0
+    type: str = ""
+    service: str = ""
+    counts_for_breaker: bool = False
+    body: Body | None = None
+    usage: Usage | None = None
+
+
+class Operations:
+    """Operations on the messages of one transaction."""
+
+    def __init__(self, transaction: Transaction, policy: Policy) -> None:
+        self.transaction = transaction
+        self._policy = policy
+
+    # ---- submitting ----------------------------------------------------------------------------
+
+    def submit(self, messages: Sequence[Prepared]) -> list[Submitted]:
+        """Accept messages, all or none. One whose key is known gives the message of that key."""
+        answers: dict[int, Submitted] = {}
+        new: list[tuple[int, Prepared]] = []
+        keys: dict[tuple[str, str], int] = {}
+        for index, message in enumerate(messages):
+            key = message.org_id, message.body.idempotency_key
+            known = self._known(message) if key[1] else None
+            if known is not None:
+                answers[index] = known
+            elif key[1] and key in keys:
+                self._check_same(message, messages[keys[key]])
+            else:
+                keys[key] = index
+                new.append((index, message))
+        if new:
+            Admission(self.transaction, self._policy).check([message for _, message in new])
+            for (index, _), message_id in zip(new, self._insert([m for _, m in new]), strict=True):
+                answers[index] = Submitted(message_id, duplicate=False)
+        return [self._answer(index, message, answers, keys) for index, message in enumerate(messages)]
+
+    def _answer(
+        self, index: int, message: Prepared, answers: dict[int, Submitted], keys: dict[tuple[str, str], int]
+    ) -> Submitted:
+        if index in answers:
+            return answers[index]
+        first = answers[keys[message.org_id, message.body.idempotency_key]]
+        return Submitted(first.message_id, duplicate=True)
+
+    def _known(self, message: Prepared) -> Submitted | None:
+        """The message that was accepted under the same key before."""
+        key = message.body.idempotency_key
+        used = KEYS.get(self.transaction, message.org_id, key)
+        if used is None:
+            return None
+        if used.digest != message.digest:
+            raise KeyReused(key, used.message_id)
+        record = self.transaction.record(used.message_id)
+        if record is None:
+            raise ResultGone(key, used.message_id)
+        self.transaction.note_duplicate(record, key)
+        return Submitted(used.message_id, duplicate=True)
+
+    def _check_same(self, message: Prepared, first: Prepared) -> None:
+        if message.digest != first.digest:
+            raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
+
+    def _insert(self, messages: Sequence[Prepared]) -> list[str]:
+        transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
+        for org_id in {message.org_id for message in messages}:
+            self._apply_depth_limit(org_id)
+        envelopes = [stored(message, inline_max) for message in messages]
+        try:
+            accepted = transaction.insert(envelopes)
+        except QueueFull as full:
+            raise Overloaded(str(full).rpartition(":")[0], full.retry_after_s) from full
+        for message, one in zip(messages, accepted, strict=True):
+            self._after_insert(message, one.message_id)
+        return [one.message_id for one in accepted]
+
+    def _apply_depth_limit(self, org_id: str) -> None:
+        most, queue = self._policy.organization_of(org_id).max_depth, ENGINE_PREFIX + org_id
+        if most is not None and self.transaction.limits(queue).max_depth != most:
+            self.transaction.set_limits(queue, Limits(max_depth=most))
+
+    def _store_body(self, digest: str, payload: bytes, message_id: str) -> None:
+        if self.transaction.cell(BODIES, digest) is None:
+            self.transaction.put_cell(BODIES, digest, payload)
+        BODY_USES.put(self.transaction, True, digest, message_id)  # noqa: FBT003
+
+    def _after_insert(self, message: Prepared, message_id: str) -> None:
+        transaction, body = self.transaction, message.body
+        if len(message.payload) > self._policy.body_inline_bytes_max:
+            self._store_body(message.digest, message.payload, message_id)
+        if body.idempotency_key:
+            used = UsedKey(message_id, message.digest, transaction.wall_us)
+            KEYS.put(transaction, used, message.org_id, body.idempotency_key)
+        if body.ordering_key:
+            [record] = transaction.find(ByIds((message_id,)))
+            ordering.join(
+                transaction, record, message.org_id, body.ordering_key, stops=body.on_dead == "stop"
+            )
+
+    # ---- outcomes ------------------------------------------------------------------------------
+
+    def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
+        """Apply the outcomes of attempts. Returns messages whose lease was over: their outcome is dropped."""
+        stale = self._complete([one for one in outcomes if one.kind == "completed"])
+        for outcome in outcomes:
+            if outcome.kind != "completed":
+                try:
+                    self._finish(outcome)
+                except (StaleLease, UnknownTask, WrongState):
+                    stale.append(outcome.message_id)
+        return stale
+
+    def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
+        plain = {one.message_id: one for one in outcomes if one.usage is None}
+        alone = [one for one in outcomes if plain.get(one.message_id) is not one]
+        try:
+            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain.values()})
+        except (StaleLease, UnknownTask):
+            plain, alone = {}, [*outcomes]
+        for outcome in plain.values():
+            self._after_success(outcome)
+        return [one.message_id for one in alone if not self._complete_alone(one)]
+
+    def _complete_alone(self, outcome: Outcome) -> bool:
+        """Complete one message; False when the lease was over."""
+        try:
+            steps = self.transaction.apply(
+                ByIds((outcome.message_id,)), _completion(outcome, _spent(outcome))
+            )
+        except (StaleLease, UnknownTask):
+            return False
+        self._after_success(outcome)
+        if steps and outcome.usage is not None and outcome.body is not None and self._policy.guard.is_set:
+            self._count_usage(outcome, outcome.body)
+        return True
+
+    def _after_success(self, outcome: Outcome) -> None:
+        transaction, body = self.transaction, outcome.body
+        if outcome.service:
+            circuit = CIRCUITS.get(transaction, outcome.service)
+            if circuit is not None:
+                self._set_circuit(outcome.service, circuit, breaker.succeeded(circuit, outcome.message_id))
+        if body is not None and body.ordering_key:
+            self._ended(outcome.message_id)
+
+    def _count_usage(self, outcome: Outcome, body: Body) -> None:
+        [record] = self.transaction.find(ByIds((outcome.message_id,)))
+        place = org_of(record.queue), body.goal_id
+        used, usage = GOALS.get(self.transaction, *place) or GoalUse(), outcome.usage
+        if usage is not None:
+            tokens = used.tokens + usage.tokens_in + usage.tokens_out
+            GOALS.put(self.transaction, replace(used, tokens=tokens, usd=used.usd + usage.cost_usd), *place)
+
+    def _finish(self, outcome: Outcome) -> None:
+        match outcome.kind:
+            case "failed":
+                self._fail(outcome)
+            case "released":
+                self._apply(outcome, lambda record, moment: lifecycle.release(record, moment, outcome.lease))
+            case "crashed":
+                self._apply(outcome, lambda record, moment: lifecycle.crash(record, moment, outcome.lease))
+            case "deferred":
+                delay_ns = round(outcome.delay_s * lifecycle.NANOS_PER_S)
+                self._apply(
+                    outcome,
+                    lambda record, moment: lifecycle.defer(
+                        record, moment, delay_ns, outcome.error, outcome.lease
+                    ),
+                )
+
+    def _fail(self, outcome: Outcome) -> None:
+        rule = self._policy.retry_of(outcome.type)
+
+        def decide(record: Record, moment: Moment) -> Step | None:
+            delay_ns: int | None = None
+            if not outcome.is_final and outcome.retry_in_s is not None:
+                delay_ns = round(outcome.retry_in_s * lifecycle.NANOS_PER_S)
+            elif not outcome.is_final:
+                delay_ns = rule.delay_ns(record.retries, outcome.spread)
+            lane = record.lane if outcome.keeps_priority else demoted(record.priority, record.retries + 1)
+            return lifecycle.fail(
+                record, moment, outcome.lease, outcome.error,
+                error_type=outcome.error_type, delay_ns=delay_ns, lane=lane,
+            )  # fmt: skip
+
+        is_first = self._apply(outcome, decide)
+        if is_first and outcome.counts_for_breaker and outcome.service:
+            circuit = CIRCUITS.get(self.transaction, outcome.service) or breaker.CLOSED
+            rule_of_service = self._policy.breaker_of(outcome.service)
+            now = self.transaction.steady_ns
+            after = breaker.failed(circuit, rule_of_service, outcome.message_id, now)
+            self._set_circuit(outcome.service, circuit, after)
+
+    def _apply(self, outcome: Outcome, decide: Decide) -> bool:
+        """Apply an outcome; False when it was applied before."""
+        steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
+        for step in steps:
+            if step.record.state in lifecycle.ENDED:
+                ordering.ended(self.transaction, step.record)
+        return bool(steps)
+
+    def _ended(self, message_id: str) -> None:
+        for record in self.transaction.find(ByIds((message_id,))):
+            ordering.ended(self.transaction, record)
+
+    def _set_circuit(self, service: str, before: breaker.Circuit, after: breaker.Circuit) -> None:
+        if after == before:
+            return
+        CIRCUITS.put(self.transaction, after, service)
+        detail = {"service": service}
+        if after.state == "open" and before.state != "open":
+            self.transaction.emit("breaker_opened", detail=detail)
+        elif after.state == "closed" and before.state != "closed":
+            self.transaction.emit("breaker_closed", detail=detail)
+
+    def heartbeat(self, leases: Mapping[str, int]) -> list[str]:
+        """Renew leases; returns the messages whose lease was over."""
+        lost = []
+        for message_id, lease in leases.items():
+            try:
+                self.transaction.apply(ByIds((message_id,)), _renewal(lease))
+            except (StaleLease, UnknownTask, WrongState):
+                lost.append(message_id)
+        return lost
+
+    def lost(self, leases: Mapping[str, int]) -> tuple[set[str], set[str]]:
+        """Which messages were taken away from their holder, and which are to be given back."""
+        records = {message_id: self.transaction.record(message_id) for message_id in leases}
+        gone = {
+            message_id
+            for message_id, record in records.items()
+            if record is None or record.state != "PROCESSING" or record.lease != leases[message_id]
+        }
+        switches = {key.partition("\x1f")[0] for key, pause in PAUSES.scan(self.transaction) if pause.kill}
+        killed = {
+            message_id
+            for message_id, record in records.items()
+            if record is not None and switches & {ALL, org_of(record.queue)}
+        }
+        return gone, killed - gone
+
+    # ---- effects and parts ---------------------------------------------------------------------
+
+    def begin_effect(
+        self, message_id: str, lease: int, key: str, *, runs_unknown: bool, reversal: Any = None
+    ) -> Effect | None:
+        """Note the intent of an effect. Returns the effect when its outcome is known already.
+
+        Raises `EffectUnknown` when an earlier attempt began it and its outcome is unknown.
+        """
+        record = self._held(message_id, lease)
+        known = EFFECTS.get(self.transaction, message_id, key)
+        if known is not None and known.is_done:
+            return known
+        if known is not None and not runs_unknown:
+            raise EffectUnknown(message_id, key)
+        intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal)
+        EFFECTS.put(self.transaction, intent, message_id, key)
+        self._sync(record)
+        return None
+
+    def end_effect(self, message_id: str, lease: int, key: str, outcome: Any) -> None:
+        """Note the outcome of an effect."""
+        record = self._held(message_id, lease)
+        known = EFFECTS.get(self.transaction, message_id, key) or Effect(record.attempt, 0)
+        EFFECTS.put(self.transaction, replace(known, is_done=True, outcome=outcome), message_id, key)
+        self._sync(record)
+
+    def drop_effect(self, message_id: str, lease: int, key: str) -> None:
+        """Forget an intent: the effect did not happen."""
+        self._sync(self._held(message_id, lease))
+        EFFECTS.put(self.transaction, None, message_id, key)
+
+    def add_part(self, message_id: str, lease: int, part: Part, index: int) -> None:
+        """Store a response of a running handler."""
+        record = self._held(message_id, lease)
+        PARTS.put(self.transaction, part, message_id, record.attempt, index)
+
+    def _held(self, message_id: str, lease: int) -> Record:
+        """A record under a live lease."""
+        [record] = self.transaction.find(ByIds((message_id,)))
+        is_over = record.lease_until <= self.transaction.steady_ns
+        if record.state != "PROCESSING" or record.lease != lease or is_over:
+            raise StaleLease(message_id, lease)
+        return record
+
+    def _sync(self, record: Record) -> None:
+        if record.durability != "os":
+            self.transaction.synced = True
+
+    # ---- operators -----------------------------------------------------------------------------
+
+    def cancel(self, message_id: str) -> None:
+        """End a message that nobody needs any more. A running handler learns of it within a second."""
+        self.loaded(message_id)
+        for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
+            ordering.ended(self.transaction, step.record)
+
+    def replay(self, message_id: str, priority: int | None) -> None:
+        """Queue a dead letter again, as a new attempt with all its retries."""
+        loaded = self.loaded(message_id)
+        body = _body_of(loaded)
+        [step] = self.transaction.apply(
+            ByIds((message_id,)), lambda record, moment: lifecycle.replay(record, moment, priority)
+        )
+        org_id = org_of(step.record.queue)
+        PARKED.put(self.transaction, None, loaded.envelope.type, org_id, step.record.seq)
+        if body is not None and body.ordering_key:
+            ordering.rejoin(
+                self.transaction, step.record, org_id, body.ordering_key, stops=body.on_dead == "stop"
+            )
+
+    def pause(self, org_id: str, type_name: str, *, kill: bool = False) -> None:
+        """Stop deliveries of an organization, of a type, of both together, or all of them."""
+        PAUSES.put(self.transaction, Pause(self.transaction.wall_us, kill), org_id, type_name)
+        self.transaction.emit("alert", error_type="Paused", error=_scope(org_id, type_name))
+
+    def resume(self, org_id: str, type_name: str) -> None:
+        """End a pause."""
+        PAUSES.put(self.transaction, None, org_id, type_name)
+        self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
+
+    def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
+        """Put messages of a type that was paused into their lanes, behind a key of `PARKED`.
+
+        Returns the key to continue from; None at the end.
+        """
+        parts = (type_name, org_id) if org_id else (type_name,)
+        prefix = joined(*parts) + SEPARATOR
+        paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(self.transaction)}
+        found = PARKED.scan(self.transaction, after or prefix, RESUME_A_COMMIT_MAX)
+        for key, message_id in found:
+            owner = key.split(SEPARATOR)[1] if key.startswith(prefix) else None
+            if owner is not None and paused.isdisjoint({(ALL, type_name), (owner, type_name)}):
+                self.transaction.put_cell(PARKED.name, key, None)
+                ordering.wake(self.transaction, message_id)
+        is_more = len(found) == RESUME_A_COMMIT_MAX and found[-1][0].startswith(prefix)
+        return found[-1][0] if is_more else None
+
+    def report_worker(self, worker_id: str, info: WorkerInfo | None) -> None:
+        """Note that a worker is alive; None removes it."""
+        WORKERS.put(self.transaction, info, worker_id)
+
+    def crash_worker(self, worker_id: str) -> int:
+        """A worker's process has died: its leases end now. Returns how many."""
+        WORKERS.put(self.transaction, None, worker_id)
+        held = [
+            record
+            for record in self.transaction.find(Listing(state="PROCESSING", limit=10_000))
+            if record.worker_id == worker_id and org_of(record.queue)
+        ]
+        for record in held:
+            self.transaction.apply(ByIds((record.message_id,)), lifecycle.lapse)
+        return len(held)
+
+    # ---- sweeping ------------------------------------------------------------------------------
+
+    def sweep(self, limit: int = PURGE_BATCH_MAX) -> int:
+        """Lapse, wake and expire what is overdue; how many messages."""
+        steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
+        for step in steps:
+            ordering.ended(self.transaction, step.record)
+        return self.transaction.put_back(limit) + len(steps)
+
+    def purge(self, after: int, limit: int = PURGE_BATCH_MAX) -> int:
+        """Look at `limit` records behind `after`, and forget messages that have been kept long enough.
+
+        Returns the number to continue from; 0 at the end of the records.
+        """
+        seen = self.transaction.find(Listing(after=after, limit=limit))
+        gone = [record for record in seen if org_of(record.queue) and self._is_over(record)]
+        self.forget(gone)
+        return seen[-1].seq if len(seen) == limit else 0
+
+    def forget(self, records: Sequence[Record]) -> None:
+        """Forget messages and everything that is kept with them."""
+        transaction = self.transaction
+        for record in records:
+            stored_message = transaction.load(record.message_id)
+            body = None if stored_message is None else _body_of(stored_message)
+            if body is not None and body.payload_ref:
+                BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
+                if not BODY_USES.under(transaction, body.payload_ref, limit=1):
+                    transaction.put_cell(BODIES, body.payload_ref, None)
+            EFFECTS.drop_under(transaction, record.message_id)
+            PARTS.drop_under(transaction, record.message_id)
+            ordering.leave(transaction, record)
+        if records:
+            transaction.forget(records)
+            transaction.emit("deleted", detail={"records": len(records)})
+
+    def purge_keys(self, after: str, limit: int = PURGE_BATCH_MAX) -> str:
+        """Forget idempotency keys that are too old. Returns the key to continue from; empty at the end."""
+        before_us = self.transaction.wall_us - round(self._policy.keep_keys_s * MICROS_PER_S)
+        seen = KEYS.scan(self.transaction, after, limit)
+        for key, used in seen:
+            if used.seen_us < before_us:
+                self.transaction.put_cell(KEYS.name, key, None)
+        return seen[-1][0] if len(seen) == limit else ""
+
+    def _is_over(self, record: Record) -> bool:
+        keep_s = self._policy.organization_of(org_of(record.queue)).keep_s
+        if record.state in ("DEAD_LETTER", "QUARANTINED"):
+            keep_s = max(self._policy.keep_dead_s, keep_s)
+        elif record.state in ("CANCELLED", "EXPIRED"):
+            keep_s *= FAILED_KEPT_FACTOR
+        kept_us = round(keep_s * MICROS_PER_S)
+        return 0 < record.ended_us < self.transaction.wall_us - kept_us
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def loaded(self, message_id: str) -> Stored:
+        """Everything about a message of an organization. Raises `UnknownTask`."""
+        found = self.transaction.load(message_id)
+        if found is None or not org_of(found.record.queue):
+            raise UnknownTask(message_id, f"there is no message {message_id!r}")
+        return found
+
+    def payload_of(self, body: Body) -> bytes:
+        """The payload of a message, which may be stored apart."""
+        if not body.payload_ref:
+            return bytes(body.payload)
+        return self.transaction.cell(BODIES, body.payload_ref) or b"{}"
+
+    def dead_letters(self, org_id: str | None, after: int, limit: int) -> list[Record]:
+        """Dead letters and quarantined messages by acceptance."""
+        queue = None if org_id is None else ENGINE_PREFIX + org_id
+        dead: tuple[State, ...] = ("DEAD_LETTER", "QUARANTINED")
+        found = [
+            record
+            for state in dead
+            for record in self.transaction.find(Listing(queue, state, after, limit))
+            if org_of(record.queue)
+        ]
+        return sorted(found, key=lambda record: record.seq)[:limit]
+
+    def workers(self) -> dict[str, WorkerInfo]:
+        """Workers that reported lately."""
+        lost_ns = self.transaction.steady_ns - round(WORKER_LOST_S * lifecycle.NANOS_PER_S)
+        return {name: info for name, info in WORKERS.scan(self.transaction) if info.seen_ns >= lost_ns}
+
+
+def _expire(record: Record, moment: Moment) -> Step | None:
+    return lifecycle.expire(record, moment) if org_of(record.queue) else None
+
+
+def _renewal(lease: int) -> Decide:
+    return lambda record, moment: lifecycle.renew(record, moment, lease)
+
+
+def _completion(outcome: Outcome, detail: dict[str, Any]) -> Decide:
+    return lambda record, moment: lifecycle.complete(record, moment, outcome.lease, outcome.result, detail)
+
+
+def _spent(outcome: Outcome) -> dict[str, Any]:
+    """What the completion says for the audit stream."""
+    if outcome.usage is None:
+        return {}
+    facts: dict[str, Any] = msgspec.to_builtins(outcome.usage)
+    if outcome.body is not None:
+        facts |= {"goal_id": outcome.body.goal_id, "agent_id": outcome.body.agent_id}
+    if outcome.service:
+        facts["service"] = outcome.service
+    return {name: value for name, value in facts.items() if value}
+
+
+def _body_of(loaded: Stored) -> Body | None:
+    try:
+        return decode_body(loaded.envelope.payload)
+    except msgspec.DecodeError:
+        return None
+
+
+def _scope(org_id: str, type_name: str) -> str:
+    of_type = f"type {type_name}" if type_name else "all types"
+    return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
+
+
+Work: TypeAlias = Callable[[Operations], Any]
+
+
+def bound(work: Work, policy: Policy) -> Callable[[Transaction], Any]:
+    """Work on messages as work on a transaction."""
+    return lambda transaction: work(Operations(transaction, policy))
+
+
+def bound_all(works: Iterable[Work], policy: Policy) -> list[Callable[[Transaction], Any]]:
+    """As `bound`, for many."""
+    return [bound(work, policy) for work in works]

@@ -1,0 +1,451 @@
+"""A worker: claims messages, runs their handlers, and commits outcomes together with the next claims.
+
+Rule 1: one commit at a time. It applies every outcome that is there and claims for every free slot.
+Rule 2: leases are renewed in the background. A message whose lease is lost is cancelled at once, and its
+        outcome is dropped.
+Rule 3: a store that is not available is asked again; no outcome is lost meanwhile.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+
+from postroom.contracts.engine import handlers
+from postroom.contracts.engine.batches import Batches
+from postroom.contracts.engine.cells import WorkerInfo
+from postroom.contracts.engine.claims import Claimed, Claims
+from postroom.contracts.engine.context import Context, ThreadContext
+from postroom.contracts.engine.handlers import Handler, completed, ended, failed, limited, timeout_of
+from postroom.contracts.engine.isolation import ProcessDied, run_alone
+from postroom.contracts.engine.messages import Message, message_of
+from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.core import poison
+from postroom.core.fairness import Rotation
+from postroom.errors import PostroomError, Unavailable, ValidationError
+from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.contracts.engine.core import EngineCore
+
+_log = logging.getLogger("postroom.engine")
+
+SLOTS_DEFAULT: Final = 10
+WATCH_S: Final = 0.4  # how often a worker looks whether its messages were cancelled
+REPORT_S: Final = 5.0
+SWEEP_S: Final = 1.0
+PURGE_S: Final = 60.0
+CLAIMS_SEEN_S: Final = 30.0
+OUTAGE_PAUSE_S: Final = 0.25
+OUTAGE_PAUSE_S_MAX: Final = 5.0
+DRAIN_S: Final = 30.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+Cycle: TypeAlias = tuple[list[str], list[Claimed], list[bytes | None]]
+"""Messages whose outcome came too late, claimed messages, and their payloads that are stored apart."""
+
+
+def slots_from_environment() -> int:
+    """The smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY."""
+    names = ("WORKER_PREFETCH", "WORKER_CONCURRENCY")
+    values = [os.environ.get(name, "") for name in names]
+    return min(int(value) if value.isdigit() and int(value) > 0 else SLOTS_DEFAULT for value in values)
+
+
+def new_worker_id() -> str:
+    """A name that tells host and process."""
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{os.urandom(3).hex()}"
+
+
+class _Running:
+    """One attempt that is under way."""
+
+    def __init__(self, claimed: Claimed, started: float) -> None:
+        self.claimed = claimed
+        self.started = started
+        self.task: asyncio.Task[None] | None = None
+        self.context: Context | None = None
+        self.is_dropped = False
+        """Whether the lease is lost, so that nobody wants the outcome."""
+
+
+class Worker:
+    """One worker in this process."""
+
+    def __init__(
+        self,
+        core: "EngineCore",
+        *,
+        worker_id: str | None = None,
+        slots: int | None = None,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self._core = core
+        self._drain_s = drain_s
+        self.worker_id = new_worker_id() if worker_id is None else worker_id
+        self.slots = slots_from_environment() if slots is None else slots
+        self._rotation = Rotation()
+        self._running: dict[str, _Running] = {}
+        self._outcomes: list[Outcome] = []
+        self._batches = Batches(self._call)
+        self._claims: deque[tuple[float, int, int]] = deque()
+        """When how many messages were claimed, and how many of them were promoted."""
+        self._wake = asyncio.Event()
+        self._look = asyncio.Event()
+        self._stopping = False
+        self._threads: ThreadPoolExecutor | None = None
+        self._purged = 0.0
+        self._random = random.Random()  # noqa: S311 - jitter needs no secrets
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until `stop`."""
+        loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="postroom-handler")
+        helpers = [asyncio.create_task(each) for each in (self._keep_leases(), self._watch(), self._report())]
+        try:
+            with self._core.heard(partial(_set_soon, loop, self._wake)):
+                await self._work()
+        except asyncio.CancelledError:
+            await self._give_back()
+            raise
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await self._leave()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Claim no more, finish what runs, and return from `run`."""
+        self._stopping = True
+        self._wake.set()
+
+    async def _work(self) -> None:
+        deadline: float | None = None
+        while True:
+            if self._stopping:
+                deadline = deadline or time.monotonic() + self._drain_s
+                if not self._running and not self._outcomes:
+                    return
+                if time.monotonic() >= deadline:
+                    await self._give_back()
+                    return
+            self._wake.clear()
+            claimed = await self._cycle()
+            if not claimed and not self._outcomes:
+                await self._rest(deadline)
+            elif self._running:
+                await asyncio.sleep(0)  # let handlers that need no time finish, so that they share a commit
+
+    async def _rest(self, deadline: float | None) -> None:
+        """Wait for an outcome, a new message, or a deadline."""
+        pause_s = await self._core.pause_s()
+        if deadline is not None:
+            pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), pause_s)
+
+    async def _give_back(self) -> None:
+        """Cancel what still runs and release its messages."""
+        self._stopping = True
+        for running in list(self._running.values()):
+            self._drop(running)
+            self._outcomes.append(ended(running.claimed, "released"))
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        await asyncio.wait(tasks, timeout=1.0) if tasks else None
+        await self._cycle()
+
+    async def _leave(self) -> None:
+        with suppress(PostroomError):
+            await self._core.write(
+                lambda operations: operations.report_worker(self.worker_id, None), makes_room=True
+            )
+
+    def look(self) -> None:
+        """Look soon whether messages were cancelled."""
+        self._look.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and no outcome waits."""
+        return not self._running and not self._outcomes
+
+    async def step(self) -> int:
+        """One cycle, with everything that it starts run to its end; for tests."""
+        claimed = await self._cycle()
+        while self._running:
+            tasks = [running.task for running in self._running.values() if running.task is not None]
+            await asyncio.wait(tasks)
+        return claimed
+
+    # ---- the cycle -----------------------------------------------------------------------------
+
+    async def _cycle(self) -> int:
+        """Commit the outcomes, claim for the free slots, and start what was claimed; how many."""
+        outcomes, self._outcomes = self._outcomes, []
+        free = 0 if self._stopping else self.slots + self._batches.waiting - len(self._running)
+        if not outcomes and free <= 0:
+            return 0
+        services = self._core.services
+        policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
+
+        def work(transaction: Transaction) -> Cycle:
+            operations = Operations(transaction, policy)
+            stale = operations.finish(outcomes) if outcomes else []
+            found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
+            bodies = [
+                operations.payload_of(one.body) if one.body is not None and one.body.payload_ref else None
+                for one in found
+            ]
+            return stale, found, bodies
+
+        try:
+            stale, claimed, bodies = await self._committed(work, makes_room=bool(outcomes))
+        except Unavailable as error:
+            await self._outage(outcomes, error)
+            return 0
+        self._failures = 0
+        for message_id in stale:
+            _log.warning("message %s: its lease was over, so its outcome is dropped", message_id)
+        self._core.rang([one.message_id for one in outcomes])
+        self._note(claimed)
+        for one, payload in zip(claimed, bodies, strict=True):
+            self._start(one, payload)
+        return len(claimed)
+
+    async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
+        """Commit a cycle. When the worker is cancelled meanwhile, what the cycle claimed is released."""
+        commit = asyncio.ensure_future(self._core.write_raw(work, makes_room=makes_room))
+        try:
+            return await asyncio.shield(commit)
+        except asyncio.CancelledError:
+            with suppress(Unavailable):
+                _, claimed, _ = await commit
+                self._outcomes += [ended(one, "released") for one in claimed]
+            raise
+
+    _failures = 0
+
+    async def _outage(self, outcomes: list[Outcome], error: Unavailable) -> None:
+        """The store is not available: keep the outcomes and try again after a pause."""
+        self._outcomes = outcomes + self._outcomes
+        self._failures += 1
+        if self._failures == 1:
+            _log.warning("the store is not available, and is asked again: %s", error)
+        pause_s = min(OUTAGE_PAUSE_S * 2 ** min(self._failures - 1, 10), OUTAGE_PAUSE_S_MAX)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), pause_s)
+            await asyncio.sleep(OUTAGE_PAUSE_S)
+
+    def _note(self, claimed: list[Claimed]) -> None:
+        now = time.monotonic()
+        if claimed:
+            self._claims.append((now, len(claimed), sum(one.is_promoted for one in claimed)))
+        while self._claims and self._claims[0][0] < now - CLAIMS_SEEN_S:
+            self._claims.popleft()
+
+    # ---- running handlers ----------------------------------------------------------------------
+
+    def _start(self, claimed: Claimed, payload: bytes | None) -> None:
+        running = _Running(claimed, time.monotonic())
+        self._running[claimed.record.message_id] = running
+        running.task = asyncio.create_task(self._attempt(running, payload))
+
+    async def _attempt(self, running: _Running, payload: bytes | None) -> None:
+        claimed = running.claimed
+        outcome: Outcome | None
+        try:
+            outcome = await self._outcome(running, payload)
+        except asyncio.CancelledError:
+            outcome = None if running.is_dropped else ended(claimed, "released")
+        finally:
+            if self._running.get(claimed.record.message_id) is running:  # else a later attempt runs here
+                del self._running[claimed.record.message_id]
+        if outcome is not None and not running.is_dropped:
+            self._outcomes.append(outcome)
+        self._wake.set()
+
+    async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
+        """Run the handler of a message, and turn what happens into an outcome."""
+        claimed = running.claimed
+        handler = self._core.handlers.get(claimed.type)
+        if handler is None:
+            return failed(
+                claimed, None, LookupError(f"no handler for type {claimed.type}"), error_type="NoHandler"
+            )
+        if claimed.body is None:
+            text = "the stored message cannot be decoded"
+            return failed(claimed, None, ValueError(text), error_type="Undecodable")
+        message: Message | None = None
+        try:
+            shaped = self._core.registry.shaped(claimed.type, payload or bytes(claimed.body.payload))
+            record = claimed.record
+            message = message_of(record, claimed.type, claimed.parent_message_id, claimed.body, shaped)
+            context = running.context = Context(self._core, message, record.lease, record.attempt)
+            if poison.runs_alone(record) or handler.pool == "process":
+                return await self._alone(claimed, handler, message, context)
+            if handler.batch > 1:
+                result = await self._batches.call(handler, message, context)
+            else:
+                result = await limited(self._call(handler, message, context), timeout_of(handler, message))
+            return completed(claimed, handler, result, context.used)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
+            return self._failure(claimed, handler, message, error)
+
+    def _failure(
+        self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
+    ) -> Outcome:
+        _log.info("message %s failed: %s: %s", claimed.record.message_id, type(error).__name__, error)
+        keep = self._core.policy.keep_priority
+        keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
+        return failed(
+            claimed, handler, error, spread=self._random.random(),
+            keeps_priority=bool(keeps and keep is not None and keep(message, error)),
+        )  # fmt: skip
+
+    async def _call(self, handler: Handler, message: Any, context: Any) -> Any:
+        if handler.is_async:
+            return await handler.run(message, context)
+        loop = asyncio.get_running_loop()
+
+        def wait(coroutine: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+        if isinstance(context, list):
+            plain: Any = [ThreadContext(each, wait) for each in context]
+        else:
+            plain = ThreadContext(context, wait)
+        return await loop.run_in_executor(self._threads, handler.run, message, plain)
+
+    async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
+        """Run the handler in a process of its own, which may crash."""
+
+        def call() -> bytes:
+            return _encode(self._in_child(claimed, handler, message, context))
+
+        try:
+            outcome = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
+        except ProcessDied as died:
+            _log.warning("message %s: %s", claimed.record.message_id, died)
+            return ended(claimed, "crashed")
+        return msgspec.structs.replace(outcome, body=claimed.body)
+
+    def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
+        try:
+            if handler.is_async:
+                result = asyncio.run(_awaited(handler, message, context))
+            else:
+                result = handler.run(message, ThreadContext(context, asyncio.run))
+            outcome = completed(claimed, handler, result, context.used)
+        except Exception as error:  # noqa: BLE001 - as in `_outcome`
+            outcome = self._failure(claimed, handler, message, error)
+        return msgspec.structs.replace(outcome, body=None)
+
+    def _drop(self, running: _Running) -> None:
+        """Stop an attempt whose outcome nobody wants."""
+        running.is_dropped = True
+        if running.context is not None:
+            running.context.cancelled = True
+        if running.task is not None:
+            running.task.cancel()
+
+    # ---- beside the cycle ----------------------------------------------------------------------
+
+    async def _keep_leases(self) -> None:
+        period_s = self._core.policy.lease_s / 3
+        while True:
+            await asyncio.sleep(period_s)
+            before = time.monotonic() - period_s / 2
+            leases = {
+                message_id: running.claimed.record.lease
+                for message_id, running in self._running.items()
+                if running.started <= before and not running.is_dropped
+            }
+            if leases:
+                await self._renew(leases)
+
+    async def _renew(self, leases: dict[str, int]) -> None:
+        """Renew leases, and drop the attempts whose lease was over."""
+        try:
+            lost = await self._core.write(lambda operations: operations.heartbeat(leases), makes_room=True)
+        except Unavailable:
+            return  # the next beat tries again; the leases last three of them
+        for message_id in lost:
+            running = self._running.get(message_id)
+            if running is not None:
+                self._drop(running)
+
+    async def _watch(self) -> None:
+        """Cancel handlers whose message was cancelled or taken away, and of a killed organization."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), WATCH_S)
+            self._look.clear()
+            held = {
+                message_id: running.claimed.record.lease
+                for message_id, running in self._running.items()
+                if not running.is_dropped
+            }
+            if not held:
+                continue
+            with suppress(Unavailable):
+                await self._check(held)
+
+    async def _check(self, leases: dict[str, int]) -> None:
+        lost, killed = await self._core.read(lambda operations: operations.lost(leases))
+        for message_id in lost | killed:
+            running = self._running.get(message_id)
+            if running is None:
+                continue
+            self._drop(running)
+            if message_id in killed:
+                self._outcomes.append(ended(running.claimed, "released"))
+                self._wake.set()
+
+    async def _report(self) -> None:
+        """Say that this worker is alive, and sweep now and then."""
+        while True:
+            claims = sum(count for _, count, _ in self._claims)
+            promoted = sum(count for _, _, count in self._claims)
+            slots, in_flight = self.slots, len(self._running)
+
+            def work(
+                transaction: Transaction, facts: tuple[int, ...] = (slots, in_flight, claims, promoted)
+            ) -> None:
+                operations = Operations(transaction, self._core.policy)
+                info = WorkerInfo(transaction.wall_us, transaction.steady_ns, *facts)
+                operations.report_worker(self.worker_id, info)
+                operations.sweep()
+
+            with suppress(Unavailable):
+                await self._core.write_raw(work, makes_room=True)
+                now = time.monotonic()
+                if now >= self._purged + PURGE_S:
+                    self._purged = now
+                    await self._core.purge()
+            await asyncio.sleep(REPORT_S if self._core.policy.lease_s >= REPORT_S else SWEEP_S)
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set an event of a loop from any thread."""
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(event.set)
+
+
+async def _awaited(handler: Handler, message: Message, context: Context) -> Any:
+    return await handlers.limited(handler.run(message, context), None)

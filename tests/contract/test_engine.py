@@ -1,0 +1,1214 @@
+"""What `Engine` promises, on every store."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import postroom
+from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
+from postroom.contracts.engine.messages import InvalidExpiry, InvalidParent, InvalidPriority
+from postroom.core.events import of_store
+from postroom.core.history_checker import History
+from postroom.errors import (
+    EffectUnknown,
+    GuardTripped,
+    InvalidMessage,
+    InvalidName,
+    InvalidSetting,
+    KeyReused,
+    MessageFailed,
+    Overloaded,
+    ResultGone,
+    UnknownTask,
+    UnknownType,
+    UnsupportedVersion,
+    ValidationError,
+    WrongState,
+)
+from postroom.message import Envelope
+from postroom.stores.store import Store
+from postroom.testing import FIRST_WALL_US, ManualClock, check_books
+from tests.engines import EngineUnderTest, soon
+
+DAY_S = 86_400.0
+Opened = Callable[..., EngineUnderTest]
+NOW = datetime.fromtimestamp(FIRST_WALL_US / 1e6, UTC)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/queue.db"
+
+
+@pytest.fixture
+def opened(url: str) -> Iterator[Opened]:
+    made: list[EngineUnderTest] = []
+
+    def open_engine(**rules: Any) -> EngineUnderTest:
+        made.append(EngineUnderTest(url, Policy(**rules)))
+        return made[-1]
+
+    yield open_engine
+    for one in made:
+        check_books(one.engine.store)
+        check_history(one.engine.store)
+        one.close()
+
+
+def check_history(store: Store) -> None:
+    """The events of the store, as the audit stream gets them, break no rule of a history."""
+    checker = History()
+    for event in store.events(0, 100_000):
+        checker.add(of_store(event, "tasks:x", "tasks"))
+    assert not checker.verdict().violations
+
+
+@pytest.fixture
+def world(opened: Opened) -> EngineUnderTest:
+    return opened()
+
+
+def ids(handles: list[Handle]) -> list[str]:
+    return [handle.message_id for handle in handles]
+
+
+def claimed_ids(world: EngineUnderTest, limit: int = 1) -> list[str]:
+    """The next messages; they are completed at once."""
+    claimed = world.claim(limit)
+    world.complete(claimed)
+    return [one.record.message_id for one in claimed]
+
+
+# ---- messages --------------------------------------------------------------------------------------
+
+
+def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> None:
+    seen = []
+
+    @world.engine.handler("tool_call")
+    async def run(message: Any, ctx: Any) -> dict[str, Any]:
+        seen.append(message)
+        return {"attempt": ctx.attempt}
+
+    handle = world.submit(
+        payload={"tool": "search"}, agent_id="a1", user_id="u1", priority=1, context={"k": 1},
+        metadata={"m": 2}, resource_limits={"time": 5, "memory": "1GB"}, model_preferences=["x"],
+        token_needs={"max": 10}, traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
+    )  # fmt: skip
+    world.run_all()
+    [message] = seen
+    assert world.wait(handle.result()) == {"attempt": 1}
+    assert message.payload == {"tool": "search"}
+    assert message.created_by.type == "agent"
+    assert message.created_by.id == "a1"
+    assert message.goal_id
+    assert message.task_id
+    assert message.created_at == NOW
+    assert message.resource_limits.memory == "1GB"
+    assert handle.message_id[14] == "7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "word"),
+    [
+        ({"type": "nonsense"}, UnknownType, "model_call"),
+        ({"priority": 4}, InvalidPriority, "0 to 3"),
+        ({"priority": -1}, InvalidPriority, "0 to 3"),
+        ({"priority": True}, InvalidPriority, "0 to 3"),
+        ({"priority": "1"}, InvalidPriority, "0 to 3"),
+        ({"expires_at": NOW - timedelta(seconds=1)}, InvalidExpiry, "past"),
+        ({"expires_at": NOW.replace(tzinfo=None) + timedelta(hours=1)}, InvalidExpiry, "time zone"),
+        ({"expires_at": 5}, InvalidExpiry, "time zone"),
+        ({"expires_at": NOW + timedelta(seconds=5), "delay_s": 6}, InvalidExpiry, "delay_s"),
+        ({"message_id": "0190f0f0-0000-7000-8000-000000000000",
+          "parent_message_id": "0190f0f0-0000-7000-8000-000000000000"}, InvalidParent, "itself"),
+        ({"org_id": "a/b"}, InvalidName, "org_id"),
+        ({"org_id": ""}, InvalidName, "org_id"),
+        ({"org_id": None}, InvalidName, "org_id"),
+        ({"version": "3.0.0"}, UnsupportedVersion, "3.0.0"),
+        ({"version": "one"}, UnsupportedVersion, "one"),
+        ({"payload": [1]}, ValidationError, "JSON object"),
+        ({"payload": {"x": float("nan")}}, InvalidMessage, "JSON"),
+        ({"created_by": {"type": "robot", "id": "x"}}, InvalidMessage, "created_by"),
+        ({"resource_limits": {"memory": "much"}}, InvalidMessage, "1GB"),
+        ({"delay_s": -1}, InvalidMessage, "delay_s"),
+        ({"colour": "red"}, InvalidMessage, "colour"),
+        ({"on_dead": "panic"}, InvalidMessage, "on_dead"),
+        ({"traceparent": "x"}, InvalidMessage, "Trace Context"),
+    ],
+)  # fmt: skip
+def test_wrong_message_is_refused_with_its_own_error(
+    world: EngineUnderTest, fields: dict[str, Any], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        world.submit(**fields)
+    assert not world.engine.store.count()
+
+
+def test_unknown_fields_of_a_newer_minor_version_survive(world: EngineUnderTest) -> None:
+    handle = world.submit(version="1.7.0", colour="red")
+    assert world.wait(world.engine.get(handle.message_id)).message["colour"] == "red"
+
+
+def test_migration_runs_on_the_way_in(opened: Opened) -> None:
+    world = opened(version="2.0.0")
+
+    @world.engine.migration(1)
+    def one_to_two(fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "payload": {"tool": fields["payload"]["name"]}}
+
+    handle = world.submit(version="1.4.0", payload={"name": "search"})
+    info = world.wait(world.engine.get(handle.message_id))
+    assert info.message["payload"] == {"tool": "search"}
+    assert info.message["version"] == "2.0.0"
+    with pytest.raises(UnsupportedVersion):
+        world.submit(version="0.9.0")
+
+
+def test_registered_shape_is_checked_at_submit(world: EngineUnderTest) -> None:
+    class Call(msgspec.Struct):
+        tool: str
+
+    @world.engine.handler("tool_call", payload=Call)
+    async def run(message: Any, _ctx: Any) -> str:
+        return str(message.payload.tool)
+
+    with pytest.raises(ValidationError, match="tool"):
+        world.submit(payload={"tool": 1})
+    handle = world.submit(payload={"tool": "x"})
+    world.run_all()
+    assert world.wait(handle.result()) == "x"
+
+
+def test_registered_type_is_accepted(world: EngineUnderTest) -> None:
+    world.engine.register_type("report")
+    assert world.state(world.submit(type="report")) == "QUEUED"
+
+
+def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -> None:
+    world = opened(body_inline_bytes_max=100)
+    sizes = []
+
+    @world.engine.handler("tool_call")
+    async def run(message: Any, _ctx: Any) -> None:
+        sizes.append(len(message.payload["text"]))
+
+    handles = [world.submit(payload={"text": "x" * 5_000}) for _ in range(2)]
+    cells = world.engine.store.read(lambda transaction: transaction.cells("engine.body"))
+    assert len(cells) == 1
+    world.run_all()
+    assert sizes == [5_000, 5_000]
+    assert world.wait(world.engine.get(handles[0].message_id)).message["payload"] == {"text": "x" * 5_000}
+    world.clock.advance(8 * DAY_S)
+    world.wait(world.engine._core.purge())
+    assert not world.engine.store.read(lambda transaction: transaction.cells("engine.body"))
+
+
+# ---- keys ------------------------------------------------------------------------------------------
+
+
+def test_repeated_key_gives_the_first_message_and_its_result(world: EngineUnderTest) -> None:
+    runs = []
+
+    @world.engine.handler("tool_call")
+    async def run(_message: Any, _ctx: Any) -> str:
+        runs.append(1)
+        return "done"
+
+    first = world.submit(idempotency_key="k", payload={"a": 1})
+    world.run_all()
+    again = world.submit(idempotency_key="k", payload={"a": 1})
+    world.run_all()
+    assert again.duplicate
+    assert again.message_id == first.message_id
+    assert world.wait(again.result()) == "done"
+    assert runs == [1]
+
+
+def test_key_with_another_payload_is_refused(world: EngineUnderTest) -> None:
+    world.submit(idempotency_key="k", payload={"a": 1})
+    with pytest.raises(KeyReused):
+        world.submit(idempotency_key="k", payload={"a": 2})
+    world.submit(idempotency_key="k", payload={"a": 2}, org_id="other")
+
+
+def test_key_whose_result_is_gone_is_refused_and_free_after_30_days(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    async def run(_message: Any, _ctx: Any) -> None: ...
+
+    world.submit(idempotency_key="k")
+    world.run_all()
+    world.clock.advance(8 * DAY_S)
+    world.wait(world.engine._core.purge())
+    with pytest.raises(ResultGone):
+        world.submit(idempotency_key="k")
+    world.clock.advance(23 * DAY_S)
+    world.wait(world.engine._core.purge())
+    assert not world.submit(idempotency_key="k").duplicate
+
+
+def test_submit_many_is_all_or_none(world: EngineUnderTest) -> None:
+    world.submit(idempotency_key="k", payload={"a": 1})
+    good = {"type": "tool_call", "org_id": "acme", "payload": {}}
+    with pytest.raises(KeyReused):
+        world.wait(world.engine.submit_many([good, {**good, "idempotency_key": "k"}]))
+    assert world.engine.store.count()["org:acme"] == {"QUEUED": 1}
+    first, second = world.wait(world.engine.submit_many([{**good, "idempotency_key": "n"}] * 2))
+    assert first.message_id == second.message_id
+
+
+# ---- retries and dead letters ----------------------------------------------------------------------
+
+
+def failing(
+    world: EngineUnderTest, error: BaseException, type_name: str = "tool_call", **options: Any
+) -> None:
+    @world.engine.handler(type_name, **options)
+    async def run(_message: Any, _ctx: Any) -> None:
+        raise error
+
+
+def test_each_retry_demotes_from_the_accepted_priority(world: EngineUnderTest) -> None:
+    failing(world, RuntimeError("boom"))
+    handle = world.submit(priority=1)
+    lanes = []
+    for _ in range(6):
+        world.run_all()
+        lanes.append(world.wait(world.engine.get(handle.message_id)).priority)
+        world.clock.advance(40)
+    info = world.wait(world.engine.get(handle.message_id))
+    assert lanes[:4] == [2, 3, 3, 3]
+    assert info.accepted_priority == 1
+    assert info.state == "DEAD_LETTER"
+    assert info.attempt == 6
+    [letter] = world.wait(world.engine.dlq.list())
+    assert letter.failure_reason == "Max retries exceeded"
+    assert len(letter.error_history) == 6
+    assert letter.can_replay
+    assert letter.original_message["priority"] == 1
+    with pytest.raises(MessageFailed) as failed:
+        world.wait(handle.result())
+    assert failed.value.error_history[0]["error"] == "boom"
+
+
+def test_hook_keeps_the_priority_of_a_retry(opened: Opened) -> None:
+    world = opened(keep_priority=lambda _message, error: isinstance(error, RuntimeError))
+    failing(world, RuntimeError("boom"))
+    handle = world.submit(priority=0)
+    world.run_all()
+    assert world.wait(world.engine.get(handle.message_id)).priority == 0
+
+
+@pytest.mark.parametrize(
+    ("type_name", "retries", "delays"),
+    [
+        ("model_call", 3, [1, 2, 4]),
+        ("tool_call", 5, [1, 2, 4, 8, 16]),
+        ("memory_save", 10, [1, 2, 3]),
+        ("memory_retrieve", 5, [0.5, 1.0, 1.5]),
+        ("agent_spawn", 3, [1, 2, 4]),
+    ],
+)
+def test_retry_rule_of_each_type(type_name: str, retries: int, delays: list[float]) -> None:
+    rule = Policy().retry_of(type_name)
+    assert rule.max_retries == retries
+    assert [rule.delay_ns(n, 0.0) / 1e9 for n in range(len(delays))] == delays
+    assert rule.delay_ns(0, 1.0) > rule.delay_ns(0, 0.0)
+
+
+def test_validation_error_is_never_retried(world: EngineUnderTest) -> None:
+    failing(world, postroom.ValidationError("bad"))
+    handle = world.submit()
+    world.run_all()
+    assert world.state(handle) == "DEAD_LETTER"
+    assert world.wait(world.engine.get(handle.message_id)).attempt == 1
+
+
+@pytest.mark.parametrize(("after_s", "wait_s"), [(7.0, 7.0), (None, 60.0)])
+def test_rate_limit_is_retried_when_the_service_says(
+    world: EngineUnderTest, after_s: float | None, wait_s: float
+) -> None:
+    failing(world, postroom.RateLimited(retry_after_s=after_s))
+    handle = world.submit()
+    world.run_all()
+    world.clock.advance(wait_s - 0.1)
+    assert not world.claim()
+    world.clock.advance(0.2)
+    assert [one.record.message_id for one in world.claim()] == [handle.message_id]
+
+
+def test_message_without_a_handler_goes_to_the_dead_letters(world: EngineUnderTest) -> None:
+    handle = world.submit(type="memory_save")
+    world.run_all()
+    assert world.state(handle) == "DEAD_LETTER"
+    [letter] = world.wait(world.engine.dlq.list(type="memory_save"))
+    assert "NoHandler" in letter.failure_reason
+
+
+def test_bytes_that_cannot_be_decoded_reach_the_dead_letters(world: EngineUnderTest) -> None:
+    envelope = Envelope(queue="org:acme", payload=b"\xffnot json", type="tool_call")
+    world.engine.store.write(lambda transaction: transaction.insert([envelope]))
+    failing(world, RuntimeError("never called"))
+    world.run_all()
+    [letter] = world.wait(world.engine.dlq.list())
+    assert letter.original_bytes == b"\xffnot json"
+    assert not letter.can_replay
+
+
+def test_replay_runs_again_and_dry_run_does_not(world: EngineUnderTest) -> None:
+    works: list[int] = []
+
+    @world.engine.handler("model_call", retry=Retry(max_retries=0))
+    async def run(_message: Any, _ctx: Any) -> str:
+        if not works:
+            works.append(1)
+            raise RuntimeError("boom")
+        return "done"
+
+    handle = world.submit(type="model_call", priority=2)
+    world.run_all()
+    assert world.wait(world.engine.dlq.replay(dry_run=True)) == [handle.message_id]
+    assert world.state(handle) == "DEAD_LETTER"
+    assert world.wait(world.engine.dlq.replay(priority=0, type="model_call")) == [handle.message_id]
+    assert world.wait(world.engine.get(handle.message_id)).priority == 0
+    world.run_all()
+    assert world.wait(handle.result()) == "done"
+    assert not world.wait(world.engine.dlq.list())
+    with pytest.raises(WrongState):
+        world.wait(world.engine.dlq.replay([handle.message_id]))
+
+
+def test_dead_letters_are_filtered_and_purged(world: EngineUnderTest) -> None:
+    failing(world, postroom.ValidationError("bad"))
+    failing(world, postroom.ValidationError("bad"), "model_call")
+    world.submit(org_id="one")
+    world.submit(org_id="two", type="model_call")
+    world.run_all()
+    assert [each.original_message["org_id"] for each in world.wait(world.engine.dlq.list(org_id="two"))] == [
+        "two"
+    ]
+    assert len(world.wait(world.engine.dlq.list(since=NOW - timedelta(hours=1)))) == 2
+    assert not world.wait(world.engine.dlq.list(until=NOW - timedelta(hours=1)))
+    with pytest.raises(InvalidMessage):
+        world.wait(world.engine.dlq.list(colour="red"))
+    assert len(world.wait(world.engine.dlq.purge(org_id="one"))) == 1
+    assert len(world.wait(world.engine.dlq.list())) == 1
+
+
+def test_dead_letters_are_kept_longer_than_results(world: EngineUnderTest) -> None:
+    failing(world, postroom.ValidationError("bad"))
+
+    @world.engine.handler("model_call")
+    async def run(_message: Any, _ctx: Any) -> None: ...
+
+    dead, done = world.submit(), world.submit(type="model_call")
+    world.run_all()
+    world.clock.advance(8 * DAY_S)
+    world.wait(world.engine._core.purge())
+    assert world.state(dead) == "DEAD_LETTER"
+    with pytest.raises(UnknownTask):
+        world.state(done)
+    world.clock.advance(83 * DAY_S)
+    world.wait(world.engine._core.purge())
+    with pytest.raises(UnknownTask):
+        world.state(dead)
+
+
+def test_retention_follows_the_tier_of_the_organization(opened: Opened) -> None:
+    world = opened(organizations={"big": Organization(tier="pro")})
+
+    @world.engine.handler("tool_call")
+    async def run(_message: Any, _ctx: Any) -> None: ...
+
+    small, big = world.submit(org_id="small"), world.submit(org_id="big")
+    world.run_all()
+    world.clock.advance(80 * DAY_S)
+    world.wait(world.engine._core.purge())
+    assert world.state(big) == "COMPLETED"
+    with pytest.raises(UnknownTask):
+        world.state(small)
+
+
+# ---- order -----------------------------------------------------------------------------------------
+
+
+def test_workers_take_priorities_in_order_and_fifo_inside(world: EngineUnderTest) -> None:
+    handles = {priority: [world.submit(priority=priority) for _ in range(2)] for priority in (3, 1, 0, 2)}
+    expected = [one.message_id for priority in range(4) for one in handles[priority]]
+    assert claimed_ids(world, 8) == expected
+
+
+def test_waiting_messages_are_promoted_step_by_step(world: EngineUnderTest) -> None:
+    old = world.submit(priority=3)
+    world.clock.advance(31)
+    fresh = {priority: world.submit(priority=priority) for priority in (1, 2)}
+    assert claimed_ids(world, 3) == [fresh[1].message_id, old.message_id, fresh[2].message_id]
+    old = world.submit(priority=3)
+    world.clock.advance(46)
+    fresh = {priority: world.submit(priority=priority) for priority in (0, 1)}
+    assert claimed_ids(world, 3) == [fresh[0].message_id, old.message_id, fresh[1].message_id]
+
+
+def test_fresh_p0_goes_before_promoted_messages_which_get_one_of_eight(world: EngineUnderTest) -> None:
+    promoted = ids(world.submit_many(5, priority=3))
+    world.clock.advance(60)
+    fresh = ids(world.submit_many(30, priority=0))
+    order = claimed_ids(world, 24)
+    assert order[:7] == fresh[:7]
+    assert [order.index(each) for each in promoted[:3]] == [7, 15, 23]
+
+
+def test_promotion_is_an_event_and_keeps_the_accepted_priority(world: EngineUnderTest) -> None:
+    handle = world.submit(priority=3)
+    world.clock.advance(31)
+    assert claimed_ids(world) == [handle.message_id]
+    info = world.wait(world.engine.get(handle.message_id))
+    assert "promoted" in [event.kind for event in info.history]
+    assert info.accepted_priority == 3
+
+
+def test_organizations_take_turns_inside_a_priority(world: EngineUnderTest) -> None:
+    world.submit_many(50, org_id="flood")
+    small = ids(world.submit_many(2, org_id="small"))
+    order = claimed_ids(world, 6)
+    assert set(small) < set(order)
+
+
+def test_weights_share_the_deliveries(opened: Opened) -> None:
+    world = opened(organizations={"heavy": Organization(weight=3.0)})
+    heavy = set(ids(world.submit_many(40, org_id="heavy")))
+    world.submit_many(40, org_id="light")
+    order = claimed_ids(world, 20)
+    assert len(heavy & set(order)) == 15
+
+
+def test_small_weight_gets_its_share(opened: Opened) -> None:
+    world = opened(organizations={"tiny": Organization(weight=0.25)})
+    tiny = set(ids(world.submit_many(40, org_id="tiny")))
+    world.submit_many(40, org_id="usual")
+    order = [each for _ in range(10) for each in claimed_ids(world, 2)]
+    assert len(tiny & set(order)) == 4
+
+
+def test_ordering_key_is_strict(world: EngineUnderTest) -> None:
+    first, second, third = (world.submit(ordering_key="k", priority=priority) for priority in (3, 0, 0))
+    other = world.submit(priority=3)
+    claimed = world.claim(10)
+    assert [one.record.message_id for one in claimed] == [first.message_id, other.message_id]
+    assert not world.claim(10)
+    world.complete(claimed)
+    assert claimed_ids(world, 10) == [second.message_id]
+    assert claimed_ids(world, 10) == [third.message_id]
+
+
+def test_dead_head_lets_its_key_go_on_unless_it_stops_it(world: EngineUnderTest) -> None:
+    failing(world, postroom.ValidationError("bad"))
+    world.submit(ordering_key="go")
+    following = world.submit(ordering_key="go", type="model_call")
+    stopping = world.submit(ordering_key="stop", on_dead="stop")
+    blocked = world.submit(ordering_key="stop", type="model_call")
+    world.run()
+    world.run()
+    assert world.state(following) == "DEAD_LETTER"  # it has no handler, so it ran
+    assert world.state(blocked) == "SCHEDULED"
+    assert stopping.message_id in world.wait(blocked.explain())
+    world.wait(world.engine.dlq.replay([stopping.message_id]))
+    [again] = world.claim(10)
+    assert again.record.message_id == stopping.message_id
+    world.complete([again])
+    assert claimed_ids(world, 10) == [blocked.message_id]
+
+
+def test_cancelled_message_leaves_the_line_of_its_key(world: EngineUnderTest) -> None:
+    first, second, third = (world.submit(ordering_key="k") for _ in range(3))
+    world.wait(second.cancel())
+    world.wait(first.cancel())
+    assert claimed_ids(world, 10) == [third.message_id]
+
+
+def test_retry_keeps_its_place_in_the_line_of_its_key(world: EngineUnderTest) -> None:
+    first, second = (world.submit(ordering_key="k") for _ in range(2))
+    [one] = world.claim()
+    world.fail(one)
+    assert not world.claim()
+    world.clock.advance(5)
+    assert claimed_ids(world) == [first.message_id]
+    assert claimed_ids(world) == [second.message_id]
+
+
+# ---- crashes ---------------------------------------------------------------------------------------
+
+
+def test_crashes_are_counted_apart_from_retries_and_end_in_quarantine(world: EngineUnderTest) -> None:
+    handle = world.submit()
+    for _ in range(4):
+        assert world.claim()
+        world.clock.advance(16)
+    assert not world.claim()
+    info = world.wait(world.engine.get(handle.message_id))
+    assert info.state == "QUARANTINED"
+    assert info.retry_count == 0
+    assert info.crashes == 3
+    assert info.message["payload"] == {}
+    alerts = [event for event in world.engine.store.events() if event.kind == "alert"]
+    assert handle.message_id in alerts[-1].error
+    [letter] = world.wait(world.engine.dlq.list())
+    assert "Poison" in letter.failure_reason
+    assert not world.wait(world.engine.dlq.replay())
+    assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
+
+
+def test_neighbours_of_a_killer_have_no_crash_against_them(world: EngineUnderTest) -> None:
+    world.submit_many(10)
+    claimed = world.claim(10)
+    world.clock.advance(16)
+    claimed = world.claim(10)
+    world.complete(claimed)
+    infos = [world.wait(world.engine.get(one.record.message_id)) for one in claimed]
+    assert [info.crashes for info in infos] == [0] * 10
+    assert {info.state for info in infos} == {"COMPLETED"}
+
+
+def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    async def run(message: Any, _ctx: Any) -> int:
+        if message.payload.get("kills"):
+            os.kill(os.getpid(), 9)
+        return os.getpid()
+
+    killer, neighbour = world.submit(payload={"kills": 1}), world.submit()
+    world.claim(2)  # a worker that dies with both
+    world.clock.advance(16)
+    for _ in range(8):
+        world.run()
+    assert world.wait(neighbour.result()) != os.getpid()
+    assert world.state(killer) == "QUARANTINED"
+    assert world.wait(world.engine.get(neighbour.message_id)).crashes == 0
+
+
+# ---- breakers --------------------------------------------------------------------------------------
+
+
+def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
+    healthy: list[int] = []
+
+    @world.engine.handler("tool_call", service="slack", retry=Retry(max_retries=0))
+    async def run(_message: Any, _ctx: Any) -> None:
+        if not healthy:
+            raise ConnectionError("down")
+
+    @world.engine.handler("model_call")
+    async def other(_message: Any, _ctx: Any) -> None: ...
+
+    world.submit_many(5)
+    world.run_all()
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
+    waiting = [world.submit(), world.submit()]
+    untouched = world.submit(type="model_call")
+    world.run_all()
+    assert world.state(untouched) == "COMPLETED"
+    assert world.state(waiting[0]) == "SCHEDULED"
+    assert "breaker" in world.wait(waiting[0].explain())
+    healthy.append(1)
+    world.clock.advance(301)
+    world.run_all()
+    world.clock.advance(2)
+    world.run_all()
+    assert [world.state(each) for each in waiting] == ["COMPLETED"] * 2
+    assert world.wait(world.engine.status()).breakers["slack"].state == "closed"
+    kinds = [event.kind for event in world.engine.store.events()]
+    assert kinds.count("breaker_opened") == kinds.count("breaker_closed") == 1
+
+
+def test_failed_probe_opens_the_breaker_again(world: EngineUnderTest) -> None:
+    failing(world, ConnectionError("down"), service="slack", retry=Retry(max_retries=0))
+    world.submit_many(5)
+    world.run_all()
+    world.clock.advance(301)
+    probes = world.submit_many(3)
+    world.run_all()
+    states = [world.state(each) for each in probes]
+    assert states.count("DEAD_LETTER") == 1
+    assert world.wait(world.engine.status()).breakers["slack"].state == "open"
+
+
+def test_open_breaker_fails_messages_by_policy(opened: Opened) -> None:
+    world = opened(breaker=Breaker(failures=1, on_open="fail"))
+    failing(world, ConnectionError("down"), service="slack", retry=Retry(max_retries=0))
+    world.submit()
+    world.run_all()
+    handle = world.submit()
+    world.run_all()
+    assert world.wait(world.engine.get(handle.message_id)).errors[-1]["error_type"] == "BreakerOpen"
+
+
+def test_validation_errors_do_not_open_a_breaker(world: EngineUnderTest) -> None:
+    failing(world, postroom.ValidationError("bad"), service="slack")
+    world.submit_many(10)
+    world.run_all()
+    assert world.wait(world.engine.status()).breakers == {}
+
+
+# ---- backpressure ----------------------------------------------------------------------------------
+
+SMALL = Backpressure(scale=2, light=4, heavy=6, emergency=8)
+
+
+def test_stages_throttle_then_refuse_all_but_p0(opened: Opened) -> None:
+    world = opened(backpressure=SMALL)
+    world.submit_many(5, priority=1)
+    world.submit(priority=3)  # one a second is always admitted
+    with pytest.raises(Overloaded) as refused:
+        world.submit(priority=3)
+    assert 0 < refused.value.retry_after <= 1
+    world.submit(priority=2)
+    world.submit_many(2, priority=1)
+    assert world.wait(world.engine.status()).stage == 4
+    for priority in (1, 2, 3):
+        with pytest.raises(Overloaded):
+            world.submit(priority=priority)
+    world.submit(priority=0)
+    alerts = [event.error_type for event in world.engine.store.events() if event.kind == "alert"]
+    assert "Queue depth critical" in alerts
+    assert "EMERGENCY: Queue overflow" in alerts
+    assert "rejected" in [event.kind for event in world.engine.store.events()]
+
+
+def test_p0_obeys_max_depth(opened: Opened) -> None:
+    world = opened(organization=Organization(max_depth=3))
+    world.submit_many(3, priority=0)
+    with pytest.raises(Overloaded):
+        world.submit(priority=0)
+
+
+def test_stage_is_left_at_four_fifths_of_its_threshold(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
+    world.submit_many(41, priority=1)
+    with pytest.raises(Overloaded):
+        world.submit(priority=1)
+    world.submit(priority=0)
+    world.complete(world.claim(9))
+    with pytest.raises(Overloaded):
+        world.submit(priority=1)  # 33 are above four fifths of 40
+    world.complete(world.claim(1))
+    world.submit(priority=1)
+
+
+def test_throttled_rate_follows_completions(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=2, light=4, heavy=10_000, emergency=20_000))
+    world.submit_many(200, priority=2)
+    for _ in range(10):  # ten a second are completed
+        world.submit(priority=0)
+        world.complete(world.claim(11))
+        world.clock.advance(1)
+    admitted = 0
+    for _ in range(100):
+        try:
+            world.submit(priority=3)
+            admitted += 1
+        except Overloaded:
+            pass
+        world.clock.advance(0.01)
+    assert 4 <= admitted <= 11
+
+
+def test_only_organizations_above_their_fair_share_are_throttled(opened: Opened) -> None:
+    world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
+    world.submit_many(38, priority=1, org_id="flood")
+    world.submit_many(2, priority=1, org_id="small")
+    world.submit(priority=0, org_id="flood")
+    with pytest.raises(Overloaded):
+        world.submit(priority=1, org_id="flood")
+    world.submit(priority=1, org_id="small")
+
+
+def test_retry_is_not_refused_by_backpressure(opened: Opened) -> None:
+    world = opened(backpressure=SMALL)
+    failing(world, RuntimeError("boom"))
+    handle = world.submit(priority=1)
+    world.submit_many(8, priority=1)
+    [one] = world.claim()
+    world.fail(one)
+    world.clock.advance(5)
+    world.submit_many(3, priority=0)
+    assert handle.message_id in claimed_ids(world, 20)
+
+
+def test_rates_of_organizations_and_users_are_limited(opened: Opened) -> None:
+    world = opened(
+        organizations={"acme": Organization(rate_per_s=2.0), "b": Organization(user_rate_per_s=1.0)}
+    )
+    world.submit()
+    world.submit()
+    with pytest.raises(Overloaded, match="2 messages a second"):
+        world.submit()
+    world.submit(org_id="other")
+    world.submit(org_id="b", user_id="u1")
+    world.submit(org_id="b", user_id="u2")
+    with pytest.raises(Overloaded):
+        world.submit(org_id="b", user_id="u1")
+    world.clock.advance(1)
+    world.submit()
+
+
+# ---- guards, pauses, cancel ------------------------------------------------------------------------
+
+
+def test_guard_ends_a_goal(opened: Opened) -> None:
+    world = opened(guard=Guard(messages=3, hops=2, tokens=100))
+    depths = []
+
+    @world.engine.handler("agent_message")
+    async def talk(message: Any, ctx: Any) -> None:
+        depths.append(message.hop)
+        await ctx.submit(type="agent_message", payload={"to": "x", "body": "again"})
+
+    handle = world.submit(type="agent_message", payload={"to": "x", "body": "hi"})
+    for _ in range(10):
+        world.run_all()
+        world.clock.advance(60)
+    assert depths == [0, 1, 2]
+    assert world.state(handle) == "COMPLETED"
+    [letter] = world.wait(world.engine.dlq.list())
+    assert letter.error_history[-1]["error_type"] == "GuardTripped"
+    for _ in range(3):
+        world.submit(goal_id="g")
+    with pytest.raises(GuardTripped, match="messages"):
+        world.submit(goal_id="g")
+
+
+def test_guard_counts_tokens_and_money(opened: Opened) -> None:
+    world = opened(guard=Guard(tokens=100, usd=1.0))
+
+    @world.engine.handler("model_call")
+    async def call(_message: Any, ctx: Any) -> None:
+        ctx.usage(model="m", tokens_in=60, tokens_out=60, cost_usd=0.1)
+
+    world.submit(type="model_call", goal_id="g")
+    world.run_all()
+    with pytest.raises(GuardTripped, match="tokens"):
+        world.submit(type="model_call", goal_id="g")
+    completed = [event for event in world.engine.store.events() if event.kind == "execution_completed"]
+    assert completed[-1].detail["tokens_in"] == 60
+
+
+@pytest.mark.parametrize(
+    "scope", [{"org_id": "acme"}, {"type": "tool_call"}, {}, {"org_id": "acme", "type": "tool_call"}]
+)
+def test_pause_holds_messages_until_resume(world: EngineUnderTest, scope: dict[str, Any]) -> None:
+    handle = world.submit()
+    other = world.submit(org_id="other", type="model_call")
+    world.wait(world.engine.pause(**scope))
+    assert claimed_ids(world, 5) == ([other.message_id] if scope else [])
+    assert "paused" in world.wait(handle.explain())
+    world.wait(world.engine.resume(**scope))
+    assert handle.message_id in claimed_ids(world, 5)
+
+
+def test_kill_switch_refuses_submits(world: EngineUnderTest) -> None:
+    world.wait(world.engine.pause(org_id="acme", kill=True))
+    with pytest.raises(Overloaded, match="kill switch"):
+        world.submit()
+    world.submit(org_id="other")
+    world.wait(world.engine.resume(org_id="acme"))
+    world.submit()
+
+
+def test_expired_message_is_not_delivered(world: EngineUnderTest) -> None:
+    handle = world.submit(expires_at=NOW + timedelta(seconds=10))
+    world.clock.advance(11)
+    assert not world.claim()
+    assert world.state(handle) == "EXPIRED"
+    with pytest.raises(MessageFailed, match="EXPIRED"):
+        world.wait(handle.result())
+
+
+def test_delayed_message_waits(world: EngineUnderTest) -> None:
+    handle = world.submit(delay_s=10)
+    assert not world.claim()
+    assert "due in 10.0 s" in world.wait(handle.explain())
+    world.clock.advance(10)
+    assert claimed_ids(world) == [handle.message_id]
+
+
+def test_cancelled_message_is_not_delivered(world: EngineUnderTest) -> None:
+    handle = world.submit()
+    world.wait(handle.cancel())
+    assert not world.claim()
+    with pytest.raises(WrongState):
+        world.wait(handle.cancel())
+    with pytest.raises(UnknownTask):
+        world.wait(world.engine.cancel("nonsense"))
+
+
+def test_explain_names_the_holder_and_the_missing_worker(world: EngineUnderTest) -> None:
+    handle = world.submit()
+    assert "no worker" in world.wait(handle.explain())
+    world.claim(worker="bob")
+    assert "bob" in world.wait(handle.explain())
+
+
+def test_status_shows_lanes_and_depth(world: EngineUnderTest) -> None:
+    world.submit_many(2, priority=0)
+    world.submit(priority=3)
+    status = world.wait(world.engine.status())
+    assert status.organizations["acme"].lanes == [2, 0, 0, 1]
+    assert status.organizations["acme"].depth == status.depth == 3
+    assert status.stage == 0
+
+
+# ---- effects ---------------------------------------------------------------------------------------
+
+
+def test_effect_happens_once_over_retries(world: EngineUnderTest) -> None:
+    charges = []
+
+    def charge() -> str:
+        charges.append(1)
+        return "charged"
+
+    @world.engine.handler("tool_call")
+    async def run(_message: Any, ctx: Any) -> Any:
+        outcome = await ctx.effect("invoice-42", charge)
+        if ctx.attempt == 1:
+            raise RuntimeError("after the effect")
+        return outcome
+
+    handle = world.submit()
+    world.run_all()
+    world.clock.advance(5)
+    world.run_all()
+    assert world.wait(handle.result()) == "charged"
+    assert charges == [1]
+
+
+def test_effect_without_an_outcome_is_unknown_to_the_next_attempt(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    async def run(message: Any, ctx: Any) -> Any:
+        def charge() -> str:
+            if ctx.attempt == 1:
+                raise TimeoutError("nobody knows")
+            return "charged"
+
+        options = message.payload
+        probe = (lambda: options["probed"]) if "probed" in options else None
+        return await ctx.effect("k", charge, probe=probe, on_unknown=options.get("on_unknown", "raise"))
+
+    unknown = world.submit()
+    run_again = world.submit(payload={"on_unknown": "run"})
+    probed = world.submit(payload={"probed": "it happened"})
+    nothing = world.submit(payload={"probed": None})
+    world.run_all()
+    world.clock.advance(5)
+    world.run_all()
+    with pytest.raises(MessageFailed) as failed:
+        world.wait(unknown.result())
+    assert failed.value.error_history[-1]["error_type"] == EffectUnknown.__name__
+    assert world.wait(run_again.result()) == "charged"
+    assert world.wait(probed.result()) == "it happened"
+    assert world.wait(nothing.result()) == "charged"
+
+
+def test_effect_that_failed_is_run_again(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    async def run(_message: Any, ctx: Any) -> Any:
+        def charge() -> str:
+            if ctx.attempt == 1:
+                raise ValueError("declined")
+            return "charged"
+
+        return await ctx.effect("k", charge)
+
+    handle = world.submit()
+    world.run_all()
+    world.clock.advance(5)
+    world.run_all()
+    assert world.wait(handle.result()) == "charged"
+
+
+# ---- a running worker ------------------------------------------------------------------------------
+
+
+def test_worker_runs_async_plain_and_process_handlers(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+
+            @engine.handler("tool_call")
+            async def one(_message: Any, ctx: Any) -> str:
+                await ctx.progress(0.5, "half")
+                return "async"
+
+            @engine.handler("model_call")
+            def two(_message: Any, ctx: Any) -> str:
+                ctx.progress(0.5)
+                child = ctx.submit(type="tool_call", payload={})
+                return f"{threading.current_thread().name} {child.result(timeout_s=30)}"
+
+            @engine.handler("memory_save", pool="process")
+            def three(_message: Any, ctx: Any) -> Any:
+                return ctx.effect("k", lambda: "process")
+
+            worker = asyncio.create_task(engine.run())
+            results = []
+            for kind in ("tool_call", "model_call", "memory_save"):
+                handle = await engine.submit(type=kind, org_id="acme", payload={})
+                results.append(await handle.result(timeout_s=30))
+            assert results[0] == "async"
+            assert results[1].startswith("postroom-handler")
+            assert results[2] == "process"
+            await engine.stop()
+            await worker
+
+    soon(scenario())
+
+
+def test_parts_of_an_answer_come_in_order(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+
+            @engine.handler("model_call")
+            async def run(_message: Any, ctx: Any) -> None:
+                await ctx.progress(0.1, "thinking")
+                for word in "abc":
+                    await ctx.stream(word)
+
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="model_call", org_id="acme", payload={})
+            parts = [part async for part in handle]
+            kinds = [part.type for part in parts]
+            assert kinds == ["acknowledgment", "progress", *["stream_chunk"] * 3, "stream_complete"]
+            assert [part.chunk for part in parts[2:5]] == list("abc")
+            assert [part.chunk_index for part in parts[2:5]] == [0, 1, 2]
+            assert parts[-1].total_chunks == 3
+            await engine.stop()
+            await worker
+
+    soon(scenario())
+
+
+def test_cancel_reaches_a_running_handler(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            cancelled, started = asyncio.Event(), asyncio.Event()
+            seen = threading.Event()
+
+            @engine.handler("tool_call")
+            async def run(_message: Any, _ctx: Any) -> None:
+                started.set()
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+
+            @engine.handler("model_call")
+            def plain(_message: Any, ctx: Any) -> None:
+                started.set()
+                while not ctx.cancelled:
+                    time.sleep(0.01)
+                seen.set()
+
+            @engine.handler("memory_save", pool="process")
+            def alone(_message: Any, _ctx: Any) -> None:
+                time.sleep(60)
+
+            worker = asyncio.create_task(engine.run())
+            for kind in ("tool_call", "model_call", "memory_save"):
+                started.clear()
+                handle = await engine.submit(type=kind, org_id="acme", payload={})
+                if kind == "memory_save":
+                    await asyncio.sleep(0.5)
+                else:
+                    await asyncio.wait_for(started.wait(), 30)
+                await handle.cancel()
+                with pytest.raises(MessageFailed, match="CANCELLED"):
+                    await handle.result(timeout_s=30)
+            await asyncio.wait_for(cancelled.wait(), 30)
+            await asyncio.to_thread(seen.wait, 30)
+            await engine.stop()
+            await asyncio.wait_for(worker, 30)
+
+    soon(scenario())
+
+
+def test_stop_finishes_what_runs_and_releases_the_rest(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            engine.drain_s = 0.3
+            started = asyncio.Event()
+
+            @engine.handler("tool_call")
+            async def run(message: Any, _ctx: Any) -> str:
+                started.set()
+                await asyncio.sleep(0.05 if message.payload.get("quick") else 60)
+                return "done"
+
+            worker = asyncio.create_task(engine.run())
+            quick = await engine.submit(type="tool_call", org_id="acme", payload={"quick": 1})
+            slow = await engine.submit(type="tool_call", org_id="acme", payload={})
+            await started.wait()
+            await asyncio.sleep(0.02)
+            await engine.stop()
+            await worker
+            assert (await engine.get(quick.message_id)).state == "COMPLETED"
+            info = await engine.get(slow.message_id)
+            assert info.state == "QUEUED"
+            assert "released" in [event.kind for event in info.history] or info.attempt == 0
+
+    soon(scenario())
+
+
+def test_cancelled_worker_releases_its_messages(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            started = asyncio.Event()
+
+            @engine.handler("tool_call")
+            async def run(_message: Any, _ctx: Any) -> None:
+                started.set()
+                await asyncio.sleep(60)
+
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+            await asyncio.wait_for(started.wait(), 30)
+            worker.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await worker
+            assert (await engine.get(handle.message_id)).state == "QUEUED"
+
+    soon(scenario())
+
+
+def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url) as engine:
+            sizes = []
+
+            @engine.handler("tool_call", batch=25, within_ms=200, retry=Retry(max_retries=0))
+            async def run(messages: Any, _contexts: Any) -> list[Any]:
+                sizes.append(len(messages))
+                return [
+                    ValueError("odd") if message.payload["n"] == 3 else message.payload["n"]
+                    for message in messages
+                ]
+
+            worker = asyncio.create_task(engine.run())
+            message = {"type": "tool_call", "org_id": "acme"}
+            handles = await engine.submit_many([{**message, "payload": {"n": n}} for n in range(50)])
+            results = [await handle.result(timeout_s=30) for n, handle in enumerate(handles) if n != 3]
+            assert results == [n for n in range(50) if n != 3]
+            with pytest.raises(MessageFailed, match="odd"):
+                await handles[3].result(timeout_s=30)
+            assert max(sizes) == 25
+            await engine.stop()
+            await worker
+
+    soon(scenario())
+
+
+def test_handler_timeout_is_retried(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url, Policy(retries={"tool_call": Retry(max_retries=0)})) as engine:
+
+            @engine.handler("tool_call", timeout_s=0.05)
+            async def run(_message: Any, _ctx: Any) -> None:
+                await asyncio.sleep(60)
+
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+            with pytest.raises(MessageFailed, match="longer than"):
+                await handle.result(timeout_s=30)
+            await engine.stop()
+            await worker
+
+    soon(scenario())
+
+
+def test_leases_are_renewed_while_a_handler_runs(url: str) -> None:
+    async def scenario() -> None:
+        async with Engine.open(url, Policy(lease_s=0.6)) as engine:
+            runs = []
+
+            @engine.handler("tool_call")
+            async def run(_message: Any, _ctx: Any) -> str:
+                runs.append(1)
+                await asyncio.sleep(2)
+                return "done"
+
+            worker = asyncio.create_task(engine.run())
+            handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+            assert await handle.result(timeout_s=30) == "done"
+            assert runs == [1]
+            await engine.stop()
+            await worker
+
+    soon(scenario())
+
+
+def test_blocking_verbs_work_in_plain_code(url: str) -> None:
+    engine = Engine.open(url)
+
+    @engine.handler("tool_call")
+    async def run(message: Any, _ctx: Any) -> Any:
+        return message.payload["n"]
+
+    thread = threading.Thread(target=engine.blocking.run)
+    thread.start()
+    try:
+        handle = engine.blocking.submit(type="tool_call", org_id="acme", payload={"n": 5})
+        assert handle.result(timeout_s=30) == 5
+        assert [part.type for part in handle][-1] == "result"
+        assert engine.blocking.get(handle.message_id).state == "COMPLETED"
+        many = engine.blocking.submit_many(
+            [{"type": "tool_call", "org_id": "acme", "payload": {"n": n}} for n in range(3)]
+        )
+        assert [each.result(timeout_s=30) for each in many] == [0, 1, 2]
+        assert engine.blocking.status().organizations["acme"].states["COMPLETED"] == 4
+    finally:
+        engine.blocking.stop()
+        thread.join(30)
+        engine.close()
+
+
+def test_testing_runs_handlers_inline_on_a_manual_clock() -> None:
+    engine = Engine.open("memory://")
+    runs = []
+
+    @engine.handler("tool_call")
+    async def run(_message: Any, ctx: Any) -> str:
+        runs.append(ctx.attempt)
+        if ctx.attempt < 3:
+            raise RuntimeError("boom")
+        return "done"
+
+    async def scenario() -> None:
+        test = engine.testing()
+        handle = await test.submit(type="tool_call", org_id="acme", payload={})
+        assert runs == [1]
+        assert await handle.result() == "done"
+        assert runs == [1, 2, 3]
+        test.close()
+
+    soon(scenario())
+    engine.close()
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    engine = Engine.open("memory://", clock=ManualClock())
+    with pytest.raises(InvalidSetting):
+        engine.handler("tool_call", colour="red")(print)
+    with pytest.raises(InvalidSetting):
+        engine.handler("tool_call", timeout_s=-1)(print)
+    with pytest.raises(InvalidSetting):
+        Policy(promote_after_s=(1.0,))
+    with pytest.raises(InvalidMessage):
+        Engine.open(5)  # type: ignore[arg-type]
+    engine.close()

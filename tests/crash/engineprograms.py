@@ -1,0 +1,135 @@
+"""The programs around an engine that get killed: they report after each call returned.
+
+sender    `TOKEN ID` for every message that was accepted
+worker    `ran TOKEN ATTEMPT` at the end of every run of its handler
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from postroom import Engine, Policy
+from tests.crash.ledger import token_of
+from tests.crash.workers import Report
+
+LEASE_S = 0.5  # short, so that messages of killed workers return soon
+CRASHES_MAX = 10_000  # killed workers shall not make a message count as poison
+SLOTS = 4
+ORDERING_KEYS = ("", "", "a", "b")
+EFFECT = "append"
+
+OnUnknown = Literal["raise", "run", "probe"]
+
+
+def open_engine(folder: str | Path) -> Engine:
+    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX)
+    return Engine.open(f"sqlite:///{folder}/queue.db", policy=policy)
+
+
+def effects_file(folder: str | Path) -> Path:
+    """The world outside: a line for each time that an effect happened."""
+    return Path(folder) / "effects.log"
+
+
+def append_effect(folder: str | Path, token: str) -> str:
+    """The effect itself. One small write to a file is whole or not there, whenever the process is killed."""
+    fd = os.open(effects_file(folder), os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    try:
+        os.write(fd, f"{token}\n".encode())
+    finally:
+        os.close(fd)
+    return token
+
+
+def register(
+    engine: Engine,
+    folder: str | Path,
+    on_unknown: OnUnknown = "raise",
+    ran: Callable[[str, int], None] = lambda _token, _attempt: None,
+    die: Callable[[str], None] = lambda _point: None,
+    *,
+    without_effect: bool = False,
+) -> None:
+    """The handler of the messages: its effect appends the token to a file.
+
+    `die` is called at each point of the effect, and may kill the process there. `without_effect` is the
+    sabotage that a checker must notice: it appends without `ctx.effect`.
+    """
+
+    def probe(token: str) -> str | None:
+        done = effects_file(folder)
+        return token if done.exists() and token in done.read_text().split() else None
+
+    @engine.handler("tool_call")
+    async def handle(message: Any, context: Any) -> dict[str, Any]:
+        token = message.payload["token"]
+
+        def run() -> str:
+            die("after the intent")
+            outcome = append_effect(folder, token)
+            die("after the run")
+            return outcome
+
+        options: dict[str, Any] = {"on_unknown": "run"} if on_unknown == "run" else {}
+        if on_unknown == "probe":
+            options = {"probe": lambda: probe(token)}
+        outcome = run() if without_effect else await context.effect(EFFECT, run, **options)
+        die("after the outcome")
+        ran(token, context.attempt)
+        return {"token": outcome}
+
+
+def sender(
+    report: Report,
+    *,
+    folder: str,
+    name: str,
+    seed: int,
+    first: int = 0,
+    pause_s: float = 0.0,
+    early: bool = False,
+) -> None:
+    """Submit for ever, from number `first` on. A key keeps a message that was stored before a kill single."""
+    rng = Random(seed)
+    engine = open_engine(folder)
+    number = first
+    while True:
+        tokens = [token_of(name, number + index, 0) for index in range(rng.randint(1, 3))]
+        number += len(tokens)
+        messages = [_message(token) for token in tokens]
+        if early:
+            report(lines=[f"{token} early" for token in tokens])
+            time.sleep(0.01)
+        handles = engine.blocking.submit_many(messages)
+        if not early:
+            report(lines=[f"{token} {one.message_id}" for token, one in zip(tokens, handles, strict=True)])
+        time.sleep(pause_s)
+
+
+def _message(token: str) -> dict[str, Any]:
+    """The same message whenever a token is submitted again."""
+    rng = Random(token)
+    return {
+        "type": "tool_call",
+        "org_id": rng.choice(("acme", "bolt")),
+        "payload": {"token": token},
+        "priority": rng.randrange(4),
+        "durability": rng.choice(("os", "os", "group")),
+        "idempotency_key": token,
+        "ordering_key": rng.choice(ORDERING_KEYS) or None,
+    }
+
+
+def worker(report: Report, *, folder: str, name: str, without_effect: bool = False) -> None:
+    """Work for ever."""
+    engine = open_engine(folder)
+
+    def ran(token: str, attempt: int) -> None:
+        report("ran", token, attempt)
+
+    register(engine, folder, ran=ran, without_effect=without_effect)
+    asyncio.run(engine.run(concurrency=SLOTS, worker_id=name))

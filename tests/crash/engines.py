@@ -1,0 +1,192 @@
+"""An engine on one SQLite file whose senders and workers are killed -9.
+
+`kills-engine`: at the end, every accepted message is stored and has ended once. Every effect happened once,
+or its message says that nobody knows (`EffectUnknown`), and then the effect happened at most once.
+"""
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from postroom import Engine
+from postroom.core import lifecycle
+from postroom.core.events import of_store
+from postroom.core.history_checker import History
+from postroom.message import Record, Stored
+from postroom.stores.base import Listing
+from postroom.testing import check_books
+from tests.crash import engineprograms
+from tests.crash.engineprograms import effects_file, open_engine, register
+from tests.crash.ledger import Tally, number_of
+from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
+
+KILLS_PER_ROUND = 20
+LINES_MAX = 6
+SENDER_PAUSE_S = 0.02  # what is sent has to be done again by each round's end
+RECORDS_MAX = 100_000
+EVENTS_MAX = 1_000_000
+LOOK_EVERY_S = 0.05
+
+Tick = Callable[[int], None]
+
+
+def run(kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
+    """Kill that often, in rounds with a file each."""
+    tally = Tally()
+    rng = Random(f"kills-engine/{seed}")
+    for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
+        count = min(KILLS_PER_ROUND, kills - first)
+        with scratch(number) as folder:
+            _round(folder, count, rng, tally, sabotage)
+        tick(count)
+    return tally
+
+
+@contextmanager
+def scratch(number: int) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="postroom-engine-", dir=scratch_parent(number)))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Cast:
+    """The processes of a round, and those that follow them."""
+
+    def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
+        self._folder = str(folder)
+        self._crew = crew
+        self._rng = rng
+        self._sabotage = sabotage
+        self._names = (f"w{number}" for number in itertools.count())
+        self.living = [self._sender(), self._worker(), self._worker()]
+
+    def kill_one(self) -> None:
+        """Kill one of them, a worker mostly, and start another one in its place."""
+        place = self._rng.choice((0, 1, 2, 1, 2))
+        victim = self.living[place]
+        self._crew.kill_at_random(victim, self._rng, LINES_MAX)
+        self.living[place] = self._sender() if place == 0 else self._worker()
+
+    def _sender(self) -> Worker:
+        """It continues behind the last token that was acknowledged: the next one may be stored already."""
+        before = [line for worker in self._crew.workers if worker.name == "sender" for line in worker.lines]
+        first = number_of(before[-1].split(" ")[0]) + 1 if before else 0
+        return self._crew.start(
+            "sender",
+            engineprograms.sender,
+            folder=self._folder,
+            name="s",
+            seed=self._rng.getrandbits(32),
+            first=first,
+            pause_s=SENDER_PAUSE_S,
+            early=self._sabotage == "early",
+        )
+
+    def _worker(self) -> Worker:
+        name = next(self._names)
+        return self._crew.start(
+            f"worker:{name}",
+            engineprograms.worker,
+            folder=self._folder,
+            name=name,
+            without_effect=self._sabotage == "plain",
+        )
+
+
+def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
+    with Crew() as crew:
+        cast = Cast(folder, crew, rng, sabotage)
+        for _ in range(kills):
+            cast.kill_one()
+            tally.count("kills")
+        crew.kill_all()
+        accepted = dict(
+            line.split(" ") for worker in crew.workers if worker.name == "sender" for line in worker.lines
+        )
+    tally.acknowledged += len(accepted)
+    with open_engine(folder) as engine:
+        register(engine, folder, without_effect=sabotage == "plain")
+        finish(engine)
+        judge(engine, folder, accepted, tally)
+
+
+def finish(engine: Engine) -> None:
+    """Work in this process until every message has ended."""
+
+    async def work() -> None:
+        running = asyncio.create_task(engine.run(concurrency=10))
+        deadline = time.monotonic() + STUCK_S
+        await asyncio.sleep(0)  # `stop` ends only workers that have begun
+        while any(record.state not in lifecycle.ENDED for record in records_of(engine)):
+            if time.monotonic() > deadline or running.done():
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        await engine.stop()
+        await running
+
+    asyncio.run(work())
+
+
+def records_of(engine: Engine) -> list[Record]:
+    return engine.store.find(Listing(limit=RECORDS_MAX))
+
+
+def judge(engine: Engine, folder: Path, accepted: dict[str, str], tally: Tally) -> None:
+    """Compare what is stored with what was accepted, and what happened outside with what is stored."""
+    happened = (
+        Counter(effects_file(folder).read_text().split()) if effects_file(folder).exists() else Counter()
+    )
+    ids = {record.message_id for record in records_of(engine)}
+    tally.lost += len(set(accepted.values()) - ids)
+    for message_id in ids:
+        stored = engine.store.load(message_id)
+        if stored is not None:
+            _judge_message(stored, happened, tally)
+    tally.count("attempts", sum(record.attempt for record in records_of(engine)))
+    _judge_events(engine, tally)
+
+
+def _judge_message(stored: Stored, happened: Counter[str], tally: Tally) -> None:
+    message_id, state = stored.record.message_id, stored.record.state
+    token = str(msgspec.json.decode(stored.envelope.payload)["payload"]["token"])
+    times = happened[token]
+    tally.count(state.lower())
+    match state:
+        case "COMPLETED":
+            tally.lost += times == 0
+            tally.doubled += max(0, times - 1)
+            if stored.result != f'{{"token":"{token}"}}'.encode():
+                tally.breaks(f"message {message_id} has the result {stored.result!r}")
+        case "DEAD_LETTER":
+            tally.doubled += max(0, times - 1)
+            if stored.history[-1].error_type != "EffectUnknown":
+                tally.breaks(f"message {message_id} is dead: {stored.history[-1].error}")
+        case _:
+            tally.breaks(f"message {message_id} is {state} at the end")
+
+
+def _judge_events(engine: Engine, tally: Tally) -> None:
+    try:
+        check_books(engine.store)
+    except (AssertionError, ValueError) as error:
+        tally.breaks(str(error).partition("\n")[0])
+    history = History()
+    completed: Counter[str] = Counter()
+    for event in engine.store.events(0, EVENTS_MAX):
+        history.add(of_store(event, "engine:kills", "engine"))
+        completed[event.message_id] += event.kind == "execution_completed"
+    tally.doubled += sum(times - 1 for times in completed.values() if times > 1)
+    for violation in history.verdict().violations:
+        if violation.rule != "order":  # the order of a key is another one than that of a priority
+            tally.breaks(f"{violation.rule}: {violation.sentence}")

@@ -1,0 +1,49 @@
+"""Every part of the engine's bench runs, at a size that measures nothing, and yields whole figures."""
+
+import json
+import time
+from pathlib import Path
+
+import bench_engine
+import figures as shared
+import pytest
+from enginebench import finish, latency, noise
+from enginebench.engines import open_engine, url_in
+from enginebench.sizes import QUICK
+
+from postroom.stores.base import ByIds
+
+
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (shared, noise):
+        monkeypatch.setattr(module, "REPEATS", 1)
+
+
+@pytest.mark.parametrize("part", bench_engine.BENCHES)
+def test_part_yields_figures_with_a_value_and_a_verdict(part: str, tmp_path: Path) -> None:
+    found = [json.loads(figure.as_json()) for figure in bench_engine.BENCHES[part](tmp_path, QUICK)]
+    assert found
+    assert len({figure["name"] for figure in found}) == len(found)
+    for figure in found:
+        assert figure["value"] > 0
+        assert isinstance(figure["ok"], bool) == (figure["goal"] is not None)
+
+
+def test_message_submitted_with_the_slow_clock_has_waited_for_a_minute(tmp_path: Path) -> None:
+    url = url_in(tmp_path)
+    latency._submit_aged(url, 1)
+    with open_engine(url) as engine:
+        [event, *_] = engine.store.events()
+        [record] = engine.store.find(ByIds((event.message_id,)))
+        assert engine.store.steady_ns() - record.ready_at >= latency.AGE_S * 1e9
+
+
+def test_run_is_finished_when_each_message_was_handled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(finish.FOLDER, str(tmp_path))
+    for number in (0, 0, 1):
+        assert not (tmp_path / "run").exists()
+        finish.note("run", number, 2)
+    assert finish.wait(tmp_path, "run") <= time.perf_counter()
