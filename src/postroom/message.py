@@ -70,7 +70,7 @@ def org_of(queue: str) -> str:
     return queue.removeprefix(ENGINE_PREFIX) if queue.startswith(ENGINE_PREFIX) else ""
 
 
-# ---- the leased half -------------------------------------------------------------------------------
+# ---- records and events of a store -----------------------------------------------------------------
 
 State = Literal[
     "SCHEDULED",
