@@ -11,11 +11,13 @@ its result is refused. At the end every acknowledged task was done once, and its
 
 Act 3, mailboxes. A mail server is killed with -9, and the published SDK of mq9 uses it; see mailact.py.
 
-Act 4, the audit stream. All events of these acts go to one stream. The demo prints the request of the stopped
+Act 4, the global queue. Two organizations share an `Engine`, and several things go wrong; see engineact.py.
+
+Act 5, the audit stream. All events of these acts go to one stream. The demo prints the request of the stopped
 agent from its first event to its last, verifies the files, and checks the history for messages that were
 lost, duplicated or out of order.
 
-Act 5, the pipeline. Spark loads the stream into tables, and a report is made; see pipelineact.py.
+Act 6, the pipeline. Spark loads the stream into tables, and a report is made; see pipelineact.py.
 
 All files stay in build/demo until the next demo. The last lines that it prints are commands to explore them.
 """
@@ -36,6 +38,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engineact import act_engine, store_url
 from mailact import act_mail
 from pipelineact import act_pipeline
 
@@ -349,19 +352,20 @@ def prove_tasks(tasks: Tasks, acknowledged: list[str], folder: Path, codes: dict
     return not (lost or doubled or wrong or any(clean.values())) and refusals(folder) > 0
 
 
-# ---- act 4 ---------------------------------------------------------------------------------------
+# ---- act 5 ---------------------------------------------------------------------------------------
 
 
 def act_audit(folder: Path) -> bool:
     """The audit stream of the acts before."""
-    print("\nAct 4: all events in one stream, which can be searched and verified\n")
+    print("\nAct 5: all events in one stream, which can be searched and verified\n")
     stream, store = str(folder / "audit"), f"sqlite:///{folder / 'harness' / 'queue.db'}"
     show(
         folder, "postroom", "audit", "ship", "--once", "--to", stream, "--store", store,
+        "--store", store_url(folder),
         "--queue", str(folder / "queue"), "--bus", str(folder / "bus.yaml"), "--mail", str(folder / "mail"),
     )  # fmt: skip
     audit = Audit(stream)
-    retried = next(event.message_id for event in audit.query(kind="lease_lapsed"))
+    retried = next(event.message_id for event in audit.query(kind="lease_lapsed", contract="tasks"))
     print(f"\nThe request of {retried}, whose first holder did not finish it\n")
     for span in audit.trace(retried):
         indent = "  " * (span.depth + 1)
@@ -416,6 +420,7 @@ def tour(given: Path | None) -> None:
     fine = act_one(folder)
     fine = act_two(folder) and fine
     fine = act_mail(folder, say) and fine
+    fine = act_engine(folder, say) and fine
     fine = act_audit(folder) and fine
     events = sum(1 for _ in Audit(folder / "audit").query())
     fine = act_pipeline(folder, show, folder / "report.html", events) and fine

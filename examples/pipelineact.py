@@ -18,7 +18,7 @@ Show = Callable[..., None]
 
 def act_pipeline(folder: Path, show: Show, report: Path, events: int) -> bool:
     """Make tables and a report; returns whether the tables hold all `events` of the stream."""
-    print("\nAct 5: the same stream as Spark tables, and a report\n")
+    print("\nAct 6: the same stream as Spark tables, and a report\n")
     print(
         f"  Spark starts a JVM and makes 20 tables: about {SPARK_S} seconds on two idle cores, more on a\n"
         "  busy machine. The report needs no Spark.",

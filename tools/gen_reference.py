@@ -280,7 +280,7 @@ LAYER_MEANINGS = {
     "testing": "for users: clock, faults, StoreContract",
     "runtime": "servers, harness, shipper process",
     "pipeline": "Spark tables from the audit stream",
-    "contracts": "Bus, Queue, Tasks, Mail, Audit, and their feeds",
+    "contracts": "Bus, Queue, Tasks, Engine, Mail, Audit, their feeds",
     "logs": "append-only files",
     "nudges": "wake-ups",
     "stores": "records with leases",

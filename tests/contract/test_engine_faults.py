@@ -25,7 +25,12 @@ def open_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engin
 def completion(claimed: Claimed, usage: Usage | None = None) -> Outcome:
     record = claimed.record
     return Outcome(
-        kind="completed", message_id=record.message_id, lease=record.lease, body=claimed.body, usage=usage
+        kind="completed",
+        message_id=record.message_id,
+        lease=record.lease,
+        body=claimed.body,
+        usage=usage,
+        org_id="acme",
     )
 
 

@@ -68,7 +68,7 @@ def test_every_line_is_what_the_schema_would_write(sample: tuple[list[bytes], li
 
 def test_everything_that_can_happen_happens(sample: tuple[list[bytes], list[AuditEvent]]) -> None:
     _, stream = sample
-    assert {event.kind for event in stream} == set(get_args(EventKind)) - {"deferred"}  # nobody defers yet
+    assert {event.kind for event in stream} == set(get_args(EventKind))
     assert {event.type for event in stream} == {*REQUESTS, *RESPONSES, ""}
     assert {event.priority for event in stream} == {0, 1, 2, 3, None}
 

@@ -11,7 +11,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, DEMO, "--folder", tmp_path / "files"],
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.rstrip().endswith("Nothing acknowledged was lost.")
@@ -32,6 +32,22 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     assert act_3 == ("9", "9", "9", "0", "0")
     assert "private mailbox: 9\n" in run.stdout
     assert run.stdout.count(" kill -9     ") == 3
+    (act_4,) = re.findall(
+        r"accepted +(\d+) +completed +(\d+) +quarantined (\d+) +lost (\d+) +doubled (\d+)", run.stdout
+    )
+    assert act_4 == ("421", "420", "1", "0", "0")
+    for line in (
+        r"zen +is served +after \d+ ms; \d of \d{2,3} waiting messages went first",
+        r"acme +progress +400 of 400 done",
+        r"poison +kills +worker process \d+; the supervisor starts another one",
+        r"poison +quarantined +after it ran alone and killed 3 processes",
+        r"neighbours +finished +6 of 6;",
+        r"slack +is down +\d calls failed, so its breaker is open",
+        r"github +is up +5 of 5 calls done meanwhile",
+        r"slack +is up +its breaker is closed",
+        r"zen +replayed +3 orders, all done; charged 3 times in all",
+    ):
+        assert re.search(line, run.stdout), line
     assert int(re.findall(r"that were refused: (\d+)", run.stdout)[0]) > 0
     for step in ("SIGSTOP", "took over", "SIGCONT", "all done", "lease_lapsed"):
         assert step in run.stdout
@@ -40,8 +56,8 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
     )
     assert int(told) == int(given) > 100
     assert "about 20 seconds on two idle cores" in run.stdout[: run.stdout.index("$ postroom pipeline run")]
-    (act_5,) = re.findall(r"in the tables (\d+), messages (\d+), tables (\d+), segments left 0", run.stdout)
-    assert act_5[0] == told
+    (act_6,) = re.findall(r"in the tables (\d+), messages (\d+), tables (\d+), segments left 0", run.stdout)
+    assert act_6[0] == told
     assert (tmp_path / "files" / "report.html").read_text().startswith("<!doctype html>")
     assert f"The report: {(tmp_path / 'files' / 'report.html').as_uri()}" in run.stdout
     commands = run.stdout[run.stdout.index(f"Everything stays in {tmp_path / 'files'}") :].splitlines()[1:-2]

@@ -91,7 +91,7 @@ WITH mine AS (
     WHERE message_id IS NOT NULL AND attempt >= 1
       AND (kind IN ('dequeued', 'execution_started', 'heartbeat', 'execution_completed', 'execution_failed',
                     'lease_lapsed', 'released')
-           OR (kind = 'cancelled' AND worker_id IS NOT NULL))
+           OR (kind IN ('cancelled', 'deferred') AND worker_id IS NOT NULL))
 ),
 begun AS (
     SELECT DISTINCT ON (message_id, attempt) message_id, attempt, org_id, type, priority, agent_id, goal_id,
@@ -102,9 +102,10 @@ done AS (
     SELECT DISTINCT ON (message_id, attempt) message_id, attempt, ts_us AS ended_us, error_type, error, model,
            service, tokens_in, tokens_out, cost_usd,
            CASE kind WHEN 'execution_completed' THEN 'completed' WHEN 'execution_failed' THEN 'failed'
-                     WHEN 'lease_lapsed' THEN 'lapsed' ELSE kind END AS result
+                     WHEN 'lease_lapsed' THEN 'lapsed' WHEN 'deferred' THEN 'released' ELSE kind END AS result
     FROM mine
-    WHERE kind IN ('execution_completed', 'execution_failed', 'lease_lapsed', 'released', 'cancelled')
+    WHERE kind IN ('execution_completed', 'execution_failed', 'lease_lapsed', 'released', 'deferred',
+                   'cancelled')
     ORDER BY message_id, attempt, ts_us
 ),
 times AS (

@@ -131,7 +131,7 @@ class StoreFeed:
             set_outbox(self._store, self._outbox)
 
     def noted_head(self) -> StreamHead | None:
-        """The last sealed segment of the stream that the store records; None for a store without a stream."""
+        """The last sealed segment of the stream, as the store knows it; None for a store without a stream."""
         return _head_of(self._outbox)
 
     def sealed(self, segment: int, head: str) -> None:
@@ -167,8 +167,8 @@ def _head_of(outbox: Outbox | None) -> StreamHead | None:
 
 def _restored(source: str) -> ShippedElsewhere:
     return ShippedElsewhere(
-        f"{source} has other events than the stream holds of it: the source was restored to an older state "
-        "and has grown since, so ship it to a new folder"
+        f"{source} has other events than the stream holds of it: it was restored to an older state and has "
+        "grown from there, so ship it to a new folder"
     )
 
 

@@ -179,6 +179,10 @@ def to_line(event: AuditEvent) -> bytes:
     return _encoder.encode(event) + b"\n"
 
 
+COST_DECIMALS: Final = 9
+COST_USD_BELOW: Final = 10**9
+"""The pipeline refuses lines whose cost has more digits. A sum of floats has more: 0.1 + 0.2."""
+
 _LIFTED: Final = frozenset(
     {
         "goal_id",
@@ -235,10 +239,17 @@ def of_store(event: Event, source: str, contract: Contract, payload: str = "") -
     )
 
 
+def _cost(reported: Any) -> Decimal | None:
+    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
+    if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
+        return None
+    return round(Decimal(str(reported)), COST_DECIMALS)
+
+
 def _of_engine(event: Event, source: str, org_id: str, payload: str) -> AuditEvent:
     lifted = {name: value for name, value in event.detail.items() if name in _LIFTED}
     if "cost_usd" in lifted:
-        lifted["cost_usd"] = Decimal(str(lifted["cost_usd"]))
+        lifted["cost_usd"] = _cost(lifted["cost_usd"])
     return AuditEvent(
         event_id=event_id(source, event.seq),
         seq=event.seq,

@@ -265,8 +265,8 @@ def _end() -> Column:
 def _token() -> Column:
     """The lease that was open before an event: 0 for none, `_UNKNOWN_LEASE` where it is not known.
 
-    A delivery opens a lease; a release, a failure, a lapse or an end closes it. After a gap, the first event
-    under a lease shows which one is open.
+    A delivery opens a lease; a release, a deferral under it, a failure, a lapse or an end closes it. After a
+    gap, the first event under a lease shows which one is open.
     """
     kind, lease = F.col("kind"), F.coalesce("lease", F.lit(0))
     is_over = F.col("end").isNotNull()
@@ -274,7 +274,7 @@ def _token() -> Column:
     opened = (
         F.when(kind == "dequeued", F.when(lease != 0, lease).otherwise(F.col("seq")))
         .when(kind.isin(*_GIVE_BACK, *_END_KINDS) & ~((kind == "deleted") & is_over), F.lit(0))
-        .when(begins, F.lit(0))
+        .when(begins | _is_deferred_under_lease(), F.lit(0))
     )
     word = F.when(kind.isin("heartbeat", "execution_started") & (lease != 0), lease)
     since_gap = (
@@ -288,6 +288,11 @@ def _token() -> Column:
         F.first(word, ignorenulls=True).over(since_gap),
         F.lit(_UNKNOWN_LEASE),
     )
+
+
+def _is_deferred_under_lease() -> Column:
+    """A holder deferred the message, which ends its lease. A claim defers a message without a lease."""
+    return (F.col("kind") == "deferred") & (F.coalesce("lease", F.lit(0)) != 0)
 
 
 # ---- the rules -----------------------------------------------------------------------------------------
@@ -351,7 +356,8 @@ def _overlap() -> Column:
     """A delivery while a lease was open, or an event under another lease, or under none."""
     kind, token, lease = F.col("kind"), F.col("token"), F.coalesce("lease", F.lit(0))
     twice = (kind == "dequeued") & (token > 0) & F.col("end").isNull()
-    speaks = kind.isin(*_WORDS) | ((kind == "execution_completed") & F.col("end").isNull())
+    completes = (kind == "execution_completed") & F.col("end").isNull()
+    speaks = kind.isin(*_WORDS) | completes | _is_deferred_under_lease()
     strange = speaks & (lease != 0) & (token != _UNKNOWN_LEASE) & (lease != token)
     nameless = speaks & (lease == 0) & kind.isin(*_UNDER_LEASE)
     state = F.when(token > 0, F.format_string("while lease %d was open", token)).otherwise("which was over")

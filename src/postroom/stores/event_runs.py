@@ -110,14 +110,17 @@ class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_f
     attempts: Sequence[int]
     leases: Sequence[int]
     worked_us: Sequence[int]
+    details: Sequence[dict[str, Any]] = ()
+    """The detail of each event; empty when none has any."""
 
     def events(self, store_id: str) -> Iterator[Event]:
-        facts = zip(self.names, self.attempts, self.leases, self.worked_us, strict=True)
-        for seq, (which, attempt, lease, worked_us) in enumerate(facts, self.seq):
+        details: Iterable[dict[str, Any]] = self.details or repeat({}, len(self.names))
+        facts = zip(self.names, self.attempts, self.leases, self.worked_us, details, strict=True)
+        for seq, (which, attempt, lease, worked_us, detail) in enumerate(facts, self.seq):
             yield Event(
                 seq, self.ts_us, "execution_completed", self.queue, _name(store_id, which), "COMPLETED",
                 attempt,
-                self.priority, lease, self.worker_id, worked_us,
+                self.priority, lease, self.worker_id, worked_us, detail=detail,
             )  # fmt: skip
 
 

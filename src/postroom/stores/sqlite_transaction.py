@@ -60,7 +60,7 @@ from postroom.stores.sql.queries import (
     Reading,
     ask,
 )
-from postroom.stores.transaction import Accepted, Claim, Delivery, LimitsCache, Transaction
+from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, LimitsCache, Transaction
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
@@ -706,7 +706,9 @@ class SqliteTransaction(Transaction):
 
     # ---- complete ------------------------------------------------------------------------------
 
-    def complete(self, results: Mapping[str, tuple[int, bytes]]) -> None:
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
         numbers = [self._known.own_number(message_id) for message_id in results]
         if len(numbers) == 1:
             rows = ask(self._cursor, sql.LEASED_ONE, (numbers[0], self.steady_ns))
@@ -714,13 +716,13 @@ class SqliteTransaction(Transaction):
             rows = ask(self._cursor, sql.LEASED_MANY, (_numbers(numbers), self.steady_ns))
         tokens, values = zip(*results.values(), strict=True) if results else ((), ())
         if [row[1] for row in rows] != [*tokens]:
-            super().complete(results)  # ids that callers gave, repeated calls, stale leases
-            return
+            return super().complete(results, details)  # ids that callers gave, repeats, stale leases
         self.changes += 1
         self._write_results(numbers, values)
         ids = iter(results)
         for holder_rows in _groups(rows, _holder):
-            self._note_completed(holder_rows, [*islice(ids, len(holder_rows))])
+            self._note_completed(holder_rows, [*islice(ids, len(holder_rows))], details)
+        return [*results]
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
         first = self._number
@@ -732,7 +734,9 @@ class SqliteTransaction(Transaction):
             rows = zip(places, results, repeat(self.wall_us), numbers)
             self._raw_cursor.executemany(sql.COMPLETE_ONE, rows)
 
-    def _note_completed(self, rows: list[Any], message_ids: list[str]) -> None:
+    def _note_completed(
+        self, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
+    ) -> None:
         """Count completed records of one queue, lane and worker, and keep their events."""
         seqs, leases, queues, lanes, workers, attempts, begins, durabilities = zip(*rows, strict=True)
         first, now, queue = self._number, self.steady_ns, queues[0]
@@ -742,7 +746,7 @@ class SqliteTransaction(Transaction):
         self.parts.append(
             CompletedRun(
                 first, self.wall_us, self._name(queue), lanes[0], workers[0], names, attempts, leases,
-                worked_us,
+                worked_us, [details.get(each, {}) for each in message_ids] if details else (),
             )
         )  # fmt: skip
         self._count(queue, "PROCESSING", -len(rows))

@@ -40,6 +40,7 @@ from postroom.stores.base import (
 )
 
 NUMBER_MAX: Final = 2**63 - 1
+NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
 
@@ -229,13 +230,20 @@ class Transaction(Ledger, Lanes):
         self._save(changes)
         return [change.step for change in changes]
 
-    def complete(self, results: Mapping[str, tuple[int, bytes]]) -> None:
-        """Complete leased records: message id to token and result. All or none."""
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
+        """Complete leased records: message id to token and result. All or none.
+
+        `details` are those of the events, by message id. Returns the ids of records that were not completed
+        before.
+        """
 
         def decide(record: Record, moment: Moment) -> Step | None:
-            return lifecycle.complete(record, moment, *results[record.message_id])
+            detail = details.get(record.message_id)
+            return lifecycle.complete(record, moment, *results[record.message_id], detail)
 
-        self.apply(ByIds(tuple(results)), decide)
+        return [step.record.message_id for step in self.apply(ByIds(tuple(results)), decide)]
 
     # ---- delivering ----------------------------------------------------------------------------
 

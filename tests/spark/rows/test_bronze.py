@@ -33,9 +33,7 @@ def test_every_line_is_a_row_with_its_segment(tables_of: TablesOf) -> None:
 def test_the_history_with_faults_tells_of_every_kind_of_event(tables_of: TablesOf) -> None:
     """So every oracle of a table that is made of it has seen them all."""
     _, tables = tables_of(faults=True)
-    assert {row["kind"] for row in records(tables, "bronze_events")} == set(get_args(EventKind)) - {
-        "deferred"  # nobody defers yet
-    }
+    assert {row["kind"] for row in records(tables, "bronze_events")} == set(get_args(EventKind))
 
 
 def test_the_schema_is_that_of_the_events() -> None:

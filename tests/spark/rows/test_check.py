@@ -132,8 +132,8 @@ def test_large_tables_and_tables_with_deletions_are_checked_by_spark(
 
 KINDS = (
     "created", "enqueued", "promoted", "dequeued", "dequeued", "execution_started", "heartbeat",
-    "execution_failed", "lease_lapsed", "released", "retry_scheduled", "execution_completed", "dead_letter",
-    "cancelled", "expired", "quarantined", "delivered", "deleted", "replayed", "duplicate",
+    "execution_failed", "lease_lapsed", "released", "deferred", "retry_scheduled", "execution_completed",
+    "dead_letter", "cancelled", "expired", "quarantined", "delivered", "deleted", "replayed", "duplicate",
 )  # fmt: skip
 
 
@@ -165,7 +165,8 @@ def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
         lease = rng.choice((open_leases[name],) * 4 + (0, 1)) if kind not in ("created", "enqueued") else 0
         if kind == "dequeued":
             lease = seq
-        detail = {"delay_s": rng.choice((2, 200_000))} if kind in ("created", "retry_scheduled") else {}
+        waits = kind in ("created", "retry_scheduled", "deferred")
+        detail = {"delay_s": rng.choice((2, 200_000))} if waits else {}
         events.append(
             AuditEvent(
                 event_id=event_id(source, seq),

@@ -3,7 +3,8 @@
 Each check raises before anything is stored.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -11,6 +12,7 @@ from postroom.contracts.engine.cells import GOALS, PAUSES, PRESSURES, RATES, Buc
 from postroom.contracts.engine.messages import Prepared
 from postroom.contracts.engine.policy import Policy
 from postroom.core import admission
+from postroom.core.admission import Throttle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import GuardTripped, Overloaded
 from postroom.message import ENGINE_PREFIX, org_of
@@ -33,29 +35,30 @@ class Admission:
 
     def check(self, messages: Sequence[Prepared]) -> None:
         """Admit messages, all or none."""
-        counts: dict[tuple[str, int], int] = {}
+        counts: dict[str, dict[int, int]] = {}
         for message in messages:
-            place = message.org_id, message.envelope.priority
-            counts[place] = counts.get(place, 0) + 1
-        self._check_kill_switch({org_id for org_id, _ in counts})
-        for (org_id, priority), count in counts.items():
-            self._check_pressure(org_id, priority, count)
-        self._check_rates(messages)
+            of_org = counts.setdefault(message.org_id, {})
+            of_org[message.envelope.priority] = of_org.get(message.envelope.priority, 0) + 1
+        self._check_kill_switch(counts.keys())
+        for org_id, priorities in counts.items():
+            self._check_pressure(org_id, priorities)
+            self._check_rate(org_id, [one for one in messages if one.org_id == org_id])
         if self._policy.guard.is_set:
             self._check_guards(messages)
 
     # ---- kill switch ---------------------------------------------------------------------------
 
-    def _check_kill_switch(self, org_ids: set[str]) -> None:
-        for key, pause in PAUSES.scan(self._transaction):
+    def _check_kill_switch(self, org_ids: Iterable[str]) -> None:
+        for key, pause in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition("\x1f")
-            if pause.kill and not type_name and (org_id == ALL or org_id in org_ids):
+            if pause.kill and not type_name and (org_id == ALL or org_id in {*org_ids}):
                 whose = f"of organization {org_id}" if org_id else "of all organizations"
                 raise Overloaded(f"the kill switch {whose} is on", admission.EMERGENCY_RETRY_S)
 
     # ---- backpressure --------------------------------------------------------------------------
 
-    def _check_pressure(self, org_id: str, priority: int, count: int) -> None:
+    def _check_pressure(self, org_id: str, priorities: Mapping[int, int]) -> None:
+        """Check how many messages of an organization wait, for new ones by priority."""
         transaction, rule = self._transaction, self._policy.backpressure
         counts = transaction.depth(ENGINE_PREFIX + org_id)
         depth, total = ready(counts), ready(transaction.total())
@@ -70,21 +73,25 @@ class Admission:
                 stage = of_all.stage
         completed = counts.get("COMPLETED", 0)
         throttle = admission.sampled(pressure.throttle, transaction.steady_ns, completed)
-        share = admission.share_of(stage, priority)
-        retry_after = 0.0
-        if share == 0:
-            retry_after = admission.EMERGENCY_RETRY_S
-        elif share < 1:
-            rate = share * admission.completion_rate(throttle, transaction.steady_ns, completed)
-            throttle, retry_after = admission.admit(throttle, priority, rate / count, transaction.steady_ns)
-        if retry_after:
-            raise Overloaded(
-                f"organization {org_id} has {depth} messages waiting (stage {stage}), "
-                f"which throttles P{priority}",
-                retry_after,
-            )
+        reason = f"organization {org_id} has {depth}"
+        for priority, count in priorities.items():
+            throttle = self._throttled(throttle, priority, count, stage, completed, reason)
         if throttle != pressure.throttle:
             PRESSURES.put(transaction, replace(pressure, throttle=throttle), org_id)
+
+    def _throttled(
+        self, throttle: Throttle, priority: int, count: int, stage: int, completed: int, reason: str
+    ) -> Throttle:
+        share = admission.share_of(stage, priority)
+        retry_after = admission.EMERGENCY_RETRY_S if share == 0 else 0.0
+        if 0 < share < 1:
+            now = self._transaction.steady_ns
+            rate = share * admission.completion_rate(throttle, now, completed)
+            throttle, retry_after = admission.admit(throttle, priority, rate / count, now)
+        if retry_after:
+            said = f"{reason} messages waiting (stage {stage}), which throttles P{priority}"
+            raise Overloaded(said, retry_after)
+        return throttle
 
     def _pressure(self, org_id: str, depth: int) -> Pressure:
         """The pressure of an organization at a depth. A critical new stage raises an alert."""
@@ -116,23 +123,22 @@ class Admission:
 
     # ---- rates ---------------------------------------------------------------------------------
 
-    def _check_rates(self, messages: Sequence[Prepared]) -> None:
-        for message in messages:
-            rules = self._policy.organization_of(message.org_id)
-            if rules.rate_per_s is not None:
-                self._take(rules.rate_per_s, "organization", message.org_id)
-            if rules.user_rate_per_s is not None and message.body.user_id:
-                self._take(rules.user_rate_per_s, "user", message.org_id, message.body.user_id)
+    def _check_rate(self, org_id: str, messages: Sequence[Prepared]) -> None:
+        rules = self._policy.organization_of(org_id)
+        if rules.rate_per_s is not None:
+            self._take(rules.rate_per_s, len(messages), "organization", org_id)
+        if rules.user_rate_per_s is not None:
+            for user_id, count in Counter(one.body.user_id for one in messages if one.body.user_id).items():
+                self._take(rules.user_rate_per_s, count, "user", org_id, user_id)
 
-    def _take(self, rate: float, whose: str, *names: str) -> None:
-        """Take one from a bucket that holds the submits of one second."""
+    def _take(self, rate: float, count: int, whose: str, *names: str) -> None:
+        """Take from a bucket that holds the submits of one second."""
         now = self._transaction.steady_ns
         bucket = RATES.get(self._transaction, whose, *names) or Bucket(now - NANOS_PER_S)
-        due = max(bucket.next_ns, now - NANOS_PER_S) + round(NANOS_PER_S / rate)
+        due = max(bucket.next_ns, now - NANOS_PER_S) + round(count * NANOS_PER_S / rate)
         if due > now:
-            raise Overloaded(
-                f"{whose} {names[-1]} may submit {rate:g} messages a second", (due - now) / NANOS_PER_S
-            )
+            reason = f"{whose} {names[-1]} may submit {rate:g} messages a second"
+            raise Overloaded(reason, (due - now) / NANOS_PER_S)
         RATES.put(self._transaction, Bucket(due), whose, *names)
 
     # ---- guards --------------------------------------------------------------------------------
@@ -140,14 +146,14 @@ class Admission:
     def _check_guards(self, messages: Sequence[Prepared]) -> None:
         guard, transaction = self._policy.guard, self._transaction
         for message in messages:
-            body = message.body
-            if guard.hops is not None and body.hop > guard.hops:
-                raise GuardTripped(body.goal_id, "hops", body.hop, guard.hops)
-            used = GOALS.get(transaction, message.org_id, body.goal_id) or GoalUse()
-            if guard.messages is not None and used.messages >= guard.messages:
-                raise GuardTripped(body.goal_id, "messages", used.messages, guard.messages)
+            if guard.hops is not None and message.body.hop > guard.hops:
+                raise GuardTripped(message.body.goal_id, "hops", message.body.hop, guard.hops)
+        for (org_id, goal_id), count in Counter((one.org_id, one.body.goal_id) for one in messages).items():
+            used = GOALS.get(transaction, org_id, goal_id) or GoalUse()
+            if guard.messages is not None and used.messages + count > guard.messages:
+                raise GuardTripped(goal_id, "messages", used.messages, guard.messages)
             if guard.tokens is not None and used.tokens >= guard.tokens:
-                raise GuardTripped(body.goal_id, "tokens", used.tokens, guard.tokens)
+                raise GuardTripped(goal_id, "tokens", used.tokens, guard.tokens)
             if guard.usd is not None and used.usd >= guard.usd:
-                raise GuardTripped(body.goal_id, "US dollars", used.usd, guard.usd)
-            GOALS.put(transaction, replace(used, messages=used.messages + 1), message.org_id, body.goal_id)
+                raise GuardTripped(goal_id, "US dollars", used.usd, guard.usd)
+            GOALS.put(transaction, replace(used, messages=used.messages + count), org_id, goal_id)

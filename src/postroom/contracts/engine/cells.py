@@ -42,6 +42,13 @@ class Kind(Generic[T]):
         encoded = None if value is None else self._encode(value)
         transaction.put_cell(self.name, joined(*parts), encoded)
 
+    def all(self, transaction: Transaction) -> list[tuple[str, T]]:
+        """Every key with its value."""
+        found = self.scan(transaction)
+        while found and len(found) % SCAN_MAX == 0 and (more := self.scan(transaction, found[-1][0])):
+            found += more
+        return found
+
     def scan(self, transaction: Transaction, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys above `after` with their values."""
         return [(key, self._decode(value)) for key, value in transaction.cells(self.name, after, limit)]

@@ -19,7 +19,7 @@ from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Moment, Record, Step, org_of
-from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
+from postroom.stores.base import LANE_COUNTS, LANES, OVERDUE_A_CLAIM_MAX, ByIds, Counted, Head
 from postroom.stores.transaction import Transaction
 
 HELD_BACK_A_CLAIM_MAX = 200  # messages that one claim puts off; the next claim handles the rest
@@ -63,6 +63,8 @@ class Claims:
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._circuits: dict[str, Circuit] = {}
+        self._counts: Mapping[Counted, int] = {}
+        """The counters of all organizations together, before the claim."""
         self._filled: list[int] = []
         """Lanes that have messages."""
         self._oldest: dict[int, Record | None] = {}
@@ -74,21 +76,26 @@ class Claims:
         transaction.put_back(OVERDUE_A_CLAIM_MAX)
         if not limit or not self._look_at_rules():
             return []
+        chosen: list[tuple[Head, int]] = []
         claimed: list[Claimed] = []
-        counts = transaction.total()
+        counts = self._counts = transaction.total()
         self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
         self._oldest = {lane: transaction.oldest(lane) for lane in self._filled if lane}
+        promotes = any(record and self._class_of(record) < lane for lane, record in self._oldest.items())
         for lane in range(LANES):
-            while len(claimed) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
-                chosen = self._choose(lane, limit - len(claimed))
-                if not chosen:
+            while len(claimed) + len(chosen) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
+                held_back = self._held_back
+                heads, is_all = self._choose(lane, limit - len(claimed) - len(chosen))
+                chosen += [(head, lane) for head in heads if self._may_run(head)]
+                if not heads or (is_all and not promotes and self._held_back == held_back):
                     break
-                claimed += self._lease([head for head in chosen if self._may_run(head)], lane)
-        return claimed
+                claimed += self._lease(chosen)  # what comes next is seen once these are leased
+                chosen = []
+        return claimed + self._lease(chosen)
 
     def _look_at_rules(self) -> bool:
         """Read pauses and breakers; False when everything is paused."""
-        for key, _ in PAUSES.scan(self._transaction):
+        for key, _ in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition(SEPARATOR)
             if not org_id and not type_name:
                 return False
@@ -98,18 +105,18 @@ class Claims:
                 self._paused_orgs.add(org_id)
         self._circuits = {
             service: circuit
-            for service, circuit in CIRCUITS.scan(self._transaction)
+            for service, circuit in CIRCUITS.all(self._transaction)
             if circuit.state != "closed"
         }
         return True
 
     # ---- choosing ------------------------------------------------------------------------------
 
-    def _choose(self, lane: int, limit: int) -> list[Head]:
-        """The next messages of a class, in the order of delivery."""
+    def _choose(self, lane: int, limit: int) -> tuple[list[Head], bool]:
+        """The next messages of a class, in the order of delivery, and whether the class has no more."""
         aged = [other for other in self._filled if other > lane and self._has_promoted(other, lane)]
         if not aged and lane not in self._filled:
-            return []
+            return [], True
         accepted: dict[str, list[Head]] = {}
         promoted: dict[str, list[Head]] = {}
         queues = self._organizations(lane, aged, limit)
@@ -128,8 +135,9 @@ class Claims:
             else:
                 accepted[queue], promoted[queue] = own, older
         if not lane and any(promoted.values()):
-            return self._mix(accepted, promoted, limit)
-        return self._rotation.share(lane, accepted, limit, self._weight)
+            return self._mix(accepted, promoted, limit), False
+        heads = self._rotation.share(lane, accepted, limit, self._weight)
+        return heads, len(queues) <= 1 and len(heads) < limit
 
     def _mix(
         self, accepted: dict[str, list[Head]], promoted: dict[str, list[Head]], limit: int
@@ -173,6 +181,8 @@ class Claims:
 
     def _active(self, lane: int, after: str, limit: int) -> list[str]:
         """Up to `limit` queues with messages in a lane that are not paused, from `after` on and around."""
+        if after and not self._paused_orgs and self._is_alone(after, LANE_COUNTS[lane]):
+            return [after]
         found: list[str] = []
         seen: set[str] = set()
         for start in (after, ""):
@@ -187,6 +197,10 @@ class Claims:
             if not start:
                 break
         return found[:limit]
+
+    def _is_alone(self, queue: str, what: Counted) -> bool:
+        """Whether no other organization has messages in a lane."""
+        return self._counts.get(what) == self._transaction.depth(queue).get(what)
 
     def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:
         """How many messages of each queue one round of turns can take. The next round takes the rest."""
@@ -266,18 +280,19 @@ class Claims:
 
     # ---- leasing -------------------------------------------------------------------------------
 
-    def _lease(self, heads: list[Head], lane: int) -> list[Claimed]:
-        if not heads:
+    def _lease(self, chosen: list[tuple[Head, int]]) -> list[Claimed]:
+        """Lease messages, each with the class that it is claimed in."""
+        if not chosen:
             return []
         leased = self._transaction.lease(
-            [(head, min(lane, head.record.lane)) for head in heads], self._worker_id, self._lease_ns
+            [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
         return [
             Claimed(
                 record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
                 head.record.lane > lane,
             )
-            for head, record in zip(heads, leased, strict=True)
+            for (head, lane), record in zip(chosen, leased, strict=True)
         ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
 EFFECT_KEY_CHARS_MAX = 512
+USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
 
@@ -64,6 +65,10 @@ class Context:
         self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
     ) -> None:
         """Report what the work cost. Calls add up."""
+        numbers = {"tokens_in": tokens_in, "tokens_out": tokens_out, "cost_usd": cost_usd}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= USAGE_MAX:
+                raise InvalidMessage(f"{name} must be a number from 0 to {USAGE_MAX}, not {value!r}")
         used = self.used or Usage()
         self.used = Usage(
             model or used.model,

@@ -90,7 +90,7 @@ def _why_delayed(transaction: Transaction, stored: Stored) -> str:
 def _why_queued(operations: Operations, policy: Policy, stored: Stored, services: Mapping[str, str]) -> str:
     transaction, record = operations.transaction, stored.record
     org_id, kind = org_of(record.queue), stored.envelope.type
-    pauses = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(transaction)}
+    pauses = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)}
     for scope in ((ALL, ALL), (org_id, ALL), (ALL, kind), (org_id, kind)):
         if scope in pauses:
             return f": {_scope(*scope)} is paused. It runs after a resume."

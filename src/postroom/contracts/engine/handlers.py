@@ -21,6 +21,7 @@ from postroom.errors import (
     RateLimited,
     ValidationError,
 )
+from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
@@ -84,7 +85,7 @@ def completed(claimed: Claimed, handler: Handler, result: Any, usage: Usage | No
     record = claimed.record
     return Outcome(
         kind="completed", message_id=record.message_id, lease=record.lease, result=data, type=claimed.type,
-        service=service_of(claimed, handler), body=claimed.body, usage=usage,
+        service=service_of(claimed, handler), body=claimed.body, usage=usage, org_id=org_of(record.queue),
     )  # fmt: skip
 
 

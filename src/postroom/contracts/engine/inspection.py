@@ -108,9 +108,9 @@ def info_of(operations: Operations, message_id: str) -> MessageInfo:
 def status_of(operations: Operations, policy: Policy) -> EngineStatus:
     """How the engine stands."""
     transaction = operations.transaction
-    pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(transaction)]
+    pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
     paused = {org_id for org_id, type_name in pauses if not type_name}
-    pressures = dict(PRESSURES.scan(transaction))
+    pressures = dict(PRESSURES.all(transaction))
     organizations = {
         org_of(queue): _organization(
             transaction.depth(queue),
@@ -151,7 +151,7 @@ def _organization(
         lanes=[counts.get(lane, 0) for lane in LANE_COUNTS],
         depth=depth,
         stage=_stage(depth, pressures.get(org_id), policy),
-        states={str(state): n for state, n in by_state(counts).items()},
+        states={str(state): n for state, n in by_state(counts).items() if state != "LAPSES"},
         paused=is_paused,
     )
 
@@ -172,7 +172,7 @@ def _breakers(transaction: Transaction) -> dict[str, BreakerStatus]:
             _shown(circuit, transaction.steady_ns),
             max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S,
         )
-        for service, circuit in CIRCUITS.scan(transaction)
+        for service, circuit in CIRCUITS.all(transaction)
     }
 
 

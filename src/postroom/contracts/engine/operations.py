@@ -80,6 +80,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: OutcomeKind
     message_id: str
     lease: int
+    org_id: str = ""
     result: bytes = b"null"
     error: str = ""
     error_type: str = ""
@@ -204,45 +205,56 @@ class Operations:
         return stale
 
     def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
-        plain = {one.message_id: one for one in outcomes if one.usage is None}
-        alone = [one for one in outcomes if plain.get(one.message_id) is not one]
+        together = {one.message_id: one for one in outcomes}
+        repeated = [one for one in outcomes if together[one.message_id] is not one]
+        details = {one.message_id: _spent(one) for one in outcomes if one.usage is not None}
         try:
-            self.transaction.complete({one.message_id: (one.lease, one.result) for one in plain.values()})
+            new = self.transaction.complete(
+                {message_id: (one.lease, one.result) for message_id, one in together.items()}, details
+            )
         except (StaleLease, UnknownTask):
-            plain, alone = {}, [*outcomes]
-        for outcome in plain.values():
-            self._after_success(outcome)
-        return [one.message_id for one in alone if not self._complete_alone(one)]
+            return [one.message_id for one in outcomes if not self._complete_alone(one)]
+        self._after_success([*together.values()], new)
+        return [one.message_id for one in repeated if not self._complete_alone(one)]
 
     def _complete_alone(self, outcome: Outcome) -> bool:
         """Complete one message; False when the lease was over."""
+        result = {outcome.message_id: (outcome.lease, outcome.result)}
         try:
-            steps = self.transaction.apply(
-                ByIds((outcome.message_id,)), _completion(outcome, _spent(outcome))
-            )
+            new = self.transaction.complete(result, {outcome.message_id: _spent(outcome)})
         except (StaleLease, UnknownTask):
             return False
-        self._after_success(outcome)
-        if steps and outcome.usage is not None and outcome.body is not None and self._policy.guard.is_set:
-            self._count_usage(outcome, outcome.body)
+        self._after_success([outcome], new)
         return True
 
-    def _after_success(self, outcome: Outcome) -> None:
-        transaction, body = self.transaction, outcome.body
-        if outcome.service:
-            circuit = CIRCUITS.get(transaction, outcome.service)
+    def _after_success(self, outcomes: Sequence[Outcome], new: Sequence[str]) -> None:
+        """Tell breakers, ordering keys and goals. `new` are the messages that were not completed before."""
+        services = {one.service for one in outcomes if one.service}
+        circuits = {service: CIRCUITS.get(self.transaction, service) for service in services}
+        for outcome in outcomes:
+            circuit = circuits.get(outcome.service)
             if circuit is not None:
-                self._set_circuit(outcome.service, circuit, breaker.succeeded(circuit, outcome.message_id))
-        if body is not None and body.ordering_key:
-            self._ended(outcome.message_id)
+                after = breaker.succeeded(circuit, outcome.message_id)
+                self._set_circuit(outcome.service, circuit, after)
+                circuits[outcome.service] = after
+            if outcome.body is not None and outcome.body.ordering_key:
+                self._ended(outcome.message_id)
+        if self._policy.guard.is_set:
+            self._count_usage([one for one in outcomes if one.message_id in new])
 
-    def _count_usage(self, outcome: Outcome, body: Body) -> None:
-        [record] = self.transaction.find(ByIds((outcome.message_id,)))
-        place = org_of(record.queue), body.goal_id
-        used, usage = GOALS.get(self.transaction, *place) or GoalUse(), outcome.usage
-        if usage is not None:
-            tokens = used.tokens + usage.tokens_in + usage.tokens_out
-            GOALS.put(self.transaction, replace(used, tokens=tokens, usd=used.usd + usage.cost_usd), *place)
+    def _count_usage(self, outcomes: Sequence[Outcome]) -> None:
+        """Add what messages cost to the use of their goals."""
+        costs: dict[tuple[str, str], GoalUse] = {}
+        for outcome in outcomes:
+            if outcome.usage is not None and outcome.body is not None:
+                goal, usage = (outcome.org_id, outcome.body.goal_id), outcome.usage
+                cost = costs.get(goal) or GoalUse()
+                tokens = cost.tokens + usage.tokens_in + usage.tokens_out
+                costs[goal] = GoalUse(tokens=tokens, usd=cost.usd + usage.cost_usd)
+        for goal, cost in costs.items():
+            used = GOALS.get(self.transaction, *goal) or GoalUse()
+            more = replace(used, tokens=used.tokens + cost.tokens, usd=used.usd + cost.usd)
+            GOALS.put(self.transaction, more, *goal)
 
     def _finish(self, outcome: Outcome) -> None:
         match outcome.kind:
@@ -324,7 +336,7 @@ class Operations:
             for message_id, record in records.items()
             if record is None or record.state != "PROCESSING" or record.lease != leases[message_id]
         }
-        switches = {key.partition("\x1f")[0] for key, pause in PAUSES.scan(self.transaction) if pause.kill}
+        switches = {key.partition("\x1f")[0] for key, pause in PAUSES.all(self.transaction) if pause.kill}
         killed = {
             message_id
             for message_id, record in records.items()
@@ -420,7 +432,7 @@ class Operations:
         """
         parts = (type_name, org_id) if org_id else (type_name,)
         prefix = joined(*parts) + SEPARATOR
-        paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.scan(self.transaction)}
+        paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(self.transaction)}
         found = PARKED.scan(self.transaction, after or prefix, RESUME_A_COMMIT_MAX)
         for key, message_id in found:
             owner = key.split(SEPARATOR)[1] if key.startswith(prefix) else None
@@ -530,7 +542,7 @@ class Operations:
     def workers(self) -> dict[str, WorkerInfo]:
         """Workers that reported lately."""
         lost_ns = self.transaction.steady_ns - round(WORKER_LOST_S * lifecycle.NANOS_PER_S)
-        return {name: info for name, info in WORKERS.scan(self.transaction) if info.seen_ns >= lost_ns}
+        return {name: info for name, info in WORKERS.all(self.transaction) if info.seen_ns >= lost_ns}
 
 
 def _expire(record: Record, moment: Moment) -> Step | None:
@@ -539,10 +551,6 @@ def _expire(record: Record, moment: Moment) -> Step | None:
 
 def _renewal(lease: int) -> Decide:
     return lambda record, moment: lifecycle.renew(record, moment, lease)
-
-
-def _completion(outcome: Outcome, detail: dict[str, Any]) -> Decide:
-    return lambda record, moment: lifecycle.complete(record, moment, outcome.lease, outcome.result, detail)
 
 
 def _spent(outcome: Outcome) -> dict[str, Any]:

@@ -32,6 +32,7 @@ DAY_HOURS: Final = 24
 OFFICE_HOURS: Final = range(8, 20)
 WORKERS: Final = 32
 LEASE_US: Final = 30 * S
+BUSY_S: Final = 20  # how long a holder defers a message whose service is busy
 HEARTBEAT_US: Final = 10 * S
 HEARTBEATS_MAX: Final = 4
 CHUNKS_MAX: Final = 6
@@ -169,21 +170,15 @@ class Traffic:
         message = self.message(goal, parent, agent, kind, _PRIORITIES[world.bits(4)])
         service = SERVICES[world.bits(3)] if kind == "tool_call" else ""
         fate = world.fate()
-        if fate == "rejected" or (service and self._is_broken(message, service)):
-            self._refuse(message, service)
+        if fate == "rejected":
+            self._refuse(message)
             return
         done_us = self._live(message, service, fate)
         if done_us:
             self._follow_up(message, done_us)
 
-    def _is_broken(self, message: GeneratedMessage, service: str) -> bool:
-        return self._broken_until_us.get((message.feed.name, service), 0) > self.now_us
-
-    def _refuse(self, message: GeneratedMessage, service: str) -> None:
-        if service:
-            more = f',"error_type":"CircuitOpen","error":"{service} is out of order","service":"{service}"'
-        else:
-            more = ',"error_type":"QueueFull","error":"only P0 is accepted at present"'
+    def _refuse(self, message: GeneratedMessage) -> None:
+        more = ',"error_type":"QueueFull","error":"only P0 is accepted at present"'
         fields = f'"kind":"rejected",{message.fields},"priority":{message.priority},{message.trace}{more}'
         message.put((self.now_us, fields, "}", message.names, None, False))
 
@@ -195,6 +190,9 @@ class Traffic:
             message.say(t, fate, fate.upper())
             return 0
         waited_us = t - ready_us
+        open_us = self._broken_until_us.get((message.feed.name, service), 0) - t
+        if open_us > 0:
+            t, waited_us = self._defer(message, t, service, open_us)
         match fate:
             case "poison":
                 return self._poison(message, t, waited_us)
@@ -249,6 +247,16 @@ class Traffic:
             rises_us = rises_us + PROMOTE_AFTER_US[message.priority] if message.priority else NEVER_US
         return t
 
+    def _defer(self, message: GeneratedMessage, t: int, service: str, open_us: int) -> tuple[int, int]:
+        """Defer a message whose service has an open breaker; returns its delivery and how long it waited."""
+        delay_s = open_us // S + 1
+        reason = f'"reason":"the breaker of service {service} is open","delay_s":{delay_s}'
+        message.say(t, "deferred", "SCHEDULED", "", f',"prior":"QUEUED","detail":{{{reason}}}}}')
+        t += delay_s * S
+        message.say(t, "enqueued", "QUEUED")
+        waited_us = self.world.wait_us(WAIT_US[message.priority])
+        return t + waited_us, waited_us
+
     # ---- fates -------------------------------------------------------------------------------------------
 
     def start(self, message: GeneratedMessage, t: int, waited_us: int) -> str:
@@ -280,7 +288,13 @@ class Traffic:
             message.lapsed(t, worker, LEASE_US)
         else:
             t += 2 * MS + self.world.wait_us(S)
-            message.held(t, "released", "QUEUED", worker)
+            if message.type == "tool_call":  # its service asks the holder to come back later
+                detail = f',"prior":"PROCESSING","detail":{{"reason":"busy","delay_s":{BUSY_S}}}}}'
+                message.held(t, "deferred", "SCHEDULED", worker, "", detail)
+                t += BUSY_S * S
+                message.say(t, "enqueued", "QUEUED")
+            else:
+                message.held(t, "released", "QUEUED", worker)
         waited_us = self.world.wait_us(S)
         return t + waited_us, waited_us
 

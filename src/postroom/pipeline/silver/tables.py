@@ -99,23 +99,23 @@ def once(events: "DataFrame", repeated: "DataFrame", *, few: bool = True) -> "Da
     return events.join(repeats, is_repeat, "left_anti")
 
 
+_MESSAGE_NAMES: Final = ("type", "org_id", "goal_id", "agent_id")
+
+
 def lacks_names() -> "Column":
     """Whether an event lacks the type or the organization of its message. Stores record them once."""
     return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
 
 
 def named(rows: "DataFrame", messages: "DataFrame", *, few: bool = False) -> "DataFrame":
-    """Events or attempts with the type and organization of their message, where they lack them."""
-    names = messages.select(
-        "message_id", F.col("type").alias("message_type"), F.col("org_id").alias("message_org_id")
-    )
+    """Events or attempts with the names of their message, such as its type, where they lack them."""
+    names = messages.select("message_id", *(F.col(name).alias(f"message_{name}") for name in _MESSAGE_NAMES))
     unnamed = rows.where(lacks_names()).join(with_join_hint(names, few=few), "message_id", "left")
-    filled = {name: F.coalesce(name, f"message_{name}") for name in ("type", "org_id")}
+    filled = {name: F.coalesce(name, f"message_{name}") for name in _MESSAGE_NAMES}
+    taken = ", ".join(f"message_{name}" for name in _MESSAGE_NAMES)
     complete = rows.where(~lacks_names())
     # Not `drop`, which asks a Connect server for the columns: a declared table has none yet.
-    return complete.unionByName(
-        unnamed.withColumns(filled).selectExpr("* EXCEPT (message_type, message_org_id)")
-    )
+    return complete.unionByName(unnamed.withColumns(filled).selectExpr(f"* EXCEPT ({taken})"))
 
 
 def events(rows: "DataFrame", redaction: "Mapping[str, Column]") -> "DataFrame":
@@ -337,8 +337,10 @@ _RESULT_OF: Final = {
     "execution_failed": "failed",
     "lease_lapsed": "lapsed",
     "released": "released",
+    "deferred": "released",
     "cancelled": "cancelled",
 }
+_MAY_HAVE_NO_HOLDER: Final = ("cancelled", "deferred")
 _BEGINNING: Final = ["org_id", "type", "priority", "agent_id", "goal_id", "queue", "worker_id", "lease"]
 _ENDING: Final = ["error_type", "error", "model", "service", "tokens_in", "tokens_out", "cost_usd"]
 _ATTEMPT_SMALLEST: Final = ("dequeued_us", "started_us", "first_us", "waited_us")
@@ -370,7 +372,8 @@ def attempt_keys(events: "DataFrame") -> "DataFrame":
 def _of_attempts(events: "DataFrame") -> "DataFrame":
     kind = F.col("kind")
     leased = events.where((F.col("attempt") > 0) & F.col("message_id").isNotNull())
-    return leased.where(kind.isin(*_ATTEMPT_KINDS) & ((kind != "cancelled") | F.col("worker_id").isNotNull()))
+    was_held = ~kind.isin(*_MAY_HAVE_NO_HOLDER) | F.col("worker_id").isNotNull()
+    return leased.where(kind.isin(*_ATTEMPT_KINDS) & was_held)
 
 
 def _attempt_states(events: "DataFrame") -> "DataFrame":
