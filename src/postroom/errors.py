@@ -25,7 +25,7 @@
     │   ├── NotHeld               a client was never given the task, and the call names no lease
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
-    │   ├── SinkAhead             the audit stream knows more of a source than the source itself
+    │   ├── SinkAhead             the audit stream holds more events of a source than the source
     │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
     │   └── MailRefused           a mail server refuses a call; has its code
     ├── Unavailable               postroom's or the machine's fault: trying again can work
@@ -127,7 +127,7 @@ class WriteFailed(Unavailable, OSError):
     def __init__(self, path: Path | str, cause: OSError, *, rolled_back: bool = True) -> None:
         self.path = path
         self.rolled_back = rolled_back
-        rest = "nothing of it was kept" if rolled_back else "it may or may not have been kept"
+        rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
         reason = cause.strerror or str(cause)
         OSError.__init__(self, cause.errno, f"could not write {path}: {reason}; {rest}")
 
@@ -172,7 +172,7 @@ class AgentExists(Rejected):
 
 
 class UnknownTask(Rejected, LookupError):
-    """No task that this caller may see has this id. A client passes the harness's `message` on."""
+    """No task that this caller may see has this id. In a client, `message` is the harness's sentence."""
 
     def __init__(self, task_id: str, message: str = "") -> None:
         self.task_id = task_id
@@ -199,12 +199,12 @@ class StaleLease(Rejected):
 
 
 class SinkAhead(Rejected):
-    """A sink holds more of a source than the source has: the source was restored to an older state."""
+    """A sink holds more events of a source than the source: the source was restored to an older state."""
 
     def __init__(self, source: str, held: int, newest: int) -> None:
         super().__init__(
             f"the audit stream holds {source} up to number {held}, and the source ends at {newest}: "
-            "it was restored to an older state, so ship it to a new folder"
+            "the source was restored to an older state, so ship it to a new folder"
         )
 
 
@@ -223,17 +223,17 @@ class WrongState(Rejected):
 
 
 class NotHeld(Rejected):
-    """A client was never given this task, so it knows no lease to show."""
+    """A client was never given this task, so it has no lease to send."""
 
     def __init__(self, task_id: str) -> None:
         self.task_id = task_id
-        super().__init__(f"this client was not given task {task_id!r}: name its lease")
+        super().__init__(f"this client was not given task {task_id!r}: pass its lease")
 
 
 class HarnessRefused(Rejected):
-    """A harness refuses a call, in its own words.
+    """A harness refuses a call. The message is the harness's sentence.
 
-    `status` is that of HTTP; 0 for an answer that does not fit the protocol.
+    `status` is the HTTP status; 0 for an answer that does not fit the protocol.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -246,7 +246,7 @@ class NotAllowed(HarnessRefused):
 
 
 class Unreachable(Unavailable):
-    """A harness does not answer, or asks the client to come back later."""
+    """A harness does not answer, or asks the client to retry later."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         self.retry_after_s = retry_after_s
@@ -398,13 +398,13 @@ class AuditBehind(Unavailable):
     def __init__(self, waiting: int, backlog_max: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(
-            f"{waiting} events wait for the audit stream and at most {backlog_max} may: "
+            f"{waiting} events wait for the audit stream, and the limit is {backlog_max}: "
             f"try again in {retry_after_s:g} s"
         )
 
 
 class MailRefused(Rejected):
-    """A mail server refuses a call, in its own words. `code` is as in HTTP."""
+    """A mail server refuses a call. The message is the server's sentence; `code` is as in HTTP."""
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
@@ -432,7 +432,7 @@ EXIT_RUNTIME = 1
 EXIT_USAGE = 2
 
 EXIT_CODES: dict[type[BaseException], int] = {
-    # A wrong call. A path or a position is no wrong call: it can become right without a change of the call.
+    # Usage errors. `UnsafePath` and `SinceIdNotFound` are not: the same call can succeed once a file changed.
     InvalidMessage: EXIT_USAGE,
     InvalidName: EXIT_USAGE,
     InvalidSetting: EXIT_USAGE,

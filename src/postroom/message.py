@@ -1,4 +1,4 @@
-"""The nouns: the messages of each contract, and the records and events of a store.
+"""The data types: the messages of each contract, and the records and events of a store.
 
 Rule 1: every object here is immutable. A changed record is a new object.
 Rule 2: a message does not contain delivery state. Positions, leases and attempts are in cursors and records.
@@ -70,7 +70,7 @@ def org_of(queue: str) -> str:
     return queue.removeprefix(ENGINE_PREFIX) if queue.startswith(ENGINE_PREFIX) else ""
 
 
-# ---- the leased half -------------------------------------------------------------------------------
+# ---- records and events of a store -----------------------------------------------------------------
 
 State = Literal[
     "SCHEDULED",
@@ -86,7 +86,7 @@ State = Literal[
     "EXPIRED",
     "QUARANTINED",
 ]
-"""The states of a record. `FAILED` is passed on the way to another state and never stored."""
+"""The states of a record. `FAILED` is transient: it leads to another state and is never stored."""
 
 EventKind = Literal[
     "created",

@@ -393,7 +393,7 @@ def _entries(
     known = {setting.key: setting for setting in settings}
     _refuse_unknown(config, table, known, f"{name}.")
     for key, value in table.items():
-        # 1 and 0 may stand for true and false, as in the environment; a text never stands for a number.
+        # 1 and 0 are accepted for true and false, as in the environment; a text is not accepted for a number.
         checked = _checked(known[key], f"{config}: {name}.{key}", value, strict=not isinstance(value, int))
         yield key, _resolved(config, checked) if isinstance(checked, Path) else checked
 

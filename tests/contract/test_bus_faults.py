@@ -73,7 +73,7 @@ for write in (lambda: bus.append(**message), lambda: bus.append_many([message] *
             raise SystemExit("there was no room for it")
         except WriteFailed as error:
             assert error.rolled_back, error
-            assert str(error).endswith("File too large; nothing of it was kept"), error
+            assert str(error).endswith("File too large; nothing was stored"), error
             refused += 1
         assert bus.path.read_bytes() == before
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -111,7 +111,7 @@ while failures < 5:
     try:
         made += bus.append_many([message] * 4) if failures % 2 else [bus.append(**message)]
     except WriteFailed as error:
-        assert "No space left on device; nothing of it was kept" in str(error), error
+        assert "No space left on device; nothing was stored" in str(error), error
         failures += 1
     assert [m.msg_id for m in bus.read()] == made, "acknowledged and in the file are the same"
 assert bus.verify().ok
@@ -212,7 +212,7 @@ def test_a_failed_fsync_is_an_error_that_says_so(
     disk.failing = True
     with pytest.raises(WriteFailed) as caught:
         write(bus, "lost")
-    assert str(caught.value) == f"could not write {bus.path}: Input/output error; nothing of it was kept"
+    assert str(caught.value) == f"could not write {bus.path}: Input/output error; nothing was stored"
     assert isinstance(caught.value, Unavailable)
     assert isinstance(caught.value, OSError)
     assert bus.path.read_bytes() == content
@@ -290,7 +290,7 @@ def test_rollback_keeps_messages_of_other_processes(tmp_path: Path, disk: Faulty
     disk.gate.set()
     writer.join()
     assert bodies(bus.read()) == ["durable", "unsure", "acknowledged"]
-    assert str(failures[0]).endswith("it may or may not have been kept")
+    assert str(failures[0]).endswith("the data may or may not be stored")
 
 
 @pytest.mark.parametrize("durability", SYNCED)

@@ -773,7 +773,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
 ) -> None:
     kept = insert(store, b"1", durability="fsync")
     disk.failing = True
-    with pytest.raises(WriteFailed, match="may or may not have been kept"):
+    with pytest.raises(WriteFailed, match="may or may not be stored"):
         insert(store, b"2", durability="fsync")
     disk.failing = False
     for durability in ("os", "fsync"):

@@ -209,7 +209,7 @@ def test_a_head_that_cannot_be_noted_stops_no_shipper(
         tasks.enqueue(agent="ada", payload=1)
     done = ship()
     assert (done.code, done.line["shipped"]) == (0, 2)
-    assert "is not noted beside the folder" in done.error
+    assert "could not be recorded beside the folder" in done.error
     assert not (tmp_path / "audit.head").exists()
 
 

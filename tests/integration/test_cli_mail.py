@@ -293,7 +293,7 @@ def environ() -> dict[str, str]:
         (["send", "no.such", "--body", "x"], 1, "the mailbox does not exist"),
         (["read", "no.such"], 1, "the mailbox does not exist"),
         (["follow", "no.such"], 1, "the server refuses the subscription: there may be no such mailbox"),
-        (["send", "a b", "--body", "x"], 2, "a mailbox is named without blanks and wildcards"),
+        (["send", "a b", "--body", "x"], 2, "mail_id must not be empty, or contain blanks or wildcards"),
         (["send", "a", "--body", "x", "--header", "none"], 2, "a header is written as NAME:VALUE"),
         (["create", "--public"], 2, "--public needs --name"),
         (["create", "--name", "x"], 2, "--name needs --public"),

@@ -375,7 +375,7 @@ BAD_LINES = {
     "no JSON": (b'{"payload": 1}\n{', "line 2 of --batch is not a JSON object"),
     "no text": (b'{"payload": "\xff"}', "line 1 of --batch is not a JSON object: byte 0 (0xff) is not UTF-8"),
     "no object": (b"[1]", "line 1 of --batch must be an object, not a list"),
-    "unknown key": (b'{"payload": 1, "colour": 2}', "line 1 of --batch has 'colour', which no task has"),
+    "unknown key": (b'{"payload": 1, "colour": 2}', "line 1 of --batch has an unknown field 'colour'"),
     "no payload": (b'{"agent": "a"}', "line 1 of --batch has no payload"),
     "no agent": (b'{"payload": 1}', "line 1 of --batch names no agent"),
     "a wrong value": (b'{"agent": "a", "payload": 1, "delay_s": -1}', "delay_s must be"),

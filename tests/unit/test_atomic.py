@@ -64,12 +64,12 @@ def test_a_failed_fsync_of_the_folder_says_that_the_new_file_may_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic, "sync_folder", _input_output_error)
-    with pytest.raises(WriteFailed, match="may or may not have been kept"):
+    with pytest.raises(WriteFailed, match="may or may not be stored"):
         atomic.replace_file(tmp_path / "cursor", b"new", "fsync")
 
 
 def test_a_missing_folder_is_a_failed_write(tmp_path: Path) -> None:
-    with pytest.raises(WriteFailed, match="No such file or directory; nothing of it was kept"):
+    with pytest.raises(WriteFailed, match="No such file or directory; nothing was stored"):
         atomic.replace_file(tmp_path / "nowhere" / "cursor", b"new", "os")
 
 

@@ -227,7 +227,7 @@ def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.Monkey
         ({"task_id": None}, "task_id must be text, not NoneType"),
         ({"run_id": b"r"}, "run_id must be text, not bytes"),
         ({"run_id": "\ud800"}, "run_id holds lone surrogates, which are not Unicode text"),
-        ({"parents": FIRST}, "parents must be a list of message ids, not one text"),
+        ({"parents": FIRST}, "parents must be a list of message ids, not a single text"),
         ({"parents": 5}, "parents must be a list of message ids, not int"),
         ({"parents": [None]}, "parent must be text, not NoneType"),
         ({"parents": [FIRST, ""]}, "parent is empty"),
@@ -376,7 +376,7 @@ def test_bytes_beyond_the_record_limit_are_reported_as_damage(
 ) -> None:
     monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
     decoded = decode(b"x" * 1100, at_file_end=False)
-    assert [damage.reason for damage in decoded.damaged] == ["no record in sight"]
+    assert [damage.reason for damage in decoded.damaged] == ["no record start found"]
     assert 1100 - decoded.consumed == len(buswire.MARKER), "a record's start may be on the edge"
 
 

@@ -353,7 +353,7 @@ def test_a_failed_write_keeps_nothing_and_can_be_tried_again(
     with SegmentSink(tmp_path, durability=durability) as sink:
         sink.write(events(1, 5))
         disk.left = 700
-        with pytest.raises(WriteFailed, match="nothing of it was kept"):
+        with pytest.raises(WriteFailed, match="nothing was stored"):
             sink.write(events(6, 5))
         assert sink.position(SOURCE) == 5
         assert list(Segments(tmp_path).events()) == events(1, 5)
@@ -391,7 +391,7 @@ def test_after_a_failed_fsync_the_sink_is_dead_until_reopen(
     with SegmentSink(tmp_path, durability=durability) as sink:
         sink.write(events(1, 5))
         disk.failing = True
-        with pytest.raises(WriteFailed, match="nothing of it was kept"):
+        with pytest.raises(WriteFailed, match="nothing was stored"):
             sink.write(events(6, 5))
         disk.failing = False
         with pytest.raises(HandleDead):
@@ -475,7 +475,7 @@ def test_failed_sealing_keeps_nothing_of_the_batch(tmp_path: Path, monkeypatch: 
     with SegmentSink(tmp_path, seal_bytes=100, durability="os") as sink:
         sink.write(events(1, 5))
         disk.failing = True
-        with pytest.raises(WriteFailed, match="nothing of it was kept"):
+        with pytest.raises(WriteFailed, match="nothing was stored"):
             sink.write(events(6, 5))
         disk.failing = False
         sink.reopen()

@@ -99,10 +99,8 @@ def audit() -> None:
 )
 @click.option("--bus", "buses", type=PATH, multiple=True, metavar="FILE", help="A bus file.")
 @click.option("--mail", type=PATH, multiple=True, metavar="DIR", help="A mail server's data folder.")
-@click.option("--once", is_flag=True, help="Ship the events of now, seal them and end.")
-@click.option(
-    "--while-stdin", is_flag=True, hidden=True, help="End at the end of stdin, when the parent has gone."
-)
+@click.option("--once", is_flag=True, help="Ship the waiting events, seal them and exit.")
+@click.option("--while-stdin", is_flag=True, hidden=True, help="Exit when stdin ends: the parent has exited.")
 @click.pass_obj
 def ship(
     shell: Shell,
@@ -154,7 +152,7 @@ def ship(
 @click.option("--store", metavar="URL", help="A store, such as sqlite:///run/queue.db.")
 @click.pass_obj
 def detach(shell: Shell, data: Path | None, store: str | None) -> None:
-    """Mark a store as no longer shipped: it keeps no events for a shipper, and waits for none.
+    """Mark a store as no longer shipped: it keeps no more events for a shipper, and delays no task.
 
     \b
     Example:
@@ -168,7 +166,7 @@ def detach(shell: Shell, data: Path | None, store: str | None) -> None:
     opened = open_store(f"sqlite:///{_database(data)}" if data is not None else _existing(str(store)))
     set_outbox(opened, None)
     opened.close()
-    shell.output.facts({"store": "detached"}, "the store waits for no shipper any more")
+    shell.output.facts({"store": "detached"}, "the store no longer keeps events for a shipper")
 
 
 def _existing(url: str) -> str:
@@ -188,7 +186,7 @@ def _check_exists(what: str, paths: tuple[Path, ...]) -> None:
 def _database(data: Path) -> Path:
     database = data.absolute() / DATABASE
     if not database.exists():
-        raise click.ClickException(f"there are no tasks in {data} yet: serve or enqueue starts them")
+        raise click.ClickException(f"there are no tasks in {data} yet: serve and enqueue create the store")
     return database
 
 
@@ -392,19 +390,19 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
 
 @audit.command()
 @folder_argument
-@click.option("--head", metavar="HASH", help="A head that was noted earlier, to detect a truncated stream.")
+@click.option("--head", metavar="HASH", help="An earlier recorded head, to detect a truncated stream.")
 @click.option(
     "--store",
     "stores",
     multiple=True,
     metavar="URL",
-    help="A store that is shipped to this stream: it also keeps the head.",
+    help="A store that is shipped to this stream: the store also holds the recorded head.",
 )
 @click.pass_obj
 def verify(shell: Shell, folder: Path | None, head: str | None, stores: tuple[str, ...]) -> None:
     """Check that no segment was changed after it was sealed.
 
-    Prints every changed file; the exit code is then 1. The shipper notes the last sealed segment in
+    Prints every changed file; the exit code is then 1. The shipper records the last sealed segment in
     FOLDER.head, beside the folder. With that file, a folder that was emptied, truncated or replaced is
     detected, too.
 
@@ -519,7 +517,7 @@ def _plain(struct: Any) -> Any:
 
 
 def _time_text(ts_us: int) -> str:
-    """A time as text; the number itself when it is outside of the calendar."""
+    """A time as text; the number itself when no date can represent it."""
     from postroom.core.times import utc_text
 
     try:

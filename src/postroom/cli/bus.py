@@ -190,8 +190,7 @@ def follow(
 ) -> None:
     """Print the stored messages, then new ones as they arrive.
 
-    Follows the file across rotations. Ends at a signal, after --timeout-s, or when the reader of its output
-    has gone.
+    Follows the file across rotations. Ends at a signal, after --timeout-s, or when its output is closed.
 
     \b
     Example:

@@ -44,7 +44,7 @@ STORAGES = click.Choice(["memory", "os", "group"])
 PRIORITIES = ("critical", "urgent", "high", "normal", "low")
 BODY_BYTES_MAX = 64 << 20  # that the command line reads; a server accepts less
 ID_FILE_BYTES_MAX = 64 << 10
-CHECK_EVERY_S = 0.5  # whether the reader of the output has gone
+CHECK_EVERY_S = 0.5  # whether the output was closed
 LIST_COLUMNS = ("msg_id", "priority", "time")
 PUBLIC_COLUMNS = ("mail_id", "ttl_s", "desc")
 
@@ -109,7 +109,7 @@ count_option = click.option(
 )
 mail_argument = click.argument("mail_id", metavar="MAIL_ID")
 priority_option = click.option(
-    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="How urgent it is."
+    "--priority", type=click.Choice(PRIORITIES), default="normal", show_default=True, help="The priority."
 )
 only_option = click.option(
     "--priority",
@@ -186,27 +186,27 @@ def mail() -> None:
     metavar="S",
     help="The lifetime of a mailbox that is created without one; 0 is for ever.",
 )
-@_count_option("--mailboxes-max", 1_000_000, "The most mailboxes of the server.")
-@_count_option("--stored-bytes-max", 1 << 30, "The most memory for all messages and mailboxes, in bytes.")
-@_count_option("--quota-messages", 0, "The most messages of one mailbox; 0 is no quota.")
-@_count_option("--quota-bytes", 128 << 20, "The most memory for one mailbox, in bytes; 0 is no quota.")
+@_count_option("--mailboxes-max", 1_000_000, "Maximum number of mailboxes on the server.")
+@_count_option("--stored-bytes-max", 1 << 30, "Maximum memory of all messages and mailboxes, in bytes.")
+@_count_option("--quota-messages", 0, "Maximum number of messages in one mailbox; 0 is no quota.")
+@_count_option("--quota-bytes", 128 << 20, "Maximum memory of one mailbox, in bytes; 0 is no quota.")
 @_count_option(
     "--client-quota-bytes",
     256 << 20,
-    "The same for the messages of one client, which is a login or an address.",
+    "Maximum memory of one client (a login or an address), in bytes; 0 is no quota.",
 )
-@_count_option("--client-quota-mailboxes", 100_000, "The most mailboxes of one client; 0 is no quota.")
-@_count_option("--client-quota-agents", 1_000, "The most registered agents of one client; 0 is no quota.")
-@_count_option("--group-window", 32, "The most messages in flight to one member of a group; 0 is no limit.")
+@_count_option("--client-quota-mailboxes", 100_000, "Maximum mailboxes of one client; 0 is no quota.")
+@_count_option("--client-quota-agents", 1_000, "Maximum registered agents of one client; 0 is no quota.")
+@_count_option("--group-window", 32, "Maximum messages in flight to one member of a group; 0 is no limit.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
 @click.option("--receipts", is_flag=True, help="Emit an event for each delivery.")
 @click.option("--extend", is_flag=True, help="Let the creator of a mailbox extend its lifetime.")
-@_count_option("--payload-bytes-max", 1 << 20, "The most bytes of one message.")
+@_count_option("--payload-bytes-max", 1 << 20, "Maximum size of one message, in bytes.")
 @_count_option(
-    "--pending-bytes-max", 64 << 20, "The most unsent bytes of a connection; beyond them it is closed."
+    "--pending-bytes-max", 64 << 20, "Maximum unsent bytes of a connection; above this it is closed."
 )
-@_count_option("--connections-max", 65_536, "The most connections.")
-@_count_option("--subscriptions-max", 100_000, "The most subscriptions of one connection.")
+@_count_option("--connections-max", 65_536, "Maximum number of connections.")
+@_count_option("--subscriptions-max", 100_000, "Maximum number of subscriptions of one connection.")
 @click.option(
     "--ping-interval-s",
     type=click.FloatRange(min=0.1),
@@ -414,7 +414,7 @@ def follow(
 ) -> None:  # fmt: skip
     """Print the messages of a mailbox, then new ones as they arrive. Reconnects when the connection is lost.
 
-    Ends at a signal, after --timeout-s, after -n messages, or when the reader of its output has gone.
+    Ends at a signal, after --timeout-s, after -n messages, or when its output is closed.
 
     \b
     Example:
@@ -441,7 +441,7 @@ def follow(
 
 
 def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | None":
-    """The next message; None after the timeout, or when the reader of the output has gone."""
+    """The next message; None after the timeout, or when the output was closed."""
     while not reader_gone():
         left_s = CHECK_EVERY_S if ends_at is None else min(CHECK_EVERY_S, ends_at - time.monotonic())
         message = messages.next(max(0.0, left_s))

@@ -30,7 +30,7 @@ def cli(context: click.Context, config: Path | None, as_json: bool) -> None:
     """Mailboxes, logs and task queues for AI agents.
 
     Results are JSON lines in a pipe or a file, and readable text on a terminal. The exit code is 0 after
-    success, 1 after a failure, 2 after a wrong call.
+    success, 1 after a failure, 2 after a usage error.
 
     \b
     Example:

@@ -46,8 +46,8 @@ class CannotRun(ProgramFailed):
 def run_program(command: str, task: Any, lost: threading.Event | None = None) -> Any:
     """Run a shell command with `task` as JSON on its stdin, and return the JSON value that it printed.
 
-    No output is null. Ends the program when `lost` is set. Raises `ProgramFailed`, and `CannotRun` when there
-    is no such program.
+    No output counts as null. Ends the program when `lost` is set. Raises `ProgramFailed`, and
+    `CannotRun` when there is no such program.
     """
     import msgspec
 

@@ -1,8 +1,8 @@
 """The parts that all commands share: settings, output, opening a bus or a queue, signals, exit codes.
 
-Rule 1: an error is one sentence on stderr; exit code 0 is success, 1 a failure, 2 a wrong call.
+Rule 1: an error is one sentence on stderr; exit code 0 is success, 1 a failure, 2 a usage error.
 Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower that is its normal end.
-Rule 3: a closed pipe behind stdout is no error.
+Rule 3: it is no error when the reader of stdout closes the pipe.
 """
 
 import atexit
@@ -47,7 +47,7 @@ _PLAIN_WORDS = (
     (re.compile(r"is not a valid integer(?: range)?"), "is not a whole number"),
     (re.compile(r"is not a valid float(?: range)?"), "is not a number"),
     (re.compile(r"is not in the range (\S+)<=x<=(\S+?)(\.?)$"), r"is not a number from \1 to \2\3"),
-    (re.compile(r"is not in the range x>=(\S+?)(\.?)$"), r"is not a number from \1 on\2"),
+    (re.compile(r"is not in the range x>=(\S+?)(\.?)$"), r"is not a number of \1 or more\2"),
 )
 ANY_PATH = click.Path()
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -162,7 +162,7 @@ def _read_stdin(shell: Shell, bytes_max: int) -> bytes:
 
 
 def reader_gone() -> bool:
-    """Whether the reader of stdout has closed it. A follower would else notice only at its next line."""
+    """Whether the reader of stdout has closed it. A follower would otherwise notice only at its next line."""
     try:
         watched = select.poll()
         watched.register(sys.stdout.fileno(), 0)
@@ -249,7 +249,7 @@ def _invoke(command: click.Command, program: str, arguments: list[str]) -> objec
 
 
 def _finished(code: int, program: str) -> int:
-    """Flush the output: a full disk behind stdout is an error, a closed pipe is not."""
+    """Flush the output. A full disk is an error, a closed pipe is not."""
     failure = _flush(sys.stdout)
     if failure is not None and code == EXIT_OK:  # else a failure was already reported
         code = _failed(program, str(OutputFailed(failure)))

@@ -132,7 +132,7 @@ def _blocks(segments: "Segments", since_us: int | None, until_us: int | None) ->
 def _beside_store(
     history: "History", url: str, horizon_us: int | None, *, stretch_ends: bool
 ) -> "HistoryVerdict":
-    """What is open in the stream has to be in the store, unless it ended after the stream did."""
+    """Check that open messages of the stream are in the store, unless they ended after the stream ends."""
     from postroom.stores.open import SQLITE, open_store
 
     path = url.removeprefix(SQLITE)

@@ -18,7 +18,7 @@ def cli(context: click.Context, root: Path | None) -> None:
 
     `send` prints the id of the message, `poll` and `tail` print one JSON object per line, `status` prints one
     JSON document, `expire` a number. The exit code is 0 after success, 1 after a failure (also when the kill
-    switch ZOS_MQ_DISABLED=1 stops a send), 2 after a wrong call.
+    switch ZOS_MQ_DISABLED=1 stops a send), 2 after a usage error.
 
     \b
     Example:

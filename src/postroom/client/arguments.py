@@ -75,7 +75,7 @@ def _is_finite(value: Any) -> bool:
 
 def _encoding_fault(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deeply, or holds itself"
+        return "it is nested too deeply, or contains itself"
     if isinstance(error, UnicodeEncodeError):
         return "it holds lone surrogates, which are not Unicode text"
     if str(error).startswith("Only dicts with"):

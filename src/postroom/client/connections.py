@@ -104,7 +104,7 @@ class Connections:
         """Changes with every close and every fork. A connection of an older generation is not kept."""
 
     def ask(self, call: Call) -> Any:
-        """Send one request; gives the decoded answer, or None for an empty one."""
+        """Send one request. Returns the decoded answer, or None for an empty one."""
         try:
             status, headers, body = self._exchange_on_any(call)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""A small HTTP server in a worker. `POST /task` there is a nudge of the harness; `GET /health` answers 200.
+"""A small HTTP server in a worker. The harness sends nudges to `POST /task`; `GET /health` answers 200.
 
 Rule 1: a nudge may be lost. What the endpoint cannot take at once is dropped.
 """

@@ -4,7 +4,7 @@
         client.work(lambda task: {"label": "bug"})
 
 Rule 1: the standard library, msgspec and `postroom.errors`, and nothing else of postroom.
-Rule 2: every call about a task shows its lease. Repeating a call under the same lease changes nothing, so a
+Rule 2: every call about a task carries its lease. Repeating a call under the same lease changes nothing, so a
         call is repeated when its answer is lost. A claimed task whose answer is lost is redelivered when its
         lease ends.
 Rule 3: no secret is logged or shown.
@@ -141,7 +141,7 @@ class _Heartbeats:
 class TaskClient(HttpClient):
     """One agent's client of its harness. Safe to share between threads.
 
-    A call about a task takes the task or its id. With an id, the client shows the latest lease that it was
+    A call about a task takes the task or its id. With an id, the client sends the latest lease that it was
     given for that id; where several threads share a client, pass the task.
     """
 
@@ -257,7 +257,7 @@ class TaskClient(HttpClient):
         self._end_lease("/queue/release", self._holder_body(task, lease))
 
     def _end_lease(self, path: str, body: dict[str, Any]) -> Any:
-        """Send the call that ends a lease. A heartbeat that the harness refuses after it is no loss."""
+        """Send the call that ends a lease. A heartbeat that is refused after it does not set `lost`."""
         heartbeats = self._heartbeats.get(body["lease"]) or _Heartbeats()
         heartbeats.ending = True
         try:
@@ -448,7 +448,7 @@ class TaskClient(HttpClient):
         worker. `on_end` is called after each task, in the handler's thread.
 
         An idle worker waits in a long poll at the harness. With a `nudge_port` it waits for `POST /task` at
-        that port instead, and looks every `poll_every_s`. When told to stop, it claims nothing more; tasks in
+        that port instead, and polls every `poll_every_s`. When told to stop, it claims nothing more; tasks in
         flight have `grace_s` to finish and are then released. With `until_empty` it ends when its queue is
         empty.
         """

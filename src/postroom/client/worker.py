@@ -2,7 +2,7 @@
 
 Rule 1: a nudge is only a wake-up. On every wake and at start the queue is drained until it is empty.
 Rule 2: completing a task and claiming the next is one request. A worker that is stopping claims nothing, and
-        releases at once a task that an earlier request still brings.
+        releases at once a task that arrives with the answer to an earlier request.
 Rule 3: heartbeats run from the moment a task arrives until its report is accepted.
 """
 
@@ -39,7 +39,7 @@ WAIT_AT_WORK_S_MAX = 5.0  # of an idle worker's long poll, so that a server that
 ERROR_CHARS_MAX = 8_000  # of a handler's error that are reported
 
 LEASE_OVER = (StaleLease, UnknownTask, WrongState)
-"""The answers that mean: another worker has the task, or it has ended."""
+"""Errors that mean that another worker has the task, or that the task has ended."""
 
 _log = logging.getLogger("postroom.client")
 
@@ -171,7 +171,7 @@ class Worker:
                 signal.signal(number, handler)
 
     def _wait_for_stop(self) -> int:
-        """Wait until the worker is told to stop or every slot has ended; gives how many slots have ended."""
+        """Wait until the worker has to stop or every slot has ended. Returns the number of ended slots."""
         for ended in itertools.count():
             if ended == self._slots or self._signals.get() == "stop":
                 return ended
@@ -185,7 +185,7 @@ class Worker:
                 running -= 1
 
     def _release_in_flight(self) -> None:
-        """Release before `lost` is set: a handler that gives up in between would report a failure."""
+        """Release a task before `lost` is set: a handler that then gives up must not report a failure."""
         for each in list(self._in_flight.values()):
             self._release(each.task)
             each.task.lost.set()
@@ -203,7 +203,7 @@ class Worker:
             self._signals.put("ended")
 
     def _turn(self) -> bool:
-        """Handle tasks until a completion brings no further one, or wait for one; False ends the slot."""
+        """Handle tasks until a completion claims no further one, or wait for a task. False ends the slot."""
         nudged = self._nudge_address is not None
         seen = self._wakeups.count
         interval_s = self._client.poll_every_s
@@ -256,14 +256,14 @@ class Worker:
             self._stop_heartbeats(task)
 
     def _drain(self, task: "Task | None") -> None:
-        """Handle a task, and each task that the completion of the previous one brings."""
+        """Handle a task, and then each task that was claimed together with a completion."""
         while task is not None and not self._stopping:
             task = self._handle(task)
         if task is not None:
             self._release(task)
 
     def _handle(self, task: "Task") -> "Task | None":
-        """Handle a task in flight; gives the task that its completion brings."""
+        """Handle a task in flight. Returns the task that was claimed with its completion, or None."""
         begun = time.monotonic()
         try:
             report, following = self._send(task, self._run_handler(task))
@@ -306,7 +306,7 @@ class Worker:
     def _send(self, task: "Task", report: _Report) -> "tuple[_Report, Task | None]":
         """Send a report until it is accepted or the lease is over.
 
-        Gives the report that was accepted, and the task that came with its answer. A decision that cannot be
+        Returns the accepted report, and the task that came with its answer. A decision that cannot be
         stored, such as one that is not JSON, fails the task.
         """
         refused = False

@@ -25,7 +25,7 @@ from postroom.sinks.layout import holds_stream
 from postroom.sinks.reader import Segments, StreamPosition
 
 TRACE_IDS_MAX = 100_000  # message and trace ids of one request
-TOLD_KEYS_MAX = 20  # missing keys that are reported; a payload may name any key
+REPORTED_KEYS_MAX = 20  # missing keys that are reported; a payload may name any key
 _log = logging.getLogger("postroom.audit")
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(AuditEvent))
 
@@ -89,7 +89,7 @@ class Audit:
             yield list(self._revealed(event for _, _, event in sorted(timeline.timed(new))))
 
     def _read_on(self, position: StreamPosition, take: Callable[[list[AuditEvent]], None]) -> StreamPosition:
-        """Pass on the events after a position. Returns the position behind them."""
+        """Call `take` with the events after a position. Returns the position after them."""
         reached = position
         for events, reached in self._segments.after(position):  # noqa: B007 - returned below
             take(events)
@@ -156,7 +156,7 @@ class Audit:
         return retention.retain(self.folder, epoch_ns_of(before) // 1000)
 
     def why_kept(self) -> str:
-        """Return why the last retention kept segments, as half a sentence."""
+        """Return why the last retention kept segments, as a clause."""
         return retention.why_kept(self.folder)
 
     def _revealed(self, events: Iterable[AuditEvent]) -> Iterator[AuditEvent]:
@@ -173,7 +173,7 @@ class Audit:
         key = event.payload.removeprefix(PREFIX).partition(":")[0]
         if len(key) > KEY_ID_CHARS_MAX:  # a payload that only looks encrypted
             key, text = "", f"the payload of {event.event_id} names no key"
-        if key not in self._reported_keys and len(self._reported_keys) < TOLD_KEYS_MAX:
+        if key not in self._reported_keys and len(self._reported_keys) < REPORTED_KEYS_MAX:
             self._reported_keys.add(key)
             self._report(f"{text}; such payloads are shown encrypted")
 

@@ -69,7 +69,7 @@ class StoreFeed:
         if stored is not None and stored.stream not in ("", self._outbox.stream):
             raise ShippedElsewhere(
                 f"the events of {self._store.url} go to another stream already ({stored.stream}): "
-                "one store has one stream; run `postroom audit detach` first if that stream is given up"
+                "one store has one stream; run `postroom audit detach` first if that stream is no longer used"
             )
 
     def check(self, held: Iterable[AuditEvent]) -> None:

@@ -162,6 +162,6 @@ def checked_terms(agent: str, limit: int, lease_s: float, worker: str | None) ->
 
 
 def check_claim_limit(limit: object, name: str = "limit", least: int = 1) -> None:
-    """Raise unless so many tasks can be claimed at once."""
+    """Raise unless `limit` tasks can be claimed at once."""
     if type(limit) is not int or not least <= limit <= CLAIM_MAX:
         raise InvalidMessage(f"{name} must be from {least} to {CLAIM_MAX}, not {limit!r}")

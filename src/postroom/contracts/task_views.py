@@ -32,11 +32,11 @@ STATUS: dict[State, Status] = {
     "EXPIRED": "expired",
     "QUARANTINED": "quarantined",
 }
-"""Foreman's word for each state."""
+"""The status of each state, in the words of foreman's table."""
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
-    """Everything about a task: foreman's columns first, then ours."""
+    """Everything about a task. The columns of foreman's table come first."""
 
     task_id: str
     agent: str
@@ -92,7 +92,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     holders: dict[str, int]
     """Leases by worker."""
     lapses: int
-    """Leases that ran out since the queue exists."""
+    """Leases that ran out since the queue was created."""
     states: dict[State, int]
     max_depth: int
 

@@ -7,7 +7,7 @@ Rule 2: a separator directly after a checksum line closes a header and never sta
 Rule 3: postroom writes both `body_bytes` and `crc` into every record. A record with only one of them, or with
         a wrong checksum, is damaged: it is reported, skipped and left in place.
 Rule 4: a record with neither is foreign (written by conductor-loop): its body extends to the next record.
-Rule 5: an incomplete record at the end of the data is not reported as damage; a writer may still be at it.
+Rule 5: an incomplete record at the end of the data is not reported as damage: its writer may still be active.
 """
 
 import json
@@ -285,7 +285,7 @@ def _checked_size(fields: str) -> str:
 
 def _parents_field(parents: Iterable[str]) -> str:
     if isinstance(parents, str):
-        msg = "parents must be a list of message ids, not one text"
+        msg = "parents must be a list of message ids, not a single text"
         raise InvalidMessage(msg)
     try:
         items = [f"  - {_scalar('parent', parent, required=True)}\n" for parent in parents]
@@ -502,7 +502,7 @@ def may_grow_into_record(rest: bytes) -> bool:
 
 
 def closes_header(data: bytes, marker: int) -> bool:
-    """Whether the separator at `marker` closes a header written by postroom (a checksum line precedes it)."""
+    """Whether the separator at `marker` closes a header of postroom: a checksum line precedes it."""
     end = marker - data.endswith(b"\r", 0, marker)
     if data.endswith(b"\n", 0, end):
         return False  # postroom writes a blank line before every record
@@ -617,7 +617,7 @@ def _skip_damaged(data: bytes, start: int, offset: int, out: Decoded, reason: st
 def _give_up_on_rest(data: bytes, offset: int, out: Decoded) -> None:
     """Report more bytes than a record may have as damage, so that memory stays bounded."""
     end = len(data) - len(MARKER)
-    out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record in sight"))
+    out.damaged.append(Damage(offset + out.consumed, end - out.consumed, "no record start found"))
     out.consumed = end
 
 

@@ -31,11 +31,11 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "poll": ("delivered",),
         "expire": ("expired",),
         "a poll or an expire that finds nothing": ("heartbeat",),
-        "a line of the audit that cannot be read": ("alert",),
+        "an unreadable line of the audit log": ("alert",),
     },
     "mail": {
         "create": ("created",),
-        "create of what exists": ("duplicate",),
+        "create of an existing mailbox": ("duplicate",),
         "send": ("created",),
         "a push or a fetch, with receipts": ("delivered",),
         "delete": ("deleted",),

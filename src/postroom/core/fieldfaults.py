@@ -78,7 +78,7 @@ def _choices(kind: Any, path: str) -> str:
 def unencodable(error: Exception) -> str:
     """Why a value cannot be written as JSON."""
     if isinstance(error, RecursionError):
-        return "it is nested too deeply, or holds itself"
+        return "it is nested too deeply, or contains itself"
     if isinstance(error, UnicodeEncodeError):
         return "it holds lone surrogates, which are not Unicode text"
     if match := re.fullmatch(r"Encoding objects of type (.+) is unsupported", str(error)):

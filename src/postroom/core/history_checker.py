@@ -155,7 +155,7 @@ class History:
             source.held.clear()
 
     def _skip_gap(self, source: _Source) -> None:
-        """Report the missing events, which are not expected any more, and continue after the gap."""
+        """Report the missing events as a gap, and continue after it."""
         first, behind = source.next, min(source.held)
         n = behind - first
         which = f"{first} is" if n == 1 else f"{first} to {behind - 1} are"

@@ -109,7 +109,7 @@ class SortedNumbers:
     def add(self, first: int, count: int = 1) -> None:
         """Add `count` consecutive numbers."""
         numbers = self._numbers
-        if numbers and first < numbers[-1]:  # they waited for the disk while later numbers did not
+        if numbers and first < numbers[-1]:  # they waited for an fsync, and later numbers did not
             for number in range(first, first + count):
                 insort(numbers, number)
         elif count == 1:
@@ -150,7 +150,7 @@ class PullGroup:
     __slots__ = ("_alive", "_counted", "account", "done", "handed", "through", "turn")
 
     def __init__(self, alive: dict[int, Letter], turn: int = 0) -> None:
-        self.turn = turn  # how often the group was restarted
+        self.turn = turn  # counts the restarts of the group
         self.through = [0] * RANK_COUNT
         self.done: set[int] = set()
         self.handed: dict[int, int] = {}
@@ -195,8 +195,8 @@ class PullGroup:
     def acknowledge(self, number: int) -> list[int]:
         """Acknowledge a letter, and those that the same connection fetched before it. Returns the new ones.
 
-        Letters behind it in the order of delivery stay unacknowledged, also when they were fetched earlier:
-        a letter that is fetched again alone was fetched after those behind it.
+        Letters after it in the order of delivery stay unacknowledged, even when they were fetched earlier:
+        a letter that is fetched a second time counts as fetched after them.
         """
         letter = self._alive.get(number)
         if letter is None or number <= self.through[letter.rank]:
@@ -233,7 +233,7 @@ class PullGroup:
         self.count()
 
     def unsettle(self, numbers: Iterable[int]) -> None:
-        """Take acknowledgements back."""
+        """Revoke acknowledgements."""
         self.done.difference_update(numbers)
         self.count()
 
@@ -352,14 +352,14 @@ class Mailbox:
                         yield letter
 
     def waiting_rank(self, through: list[int], ranks: int) -> int:
-        """The first of `ranks` that may have a letter behind a position; `RANK_COUNT` when none has."""
+        """The first of `ranks` that may have a letter after a position; `RANK_COUNT` when none has."""
         for rank, lane in enumerate(self.lanes):
             if ranks & (1 << rank) and lane.newest() > through[rank]:
                 return rank
         return RANK_COUNT
 
     def next_run(self, through: list[int], rank: int, limit: int, nbytes: int, now_ns: int) -> list[Letter]:
-        """The next letters of one priority behind a position, which moves behind them.
+        """The next letters of one priority after a position, which moves past them.
 
         At most `limit` letters and `nbytes` of cost, but always one letter if there is any.
         """
@@ -397,7 +397,7 @@ class Mailbox:
         return group, True
 
     def position(self, deliver: Deliver, bound: int) -> list[int]:
-        """For each rank, the number behind which a reader starts."""
+        """For each rank, the number after which a reader starts."""
         if not self.lanes or deliver == "earliest":
             return [0] * RANK_COUNT
         if deliver == "latest":
@@ -475,7 +475,7 @@ class ConnectionBacklog:
         return any(self._queues)
 
     def put(self, subscription: MailSubscription, rank: int) -> None:
-        """Queue a subscription behind the others of this rank."""
+        """Queue a subscription after the others of this rank."""
         self.remove(subscription)
         self._queues[rank][subscription] = None
         subscription.queue_rank = rank
@@ -561,7 +561,7 @@ class QueueGroup:
         heappush(self.returned[letter.rank], letter.number)
 
     def arrived(self, letter: Letter) -> None:
-        """Note a new letter. Letters behind the position need no note; earlier ones count as returned."""
+        """Add a new letter. One after the position is found there; an earlier one counts as returned."""
         if letter.number <= self._through[letter.rank]:
             self.return_letter(letter)
 

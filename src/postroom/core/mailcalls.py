@@ -74,7 +74,7 @@ class Created(NamedTuple):
 
     mail_id: str
     is_new: bool | None
-    """False when the mailbox existed and is unchanged; None when the server does not tell."""
+    """False when the mailbox existed and is unchanged; None when the server does not say."""
 
 
 Priority = Literal["critical", "urgent", "high", "normal", "low"]
@@ -104,7 +104,7 @@ def address(mail_id: str, *, what: str = mq9.SEND, after: str = "") -> bytes:
     if not isinstance(mail_id, str):
         raise InvalidMessage(f"mail_id must be text, not {type(mail_id).__name__}")
     if not mail_id or any(char in mail_id for char in " \t\r\n*>") or not mail_id.isprintable():
-        raise InvalidMessage("a mailbox is named without blanks and wildcards")
+        raise InvalidMessage("mail_id must not be empty, or contain blanks or wildcards")
     return f"{what}{mail_id}{after}".encode()
 
 
@@ -148,7 +148,7 @@ def header_block(headers: Mapping[str, str]) -> bytes:
         checked_text("the name of a header", name)
         checked_text("the value of a header", value)
         if not name or ":" in name or any(char in name + value for char in "\r\n"):
-            raise InvalidMessage("a header has a name without a colon, and no line breaks")
+            raise InvalidMessage("a header must have a name without a colon, and no line breaks")
     return "".join(
         ["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"]
     ).encode()

@@ -129,7 +129,7 @@ def subscription(subject: str) -> tuple[str, int]:
 
 
 def checked_name(name: str, *, known: bool = False) -> str:
-    """A valid name of a public mailbox. A known name may look like another."""
+    """A valid name of a public mailbox. An existing name may look like another."""
     if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise Mq9Error(
             400,
@@ -159,7 +159,7 @@ def checked_prefix(prefix: str) -> str:
 def number(text: str) -> int:
     """A message id in a subject."""
     if not _NUMBER.fullmatch(text):
-        raise Mq9Error(400, "invalid msg_id: it is a number")
+        raise Mq9Error(400, "msg_id must be a number")
     return int(text)
 
 
@@ -314,7 +314,7 @@ def checked_ttl_s(ttl: float | None) -> float:
     if ttl is None:
         return DEFAULT_TTL_S
     if not 0 <= ttl <= SECONDS_MAX:
-        raise Mq9Error(400, f"ttl is a number of seconds from 0 (never) to {SECONDS_MAX}")
+        raise Mq9Error(400, f"ttl is a number of seconds from 0 (unlimited) to {SECONDS_MAX}")
     return ttl
 
 

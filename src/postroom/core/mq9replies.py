@@ -74,7 +74,7 @@ def delete_subject(mail_id: str, number: int) -> str:
 
 
 def numbered(letter: Letter) -> bytes:
-    """The sender's headers behind the message id. A message id that the sender wrote is removed."""
+    """The sender's headers after the message id. A message id that the sender wrote is removed."""
     if not letter.headers:
         return b"NATS/1.0\r\nMq9-Msg-Id: %d\r\n\r\n" % letter.number
     rest = _MSG_ID_LINE.sub(b"", letter.headers)

@@ -72,13 +72,13 @@ def look_alike_fault(text: str) -> str:
     if text != text.strip(" ") or "  " in text:
         return "begins or ends with a blank, or has several in a row"
     if text.isascii():
-        return "" if text.isprintable() else "has characters that nobody sees"
+        return "" if text.isprintable() else "has invisible characters"
     if unicodedata.normalize("NFKC", text) != text:
-        return "has characters in another form than the usual one"
+        return "is not in the Unicode normal form NFKC"
     if _UNSEEN.search(text) or any(_is_unseen(char) for char in text):
-        return "has characters that nobody sees"
+        return "has invisible characters"
     if any(unicodedata.name(char, "").startswith(_MARK) for char in text):
-        return "has marks that no letter has in its usual form"
+        return "has stray combining marks"
     return _script_fault(text)
 
 
@@ -88,13 +88,13 @@ def _is_unseen(char: str) -> bool:
 
 def _script_fault(text: str) -> str:
     if not _TWINS.isdisjoint(text):
-        return "has characters that look like those of ASCII"
+        return "has characters that look like ASCII characters"
     letters = [char for char in text if _has_script(char)]
     scripts = {_script(char) for char in letters}
     if len(scripts) > 1 and not scripts <= _TOGETHER:
         return f"mixes letters of different scripts ({', '.join(sorted(scripts)).lower()})"
     if letters and _LIKE_ASCII.issuperset(letters):
-        return "has only letters that look like those of another script"
+        return "has only letters that look like Latin letters"
     return ""
 
 

@@ -231,7 +231,7 @@ class _Reader:
                 continue
             if mixed and head is not None and end - position >= RUN_FRAMES_FIRST * (after_frame - position):
                 taken = self._read_mixed(data, position, commands)
-                mixed = taken > after_frame  # if it did not help once, do not try again
+                mixed = taken > after_frame  # when one attempt gained nothing, do not try again
                 position, head = taken, None
                 continue
             head, bodies = found, [body]
@@ -242,7 +242,7 @@ class _Reader:
     def _read_mixed(self, data: bytes, position: int, commands: list[Command]) -> int:
         """Append frames whose control lines were all parsed recently. Returns the offset of their end."""
         parts = data[position:].split(CRLF, 2 * MIXED_FRAMES_MAX)
-        parts.pop()  # the rest behind the last line end
+        parts.pop()  # the bytes after the last line end
         known, most = self._mixable.get, self._payload_bytes_max
         row: ControlLine | None = None
         bodies: list[bytes] = []
@@ -267,7 +267,7 @@ class _Reader:
             for kept in (self._heads, self._mixable, self._rows):
                 kept.clear()
         self._heads[line] = head
-        # Reply subjects differ, and headers contain line ends: neither can be split in rows.
+        # Not with a reply subject, which differs each time, nor with headers, which contain line ends.
         if line.endswith(CRLF) and not head.reply and head.header_bytes < 0:
             self._mixable[line.removesuffix(CRLF)] = head.size, self._any_size(head)
         return head
@@ -317,7 +317,7 @@ def _read_run(data: bytes, position: int, line: bytes, size: int, bodies: list[b
 
 
 def _is_run(piece: bytes, line: bytes, stride: int, frames: int) -> bool:
-    """Whether each frame has this line and a line end behind its body, checked column by column."""
+    """Whether each frame has this line and a line end after its body, checked column by column."""
     ends = zip(range(stride - len(CRLF), stride), CRLF, strict=True)
     return all(
         piece[column::stride].count(letter) == frames for column, letter in chain(enumerate(line), ends)

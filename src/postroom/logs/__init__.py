@@ -1,1 +1,1 @@
-"""The file half: append under a lock, read without one, keep positions, rotate, never lose a byte."""
+"""Append-only files: appended under a lock, read without one. Bytes are never overwritten or lost."""

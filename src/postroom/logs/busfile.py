@@ -1,4 +1,4 @@
-"""Reading a bus file and its archives: forward in bounded memory, backward from the end to what is new.
+"""Reading a bus file and its archives: forward in bounded memory, backward from the end.
 
 Rule 1: readers do not take the writers' lock. The one exception is a foreign record at the end of the file:
         it has no length, so the reader tests whether the lock is free, that is, whether it may still grow.
@@ -487,7 +487,7 @@ def _move_to(place: FilePosition, start: int) -> None:
 
 
 def _move_after_legacy(place: FilePosition, msg_id: str) -> bool:
-    """Move behind a legacy line. Its id is its line number, so the position is found by counting."""
+    """Move past a legacy line. Its id is its line number, so the position is found by counting."""
     wanted = msg_id.removeprefix(LEGACY_PREFIX)
     for part in decode_from(place.fd, 0, 0):
         ids = [message.msg_id for message in part.messages]

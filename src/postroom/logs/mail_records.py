@@ -6,7 +6,7 @@
 Rule 1: records can be read in any order and more than once. The number of a letter and the serial of a
         mailbox are never reused, and a removed letter does not come back.
 Rule 2: mark and checksum start from a secret of the folder. So no payload can pass for a frame when the
-        reader looks for the next frame behind a damaged stretch.
+        reader looks for the next frame after a damaged stretch.
 """
 
 import struct

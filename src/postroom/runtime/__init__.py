@@ -1,1 +1,1 @@
-"""The shells around the contracts that wait, listen and run: the harness's loops and its HTTP server."""
+"""Servers and background processes around the contracts: harness, task server, mail server, shipper."""

@@ -94,7 +94,7 @@ class Executions:
         self._submit(agent, decision)
 
     def advance(self, ended: Callable[[list[str]], set[str]]) -> None:
-        """Continue the agents whose first decision has ended in another harness."""
+        """Run the next decision of each agent whose current decision was ended by another harness."""
         with self._mutex:
             running = {decision.task_id for decision in self._executing.values()}
             stuck = {

@@ -136,7 +136,7 @@ async def complete(server: TaskServer, request: HttpRequest) -> HttpReply:
             return False, []
         results = checked_results([(body.task_id, body.lease, body.decision)])
         is_repeated = record.lease == body.lease and record.state in _COMPLETED
-        # A repeated call claims nothing: it may be refused below, and nobody would get the tasks.
+        # A repeated call claims nothing: if it is refused below, its tasks would reach no worker.
         return is_repeated, operations.complete(results, 0 if is_repeated else body.claim_next)
 
     size = TASK_BYTES * (1 + body.claim_next) + request.size
@@ -256,7 +256,7 @@ def _check_may_send(identity: Identity, agents: set[str]) -> None:
 
 
 def _unregistered_warning(server: TaskServer, agents: set[str]) -> str:
-    """A warning about agents without a token, which may never claim their tasks; else empty."""
+    """A warning that names unregistered agents, which cannot claim their tasks here; else empty."""
     missing = sorted(agent for agent in agents if not server.agents.knows(agent))
     return f"no agent {', '.join(map(repr, missing))} is registered here" if missing else ""
 

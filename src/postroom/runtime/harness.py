@@ -226,7 +226,7 @@ class Harness:
         return record.queue
 
     def beat(self) -> None:
-        """Renew the leases of the decisions that are executed or wait for it."""
+        """Renew the leases of the decisions that are being executed or wait for their execution."""
         for decision in self._executions.held:
             try:
                 self._tasks.heartbeat(decision.task_id, decision.lease)

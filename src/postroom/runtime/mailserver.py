@@ -61,7 +61,7 @@ class EventLog:
     def open(self) -> None:
         self._open_growing()
         if self._size > 0 and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            self._unwritten = b"\n"  # behind a line that a crash cut short
+            self._unwritten = b"\n"  # ends a line that a crash cut short
         self._remove_old_files()
 
     def _open_growing(self) -> None:
@@ -140,7 +140,7 @@ class EventLog:
         self._remove_old_files()
 
     def _remove_old_files(self) -> None:
-        """Remove full files above their limits. Unshipped ones are reported before."""
+        """Remove full files above their limits. The removal of an unshipped file is reported first."""
         full = eventfiles.full_files(self._path.parent)
         self._removing = True  # an alert about a removal must not begin another file
         for file in eventfiles.superfluous(full, eventfiles.SHIPPED_BYTES_MAX, eventfiles.TOTAL_BYTES_MAX):

@@ -207,7 +207,7 @@ class ConnectionOutput:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LINK_FULL_BYTES)
 
     def notify_when_drained(self) -> None:
-        """With more than `LINK_FULL_BYTES` waiting, the transport is paused or the turn ends with a write."""
+        """Request one call of `drained`: after the next write, or when a paused transport resumes."""
         self._notifies = True
 
     def pause(self) -> None:
@@ -226,7 +226,7 @@ class ConnectionOutput:
             self._overflow()
 
     def _overflow(self) -> None:
-        """Too many bytes wait. Drop everything now, and cut the connection off when its sender returns."""
+        """Too many bytes wait. Drop everything now, and close the connection after the current callback."""
         self.discard()
         # Uncounted at once, so that other connections of the client can continue.
         self._hub.usage.add_pending(self._link.client, -self.counted_bytes)
@@ -350,7 +350,7 @@ class ServerConnection(asyncio.Protocol):
             self.pause_reading()
 
     def _log_in(self, data: bytes) -> bytes:
-        """Read the line with the login. Returns the data behind it when the login succeeded."""
+        """Read the line with the login. Returns the data after it when the login succeeded."""
         line_end = data.find(b"\n") + 1 or len(data)
         self._login_bytes += line_end
         if self._login_bytes > LOGIN_BYTES_MAX:
@@ -583,7 +583,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _release(self) -> None:
-        """Take and deliver nothing from here on."""
+        """Accept and deliver nothing from now on."""
         if not self._released:
             self._released = True
             self.output.discard()

@@ -125,7 +125,7 @@ class NatsServer:
         self._ticker = self.loop.call_later(TICK_S, self._tick)
 
     def _cannot_listen(self, error: OSError) -> Unavailable:
-        """The sentence of asyncio repeats the address, and an unknown host name has no errno of its own."""
+        """The error of a failed bind. asyncio's own text would repeat the address."""
         why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         return Unavailable(f"cannot listen on {self.options.host} port {self.options.port}: {why}")
 
@@ -163,7 +163,7 @@ class NatsServer:
         while self._flushing is not None:
             await asyncio.wait([self._flushing])
         self._handler.close()
-        await asyncio.sleep(0)  # calls that it gave to `run_soon` while closing run as well
+        await asyncio.sleep(0)  # also run the calls that the handler gave to `run_soon` while closing
 
     async def _close_connections(self) -> None:
         for link in list(self.connections):

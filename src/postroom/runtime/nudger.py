@@ -29,7 +29,7 @@ URL_CHARS_MAX = 2_048
 STATUS_LINE_BYTES_MAX = 256
 PORTS = {"http": 80, "https": 443}
 
-# Counted as public, but answered by the host of a cloud machine.
+# `ipaddress` counts these as public, but the host of a cloud machine answers them.
 METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -93,7 +93,7 @@ def parse_url(url: str) -> Target:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is public. An IPv4 address inside an IPv6 one is checked itself."""
+    """Whether an address is public. For an IPv4 address embedded in IPv6, the IPv4 address decides."""
     inner = _wrapped(address)
     if inner is not None:
         return is_public(inner)
@@ -198,7 +198,7 @@ class Nudger:
         addresses = [str(entry[4][0]) for entry in found]
         if target.host not in self._allowed:
             for address in addresses:
-                # All of them: a host with a public and a private address may be an attack.
+                # All addresses are checked: a host with a public and a private address may be an attack.
                 if not is_public(ipaddress.ip_address(address.partition("%")[0])):
                     raise NudgeRefused(f"{target.host} is at {address}, which is neither public nor allowed")
         return addresses[0]

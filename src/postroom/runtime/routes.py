@@ -120,7 +120,12 @@ ROUTES: Sequence[ServedRoute] = (
     ),
     ServedRoute(
         Route(
-            "POST", "/result", "The same under foreman's name", {202: (TaskAnswer,)}, _CHANGE, (ResultBody,)
+            "POST",
+            "/result",
+            "Wake the harness (foreman's path)",
+            {202: (TaskAnswer,)},
+            _CHANGE,
+            (ResultBody,),
         ),
         handlers.result,
     ),

@@ -86,7 +86,7 @@ class TaskServer:
         self.body_share = Shares(
             "bytes of bodies", BODY_BYTES_MAX, BODY_BYTES_A_TOKEN_MAX, BODY_BYTES_RESERVE
         )
-        # Cached: an agent claims on the same terms all day.
+        # Cached, because an agent usually repeats the same claim.
         self.claim_terms = lru_cache(TERMS_KEPT_MAX)(checked_terms)
 
     def read(self, look: Callable[[], T]) -> "asyncio.Future[T]":
@@ -110,7 +110,7 @@ class TaskServer:
             self.streams_woken = self._loop.create_future()
 
     async def degraded(self) -> dict[str, str]:
-        """What does not work, by name. Checked at most every `HEALTH_CHECK_S`: anybody may ask."""
+        """What does not work, by name. Cached for `HEALTH_CHECK_S`, because `/health` needs no token."""
         if self._loop.time() >= self._health_checked + HEALTH_CHECK_S:
             self._health_checked = self._loop.time()
             self._degraded = await self._loop.run_in_executor(self._health_thread, self._check_health)

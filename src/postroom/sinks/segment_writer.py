@@ -418,7 +418,7 @@ class SegmentSink(Closing):
             self._resume(n, path)
 
     def _resume(self, n: int, path: Path) -> None:
-        """Go on with a segment that a writer before us left open."""
+        """Continue a segment that an earlier writer left open."""
         if self._growing is not None:
             os.close(self._growing.fd)  # a crash never leaves two open segments; both stay readable
         data = read_file(path)

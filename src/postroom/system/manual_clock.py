@@ -8,7 +8,7 @@ FIRST_BOOT_NS = 1_000 * NANOS_PER_S
 
 
 class ManualClock:
-    """Both clocks of a store, and they stand still until they are moved."""
+    """Both clocks of a store. They stand still until a test moves them."""
 
     def __init__(self) -> None:
         self._boot = 1
@@ -16,29 +16,29 @@ class ManualClock:
         self._wall_us = FIRST_WALL_US
 
     def boot_id(self) -> str:
-        """Which start of the machine `boot_ns` counts from."""
+        """The simulated boot that `boot_ns` counts from."""
         return f"boot-{self._boot}"
 
     def boot_ns(self) -> int:
-        """The clock that never steps."""
+        """The steady clock, in nanoseconds since the simulated boot."""
         return self._boot_ns
 
     def wall_us(self) -> int:
-        """UTC."""
+        """The wall clock, in microseconds of UTC."""
         return self._wall_us
 
     def advance(self, seconds: float) -> None:
         """Let time pass on both clocks."""
         if seconds < 0:
-            raise ValueError("time does not run backwards: step_wall() sets the clock for people")
+            raise ValueError("time does not run backwards: step_wall() sets the wall clock")
         self._boot_ns += round(seconds * NANOS_PER_S)
         self._wall_us += round(seconds * MICROS_PER_S)
 
     def step_wall(self, seconds: float) -> None:
-        """Set the clock for people forwards or back, as an operator or NTP does. No time passes."""
+        """Set the wall clock forward or back, as an operator or NTP does. The steady clock does not move."""
         self._wall_us += round(seconds * MICROS_PER_S)
 
     def reboot(self) -> None:
-        """Start the machine anew: no process and no open store survives that, so open them again."""
+        """Simulate a reboot. Open every store again after it, because no process survives a reboot."""
         self._boot += 1
         self._boot_ns = NANOS_PER_S

@@ -1,4 +1,4 @@
-"""What you need to test your own code, or your own store, against postroom. It is public and needs no pytest.
+"""Tools for testing your own code, or your own store, with postroom. Public, and usable without pytest.
 
 `ManualClock` is a clock that tests move by hand, `MemoryStore` a store that needs no file, `FaultyStore` a
 store that fails as planned, and `StoreContract` the tests that every backend must pass:

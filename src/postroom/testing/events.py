@@ -1,4 +1,4 @@
-"""What the events of a store say about its records."""
+"""The state of messages as derived from the events of a store, for comparison with its records."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ CHECKED_MAX = 100_000  # records and events that `check_books` reads
 
 
 class Told(NamedTuple):
-    """Where a message stands, told by its events alone."""
+    """The state of a message, derived from its events alone."""
 
     queue: str
     state: State
@@ -23,7 +23,7 @@ class Told(NamedTuple):
 
 
 _LEGAL = {(arrow.source, arrow.kind, arrow.target) for arrow in lifecycle.TRANSITIONS}
-_SAYS_NOTHING: frozenset[EventKind] = frozenset({"duplicate", "deleted", "promoted"})
+_WITHOUT_EFFECT: frozenset[EventKind] = frozenset({"duplicate", "deleted", "promoted"})
 _TAKES_THE_LEASE: frozenset[EventKind] = frozenset(
     {"lease_lapsed", "cancelled", "expired", "quarantined", "replayed", "deferred"}
 )
@@ -31,14 +31,14 @@ _COUNTS: frozenset[EventKind] = frozenset({"execution_failed", "lease_lapsed"})
 
 
 def explained(events: Iterable[Event]) -> dict[str, Told]:
-    """The state of every message, worked out from the events of a store since its beginning.
+    """The state of every message, derived from all events of a store since its creation.
 
     Raises `ValueError` at an event that does not follow from those before it.
     """
     told: dict[str, Told] = {}
     last_kind: dict[str, EventKind] = {}
     for event in events:
-        if event.kind in _SAYS_NOTHING or not event.message_id:
+        if event.kind in _WITHOUT_EFFECT or not event.message_id:
             continue
         told[event.message_id] = _after(event, told.get(event.message_id), last_kind.get(event.message_id))
         last_kind[event.message_id] = event.kind
@@ -46,12 +46,12 @@ def explained(events: Iterable[Event]) -> dict[str, Told]:
 
 
 def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> Told:
-    if event.kind == "created":  # perhaps of a name that was forgotten meanwhile
+    if event.kind == "created":  # possibly of an id whose earlier record was purged
         return Told(event.queue, event.state, event.priority, 0, 0, 0)
     if before is None:
         raise ValueError(f"event {event.seq} ({event.kind}) is about a message that was never created")
-    says_it_again = event.kind == "enqueued" and last_kind in ("created", "replayed")
-    if not says_it_again and (before.state, event.kind, event.state) not in _LEGAL:
+    repeats_state = event.kind == "enqueued" and last_kind in ("created", "replayed")
+    if not repeats_state and (before.state, event.kind, event.state) not in _LEGAL:
         raise ValueError(f"event {event.seq} ({event.kind}) leads from {before.state} to {event.state}")
     if event.kind in ("heartbeat", "execution_completed", "execution_failed", "released") and (
         event.lease != before.lease
@@ -73,9 +73,9 @@ def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> To
 
 
 def check_books(store: Store) -> None:
-    """The events of a store have no gap and explain its records, and its counters are what a recount gives.
+    """Assert that the events of a store have no gap and explain its records, and that its counters fit.
 
-    For a store none of whose events were purged.
+    Only for a store whose events were never purged.
     """
     events = store.events(limit=CHECKED_MAX)
     assert [event.seq for event in events] == list(range(1, len(events) + 1)), "the events have a gap"
@@ -85,7 +85,7 @@ def check_books(store: Store) -> None:
         shown = Told(
             record.queue, record.state, record.lane, record.attempt, record.retries, record.lease
         )  # fmt: skip
-        assert told[record.message_id] == shown, "the events tell another story than the record"
+        assert told[record.message_id] == shown, "the record differs from the state that the events imply"
     recount: dict[str, dict[Counted, int]] = {}
     for record in records:
         counts = recount.setdefault(record.queue, {})
@@ -95,4 +95,4 @@ def check_books(store: Store) -> None:
             counts = recount.setdefault(event.queue, {})
             counts["LAPSES"] = counts.get("LAPSES", 0) + 1
     counted = {queue: counts for queue, counts in store.count().items() if counts}
-    assert counted == recount, "the counters are not what a recount gives"
+    assert counted == recount, "the counters differ from a recount"

@@ -10,13 +10,13 @@ from postroom.stores.transaction import Transaction
 
 T = TypeVar("T")
 
-LOST_ANSWER = "the answer to a write that was committed is lost"
+LOST_ANSWER = "the write was committed, and its answer is lost"
 
 Fault = Literal["none", "crash", "lost_answer", "duplicate", "delay", "lost_ring"]
 """What can happen to a write.
 
-`crash`: it ends before the commit, so nothing is kept. `lost_answer`: it is committed, and the caller never
-learns. `duplicate`: it arrives twice. `delay`: it takes long. `lost_ring`: nobody who waits is woken by it.
+`crash`: it fails before the commit, so nothing is stored. `lost_answer`: it is committed, and the caller gets
+an error. `duplicate`: it runs twice. `delay`: it takes long. `lost_ring`: it wakes no waiting claim.
 """
 
 
@@ -25,10 +25,10 @@ class Crashed(Unavailable):
 
 
 class FaultyStore(Store):
-    """A store whose writes go wrong by plan: the first write has the first fault, and so on.
+    """A store whose writes fail as planned: the first write has the first fault, and so on.
 
     A plan may be endless, such as a generator of random choices. After its end nothing fails; `inject` adds
-    to it. `delay` is called to let time pass: hand in `lambda: clock.advance(60)`.
+    to it. `delay` is called to let time pass, for example `lambda: clock.advance(60)`.
 
         store = FaultyStore(MemoryStore(), ["none", "lost_answer"])
         tasks = Tasks(store)
@@ -51,14 +51,14 @@ class FaultyStore(Store):
             self.on_commit(transaction)
 
     def inject(self, *faults: Fault) -> None:
-        """What happens to the next writes, before the plan goes on."""
+        """Add faults for the next writes. The plan continues after them."""
         self._injected += faults
 
     def write(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         fault = self._next_fault()
         if fault == "duplicate":
             self.store.write(work, makes_room=makes_room)
-        result: T = self.store.write(_FAULTY.get(fault, _as_it_is)(work), makes_room=makes_room)
+        result: T = self.store.write(_FAULTY.get(fault, _unchanged)(work), makes_room=makes_room)
         if fault == "lost_answer":
             raise Crashed(LOST_ANSWER)
         return result
@@ -69,7 +69,7 @@ class FaultyStore(Store):
         fault = self._next_fault()
         if fault == "duplicate":
             self.store.write_many(works, makes_room=makes_room)
-        faulty = [_FAULTY.get(fault, _as_it_is)(work) for work in works]
+        faulty = [_FAULTY.get(fault, _unchanged)(work) for work in works]
         outcomes = self.store.write_many(faulty, makes_room=makes_room)
         return [Crashed(LOST_ANSWER)] * len(works) if fault == "lost_answer" else outcomes
 
@@ -104,32 +104,32 @@ def _crashing(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
     return crash
 
 
-class _Nobody(set[str]):
-    """Queues that nobody is told about."""
+class _AlwaysEmpty(set[str]):
+    """The queues to wake after a commit: always empty, so that no waiting claim is woken."""
 
     def add(self, queue: str, /) -> None:
-        """Forget it at once."""
+        """Ignore the queue."""
 
     def update(self, *_: Iterable[str]) -> None:
-        """Forget them at once."""
+        """Ignore the queues."""
 
 
-def _without_ring(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
-    def silently(transaction: Transaction) -> T:
-        told, transaction.ready = transaction.ready, _Nobody()
+def _without_wakeup(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
+    def run(transaction: Transaction) -> T:
+        ready, transaction.ready = transaction.ready, _AlwaysEmpty()
         try:
             return work(transaction)
         finally:
-            transaction.ready = told
+            transaction.ready = ready
 
-    return silently
+    return run
 
 
-def _as_it_is(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
+def _unchanged(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
     return work
 
 
 _FAULTY: dict[Fault, Callable[[Callable[[Transaction], Any]], Callable[[Transaction], Any]]] = {
     "crash": _crashing,
-    "lost_ring": _without_ring,
+    "lost_ring": _without_wakeup,
 }

@@ -175,7 +175,7 @@ def retry(
 
     Takes a task in the state DEAD_LETTER, CANCELLED, EXPIRED or QUARANTINED; any other is refused. The task
     is QUEUED again, at the end of its queue. Its retry count starts at 0, so it has all its retries again;
-    its attempt goes on counting, and its errors and history stay.
+    its attempt number still increases, and its errors and history stay.
 
     With --all-dead, --agent or --since instead of a TASK_ID, the command retries every matching dead letter,
     but no cancelled or expired task. It prints a line for each, and at the end how many were retried and how
@@ -205,12 +205,12 @@ def retry(
             else:
                 print_retried(shell, dead_letter)
                 retried += 1
-    counts = f"{retried} dead letters wait again, {skipped} were skipped"
+    counts = f"{retried} dead letters were queued again, {skipped} were skipped"
     shell.output.facts({"retried": retried, "skipped": skipped}, counts)
 
 
 def print_retried(shell: Shell, task_id: str) -> None:
-    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} waits again, with all its retries")
+    shell.output.facts({"task_id": task_id, "said": "retry"}, f"{task_id} is queued, with all its retries")
 
 
 def dead_letters(place: Folder | Remote, agent: str | None, since: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ token_option = click.option(
 )
 where_options = together(data_option, url_option, token_option)
 agent_option = click.option(
-    "--agent", metavar="NAME", help="The agent whose queue it is. An agent's token names it already."
+    "--agent", metavar="NAME", help="The agent whose queue is used. An agent's token implies it."
 )
 task_argument = click.argument("task_id", metavar="TASK_ID")
 lease_option = click.option(

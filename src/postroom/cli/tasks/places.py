@@ -1,4 +1,4 @@
-"""Where the tasks are: in a data folder, or behind the address of a harness."""
+"""Where the tasks are: in a data folder, or at a harness with an address."""
 
 import os
 import urllib.parse
@@ -48,7 +48,7 @@ class Folder:
 
     def claim(self, agent: str | None, worker: str | None, **terms: Any) -> list[dict[str, Any]]:
         if agent is None:
-            raise click.UsageError("--data needs --agent: whose tasks?")
+            raise click.UsageError("--data needs --agent, the agent whose tasks are claimed")
         return [claimed_fields(task) for task in self._tasks.claim(agent=agent, worker=worker, **terms)]
 
     def report(self, verb: str, task_id: str, lease: int, fields: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Remote:
         return _builtins(self._client.wait(task_id, timeout_s))
 
     def claim(self, _agent: str | None, _worker: str | None, **terms: Any) -> list[dict[str, Any]]:
-        """The client was made with the agent and the worker."""
+        """`agent` and `worker` are unused here: the client was created with them."""
         return [claimed_fields(task) for task in self._client.next_tasks(**terms)]
 
     def report(self, verb: str, task_id: str, lease: int, fields: dict[str, Any]) -> None:

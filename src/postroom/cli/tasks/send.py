@@ -33,19 +33,17 @@ ENDED = (*SUCCEEDED, "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 @click.command()
 @where_options
 @click.option(
-    "--agent", metavar="NAME", help="The agent whose queue it is. With --batch, for lines that name none."
+    "--agent", metavar="NAME", help="The agent that gets the task. With --batch, for lines that name none."
 )
-@click.option("--payload", metavar="JSON", help="What is to be done, any JSON.")
+@click.option("--payload", metavar="JSON", help="The payload of the task, any JSON.")
 @click.option("--payload-file", metavar="FILE", help="Read the payload from a file; - is stdin.")
-@click.option("--task-id", metavar="ID", help="Its id; the same id stores one task.  [default: a new one]")
-@click.option("--key", "idempotency_key", metavar="TEXT", help="The same key stores one task for each agent.")
-@click.option(
-    "--delay-s", type=parse_wait, default=0.0, metavar="S", help="Hold the task back for S seconds."
-)
+@click.option("--task-id", metavar="ID", help="The id; a known id is not stored again.  [default: a new id]")
+@click.option("--key", "idempotency_key", metavar="TEXT", help="An idempotency key, unique for the agent.")
+@click.option("--delay-s", type=parse_wait, default=0.0, metavar="S", help="Delay the task by S seconds.")
 @click.option("--type", "kind", default="", metavar="TYPE", help="What kind of task it is.")
-@click.option("--parent", default="", metavar="ID", help="The task it comes from.")
+@click.option("--parent", default="", metavar="ID", help="The id of the parent task.")
 @click.option(
-    "--max-retries", type=click.IntRange(0, 1000), metavar="N", help="How often to try again.  [default: 3]"
+    "--max-retries", type=click.IntRange(0, 1000), metavar="N", help="How often to retry.  [default: 3]"
 )
 @durability_option("os; a harness's own with --url")
 @click.option("--id-only", is_flag=True, help="Print the bare id, also into a pipe.")
@@ -128,7 +126,7 @@ def batch_line(number: int, line: bytes, agent: str | None) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"line {number} of --batch is not a JSON object: {reason(error)}") from None
     for name in task.keys() - BATCH_KEYS:
-        raise InvalidMessage(f"line {number} of --batch has {name!r}, which no task has")
+        raise InvalidMessage(f"line {number} of --batch has an unknown field {name!r}")
     if "payload" not in task:
         raise InvalidMessage(f"line {number} of --batch has no payload")
     if agent is None and "agent" not in task:
@@ -172,7 +170,7 @@ def wait(
 
 
 def print_end(shell: Shell, task: Mapping[str, Any]) -> None:
-    """Print how a task ended or stands; raises when there is no result."""
+    """Print the end or the current status of a task; raises when there is no result."""
     facts = {name: task[name] for name in ("task_id", "agent", "status", "state", "result", "errors")}
     if shell.output.readable:
         result = json.dumps(task["result"], indent=2, ensure_ascii=False)

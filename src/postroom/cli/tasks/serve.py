@@ -63,7 +63,7 @@ CONCURRENCY_DEFAULT = 4
 )
 @click.option(
     "--max-lease-s", "lease_s_max", type=parse_wait, default=LEASE_S_MAX, show_default=True, metavar="S",
-    help="The longest lease. A request for a longer one gets this.",
+    help="The longest lease. Requests for longer leases are shortened to it.",
 )  # fmt: skip
 @click.option(
     "--concurrency", type=click.IntRange(1, 256), default=CONCURRENCY_DEFAULT, show_default=True, metavar="N",

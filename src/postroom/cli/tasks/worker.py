@@ -149,7 +149,7 @@ def heartbeat(
     "--retry-in-s",
     type=parse_wait,
     metavar="S",
-    help="Seconds until the retry.  [default: a pause that grows]",
+    help="Seconds until the retry.  [default: a pause that grows with each retry]",
 )
 @click.pass_obj
 def fail(
@@ -202,7 +202,7 @@ def release(
     """
     with open_place(shell, data, url, token, agent) as place:
         place.report("release", task_id, lease, {})
-    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} waits again")
+    shell.output.facts({"task_id": task_id, "said": "release"}, f"{task_id} is queued again")
 
 
 # ---- a program as an agent -----------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def release(
 
 @click.command()
 @where_options
-@click.option("--agent", required=True, metavar="NAME", help="The agent whose queue it is.")
+@click.option("--agent", required=True, metavar="NAME", help="The agent whose tasks are claimed.")
 @click.option(
     "--exec",
     "command",
@@ -239,7 +239,7 @@ def release(
 )  # fmt: skip
 @click.option(
     "--grace-s", type=parse_wait, default=GRACE_S_DEFAULT, show_default=True, metavar="S",
-    help="How long programs may go on after SIGTERM; then they are ended, and their tasks released.",
+    help="How long programs may run after SIGTERM; then they are ended, and their tasks released.",
 )  # fmt: skip
 @click.option("--until-empty", is_flag=True, help="End when the queue is empty.")
 @click.option(
@@ -263,7 +263,7 @@ def work(
     """Be an agent: run a program for every task, and print a line about each.
 
     Works through a harness, or on a data folder without one. Heartbeats are sent while the program runs.
-    After SIGTERM the running programs may finish. A worker that is killed takes its programs with it.
+    After SIGTERM the running programs may finish. When a worker is killed, its programs are killed, too.
 
     \b
     Example:

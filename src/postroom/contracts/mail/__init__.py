@@ -12,7 +12,7 @@ Rule 3: the id of a private mailbox is its only key. It is shown only to clients
 from collections.abc import Awaitable
 from typing import Protocol
 
-LINK_FULL_BYTES = 128 << 10  # waiting for a connection before the service hands it no more
+LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection above which the service delivers no more
 
 
 class Link(Protocol):

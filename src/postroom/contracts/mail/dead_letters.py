@@ -18,7 +18,7 @@ class DeadLetters:
         self._journal = mailboxes.journal
 
     def delivery_failed(self, box: Mailbox, letter: Letter) -> bool:
-        """Count a failed delivery. True when the letter is on its way to the dead letters."""
+        """Count a failed delivery. True when the letter is being moved to the dead letters."""
         limit = self._mailboxes.options.dead_letter_after
         if not limit or box.mail_id.endswith(DEAD_SUFFIX):
             return False
@@ -49,7 +49,7 @@ class DeadLetters:
         self._journal.after_letters(dead, storage, self._moved, box, letter, dead, moved)
 
     def _open(self, box: Mailbox) -> Mailbox:
-        """The dead letters of a mailbox end with it."""
+        """Open the mailbox of the dead letters, which expires together with the mailbox."""
         mailboxes = self._mailboxes
         left_s = max(1.0, (box.expires_ns - mailboxes.now_ns()) / NANOS_PER_S) if box.expires_ns else 0.0
         dead = mailboxes.open(

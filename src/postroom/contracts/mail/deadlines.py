@@ -4,7 +4,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
-WAITS_TIDIED_FROM = 1_024  # deadlines of waits before those of ended waits are dropped
+WAITS_TIDIED_FROM = 1_024  # number of wait deadlines from which those of ended waits are dropped
 
 Kind = Literal["box", "letter", "delayed", "wait"]
 

@@ -2,7 +2,7 @@
 
 Rule 1: a group gets a letter again until it is acknowledged, and never after. One acknowledgement covers the
         letters that the same connection fetched before it, as in the newest dialect. It does not cover
-        letters behind it in the order of delivery: they may have been fetched earlier and not be processed.
+        letters after it in the order of delivery: they may have been fetched earlier and not be processed.
 Rule 2: a letter that a connected member of a group holds is given to no other connection.
 Rule 3: a fetch that finds nothing waits for the first letter or its timeout. It ends with its connection.
 Rule 4: queries scan a bounded number of letters in one turn of the loop. Connections take turns.
@@ -141,7 +141,7 @@ class Fetches:
     def fetch(self, request: Request) -> None:
         link, reply = request.link, request.reply
         if not reply:
-            return  # nobody would get the letters
+            return  # the reply, and the letters in it, would be lost
         body = mq9.body(request.payload, mq9.Fetch)
         box = self._mailboxes.find(request.call.mail_id)
         name = body.group_name or ""

@@ -66,7 +66,7 @@ class Journal:
         return self._storages[rank] if self.log is not None else "memory"
 
     def check(self, storage: Storage) -> None:
-        """Refuse what could not be stored at present."""
+        """Raise when nothing can be stored in this class at present."""
         if storage != "memory" and self.log is not None and self.log.trouble:
             raise Mq9Error(503, self.log.trouble)
 
@@ -82,7 +82,7 @@ class Journal:
     def after(
         self, storage: Storage, call: Callable[..., object], *facts: object, fail: Fail | None = None
     ) -> None:
-        """Call when everything appended so far is stored; call `fail` when it cannot be written."""
+        """Run `call` when everything appended so far is stored, or `fail` when it cannot be written."""
         if self.log is None or storage == "memory":
             call(*facts)
         elif storage == "os":
@@ -122,7 +122,10 @@ class Journal:
     def after_earlier(
         self, box: Mailbox | None, call: Callable[..., object], *facts: object, fail: Fail | None = None
     ) -> bool:
-        """Call when everything that a mailbox has accepted is stored. False, without a call, if it is."""
+        """Run `call` when everything that a mailbox has accepted is stored.
+
+        Returns False, and does not run it, when nothing is pending or the log does not work.
+        """
         if box is None or not box.reserved or self.log is None or self.log.trouble:
             return False
         self.after("group" if box.syncing else "os", call, *facts, fail=fail)

@@ -1,6 +1,6 @@
 """The mailboxes of one server and their letters: creation, storing, removal, expiry.
 
-Rule 1: a letter is in its mailbox only after its storage class's commit point; until then nobody sees it.
+Rule 1: a letter is in its mailbox only after its storage class's commit point; until then no client sees it.
 Rule 2: the letters of a mailbox arrive in the order in which they were accepted, whatever their classes.
 Rule 3: an expired mailbox is gone for every caller, also before the next tick.
 Rule 4: one tick does a bounded amount of work; the rest follows in the next turns of the loop.
@@ -257,7 +257,7 @@ class Mailboxes:
         """Reserve room for letters of one sender and rank, and append durable ones to the log.
 
         A letter of a larger batch has no key, lifetime, delay or headers. When the log cannot be written,
-        it drops droppable letters, and `give_up` has to be called for them.
+        droppable letters are dropped, and the caller has to call `give_up` for them.
         """
         count, first = len(letters), letters[0]
         box.reserved += count
@@ -292,7 +292,7 @@ class Mailboxes:
         return True
 
     def _place(self, box: Mailbox, letters: list[Letter], nbytes: int) -> bool:
-        """Put letters into their mailbox. False for a delayed letter, which nobody sees yet."""
+        """Put letters into their mailbox. False for a delayed letter, which is not visible yet."""
         first = letters[0]
         if first.due_ns:
             box.delayed[first.number] = first
@@ -323,7 +323,7 @@ class Mailboxes:
     # ---- time ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Handle what is due, some of it now and the rest in the next turns."""
+        """Handle deadlines that are over: a bounded number now, the rest in the next turns."""
         if not self._is_scheduled:
             self._handle_due()
         log = self.journal.log
@@ -377,7 +377,7 @@ class Mailboxes:
             self._deliver_delayed(box, number)
 
     def _deliver_delayed(self, box: Mailbox, number: int) -> None:
-        """Give a delayed letter that is due a new number, behind everything accepted before."""
+        """Give a delayed letter that is due a new number, after everything accepted before."""
         delayed = box.delayed.pop(number, None)
         if delayed is None:
             return

@@ -1,7 +1,7 @@
 """The public list: a subscription gets every public mailbox that exists, then those that come and go.
 
 Rule 1: one turn of the loop sends a bounded number of entries to a connection, and none above its window.
-Rule 2: a subscription that is still getting the list hears of a new mailbox once: in the list.
+Rule 2: a subscription that is still getting the list gets a new mailbox once: in the list.
 """
 
 from collections.abc import Callable

@@ -19,9 +19,9 @@ from postroom.core.mailbox import (
 )
 from postroom.core.mq9 import Mq9Error
 
-ACCOUNTS_TIDIED_FROM = 1_024  # accounts before those without anything stored are dropped
+ACCOUNTS_TIDIED_FROM = 1_024  # number of accounts from which empty ones are dropped
 RECORD_BYTES = 100  # about what a letter costs in the log besides its own bytes
-MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost: what the log does not hold
+MEMORY_ONLY_BYTES = MESSAGE_COST_BYTES - RECORD_BYTES  # of a letter's cost, the part that is not in the log
 
 
 class Accounts(dict[str, Account]):

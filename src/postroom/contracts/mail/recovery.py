@@ -37,7 +37,7 @@ def opened_record(box: Mailbox) -> Opened:
 
 
 def put_record(box: Mailbox, letter: Letter, clock: Clock) -> Put:
-    """Deadlines use the monotonic clock in memory and the wall clock in the log, which survives a reboot."""
+    """The log record of a letter. Its deadlines use the wall clock, which survives a reboot."""
     expires_us = due_us = 0
     if letter.expires_ns or letter.due_ns:
         shift_us = clock.wall_us() - clock.boot_ns() // NANOS_PER_US

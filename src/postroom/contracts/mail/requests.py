@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 def as_refusal(error: Exception) -> Mq9Error:
-    """The error that a caller is answered when its call raised. Unexpected ones go to the server's log."""
+    """The error with which a failed call is answered. An unexpected exception is also logged."""
     if isinstance(error, Mq9Error):
         return error
     _log.error("a call to the mail server failed", exc_info=error)

@@ -76,7 +76,7 @@ class Subscriptions:
             link, link.number, sid, mail_id, ranks, queue_group, enveloped=enveloped
         )
         self._by_link.setdefault(link.number, {})[sid] = subscription
-        # Letters that are still on their way to the disk have their place in the order of the replay.
+        # The replay starts after letters that wait for the disk are stored, so that they are in its order.
         if not self._mailboxes.journal.after_earlier(box, self._begin, subscription):
             self._begin(subscription)
 
@@ -331,14 +331,14 @@ class Subscriptions:
             self._stalled.setdefault((box.mail_id, name), self._mailboxes.now_ns())
 
     def _widen(self, mail_id: str, name: str) -> None:
-        """Let the windows of a group that never deletes grow: it would wait for ever."""
+        """Let the windows of a group that never deletes grow, because it would wait for ever otherwise."""
         group, box = self._group(mail_id, name), self._mailboxes.by_id.get(mail_id)
         if group is not None and box is not None and not group.is_deleting and group.is_held_up(box):
             group.window *= GROUP_GROWTH
             self._dispatch(mail_id, name)
 
     def deleting(self, box: Mailbox, number: int) -> None:
-        """A client deletes a letter. A group that held it keeps to its window from here on."""
+        """A client deletes a letter. The window of a group that held it no longer grows."""
         subscribers = self._subscribers.get(box.mail_id)
         for group in subscribers.queue_groups.values() if subscribers is not None else ():
             if number in group.held:
@@ -369,5 +369,5 @@ class Subscriptions:
 
 
 def _fits_window(letters: list[Letter]) -> bool:
-    """Whether letters may be delivered at once to a connection with an empty window."""
+    """Whether letters fit the window of a connection for which no bytes wait. A single letter always does."""
     return len(letters) == 1 or sum([letter.cost for letter in letters]) <= LINK_FULL_BYTES

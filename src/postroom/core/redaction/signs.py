@@ -71,7 +71,10 @@ class Signs:
 
 
 def _add(ends: _Ends, words: list[str], group: str = "") -> None:
-    """Add a name to the tree, letter by letter; a joint is an empty letter. The pattern ends with `group`."""
+    """Add a name to the tree, letter by letter. An empty key stands for the joint between two words.
+
+    The pattern of the name ends with `group`.
+    """
     for number, word in enumerate(words):
         if number:
             ends = ends.setdefault("", {})

@@ -165,7 +165,7 @@ class Values:
         if work.pairs and not self._full:
             for at, (option, value) in enumerate(itertools.pairwise(obj), 1):
                 is_option = type(option) is str and option[:1] == "-" and type(value) is str
-                if is_option and _tells(option, value, obj):
+                if is_option and _is_secret_option(option, value, obj):
                     redacted[at] = self.masked(value, 0)
         return redacted
 
@@ -212,7 +212,7 @@ class Values:
         return verdict
 
 
-def _tells(option: str, value: str, arguments: list[Any]) -> bool:
+def _is_secret_option(option: str, value: str, arguments: list[Any]) -> bool:
     """Whether the value of a command-line option is a secret."""
     if value[:1] in ("", "-"):
         return False
