@@ -290,9 +290,9 @@ LAYER_MEANINGS = {
     "natsclient": "a NATS connection",
     "core": "formats and decisions, as pure functions",
     "settings": "what can be configured",
-    "message": "the nouns",
+    "message": "messages, records and events",
     "errors": "the tree of errors",
-    "client": "what an agent embeds; imports nothing of postroom",
+    "client": "what an agent embeds: the standard library and msgspec alone",
 }
 """Every module of the import contract has its words here."""
 

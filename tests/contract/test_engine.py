@@ -35,7 +35,7 @@ from postroom.errors import (
 )
 from postroom.message import Envelope
 from postroom.stores.store import Store
-from postroom.testing import FIRST_WALL_US, ManualClock, check_books
+from postroom.testing import FIRST_WALL_US, ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
 
 DAY_S = 86_400.0
@@ -58,7 +58,7 @@ def opened(url: str) -> Iterator[Opened]:
 
     yield open_engine
     for one in made:
-        check_books(one.engine.store)
+        check_consistency(one.engine.store)
         check_history(one.engine.store)
         one.close()
 

@@ -13,7 +13,7 @@ import pytest
 from postroom import Tasks
 from postroom.errors import WriteFailed
 from postroom.stores.sqlite_transaction import SqliteTransaction
-from postroom.testing import check_books
+from postroom.testing import check_consistency
 
 ROUNDS = 300
 WITHIN_S = 0.002  # about as long as a round takes
@@ -51,7 +51,7 @@ def test_an_interrupt_right_after_the_commit_repeats_no_number(
     payloads = [task.payload for task in tasks.claim(agent="a", limit=10)]
     assert payloads == ["first", *["cut short"] * 3, "last"]
     assert numbers(tasks) == list(range(1, len(numbers(tasks)) + 1))
-    check_books(tasks.store)
+    check_consistency(tasks.store)
 
 
 def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_lock_that_cannot_be_released_loses_no_task(tasks: Tasks, monkeypatch:
             tasks.enqueue(agent="a", payload="refused")
     assert tasks.enqueue(agent="a", payload="last")
     assert [task.payload for task in tasks.claim(agent="a", limit=10)] == ["first", "last"]
-    check_books(tasks.store)
+    check_consistency(tasks.store)
 
 
 @contextmanager
@@ -126,4 +126,4 @@ def test_interrupts_anywhere_lose_no_task_and_block_no_thread(tasks: Tasks, othe
     for task_id in acknowledged:
         assert tasks.get(task_id).status in ("pending", "claimed", "completed")
     assert numbers(tasks) == list(range(1, len(numbers(tasks)) + 1))
-    check_books(tasks.store)
+    check_consistency(tasks.store)

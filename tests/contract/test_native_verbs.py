@@ -21,7 +21,7 @@ from postroom.stores.base import LANES, ByIds, Limits, Listing
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.sqlite_transaction import SqliteTransaction
 from postroom.stores.transaction import Claim, Decide, Transaction
-from postroom.testing import ManualClock, check_books
+from postroom.testing import ManualClock, check_consistency
 
 LEASE_NS = 100 * NANOS_PER_S
 PROMOTE = (5 * NANOS_PER_S, 15 * NANOS_PER_S, 30 * NANOS_PER_S)
@@ -61,7 +61,7 @@ def run(
     records = store.find(Listing(limit=1_000))
     stored = [store.load(record.message_id) for record in records]
     seen = answers, records, stored, store.events(limit=10_000), store.count(), store.depths()
-    check_books(store)
+    check_consistency(store)
     store.close()
     return seen
 

@@ -9,7 +9,7 @@ import pytest
 from postroom import Tasks
 from postroom.errors import StoreDamaged
 from postroom.stores import sqlite
-from postroom.testing import check_books
+from postroom.testing import check_consistency
 from tests.children import no_child_left
 
 __all__ = ["no_child_left"]  # a fixture
@@ -52,7 +52,7 @@ def test_a_child_can_write_after_its_parent_closed_the_store(tmp_path: Path) -> 
     with open_tasks(tmp_path) as again:
         states = again.status().agents["a"].states
         assert states == {"QUEUED": EACH + 1, "COMPLETED": 1}
-        check_books(again.store)
+        check_consistency(again.store)
     for fd in (child_wrote, tell_parent, parent_closed, tell_child):
         os.close(fd)
 
@@ -81,7 +81,7 @@ def test_parent_and_child_can_write_after_a_fork_beside_a_writing_thread(tmp_pat
     thread.join(30)
     assert not thread.is_alive()
     assert tasks.status().agents["child"].depth == 5
-    check_books(tasks.store)
+    check_consistency(tasks.store)
     tasks.close()
 
 

@@ -43,7 +43,7 @@ from postroom.testing import (
     ManualClock,
     MemoryStore,
     StoreContract,
-    check_books,
+    check_consistency,
     explained,
 )
 from tests import children
@@ -160,7 +160,7 @@ def test_children_share_an_open_handle(store: SqliteStore, no_child_left: None) 
         "q": {"PROCESSING": 1, "COMPLETED": CHILDREN * EACH},
         "parents": {"QUEUED": EACH},
     }
-    check_books(store)
+    check_consistency(store)
 
 
 def test_a_killed_child_loses_no_committed_record(store: SqliteStore, no_child_left: None) -> None:
@@ -176,7 +176,7 @@ def test_a_killed_child_loses_no_committed_record(store: SqliteStore, no_child_l
 
     assert children.killed(child)
     assert store.count() == {"q": {"QUEUED": 1}}
-    check_books(store)
+    check_consistency(store)
 
 
 def test_threads_share_a_handle(store: SqliteStore) -> None:
@@ -199,7 +199,7 @@ def test_threads_share_a_handle(store: SqliteStore) -> None:
         each.join()
     assert errors == []
     assert store.count() == {"q": {"COMPLETED": CHILDREN * EACH}}
-    check_books(store)
+    check_consistency(store)
 
 
 def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: SqliteStore, path: Path) -> None:
@@ -230,7 +230,7 @@ def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: Sqlit
     refused = {number for number, answer in answers.items() if isinstance(answer, KeyError)}
     assert (len(answers), refused) == (12, {0, 4, 8})
     assert store.count() == {"q": {"QUEUED": 10}}
-    check_books(store)
+    check_consistency(store)
 
 
 def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_step_of_the_clock_changes_no_lease_and_no_order(path: Path, step_s: i
     complete(store, *held[0])
     clock.advance(1)
     assert [name for name, _ in claim(store, 10)] == [*first[1:], *later]
-    check_books(store)
+    check_consistency(store)
     store.close()
 
 
@@ -552,7 +552,7 @@ def both(path: Path, work: Callable[[Transaction], Any]) -> list[Any]:
     )
     for store in stores:
         answer = store.write(work)
-        check_books(store)
+        check_consistency(store)
         records = store.find(Listing(limit=1_000))
         stored = [store.load(record.message_id) for record in records]
         seen.append((answer, records, stored, store.events(), store.count()))
@@ -644,7 +644,7 @@ def test_on_a_full_disk_tasks_can_be_completed_and_nothing_is_lost(small_disk: P
     names += insert(store, b"y" * 3_000)
     assert (small_disk / "queue.db.ballast").stat().st_size == sqlite.RESERVE_BYTES
     assert len(claim(store, 1_000)) == len(names) - 21
-    check_books(store)
+    check_consistency(store)
     store.close()
     another.close()
 
@@ -785,7 +785,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_it_is_reopened(
     found = [record.message_id for record in store.find(Listing(limit=100))]
     assert set(kept) <= set(found)
     assert len(found) <= 3
-    check_books(store)
+    check_consistency(store)
 
 
 def test_every_caller_of_a_commit_gets_the_error_of_its_fsync(store: SqliteStore, disk: FaultyDisk) -> None:
@@ -857,7 +857,7 @@ def test_a_crash_commits_nothing_and_a_lost_answer_commits_everything() -> None:
     assert store.count() == {"q": {"QUEUED": 1}}
     insert(store, b"1")  # the plan has ended
     assert store.happened == ["crash", "lost_answer", "none"]
-    check_books(store)
+    check_consistency(store)
 
 
 def test_a_write_can_arrive_twice_or_late() -> None:
@@ -874,7 +874,7 @@ def test_a_write_can_arrive_twice_or_late() -> None:
 
 
 def test_a_lost_ring_wakes_nobody_and_loses_nothing() -> None:
-    store = FaultyStore(MemoryStore(), ["lost_ring"])
+    store = FaultyStore(MemoryStore(), ["lost_wakeup"])
     notified: list[set[str]] = []
     store.on_commit = lambda transaction: notified.append(transaction.ready) if transaction.ready else None
     insert(store, b"1")
@@ -901,7 +901,7 @@ def test_tasks_take_every_fault_without_loss() -> None:
                 continue
             done.add(task.task_id)
     assert done == ids
-    check_books(tasks.store)
+    check_consistency(tasks.store)
 
 
 def _until_answered(call: Callable[[], Any]) -> Any:

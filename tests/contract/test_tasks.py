@@ -19,7 +19,7 @@ from postroom.contracts.tasks import DECISIONS, Retention, Task, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
-from postroom.testing import ManualClock, check_books
+from postroom.testing import ManualClock, check_consistency
 from tests import children
 from tests.children import no_child_left
 from tests.faultydisk import FaultyDisk, in_background
@@ -45,7 +45,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def tasks(url: str, clock: ManualClock) -> Iterator[Tasks]:
     with Tasks.open(url, clock=clock) as tasks:
         yield tasks
-        check_books(tasks.store)
+        check_consistency(tasks.store)
 
 
 @pytest.fixture
@@ -1004,7 +1004,7 @@ def test_children_use_the_tasks_that_they_inherit(on_disk: Tasks, no_child_left:
 
     children.run(*[child] * 4)
     assert on_disk.status().totals == {"claimed": 1, "completed": 80}
-    check_books(on_disk.store)
+    check_consistency(on_disk.store)
 
 
 def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks) -> None:

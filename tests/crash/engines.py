@@ -23,7 +23,7 @@ from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.message import Record, Stored
 from postroom.stores.base import Listing
-from postroom.testing import check_books
+from postroom.testing import check_consistency
 from tests.crash import engineprograms
 from tests.crash.engineprograms import effects_file, open_engine, register
 from tests.crash.ledger import Tally, number_of
@@ -178,7 +178,7 @@ def _judge_message(stored: Stored, happened: Counter[str], tally: Tally) -> None
 
 def _judge_events(engine: Engine, tally: Tally) -> None:
     try:
-        check_books(engine.store)
+        check_consistency(engine.store)
     except (AssertionError, ValueError) as error:
         tally.breaks(str(error).partition("\n")[0])
     history = History()

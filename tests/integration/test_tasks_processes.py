@@ -13,7 +13,7 @@ import pytest
 
 from postroom import StaleLease, Tasks
 from postroom.message import Event
-from postroom.testing import check_books, explained
+from postroom.testing import check_consistency, explained
 from tests import children
 from tests.children import no_child_left
 from tests.crash.workers import Crew, Report, Worker
@@ -183,7 +183,7 @@ def check_killed(tasks: Tasks, lines: list[str]) -> None:
     print(f"{KILLS} kills: {dict(said)}, {lapses} lapses, deliveries per task {Counter(deliveries.values())}")
     assert said["stored"] > 0
     assert said["done"] > 0
-    check_books(tasks.store)
+    check_consistency(tasks.store)
 
 
 # ---- a holder that falls asleep --------------------------------------------------------------------
@@ -234,4 +234,4 @@ def test_a_holder_that_slept_past_its_lease_is_refused(url: str, tmp_path: Path,
             assert (task.task_id, task.attempt) == (task_id, 2)
             tasks.complete(task.task_id, task.lease, "second")
             assert tasks.get(task_id).result == "second"
-        check_books(tasks.store)
+        check_consistency(tasks.store)

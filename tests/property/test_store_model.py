@@ -24,7 +24,7 @@ from postroom.stores.base import FOREVER_NS, LANES, ByIds, Deadline, Ending, Lim
 from postroom.stores.sqlite import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Decide, Transaction
-from postroom.testing import ManualClock, MemoryStore, check_books
+from postroom.testing import ManualClock, MemoryStore, check_consistency
 from tests.quick import QUICK
 
 EXAMPLES = settings().max_examples
@@ -322,7 +322,7 @@ class BothStores(RuleBasedStateMachine):
 
     @invariant()
     def the_events_explain_the_state(self) -> None:
-        check_books(self.memory)
+        check_consistency(self.memory)
 
 
 def _answer(call: Callable[[Store], Any], store: Store) -> Any:

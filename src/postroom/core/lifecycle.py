@@ -93,8 +93,8 @@ def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **f
     )
 
 
-def _holds(record: Record, moment: Moment, token: int, said: tuple[State, ...] = ()) -> bool:
-    """Whether the lease is alive; False when the same call ended it before, which led to a state in `said`.
+def _holds(record: Record, moment: Moment, token: int, ended_in: tuple[State, ...] = ()) -> bool:
+    """Whether the lease is alive; False when the same call ended it before, in one of the states `ended_in`.
 
     An expired lease counts as ended even before a claim or sweep puts the record back. Otherwise the answer
     to a late call would depend on when the next claim or sweep runs.
@@ -105,7 +105,7 @@ def _holds(record: Record, moment: Moment, token: int, said: tuple[State, ...] =
         if record.lease_until <= moment.steady_ns:
             raise StaleLease(record.message_id, token)
         return True
-    if record.state not in said:
+    if record.state not in ended_in:
         raise StaleLease(record.message_id, token)
     return False
 
@@ -305,7 +305,7 @@ def lapse(record: Record, moment: Moment) -> Step:
     """
     retries = record.retries if org_of(record.queue) else record.retries + 1
     crashed = replace(record, crashes=record.crashes + 1, retries=retries)
-    return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, last_word=0)
+    return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, token_after=0)
 
 
 def crash(record: Record, moment: Moment, token: int) -> Step:
@@ -326,11 +326,11 @@ def _failed(
     error: str,
     error_type: str,
     delay_ns: int | None,
-    last_word: int | None = None,
+    token_after: int | None = None,
     lane: int | None = None,
 ) -> Step:
     kind = _arrow(verb, record, "FAILED")
-    token = record.lease if last_word is None else last_word
+    token = record.lease if token_after is None else token_after
     failed = replace(record, state="FAILED", lease=token, lease_until=0)
     happened = _event(
         kind,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from postroom.stores.memory import MemoryStore
 from postroom.system.manual_clock import FIRST_WALL_US, ManualClock
-from postroom.testing.events import Told, check_books, explained
+from postroom.testing.events import DerivedState, check_consistency, explained
 from postroom.testing.faults import Crashed, Fault, FaultyStore
 from postroom.testing.store_contract import StoreContract
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_WALL_US",
     "Crashed",
+    "DerivedState",
     "Fault",
     "FaultyStore",
     "HandlerReport",
@@ -36,9 +37,8 @@ __all__ = [
     "MessageReport",
     "Report",
     "StoreContract",
-    "Told",
     "World",
-    "check_books",
+    "check_consistency",
     "explained",
 ]
 

@@ -8,10 +8,10 @@ from postroom.message import Event, EventKind, State, org_of
 from postroom.stores.base import Counted, Listing
 from postroom.stores.store import Store
 
-CHECKED_MAX = 100_000  # records and events that `check_books` reads
+CHECKED_MAX = 100_000  # records and events that `check_consistency` reads
 
 
-class Told(NamedTuple):
+class DerivedState(NamedTuple):
     """The state of a message, derived from its events alone."""
 
     queue: str
@@ -30,12 +30,12 @@ _TAKES_THE_LEASE: frozenset[EventKind] = frozenset(
 _COUNTS: frozenset[EventKind] = frozenset({"execution_failed", "lease_lapsed"})
 
 
-def explained(events: Iterable[Event]) -> dict[str, Told]:
+def explained(events: Iterable[Event]) -> dict[str, DerivedState]:
     """The state of every message, derived from all events of a store since its creation.
 
     Raises `ValueError` at an event that does not follow from those before it.
     """
-    told: dict[str, Told] = {}
+    told: dict[str, DerivedState] = {}
     last_kind: dict[str, EventKind] = {}
     for event in events:
         if event.kind in _WITHOUT_EFFECT or not event.message_id:
@@ -45,9 +45,9 @@ def explained(events: Iterable[Event]) -> dict[str, Told]:
     return told
 
 
-def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> Told:
+def _after(event: Event, before: DerivedState | None, last_kind: EventKind | None) -> DerivedState:
     if event.kind == "created":  # possibly of an id whose earlier record was purged
-        return Told(event.queue, event.state, event.priority, 0, 0, 0)
+        return DerivedState(event.queue, event.state, event.priority, 0, 0, 0)
     if before is None:
         raise ValueError(f"event {event.seq} ({event.kind}) is about a message that was never created")
     repeats_state = event.kind == "enqueued" and last_kind in ("created", "replayed")
@@ -62,7 +62,7 @@ def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> To
         lease = -lease
     counts = event.kind in _COUNTS and not (event.kind == "lease_lapsed" and org_of(event.queue))
     retries = 0 if event.kind == "replayed" else before.retries + counts
-    return Told(
+    return DerivedState(
         event.queue,
         event.state,
         event.priority,
@@ -72,7 +72,7 @@ def _after(event: Event, before: Told | None, last_kind: EventKind | None) -> To
     )
 
 
-def check_books(store: Store) -> None:
+def check_consistency(store: Store) -> None:
     """Assert that the events of a store have no gap and explain its records, and that its counters fit.
 
     Only for a store whose events were never purged.
@@ -82,7 +82,7 @@ def check_books(store: Store) -> None:
     records = store.find(Listing(limit=CHECKED_MAX))
     told = explained(events)
     for record in records:
-        shown = Told(
+        shown = DerivedState(
             record.queue, record.state, record.lane, record.attempt, record.retries, record.lease
         )  # fmt: skip
         assert told[record.message_id] == shown, "the record differs from the state that the events imply"

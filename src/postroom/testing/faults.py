@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 LOST_ANSWER = "the write was committed, and its answer is lost"
 
-Fault = Literal["none", "crash", "lost_answer", "duplicate", "delay", "lost_ring"]
+Fault = Literal["none", "crash", "lost_answer", "duplicate", "delay", "lost_wakeup"]
 """What can happen to a write.
 
 `crash`: it fails before the commit, so nothing is stored. `lost_answer`: it is committed, and the caller gets
-an error. `duplicate`: it runs twice. `delay`: it takes long. `lost_ring`: it wakes no waiting claim.
+an error. `duplicate`: it runs twice. `delay`: it takes long. `lost_wakeup`: it wakes no waiting claim.
 """
 
 
@@ -131,5 +131,5 @@ def _unchanged(work: Callable[[Transaction], T]) -> Callable[[Transaction], T]:
 
 _FAULTY: dict[Fault, Callable[[Callable[[Transaction], Any]], Callable[[Transaction], Any]]] = {
     "crash": _crashing,
-    "lost_ring": _without_wakeup,
+    "lost_wakeup": _without_wakeup,
 }

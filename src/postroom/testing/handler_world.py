@@ -33,7 +33,7 @@ from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import State
 from postroom.stores.base import FOREVER_NS, Ending
 from postroom.stores.transaction import Transaction
-from postroom.testing.events import check_books
+from postroom.testing.events import check_consistency
 from postroom.testing.world_checker import Broken
 
 Point: TypeAlias = Literal[
@@ -137,7 +137,7 @@ class HandlerWorld:
         for event in created:
             await self._look(core, event.message_id, event.type)
         try:
-            check_books(core.store)
+            check_consistency(core.store)
         except (AssertionError, ValueError) as error:
             self._broken.append(Broken("books", "", str(error).partition("\n")[0]))
         messages = [self._reports[event.message_id] for event in created]

@@ -26,7 +26,7 @@ from postroom.stores.base import (
 from postroom.stores.store import Store
 from postroom.stores.transaction import Accepted, Claim, Decide, Delivery, Transaction
 from postroom.system.manual_clock import MICROS_PER_S, ManualClock
-from postroom.testing.events import CHECKED_MAX, check_books
+from postroom.testing.events import CHECKED_MAX, check_consistency
 
 MINE = "mine"
 OTHER = "other"
@@ -192,7 +192,7 @@ class StoreContract(ABC):
         store = self.open(folder, clock)
         try:
             yield store
-            check_books(store)
+            check_consistency(store)
         finally:
             store.close()
 

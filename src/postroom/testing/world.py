@@ -55,7 +55,7 @@ from postroom.stores.sqlite import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import ManualClock
-from postroom.testing.events import check_books
+from postroom.testing.events import check_consistency
 from postroom.testing.world_checker import Broken, Checker, Sent
 
 T = TypeVar("T")
@@ -717,7 +717,7 @@ class World:
 
     def _check_books(self) -> None:
         try:
-            check_books(self._store)
+            check_consistency(self._store)
         except (AssertionError, ValueError) as error:
             self.checker.report("books", "", str(error).partition("\n")[0])
         history = History()

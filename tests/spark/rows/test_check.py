@@ -29,10 +29,10 @@ from tests.spark.stories import events_in
 
 HORIZON_US = 86_400 * 10**6
 
-Told = set[tuple[str, str, tuple[str, ...], str]]
+DerivedState = set[tuple[str, str, tuple[str, ...], str]]
 
 
-def told(violations: list[Any]) -> Told:
+def told(violations: list[Any]) -> DerivedState:
     return {(one.rule, one.message_id, tuple(one.event_ids), one.sentence) for one in violations}
 
 
