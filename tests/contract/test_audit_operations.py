@@ -155,5 +155,5 @@ def test_file_operations_emit_the_documented_events(tmp_path: Path) -> None:
 
 
 def test_every_kind_is_emitted_by_some_operation() -> None:
-    told = {kind for table in OPERATIONS.values() for kinds in table.values() for kind in kinds}
-    assert told == set(get_args(EventKind)) - {"deferred"}  # no contract defers yet
+    emitted = {kind for table in OPERATIONS.values() for kinds in table.values() for kind in kinds}
+    assert emitted == set(get_args(EventKind))
