@@ -413,6 +413,7 @@ class World:
             kind = chance.choices(_OUTCOMES, (60, 18, 8, 8, 6))[0]
         return Outcome(
             kind=kind, message_id=held.message_id, lease=held.lease, type=claimed.type, service=service,
+            org_id=org_of(claimed.record.queue),
             result=msgspec.json.encode(f"{held.worker} under {held.lease}"), body=claimed.body,
             error="the call failed", error_type="Failed", is_final=chance.random() < 0.1,
             retry_in_s=chance.choice((None, None, 0.0, 5.0)), spread=chance.random(),

@@ -78,9 +78,7 @@ class Claims:
             return []
         chosen: list[tuple[Head, int]] = []
         claimed: list[Claimed] = []
-        counts = self._counts = transaction.total()
-        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
-        self._oldest = {lane: transaction.oldest(lane) for lane in self._filled if lane}
+        self._look_at_lanes()
         promotes = any(record and self._class_of(record) < lane for lane, record in self._oldest.items())
         for lane in range(LANES):
             while len(claimed) + len(chosen) < limit and self._held_back < HELD_BACK_A_CLAIM_MAX:
@@ -91,7 +89,14 @@ class Claims:
                     break
                 claimed += self._lease(chosen)  # what comes next is seen once these are leased
                 chosen = []
+                self._look_at_lanes()
         return claimed + self._lease(chosen)
+
+    def _look_at_lanes(self) -> None:
+        """Read which lanes have messages, and how old the oldest ones are."""
+        counts = self._counts = self._transaction.total()
+        self._filled = [lane for lane in range(LANES) if counts.get(LANE_COUNTS[lane], 0)]
+        self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
 
     def _look_at_rules(self) -> bool:
         """Read pauses and breakers; False when everything is paused."""
