@@ -31,12 +31,12 @@ class Rotation:
     def share(
         self, priority: int, waiting: Mapping[str, list[T]], limit: int, weight: Callable[[str], float]
     ) -> list[T]:
-        """Take up to `limit` messages, in turns. `waiting` begins with the organization whose turn is next.
+        """Take up to `limit` messages, in turns. What is taken is removed from the lists.
 
-        What is taken is removed from the lists.
+        Turns follow the order of `waiting`, from the organization after the one that was served last.
         """
         taken: list[T] = []
-        turns = [name for name in waiting if waiting[name]]
+        turns = [name for name in self._turns(priority, [*waiting]) if waiting[name]]
         while turns and len(taken) < limit:
             for name in turns:
                 room = limit - len(taken)
@@ -51,6 +51,14 @@ class Rotation:
                 self._settle(priority, name, credit - count, empty=not waiting[name])
             turns = [name for name in turns if waiting[name]]
         return taken
+
+    def _turns(self, priority: int, names: list[str]) -> list[str]:
+        """The names from the one whose turn is next on, and around."""
+        first, last = self.unfinished.get(priority), self.last.get(priority)
+        start = names.index(last) + 1 if last in names else 0
+        if first in names:
+            start = names.index(first)
+        return names[start:] + names[:start]
 
     def _settle(self, priority: int, name: str, credit: float, *, empty: bool) -> None:
         """Note what is left of a turn. An organization of which nothing waits keeps no credit."""

@@ -321,6 +321,8 @@ class World:
                 )
         except ResultGone:
             self._note("submitted again after it was purged", message_id)
+        except Overloaded:
+            self.checker.report("duplicate", message_id, "a repeated submit was refused like a new one")
         else:
             self._note("submitted again", message_id)
             self.checker.repeated(message_id, answer.message_id, duplicate=answer.duplicate)
