@@ -1201,6 +1201,55 @@ def test_testing_runs_handlers_inline_on_a_manual_clock() -> None:
     engine.close()
 
 
+def test_testing_runs_children_that_a_handler_waits_for() -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("tool_call")
+    async def child(message: Any, ctx: Any) -> Any:
+        if ctx.attempt < 3:
+            raise RuntimeError("boom")
+        return message.payload["n"]
+
+    @engine.handler("model_call")
+    async def parent(_message: Any, ctx: Any) -> Any:
+        children = [await ctx.submit(type="tool_call", payload={"n": n}) for n in range(3)]
+        late = await ctx.submit(type="tool_call", payload={"n": 3}, delay_s=600)
+        return await asyncio.gather(*(one.result() for one in [*children, late]))
+
+    @engine.handler("agent_message")
+    def grandparent(_message: Any, ctx: Any) -> Any:
+        return ctx.submit(type="model_call", payload={}).result()
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="agent_message", org_id="acme", payload={})
+            assert await handle.result() == [0, 1, 2, 3]
+            info = await test.get(handle.message_id)
+            assert (info.attempt, info.crashes) == (1, 0)
+
+    soon(scenario())
+    engine.close()
+
+
+def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("model_call")
+    async def parent(_message: Any, ctx: Any) -> str:
+        child = await ctx.submit(type="tool_call", payload={}, delay_s=60)
+        with pytest.raises(TimeoutError):
+            await child.result(timeout_s=10)
+        return "gave up"
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="model_call", org_id="acme", payload={})
+            assert await handle.result() == "gave up"
+
+    soon(scenario())
+    engine.close()
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     engine = Engine.open("memory://", clock=ManualClock())
     with pytest.raises(InvalidSetting):

@@ -277,6 +277,23 @@ def test_handler_world_tells_how_often_handlers_and_effects_ran() -> None:
     assert {one.state for report in reports for one in report.messages} == {"COMPLETED"}
 
 
+def test_handler_world_runs_children_that_a_handler_waits_for() -> None:
+    engine, _ = paying_engine(on_unknown="run")
+
+    @engine.handler("agent_spawn")
+    async def parent(message: Any, ctx: Any) -> Any:
+        child = await ctx.submit(
+            type="tool_call", payload=message.payload, idempotency_key=f"child of {message.message_id}"
+        )
+        return await child.result()
+
+    reports = [HandlerWorld(engine, seed).run(messages("agent_spawn")) for seed in range(30)]
+    engine.close()
+    assert all(report.ok for report in reports)
+    assert {one.state for report in reports for one in report.messages} == {"COMPLETED"}
+    assert {len(report.messages) for report in reports} == {6}, "a repeated child was stored twice"
+
+
 def test_handler_world_repeats_its_faults() -> None:
     engine, _ = paying_engine()
     first, second = (HandlerWorld(engine, 5).run(messages("tool_call")) for _ in range(2))

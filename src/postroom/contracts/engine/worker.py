@@ -185,6 +185,23 @@ class Worker:
         """Whether nothing runs and no outcome waits."""
         return not self._running and not self._outcomes
 
+    def has(self, message_id: str) -> bool:
+        """Whether a message runs here, or its outcome is not committed yet."""
+        return message_id in self._running or any(one.message_id == message_id for one in self._outcomes)
+
+    def held(self) -> dict[str, int]:
+        """The leases of the messages that run here, by message id."""
+        return {
+            message_id: running.claimed.record.lease
+            for message_id, running in self._running.items()
+            if not running.is_dropped
+        }
+
+    async def renew_leases(self) -> None:
+        """Renew the lease of everything that runs here; for tests."""
+        if leases := self.held():
+            await self._renew(leases)
+
     async def step(self) -> int:
         """One cycle, with everything that it starts run to its end; for tests."""
         claimed = await self._cycle()
@@ -396,11 +413,7 @@ class Worker:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), WATCH_S)
             self._look.clear()
-            held = {
-                message_id: running.claimed.record.lease
-                for message_id, running in self._running.items()
-                if not running.is_dropped
-            }
+            held = self.held()
             if not held:
                 continue
             with suppress(Unavailable):
