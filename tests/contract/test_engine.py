@@ -562,6 +562,7 @@ def test_crashes_are_counted_apart_from_retries_and_end_in_quarantine(world: Eng
     assert handle.message_id in alerts[-1].error
     [letter] = world.wait(world.engine.dlq.list())
     assert "Poison" in letter.failure_reason
+    assert "is QUARANTINED: it crashed its worker 3 times" in world.wait(handle.explain())
     assert not world.wait(world.engine.dlq.replay())
     assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
 
@@ -591,6 +592,9 @@ def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -
         world.run()
     assert world.wait(neighbour.result()) != os.getpid()
     assert world.state(killer) == "QUARANTINED"
+    last_crash = world.wait(world.engine.get(killer.message_id)).errors[-2]
+    assert last_crash["error_type"] == "ProcessDied"
+    assert last_crash["error"] == "the process of the handler died with signal 9"
     assert world.wait(world.engine.get(neighbour.message_id)).crashes == 0
 
 

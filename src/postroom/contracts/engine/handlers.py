@@ -129,9 +129,9 @@ def failed(
     )
 
 
-def ended(claimed: Claimed, kind: Literal["released", "crashed"]) -> Outcome:
-    """The attempt ended without a word of the handler."""
-    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease)
+def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "") -> Outcome:
+    """The attempt ended without a result or an exception of the handler."""
+    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease, error=error)
 
 
 def service_of(claimed: Claimed, handler: Handler) -> str:

@@ -359,7 +359,7 @@ class Worker:
             outcome = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
         except ProcessDied as died:
             _log.warning("message %s: %s", claimed.record.message_id, died)
-            return ended(claimed, "crashed")
+            return ended(claimed, "crashed", str(died))
         return msgspec.structs.replace(outcome, body=claimed.body)
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
