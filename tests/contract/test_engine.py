@@ -598,6 +598,27 @@ def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -
     assert world.wait(world.engine.get(neighbour.message_id)).crashes == 0
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_batch_handler_gets_a_list_when_its_message_runs_alone(
+    world: EngineUnderTest, is_async: bool
+) -> None:
+    def run(messages: list[Any], contexts: list[Any]) -> list[Any]:
+        assert len(messages) == len(contexts)
+        return [ValidationError("odd") if one.payload.get("odd") else "done" for one in messages]
+
+    async def run_async(messages: list[Any], contexts: list[Any]) -> list[Any]:
+        return run(messages, contexts)
+
+    world.engine.handler("tool_call", batch=5)(run_async if is_async else run)
+    good, odd = world.submit(), world.submit(payload={"odd": 1})
+    world.claim(2)  # a worker that dies with both
+    world.clock.advance(16)
+    for _ in range(4):
+        world.run()
+    assert world.wait(good.result()) == "done"
+    assert world.wait(world.engine.get(odd.message_id)).errors[-1]["error"] == "odd"
+
+
 # ---- breakers --------------------------------------------------------------------------------------
 
 
@@ -1230,6 +1251,31 @@ def test_testing_runs_children_that_a_handler_waits_for() -> None:
             assert await handle.result() == [0, 1, 2, 3]
             info = await test.get(handle.message_id)
             assert (info.attempt, info.crashes) == (1, 0)
+
+    soon(scenario())
+    engine.close()
+
+
+def test_testing_keeps_what_a_process_handler_writes() -> None:
+    engine = Engine.open("memory://")
+    called = []
+
+    @engine.handler("tool_call")
+    async def child(_message: Any, _ctx: Any) -> str:
+        return "child"
+
+    @engine.handler("model_call", pool="process")
+    def parent(_message: Any, ctx: Any) -> Any:
+        ctx.effect("call", lambda: called.append(ctx.attempt))
+        if ctx.attempt == 1:
+            raise RuntimeError("boom")
+        return ctx.submit(type="tool_call", payload={}).message_id
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="model_call", org_id="acme", payload={})
+            assert await test.handle(await handle.result()).result() == "child"
+            assert called == [1]
 
     soon(scenario())
     engine.close()

@@ -20,14 +20,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.context import Context
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.engine import Engine
-from postroom.contracts.engine.handlers import Handler, completed, limited, timeout_of
-from postroom.contracts.engine.inline import InlineCore
+from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.inline import InlineCore, InlineWorker
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
@@ -233,7 +230,7 @@ class HandlerWorld:
         return call
 
 
-class _WorldWorker(Worker):
+class _WorldWorker(InlineWorker):
     """A worker whose crash loses the outcome of an attempt and leaves its lease behind."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -244,11 +241,6 @@ class _WorldWorker(Worker):
             await super()._attempt(running, payload)
         except _Crash as crash:
             _log.debug("the worker crashes %s", crash)
-
-    async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
-        """Run the handler in this process, because the store is in memory."""
-        result = await limited(self._call(handler, message, context), timeout_of(handler, message))
-        return completed(claimed, handler, result, context.used)
 
 
 _log = logging.getLogger("postroom.testing")

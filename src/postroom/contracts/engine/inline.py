@@ -5,9 +5,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from postroom.contracts.engine.claims import Claimed
+from postroom.contracts.engine.context import Context
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.engine import Engine
-from postroom.contracts.engine.operations import Submitted
+from postroom.contracts.engine.handlers import Handler, completed, limited, timeout_of
+from postroom.contracts.engine.messages import Message
+from postroom.contracts.engine.operations import Outcome, Submitted
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.worker import Worker
 from postroom.core.lifecycle import NANOS_PER_S
@@ -22,6 +26,15 @@ WAIT_S_MAX = 400 * 86_400.0
 LOOK_S = 0.001  # how often a wait looks whether another wait has run its message
 
 
+class InlineWorker(Worker):
+    """Runs every handler in this process: what another process writes to a store in memory is lost."""
+
+    async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
+        call = self._batches.call if handler.batch > 1 else self._call
+        result = await limited(call(handler, message, context), timeout_of(handler, message))
+        return completed(claimed, handler, result, context.used)
+
+
 class InlineCore(EngineCore):
     """A submit runs handlers inline. Waiting for a result moves the clock from deadline to deadline.
 
@@ -34,7 +47,7 @@ class InlineCore(EngineCore):
         super().__init__(store, policy)
         self.workers: list[Worker] = []
         """The workers that run handlers now: one, and one more for each wait inside a handler."""
-        self.new_worker: Callable[[], Worker] = partial(Worker, self, worker_id="inline", slots=1)
+        self.new_worker: Callable[[], Worker] = partial(InlineWorker, self, worker_id="inline", slots=1)
 
     async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
         submitted = await super().submit(messages)

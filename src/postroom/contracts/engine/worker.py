@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from postroom.contracts.engine import handlers
-from postroom.contracts.engine.batches import Batches
+from postroom.contracts.engine.batches import Batches, only_result
 from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
@@ -363,11 +363,16 @@ class Worker:
         return msgspec.structs.replace(outcome, body=claimed.body)
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
+        takes_batch = handler.batch > 1
+        messages = [message] if takes_batch else message
         try:
             if handler.is_async:
-                result = asyncio.run(_awaited(handler, message, context))
+                result = asyncio.run(_awaited(handler, messages, [context] if takes_batch else context))
             else:
-                result = handler.run(message, ThreadContext(context, asyncio.run))
+                plain = ThreadContext(context, asyncio.run)
+                result = handler.run(messages, [plain] if takes_batch else plain)
+            if takes_batch:
+                result = only_result(result)
             outcome = completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             outcome = self._failure(claimed, handler, message, error)
@@ -460,5 +465,5 @@ def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-async def _awaited(handler: Handler, message: Message, context: Context) -> Any:
+async def _awaited(handler: Handler, message: Any, context: Any) -> Any:
     return await handlers.limited(handler.run(message, context), None)
