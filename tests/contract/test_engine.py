@@ -1281,6 +1281,19 @@ def test_testing_keeps_what_a_process_handler_writes() -> None:
     engine.close()
 
 
+def test_failed_attempt_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("tool_call", retry=Retry(max_retries=0))
+    async def run(message: Any, _ctx: Any) -> Any:
+        return message.payload["missing"]
+
+    with caplog.at_level("INFO", "postroom.engine"), engine.testing() as test:
+        soon(test.submit(type="tool_call", org_id="acme", payload={}))
+    engine.close()
+    assert 'message.payload["missing"]' in caplog.text
+
+
 def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
     engine = Engine.open("memory://")
 
@@ -1306,6 +1319,10 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         engine.handler("tool_call", colour="red")(print)
     with pytest.raises(InvalidSetting):
         engine.handler("tool_call", timeout_s=-1)(print)
+    with pytest.raises(InvalidSetting, match="retry must be a Retry"):
+        engine.handler("tool_call", retry=3)(print)
+    with pytest.raises(InvalidSetting, match="takes two arguments"):
+        engine.handler("tool_call")(lambda _message: None)
     with pytest.raises(InvalidSetting):
         Policy(promote_after_s=(1.0,))
     with pytest.raises(InvalidMessage):

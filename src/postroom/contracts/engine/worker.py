@@ -327,7 +327,8 @@ class Worker:
     def _failure(
         self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
     ) -> Outcome:
-        _log.info("message %s failed: %s: %s", claimed.record.message_id, type(error).__name__, error)
+        name = type(error).__name__
+        _log.info("message %s failed: %s: %s", claimed.record.message_id, name, error, exc_info=error)
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
         return failed(
