@@ -104,8 +104,8 @@ def lose_results(patch: pytest.MonkeyPatch) -> None:
 
 
 def bury_lapsed_messages_silently(patch: pytest.MonkeyPatch) -> None:
-    def lapse(record: Record, moment: Moment) -> Step:
-        step: Step = original["lapse"](record, moment)
+    def lapse(record: Record, moment: Moment, *error: str) -> Step:
+        step: Step = original["lapse"](record, moment, *error)
         return Step(replace(step.record, state="SCHEDULED", due=lifecycle.NANOS_PER_S << 33), step.events)
 
     patch.setattr(lifecycle, "lapse", lapse)
