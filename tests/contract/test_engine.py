@@ -562,6 +562,7 @@ def test_crashes_are_counted_apart_from_retries_and_end_in_quarantine(world: Eng
     assert handle.message_id in alerts[-1].error
     [letter] = world.wait(world.engine.dlq.list())
     assert "Poison" in letter.failure_reason
+    assert "is QUARANTINED: it crashed its worker 3 times" in world.wait(handle.explain())
     assert not world.wait(world.engine.dlq.replay())
     assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
 
@@ -591,7 +592,31 @@ def test_suspect_runs_alone_and_its_crash_harms_nobody(world: EngineUnderTest) -
         world.run()
     assert world.wait(neighbour.result()) != os.getpid()
     assert world.state(killer) == "QUARANTINED"
+    last_crash = world.wait(world.engine.get(killer.message_id)).errors[-2]
+    assert last_crash["error_type"] == "ProcessDied"
+    assert last_crash["error"] == "the process of the handler died with signal 9"
     assert world.wait(world.engine.get(neighbour.message_id)).crashes == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_batch_handler_gets_a_list_when_its_message_runs_alone(
+    world: EngineUnderTest, is_async: bool
+) -> None:
+    def run(messages: list[Any], contexts: list[Any]) -> list[Any]:
+        assert len(messages) == len(contexts)
+        return [ValidationError("odd") if one.payload.get("odd") else "done" for one in messages]
+
+    async def run_async(messages: list[Any], contexts: list[Any]) -> list[Any]:
+        return run(messages, contexts)
+
+    world.engine.handler("tool_call", batch=5)(run_async if is_async else run)
+    good, odd = world.submit(), world.submit(payload={"odd": 1})
+    world.claim(2)  # a worker that dies with both
+    world.clock.advance(16)
+    for _ in range(4):
+        world.run()
+    assert world.wait(good.result()) == "done"
+    assert world.wait(world.engine.get(odd.message_id)).errors[-1]["error"] == "odd"
 
 
 # ---- breakers --------------------------------------------------------------------------------------
@@ -1201,12 +1226,103 @@ def test_testing_runs_handlers_inline_on_a_manual_clock() -> None:
     engine.close()
 
 
+def test_testing_runs_children_that_a_handler_waits_for() -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("tool_call")
+    async def child(message: Any, ctx: Any) -> Any:
+        if ctx.attempt < 3:
+            raise RuntimeError("boom")
+        return message.payload["n"]
+
+    @engine.handler("model_call")
+    async def parent(_message: Any, ctx: Any) -> Any:
+        children = [await ctx.submit(type="tool_call", payload={"n": n}) for n in range(3)]
+        late = await ctx.submit(type="tool_call", payload={"n": 3}, delay_s=600)
+        return await asyncio.gather(*(one.result() for one in [*children, late]))
+
+    @engine.handler("agent_message")
+    def grandparent(_message: Any, ctx: Any) -> Any:
+        return ctx.submit(type="model_call", payload={}).result()
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="agent_message", org_id="acme", payload={})
+            assert await handle.result() == [0, 1, 2, 3]
+            info = await test.get(handle.message_id)
+            assert (info.attempt, info.crashes) == (1, 0)
+
+    soon(scenario())
+    engine.close()
+
+
+def test_testing_keeps_what_a_process_handler_writes() -> None:
+    engine = Engine.open("memory://")
+    called = []
+
+    @engine.handler("tool_call")
+    async def child(_message: Any, _ctx: Any) -> str:
+        return "child"
+
+    @engine.handler("model_call", pool="process")
+    def parent(_message: Any, ctx: Any) -> Any:
+        ctx.effect("call", lambda: called.append(ctx.attempt))
+        if ctx.attempt == 1:
+            raise RuntimeError("boom")
+        return ctx.submit(type="tool_call", payload={}).message_id
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="model_call", org_id="acme", payload={})
+            assert await test.handle(await handle.result()).result() == "child"
+            assert called == [1]
+
+    soon(scenario())
+    engine.close()
+
+
+def test_failed_attempt_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("tool_call", retry=Retry(max_retries=0))
+    async def run(message: Any, _ctx: Any) -> Any:
+        return message.payload["missing"]
+
+    with caplog.at_level("INFO", "postroom.engine"), engine.testing() as test:
+        soon(test.submit(type="tool_call", org_id="acme", payload={}))
+    engine.close()
+    assert 'message.payload["missing"]' in caplog.text
+
+
+def test_testing_ends_the_wait_for_a_child_that_cannot_end() -> None:
+    engine = Engine.open("memory://")
+
+    @engine.handler("model_call")
+    async def parent(_message: Any, ctx: Any) -> str:
+        child = await ctx.submit(type="tool_call", payload={}, delay_s=60)
+        with pytest.raises(TimeoutError):
+            await child.result(timeout_s=10)
+        return "gave up"
+
+    async def scenario() -> None:
+        with engine.testing() as test:
+            handle = await test.submit(type="model_call", org_id="acme", payload={})
+            assert await handle.result() == "gave up"
+
+    soon(scenario())
+    engine.close()
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     engine = Engine.open("memory://", clock=ManualClock())
     with pytest.raises(InvalidSetting):
         engine.handler("tool_call", colour="red")(print)
     with pytest.raises(InvalidSetting):
         engine.handler("tool_call", timeout_s=-1)(print)
+    with pytest.raises(InvalidSetting, match="retry must be a Retry"):
+        engine.handler("tool_call", retry=3)(print)
+    with pytest.raises(InvalidSetting, match="takes two arguments"):
+        engine.handler("tool_call")(lambda _message: None)
     with pytest.raises(InvalidSetting):
         Policy(promote_after_s=(1.0,))
     with pytest.raises(InvalidMessage):

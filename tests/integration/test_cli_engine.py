@@ -188,8 +188,24 @@ def test_a_pause_holds_messages_back() -> None:
     assert engine("pause", "--org", "acme").line["said"] == "pause"
     assert "is paused" in engine("explain", message_id).line["explanation"]
     assert engine("status").line["pauses"] == [{"org_id": "acme", "type": ""}]
-    assert engine("resume", "--org", "acme").code == 0
+    assert engine("resume", "--org", "acme").line["pauses"] == []
     assert engine("status").line["pauses"] == []
+
+
+def test_resume_names_the_pauses_that_are_left() -> None:
+    submit()
+    engine("pause", "--org", "acme", "--type", "tool_call")
+    engine("pause", "--org", "zen")
+    left = [{"org_id": "acme", "type": "tool_call"}]
+    assert engine("resume", "--org", "acme").line["pauses"] == left
+    assert engine("resume", "--org", "acme", "--type", "tool_call").line["pauses"] == []
+
+
+def test_an_unknown_type_names_the_option_for_apps() -> None:
+    result = postroom(
+        "engine", "submit", "--data", "run", "--type", "crunch", "--org", "acme", "--payload", "{}"
+    )
+    assert (result.code, "--app MODULE:ENGINE" in result.errors) == (2, True)
 
 
 def test_the_kill_switch_refuses_submits() -> None:
@@ -244,6 +260,7 @@ def test_a_submit_that_waits_in_vain_fails() -> None:
         "--wait-s", "0.01",
     )  # fmt: skip
     assert (result.code, "has not ended within 0.01 s" in result.errors) == (1, True)
+    assert result.line["message_id"] in result.errors
 
 
 def test_a_killed_worker_is_replaced_and_its_messages_run_again_at_once() -> None:

@@ -106,8 +106,8 @@ def lose_results(patch: pytest.MonkeyPatch) -> None:
 
 
 def bury_lapsed_messages_silently(patch: pytest.MonkeyPatch) -> None:
-    def lapse(record: Record, moment: Moment) -> Step:
-        step: Step = original["lapse"](record, moment)
+    def lapse(record: Record, moment: Moment, *error: str) -> Step:
+        step: Step = original["lapse"](record, moment, *error)
         return Step(replace(step.record, state="SCHEDULED", due=lifecycle.NANOS_PER_S << 33), step.events)
 
     patch.setattr(lifecycle, "lapse", lapse)
@@ -278,6 +278,23 @@ def test_handler_world_tells_how_often_handlers_and_effects_ran() -> None:
     assert runs.keys() >= {1, 2}
     assert calls.keys() >= {1, 2}
     assert {one.state for report in reports for one in report.messages} == {"COMPLETED"}
+
+
+def test_handler_world_runs_children_that_a_handler_waits_for() -> None:
+    engine, _ = paying_engine(on_unknown="run")
+
+    @engine.handler("agent_spawn")
+    async def parent(message: Any, ctx: Any) -> Any:
+        child = await ctx.submit(
+            type="tool_call", payload=message.payload, idempotency_key=f"child of {message.message_id}"
+        )
+        return await child.result()
+
+    reports = [HandlerWorld(engine, seed).run(messages("agent_spawn")) for seed in range(30)]
+    engine.close()
+    assert all(report.ok for report in reports)
+    assert {one.state for report in reports for one in report.messages} == {"COMPLETED"}
+    assert {len(report.messages) for report in reports} == {6}, "a repeated child was stored twice"
 
 
 def test_handler_world_repeats_its_faults() -> None:

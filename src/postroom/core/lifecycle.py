@@ -298,20 +298,20 @@ def fail(
     return _failed(counted, moment, "fail", error, error_type, delay_ns, lane=lane)
 
 
-def lapse(record: Record, moment: Moment) -> Step:
+def lapse(record: Record, moment: Moment, error: str = LAPSED, error_type: str = "LeaseLapsed") -> Step:
     """The lease ran out: a crash. The record is ready again at once.
 
     In an agent's queue a crash is also a failure. In an organization's queue the two are counted apart.
     """
     retries = record.retries if org_of(record.queue) else record.retries + 1
     crashed = replace(record, crashes=record.crashes + 1, retries=retries)
-    return _failed(crashed, moment, "lapse", LAPSED, "LeaseLapsed", 0, token_after=0)
+    return _failed(crashed, moment, "lapse", error, error_type, 0, token_after=0)
 
 
-def crash(record: Record, moment: Moment, token: int) -> Step:
+def crash(record: Record, moment: Moment, token: int, error: str) -> Step:
     """The holder's process has died: as `lapse`, without waiting for the end of the lease."""
     _holds(record, moment, token)
-    return lapse(record, moment)
+    return lapse(record, moment, error, "ProcessDied")
 
 
 def is_overdue(record: Record, steady_ns: int) -> bool:

@@ -14,19 +14,17 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec.structs import replace
 
-from postroom.contracts.engine.claims import Claimed
-from postroom.contracts.engine.context import Context
 from postroom.contracts.engine.core import EngineCore
 from postroom.contracts.engine.engine import Engine
-from postroom.contracts.engine.handlers import Handler, completed, limited, timeout_of
-from postroom.contracts.engine.inline import InlineCore
+from postroom.contracts.engine.handlers import Handler
+from postroom.contracts.engine.inline import InlineCore, InlineWorker
 from postroom.contracts.engine.messages import Message
-from postroom.contracts.engine.operations import Outcome
 from postroom.contracts.engine.worker import Worker
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
@@ -111,7 +109,8 @@ class HandlerWorld:
     async def _run(self, core: InlineCore, messages: list[dict[str, Any]]) -> HandlerReport:
         self._core = core
         worker = _WorldWorker(core)
-        core._worker = worker  # noqa: SLF001 - so that a submit does not run handlers without faults
+        core.workers.append(worker)  # so that a submit runs no handlers: `_drain` does
+        core.new_worker = partial(_WorldWorker, core)
         for fields in messages:
             await self._submit(core, fields)
         await self._drain(core, worker)
@@ -177,7 +176,8 @@ class HandlerWorld:
         return report
 
     def _after(self, report: MessageReport) -> None:
-        if self._strikes(report, "lease over"):
+        is_waited_for = len(self._core.workers) > 1  # the lease of the waiting handler would end, too
+        if not is_waited_for and self._strikes(report, "lease over"):
             self._core.clock.advance(self._core.policy.lease_s + 1)
         self._pass(report, "after the handler")
 
@@ -230,7 +230,7 @@ class HandlerWorld:
         return call
 
 
-class _WorldWorker(Worker):
+class _WorldWorker(InlineWorker):
     """A worker whose crash loses the outcome of an attempt and leaves its lease behind."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -241,11 +241,6 @@ class _WorldWorker(Worker):
             await super()._attempt(running, payload)
         except _Crash as crash:
             _log.debug("the worker crashes %s", crash)
-
-    async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
-        """Run the handler in this process, because the store is in memory."""
-        result = await limited(self._call(handler, message, context), timeout_of(handler, message))
-        return completed(claimed, handler, result, context.used)
 
 
 _log = logging.getLogger("postroom.testing")

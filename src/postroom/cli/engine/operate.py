@@ -95,10 +95,8 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
     workers = facts["workers"]
-    slots, in_flight = (
-        sum(each.get(name, 0) for each in workers.values()) for name in ("slots", "in_flight")
-    )
-    yield f"{len(workers)} workers, {in_flight} of {slots} slots in use, {facts['wanted_workers']} wanted"
+    slots = sum(each["slots"] for each in workers.values())
+    yield f"{len(workers)} workers with {slots} slots, {facts['wanted_workers']} wanted"
     for service, found in facts["breakers"].items():
         if found["state"] != "closed":
             yield f"the breaker of service {service} is {found['state']} for {found['opens_again_s']:.0f} s"
@@ -209,7 +207,15 @@ def resume(
     scope = {"org_id": org_id or "", "type": type_name or ""}
     with open_place(shell, data, url, token) as place:
         place.resume(**scope)
-    shell.output.facts({**scope, "said": "resume"}, f"{scope_text(**scope)} is delivered again")
+        pauses = [each for each in place.status()["pauses"] if _overlap(each, scope)]
+    still = "".join(f"; {scope_text(each['org_id'], each['type'])} is still paused" for each in pauses)
+    facts = {**scope, "said": "resume", "pauses": pauses}
+    shell.output.facts(facts, f"{scope_text(**scope)} is no longer paused{still}")
+
+
+def _overlap(pause: Mapping[str, Any], scope: Mapping[str, str]) -> bool:
+    """Whether a message can belong to both scopes. An empty name stands for all."""
+    return all(pause[name] == scope[name] or not pause[name] or not scope[name] for name in scope)
 
 
 def scope_text(org_id: str, type: str) -> str:  # noqa: A002 - the contract's word

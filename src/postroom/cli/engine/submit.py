@@ -10,6 +10,7 @@ from postroom.cli.engine.options import PRIORITY, where_options
 from postroom.cli.engine.places import open_place
 from postroom.cli.shell import Shell, parse_wait
 from postroom.cli.tasks.options import read_json
+from postroom.errors import MessageFailed, UnknownType
 
 
 @click.command()
@@ -53,21 +54,31 @@ def submit(
     """
     given = {name: value for name, value in options.items() if value is not None}
     if data is not None and "org_id" not in given:
-        raise click.UsageError("--data needs --org: whose message is it?")
+        raise click.UsageError("--data needs --org, the organization of the message")
     fields = {"type": type_name, "payload": read_json("--payload", payload, payload_file), **given}
     with open_place(shell, data, url, token, app=app, create=True) as place:
-        message_id = place.submit(fields)
+        message_id = _submit(place, fields, has_app=app is not None)
         if wait_s is None:
             shell.output.facts({"message_id": message_id}, message_id)
             return
-        print_result(shell, message_id, _result(place, message_id, wait_s))
+        try:
+            result = place.result(message_id, wait_s)
+        except TimeoutError:
+            shell.output.facts({"message_id": message_id}, message_id)
+            raise click.ClickException(f"message {message_id} has not ended within {wait_s:g} s") from None
+        except MessageFailed:
+            shell.output.facts({"message_id": message_id}, message_id)
+            raise
+        print_result(shell, message_id, result)
 
 
-def _result(place: Any, message_id: str, wait_s: float) -> Any:
+def _submit(place: Any, fields: dict[str, Any], *, has_app: bool) -> str:
     try:
-        return place.result(message_id, wait_s)
-    except TimeoutError:
-        raise click.ClickException(f"message {message_id} has not ended within {wait_s:g} s") from None
+        return str(place.submit(fields))
+    except UnknownType as error:
+        if has_app:
+            raise
+        raise click.UsageError(f"{error}. --app MODULE:ENGINE brings the types of an app") from None
 
 
 def print_result(shell: Shell, message_id: str, result: Any) -> None:

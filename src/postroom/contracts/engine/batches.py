@@ -1,7 +1,7 @@
 """Handlers that take several messages at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -62,11 +62,8 @@ class Batches:
     async def _run(self, handler: Handler, batch: _Batch) -> None:
         """Run the handler. Its error is the error of every message of the batch."""
         try:
-            results = await limited(self._call(handler, batch.messages, batch.contexts), handler.timeout_s)
-            if not isinstance(results, list | tuple) or len(results) != len(batch.messages):
-                raise ValidationError(  # noqa: TRY301 - it becomes the outcome of each message
-                    f"a handler of {len(batch.messages)} messages returns a list of as many results"
-                )
+            returned = await limited(self._call(handler, batch.messages, batch.contexts), handler.timeout_s)
+            results = checked_results(returned, len(batch.messages))
         except Exception as error:  # noqa: BLE001 - whatever the handler raises is the outcome
             results = [error] * len(batch.messages)
         for future, result in zip(batch.futures, results, strict=True):
@@ -76,3 +73,18 @@ class Batches:
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+
+def checked_results(returned: Any, count: int) -> Sequence[Any]:
+    """What a handler of `count` messages returned, one result or exception for each."""
+    if not isinstance(returned, list | tuple) or len(returned) != count:
+        raise ValidationError(f"a handler of {count} messages returns a list of as many results")
+    return returned
+
+
+def only_result(returned: Any) -> Any:
+    """The result of a batch of one message. Raises the exception that the list has instead of a result."""
+    [result] = checked_results(returned, 1)
+    if isinstance(result, Exception):
+        raise result
+    return result

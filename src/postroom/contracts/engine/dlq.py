@@ -168,7 +168,10 @@ def letter_by_id(operations: Operations, message_id: str) -> DeadLetter:
     """One dead letter. Raises `UnknownTask`, or `WrongState` when the message is none."""
     stored = operations.loaded(message_id)
     if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
-        raise WrongState(message_id, "treat as a dead letter", stored.record.state)
+        state = stored.record.state
+        raise WrongState(
+            message_id, "replay", state, f"message {message_id!r} is no dead letter: it is {state}"
+        )
     return _letter(operations, stored)
 
 

@@ -49,11 +49,10 @@ def _why_ended(stored: Stored) -> str:
     record = stored.record
     match record.state:
         case "QUARANTINED":
-            return f": {_last_error(stored)}. It is poison; replay it by its id after the handler is mended."
+            return f": {_last_error(stored)}. Only a replay by its id runs it again."
         case "DEAD_LETTER":
-            return (
-                f" after {record.attempt} attempts: {_last_error(stored)}. Replay it from the dead letters."
-            )
+            attempts = f"{record.attempt} attempt{'s' if record.attempt != 1 else ''}"
+            return f" after {attempts}: {_last_error(stored)}. Replay it from the dead letters."
         case "EXPIRED":
             return ": it waited longer than its expires_at allowed."
         case "CANCELLED":
@@ -64,7 +63,9 @@ def _why_ended(stored: Stored) -> str:
 
 def _last_error(stored: Stored) -> str:
     errors = error_history(stored)
-    return f"{errors[-1]['error_type']}: {errors[-1]['error']}" if errors else "no error was recorded"
+    if not errors:
+        return "no error was recorded"
+    return ": ".join(filter(None, (errors[-1]["error_type"], errors[-1]["error"])))
 
 
 def _why_delayed(transaction: Transaction, stored: Stored) -> str:

@@ -53,10 +53,24 @@ class Handler(msgspec.Struct, frozen=True, kw_only=True):
         return inspect.iscoroutinefunction(self.run)
 
 
+def _takes_two(run: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(run).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
 def checked_handler(handler: Handler) -> Handler:
     """The handler itself, or an error that says what does not fit."""
     if not callable(handler.run):
         raise InvalidSetting(f"a handler is a function, not {handler.run!r}")
+    if not _takes_two(handler.run):
+        raise InvalidSetting("a handler takes two arguments: the message and its context")
+    if handler.retry is not None and not isinstance(handler.retry, Retry):
+        raise InvalidSetting(f"retry must be a Retry, such as Retry(max_retries=3), not {handler.retry!r}")
     if handler.timeout_s is not None and not 0 < handler.timeout_s <= TIMEOUT_S_MAX:
         raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {handler.timeout_s!r}")
     if handler.pool not in ("thread", "process"):
@@ -129,9 +143,9 @@ def failed(
     )
 
 
-def ended(claimed: Claimed, kind: Literal["released", "crashed"]) -> Outcome:
-    """The attempt ended without a word of the handler."""
-    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease)
+def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "") -> Outcome:
+    """The attempt ended without a result or an exception of the handler."""
+    return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease, error=error)
 
 
 def service_of(claimed: Claimed, handler: Handler) -> str:

@@ -264,7 +264,10 @@ class Operations:
             case "released":
                 self._apply(outcome, lambda record, moment: lifecycle.release(record, moment, outcome.lease))
             case "crashed":
-                self._apply(outcome, lambda record, moment: lifecycle.crash(record, moment, outcome.lease))
+                self._apply(
+                    outcome,
+                    lambda record, moment: lifecycle.crash(record, moment, outcome.lease, outcome.error),
+                )
             case "deferred":
                 delay_ns = round(outcome.delay_s * lifecycle.NANOS_PER_S)
                 self._apply(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from postroom.contracts.engine import handlers
-from postroom.contracts.engine.batches import Batches
+from postroom.contracts.engine.batches import Batches, only_result
 from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
@@ -185,6 +185,23 @@ class Worker:
         """Whether nothing runs and no outcome waits."""
         return not self._running and not self._outcomes
 
+    def has(self, message_id: str) -> bool:
+        """Whether a message runs here, or its outcome is not committed yet."""
+        return message_id in self._running or any(one.message_id == message_id for one in self._outcomes)
+
+    def held(self) -> dict[str, int]:
+        """The leases of the messages that run here, by message id."""
+        return {
+            message_id: running.claimed.record.lease
+            for message_id, running in self._running.items()
+            if not running.is_dropped
+        }
+
+    async def renew_leases(self) -> None:
+        """Renew the lease of everything that runs here; for tests."""
+        if leases := self.held():
+            await self._renew(leases)
+
     async def step(self) -> int:
         """One cycle, with everything that it starts run to its end; for tests."""
         claimed = await self._cycle()
@@ -310,7 +327,8 @@ class Worker:
     def _failure(
         self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
     ) -> Outcome:
-        _log.info("message %s failed: %s: %s", claimed.record.message_id, type(error).__name__, error)
+        name = type(error).__name__
+        _log.info("message %s failed: %s: %s", claimed.record.message_id, name, error, exc_info=error)
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
         return failed(
@@ -342,15 +360,20 @@ class Worker:
             outcome = _decode_outcome(await limited(run_alone(call), timeout_of(handler, message)))
         except ProcessDied as died:
             _log.warning("message %s: %s", claimed.record.message_id, died)
-            return ended(claimed, "crashed")
+            return ended(claimed, "crashed", str(died))
         return msgspec.structs.replace(outcome, body=claimed.body)
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
+        takes_batch = handler.batch > 1
+        messages = [message] if takes_batch else message
         try:
             if handler.is_async:
-                result = asyncio.run(_awaited(handler, message, context))
+                result = asyncio.run(_awaited(handler, messages, [context] if takes_batch else context))
             else:
-                result = handler.run(message, ThreadContext(context, asyncio.run))
+                plain = ThreadContext(context, asyncio.run)
+                result = handler.run(messages, [plain] if takes_batch else plain)
+            if takes_batch:
+                result = only_result(result)
             outcome = completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
             outcome = self._failure(claimed, handler, message, error)
@@ -396,11 +419,7 @@ class Worker:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), WATCH_S)
             self._look.clear()
-            held = {
-                message_id: running.claimed.record.lease
-                for message_id, running in self._running.items()
-                if not running.is_dropped
-            }
+            held = self.held()
             if not held:
                 continue
             with suppress(Unavailable):
@@ -447,5 +466,5 @@ def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-async def _awaited(handler: Handler, message: Message, context: Context) -> Any:
+async def _awaited(handler: Handler, message: Any, context: Any) -> Any:
     return await handlers.limited(handler.run(message, context), None)
