@@ -10,6 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from postroom import Engine
 from postroom.client import EngineClient, GuardTripped
+from postroom.runtime.agents import Identity
+from postroom.runtime.engine_handlers import attributed, check_attribution
+from postroom.runtime.http_messages import Refusal
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
 from tests.integration.servers import Server, serving
@@ -376,3 +379,19 @@ def test_a_server_has_the_types_and_rules_of_an_app(tmp_path: Path, monkeypatch:
             client.submit(type="own_type", payload={}, goal_id="g")
             with pytest.raises(GuardTripped, match="has used 1 of at most 1 messages"):
                 client.submit(type="own_type", payload={}, goal_id="g")
+
+
+def test_a_migration_gives_a_message_to_no_other_organization() -> None:
+    with Engine.open("memory://") as engine:
+
+        @engine.migration(0)
+        def renamed(fields: dict[str, Any]) -> dict[str, Any]:
+            tenant = fields.pop("tenant")
+            return {**fields, "org_id": tenant}
+
+        sent = {"type": "tool_call", "payload": {}, "version": "0.9.0", "tenant": "umbrella"}
+        caller = Identity("caller", "agent", org="acme")
+        registry, policy = engine.core.registry, engine.policy
+        prepared = registry.prepare(attributed(caller, sent), policy, engine.store.wall_us())
+        with pytest.raises(Refusal, match="no other organization"):
+            check_attribution(caller, prepared)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from postroom.contracts.engine import dlq
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
-from postroom.contracts.engine.messages import Prepared
+from postroom.contracts.engine.messages import CreatedBy, Prepared
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
 from postroom.contracts.task_input import checked_id
@@ -79,6 +79,8 @@ async def _submit(
         prepared[:] = [
             core.registry.prepare(message, core.policy, transaction.wall_us) for message in messages
         ]
+        for one in prepared:
+            check_attribution(request.identity, one)
         return Operations(transaction, core.policy).submit(prepared)
 
     size = TASK_BYTES * len(messages) + request.size
@@ -113,6 +115,16 @@ def attributed(identity: Identity, message: dict[str, Any]) -> dict[str, Any]:
     ):  # fmt: skip
         raise _not_yours(identity, "acts for no other agent")
     return {**message, "org_id": identity.org, "created_by": own}
+
+
+def check_attribution(identity: Identity, message: Prepared) -> None:
+    """Refuse a message that a migration has given to another organization or another agent."""
+    if identity.is_operator:
+        return
+    body, creator = message.body, CreatedBy("agent", identity.name)
+    is_own = body.created_by == creator and body.agent_id in ("", identity.name) and not body.hop
+    if message.org_id != identity.org or not is_own:
+        raise _not_yours(identity, "acts for no other organization and no other agent")
 
 
 def _not_yours(identity: Identity, rule: str) -> Refusal:
@@ -255,7 +267,8 @@ def _changed(
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
     found = await server.read_for(request, lambda: engine_status(server))
-    return HttpReply(200, _encode(_status_for(request.identity, found)))
+    services = set(server.engine.core.services.values())
+    return HttpReply(200, _encode(_status_for(request.identity, found, services)))
 
 
 def engine_status(server: TaskServer) -> EngineStatus:
@@ -263,8 +276,11 @@ def engine_status(server: TaskServer) -> EngineStatus:
     return _read(server, lambda operations: status_of(operations, server.engine.policy))
 
 
-def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
-    """An agent sees its organization, and no workers."""
+def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> EngineStatus:
+    """An agent sees its organization, the breakers of handlers, and no workers.
+
+    Messages name services, too. Such a name may tell something about another organization.
+    """
     if identity.is_operator:
         return found
     own = {name: each for name, each in found.organizations.items() if name == identity.org}
@@ -275,6 +291,7 @@ def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
         stage=max((each.stage for each in own.values()), default=0),
         workers={},
         wanted_workers=0,
+        breakers={name: each for name, each in found.breakers.items() if name in services},
         pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
     )
 

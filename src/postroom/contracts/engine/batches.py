@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from postroom.contracts.engine.context import Context
-from postroom.contracts.engine.handlers import Handler, limited
+from postroom.contracts.engine.handlers import Handler, HandlerExit, limited
 from postroom.contracts.engine.messages import Message
 from postroom.errors import ValidationError
 
@@ -69,7 +69,9 @@ class Batches:
         for future, result in zip(batch.futures, results, strict=True):
             if future.done():
                 continue
-            if isinstance(result, Exception):
+            if isinstance(result, StopIteration):  # a future cannot hold it
+                future.set_exception(HandlerExit(result))
+            elif isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)

@@ -62,7 +62,10 @@ class Claims:
         self._held_back = 0
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
-        self._circuits: dict[str, Circuit] = {}
+        self._has_circuits = False
+        """Whether any service has failed lately. Without one, no message is decoded here."""
+        self._circuits: dict[str, Circuit | None] = {}
+        """The breakers that were looked up: messages name services, so there may be very many breakers."""
         self._counts: Mapping[Counted, int] = {}
         """The counters of all organizations together, before the claim."""
         self._filled: list[int] = []
@@ -99,7 +102,7 @@ class Claims:
         self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
 
     def _look_at_rules(self) -> bool:
-        """Read pauses and breakers; False when everything is paused."""
+        """Read pauses, and whether there are breakers; False when everything is paused."""
         for key, _ in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition(SEPARATOR)
             if not org_id and not type_name:
@@ -108,11 +111,7 @@ class Claims:
                 self._paused_types.add((org_id, type_name))
             else:
                 self._paused_orgs.add(org_id)
-        self._circuits = {
-            service: circuit
-            for service, circuit in CIRCUITS.all(self._transaction)
-            if circuit.state != "closed"
-        }
+        self._has_circuits = bool(CIRCUITS.scan(self._transaction, limit=1))
         return True
 
     # ---- choosing ------------------------------------------------------------------------------
@@ -250,11 +249,11 @@ class Claims:
         return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
 
     def _service_admits(self, head: Head) -> bool:
-        if not self._circuits:
+        if not self._has_circuits:
             return True
         service = self._service_of(head)
-        circuit = self._circuits.get(service)
-        if circuit is None:
+        circuit = self._circuit(service)
+        if circuit is None or circuit.state == "closed":
             return True
         transaction, record, now = self._transaction, head.record, self._transaction.steady_ns
         if breaker.admits(circuit, record.message_id, now):
@@ -277,6 +276,11 @@ class Claims:
             ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
         )
         return False
+
+    def _circuit(self, service: str) -> Circuit | None:
+        if service not in self._circuits:
+            self._circuits[service] = CIRCUITS.get(self._transaction, service) if service else None
+        return self._circuits[service]
 
     def _service_of(self, head: Head) -> str:
         body = _decoded(head.payload)

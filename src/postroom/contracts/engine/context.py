@@ -8,6 +8,7 @@ from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
+from postroom.contracts.task_input import checked_text
 from postroom.core.times import utc_text
 from postroom.errors import EffectUnknown, InvalidMessage
 
@@ -65,10 +66,12 @@ class Context:
         self, *, model: str = "", tokens_in: int = 0, tokens_out: int = 0, cost_usd: float = 0.0
     ) -> None:
         """Report what the work cost. Calls add up."""
-        numbers = {"tokens_in": tokens_in, "tokens_out": tokens_out, "cost_usd": cost_usd}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= USAGE_MAX:
-                raise InvalidMessage(f"{name} must be a number from 0 to {USAGE_MAX}, not {value!r}")
+        checked_text("model", model)
+        for name, value in (("tokens_in", tokens_in), ("tokens_out", tokens_out)):
+            if type(value) is not int or not 0 <= value <= USAGE_MAX:
+                raise InvalidMessage(f"{name} must be a whole number from 0 to {USAGE_MAX}, not {value!r}")
+        if type(cost_usd) not in (int, float) or not 0 <= cost_usd <= USAGE_MAX:
+            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {cost_usd!r}")
         used = self.used or Usage()
         self.used = Usage(
             model or used.model,

@@ -13,11 +13,12 @@ from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
+from postroom.contracts.task_input import checked_id
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
-from postroom.errors import GuardTripped, Overloaded, PostroomError, UnknownTask
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError, UnknownTask
 from postroom.message import Stored, org_of
 from postroom.nudges.notifier import QUIET_S, Notifier
 from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
@@ -47,6 +48,7 @@ class EngineCore:
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purged_to = 0
         self._keys_purged_to = ""
+        self._cells_purged_to: dict[str, str] = {}
         store.add_commit_listener(self._committed)
 
     def share(self, other: "EngineCore") -> None:
@@ -64,6 +66,8 @@ class EngineCore:
     async def submit(self, messages: Iterable[Mapping[str, Any]]) -> list[Submitted]:
         """Check and store messages in one commit: all or none."""
         wall_us = self.store.wall_us()
+        if not isinstance(messages, Iterable):
+            raise InvalidMessage(f"messages must be a list, not {type(messages).__name__}")
         prepared = [self.registry.prepare(fields, self.policy, wall_us) for fields in messages]
         if not prepared:
             return []
@@ -131,6 +135,9 @@ class EngineCore:
         self._keys_purged_to = await self.write(
             lambda operations: operations.purge_keys(self._keys_purged_to), makes_room=True
         )
+        self._cells_purged_to = await self.write(
+            lambda operations: operations.purge_cells(self._cells_purged_to), makes_room=True
+        )
 
     # ---- waking up -----------------------------------------------------------------------------
 
@@ -170,6 +177,7 @@ class EngineCore:
 
     async def wait_for_end(self, message_id: str, timeout_s: float | None) -> None:
         """Return when a message has ended. Raises `TimeoutError`."""
+        checked_id(message_id)
         deadline = None if timeout_s is None else time.monotonic() + checked_seconds("timeout_s", timeout_s)
         with self._notifier.subscribed(TASK_ENDED, partial(self._endings.ring, [message_id])):
             pause_s = 2 * QUIET_S  # another process may not have seen yet that somebody waits

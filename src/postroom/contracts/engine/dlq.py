@@ -12,6 +12,7 @@ import msgspec
 from postroom.contracts.engine.messages import decode_body, message_of
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.results import error_history
+from postroom.contracts.task_input import checked_id
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
 from postroom.errors import InvalidMessage, UnknownTask, WrongState
 from postroom.message import Record, Stored
@@ -82,6 +83,8 @@ class DeadLetters:
         """
         if priority is not None and (type(priority) is not int or not 0 <= priority <= 3):  # noqa: PLR2004
             raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {priority!r}")
+        if rate_per_s is not None and (type(rate_per_s) not in (int, float) or not rate_per_s > 0):
+            raise InvalidMessage(f"rate_per_s must be a positive number, not {rate_per_s!r}")
         chosen = await self._chosen(message_ids, filters, replayed=True)
         if dry_run:
             return chosen
@@ -107,7 +110,10 @@ class DeadLetters:
         if message_ids is not None:
             if isinstance(message_ids, str):
                 message_ids = [message_ids]
-            return [(await self.show(message_id)).message_id for message_id in message_ids]
+            if not isinstance(message_ids, Iterable):
+                raise InvalidMessage(f"message_ids must be a list of ids, not {message_ids!r}")
+            given = dict.fromkeys(map(checked_id, message_ids))  # an id that is given twice counts once
+            return [(await self.show(message_id)).message_id for message_id in given]
         found = await self.list(**filters)
         return [letter.message_id for letter in found if letter.can_replay or not replayed]
 
@@ -125,7 +131,7 @@ def checked_filters(filters: dict[str, Any]) -> Filters:
     """Filters as the caller gave them, checked."""
     try:
         wanted = msgspec.convert(filters, Filters)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidMessage(f"a filter of dead letters does not fit: {error}") from None
     if not 1 <= wanted.limit <= LETTERS_MAX:
         raise InvalidMessage(f"limit must be from 1 to {LETTERS_MAX}, not {wanted.limit}")

@@ -19,6 +19,7 @@ from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.worker import DRAIN_S, Worker
+from postroom.contracts.task_input import checked_text
 from postroom.core.names import is_name
 from postroom.core.versions import Migration
 from postroom.errors import InvalidMessage, InvalidSetting
@@ -138,6 +139,10 @@ class Engine(Closing):
 
         The default is the smaller one of WORKER_PREFETCH and WORKER_CONCURRENCY, which are 10.
         """
+        if worker_id is not None:
+            checked_text("worker_id", worker_id)
+        if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+            raise InvalidSetting(f"concurrency must be a whole number from 1 on, not {concurrency!r}")
         worker = Worker(self._core, worker_id=worker_id, slots=concurrency, drain_s=self.drain_s)
         self._workers.append(worker)  # at once: a `stop` may come before the coroutine has begun
         return self._run(worker)
@@ -185,6 +190,10 @@ class Engine(Closing):
         released.
         """
         self._check_scope(org_id, type)
+        if not isinstance(kill, bool) or (kill and type):
+            raise InvalidMessage(
+                "the kill switch is True or False, for an organization or for all, not for a type"
+            )
         await self._core.write(lambda operations: operations.pause(org_id, type, kill=kill), makes_room=True)
 
     async def resume(self, *, org_id: str = "", type: str = "") -> None:  # noqa: A002
@@ -208,6 +217,7 @@ class Engine(Closing):
 
     async def put_back(self, worker_id: str) -> int:
         """A worker's process has died: end its leases now; how many messages."""
+        checked_text("worker_id", worker_id)
         return await self._core.write(lambda operations: operations.crash_worker(worker_id), makes_room=True)
 
     async def sweep(self) -> int:

@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import Outcome, Usage
-from postroom.contracts.task_input import RESULT_BYTES_MAX, encoded
+from postroom.contracts.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
 from postroom.core.retry import RATE_LIMIT_S, Retry
 from postroom.errors import (
     EffectUnknown,
@@ -75,15 +76,60 @@ def checked_handler(handler: Handler) -> Handler:
         raise InvalidSetting(f"timeout_s must be from 0 to {TIMEOUT_S_MAX:g}, not {handler.timeout_s!r}")
     if handler.pool not in ("thread", "process"):
         raise InvalidSetting(f'pool must be "thread" or "process", not {handler.pool!r}')
+    _check_types(handler)
     if handler.batch < 1 or (handler.batch > 1 and handler.pool == "process"):
         raise InvalidSetting("batch must be at least 1, and a batch runs in the worker itself")
     return handler
+
+
+def _check_types(handler: Handler) -> None:
+    checked_text("service", handler.service)
+    if handler.retry is not None and not isinstance(handler.retry, Retry):
+        raise InvalidSetting(f"retry must be a Retry, not {handler.retry!r}")
+    if type(handler.batch) is not int:
+        raise InvalidSetting(f"batch must be a whole number, not {handler.batch!r}")
+    within_ms = handler.within_ms
+    if type(within_ms) not in (int, float) or not 0 <= within_ms <= TIMEOUT_S_MAX * 1000:
+        raise InvalidSetting(f"within_ms must be a number of milliseconds, not {within_ms!r}")
 
 
 def timeout_of(handler: Handler, message: Message) -> float | None:
     """How long an attempt may take: the shorter one of the handler's and the message's own limit."""
     limits = [handler.timeout_s, message.resource_limits.time if message.resource_limits else None]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+# ---- calls -----------------------------------------------------------------------------------------
+
+
+class HandlerExit(RuntimeError):
+    """A handler raised what would end its thread or its event loop, such as SystemExit."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"the handler raised {type(error).__name__}: {error}")
+
+
+def called(run: Callable[..., Any], message: Any, context: Any) -> Any:
+    """Call a plain handler. An exception that no future can hold becomes a `HandlerExit`."""
+    try:
+        return run(message, context)
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise HandlerExit(error) from error
+
+
+async def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Await an async handler. A cancellation that nobody asked for is an error of the handler."""
+    try:
+        return await coroutine
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise HandlerExit(error) from error
 
 
 # ---- outcomes --------------------------------------------------------------------------------------
@@ -130,7 +176,7 @@ def failed(
         kind="failed",
         message_id=record.message_id,
         lease=record.lease,
-        error=str(error) or type(error).__name__,
+        error=_text_of(error) or type(error).__name__,
         error_type=error_type or type(error).__name__,
         is_final=is_final,
         retry_in_s=retry_in_s,
@@ -153,8 +199,24 @@ def service_of(claimed: Claimed, handler: Handler) -> str:
     return (claimed.body.service if claimed.body is not None else "") or handler.service
 
 
+def _text_of(error: BaseException) -> str:
+    """The text of an error, as the store can hold it: handlers raise anything."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - `__str__` of a handler's own class
+        return ""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
 def _retry_in_s(error: BaseException) -> float | None:
     """When the service asks to be called again; None leaves it to the retry rule."""
+    asked_s = _asked_s(error)
+    if asked_s is None:
+        return None
+    return min(max(asked_s, 0.0), DELAY_S_MAX) if math.isfinite(asked_s) else RATE_LIMIT_S
+
+
+def _asked_s(error: BaseException) -> float | None:
     if isinstance(error, Overloaded):
         return error.retry_after
     after = getattr(error, "retry_after_s", None)

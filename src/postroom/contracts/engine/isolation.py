@@ -15,6 +15,8 @@ from postroom.errors import PostroomError
 
 _PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 65_536
+EXIT_S = 1.0  # a child that lives longer after it has closed its pipe is killed
+EXIT_LOOK_S = 0.001
 
 
 class ProcessDied(PostroomError):
@@ -34,16 +36,16 @@ async def run_alone(call: Callable[[], bytes]) -> bytes:
     if not pid:
         _be_child(call, read_fd, write_fd)
     os.close(write_fd)
+    status: int | None = None
     try:
         data = await _read_all(read_fd)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        raise
+        status = await _exit_status(pid)
     finally:
         os.close(read_fd)
-        _, status = await asyncio.shield(asyncio.to_thread(os.waitpid, pid, 0))
-    if status != 0:
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            _, status = await asyncio.shield(asyncio.to_thread(os.waitpid, pid, 0))
+    if status:
         raise ProcessDied(status)
     return data
 
@@ -67,6 +69,18 @@ def _be_child(call: Callable[[], bytes], read_fd: int, write_fd: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+async def _exit_status(pid: int) -> int | None:
+    """The status of a child that has closed its pipe; None when it runs on, as a daemon would."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + EXIT_S
+    while loop.time() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - it does not wait
+        if ended:
+            return status
+        await asyncio.sleep(EXIT_LOOK_S)
+    return None
 
 
 async def _read_all(fd: int) -> bytes:

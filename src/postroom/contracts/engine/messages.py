@@ -30,13 +30,16 @@ from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, epoch_ns_of, parse_utc
 from postroom.core.versions import Migration
-from postroom.errors import InvalidMessage, InvalidName, UnknownType, ValidationError
+from postroom.errors import InvalidMessage, InvalidName, PostroomError, UnknownType, ValidationError
 from postroom.message import ENGINE_PREFIX, Durability, Envelope, Record
 
 PRIORITY_DEFAULT: Final = 2
 PRIORITY_LAST: Final = 3
 CONTEXT_BYTES_MAX: Final = 64 * 1024
 EXTRA_FIELDS_MAX: Final = 64
+MODELS_MAX: Final = 100
+EXPIRES_S_MAX: Final = 100 * 366 * 86_400
+HOPS_MAX: Final = 1_000_000
 MEMORY_TEXT: Final = re.compile(r"[1-9]\d{0,8}\s?(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -197,7 +200,11 @@ class Registry:
 
     def prepare(self, fields: Mapping[str, Any], policy: Policy, wall_us: int) -> Prepared:
         """Check the keywords of a submit."""
-        given = versions.migrated(dict(fields), self.migrations, policy.version)
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise InvalidMessage(
+                f"a message is given by the keywords of submit, not by {type(fields).__name__}"
+            )
+        given = self._migrated(fields, policy)
         extra: dict[str, Any] = {}
         if not given.keys() <= FIELDS:
             extra = {name: given.pop(name) for name in given.keys() - FIELDS}
@@ -209,6 +216,16 @@ class Registry:
             raise InvalidMessage(f"a message needs {' and '.join(missing)}")
         new = NewMessage(**given)
         return self._prepared(new, extra, policy, wall_us)
+
+    def _migrated(self, fields: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+        """The fields in the current version. A migration meets whatever callers send, so it may raise."""
+        try:
+            return versions.migrated(dict(fields), self.migrations, policy.version)
+        except PostroomError:
+            raise
+        except Exception as error:
+            text = f"the migration of version {fields.get('version')} failed: {type(error).__name__}: {error}"
+            raise ValidationError(text) from error
 
     def _prepared(self, new: NewMessage, extra: dict[str, Any], policy: Policy, wall_us: int) -> Prepared:
         type_name = new.type
@@ -239,7 +256,7 @@ class Registry:
             durability=durability,
             facts=_facts(body),
         )
-        digest = hashlib.blake2b(type_name.encode() + b"\0" + payload, digest_size=16).hexdigest()
+        digest = digest_of(type_name, payload)
         return Prepared(envelope=envelope, body=body, org_id=org_id, payload=payload, digest=digest)
 
     def _payload(self, type_name: str, payload: Any) -> bytes:
@@ -259,6 +276,11 @@ class Registry:
             return msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
         except msgspec.DecodeError as error:
             raise ValidationError(f"the payload of {type_name} does not fit: {error}") from None
+
+
+def digest_of(type_name: str, payload: bytes) -> str:
+    """Tells a repeated submit from another message."""
+    return hashlib.blake2b(type_name.encode() + b"\0" + payload, digest_size=16).hexdigest()
 
 
 _encode = msgspec.json.Encoder().encode
@@ -317,7 +339,7 @@ def _check_extra(extra: dict[str, Any], version: Any, current: str) -> None:
         raise InvalidMessage(f"a message of version {version} has no field {names}")
     if len(extra) > EXTRA_FIELDS_MAX:
         raise InvalidMessage(f"a message has at most {EXTRA_FIELDS_MAX} fields that are not known")
-    encoded("the unknown fields", extra)
+    _object("the unknown fields", extra)
 
 
 def _org(org_id: object) -> str:
@@ -359,6 +381,8 @@ def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
         raise InvalidExpiry(f"expires_at must be a time with a time zone: {error}") from None
     if expires_us <= wall_us:
         raise InvalidExpiry(f"expires_at {moment.isoformat()} is in the past")
+    if expires_us - wall_us > EXPIRES_S_MAX * 1_000_000:
+        raise InvalidExpiry(f"expires_at {moment.isoformat()} is too far away: leave it out instead")
     if delay_ns // 1000 >= expires_us - wall_us:
         raise InvalidExpiry(
             f"delay_s ends after expires_at {moment.isoformat()}: nobody would get the message"
@@ -408,9 +432,15 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         on_dead=new.on_dead,
         traceparent=_traceparent(new.traceparent),
         tracestate=_text("tracestate", new.tracestate, KEY_CHARS_MAX),
-        hop=new.hop,
+        hop=_hop(new.hop),
         extra=extra,
     )
+
+
+def _hop(hop: object) -> int:
+    if type(hop) is not int or not 0 <= hop <= HOPS_MAX:
+        raise InvalidMessage(f"hop must be a whole number from 0 to {HOPS_MAX}, not {hop!r}")
+    return hop
 
 
 def _named(name: str, value: object) -> str:
@@ -434,11 +464,13 @@ def _creator(created_by: object, user_id: str, agent_id: str) -> CreatedBy:
             return CreatedBy("agent", agent_id)
         return CreatedBy("user", user_id) if user_id else CreatedBy("system", "postroom")
     try:
-        return msgspec.convert(created_by, CreatedBy, from_attributes=True)
-    except msgspec.ValidationError as error:
+        creator = msgspec.convert(created_by, CreatedBy, from_attributes=True)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidMessage(
             f"created_by must be an object with a type (user, agent or system) and an id: {error}"
         ) from None
+    checked_text("the id of created_by", creator.id)
+    return creator
 
 
 def _object(name: str, value: object) -> dict[str, Any]:
@@ -457,6 +489,8 @@ def _texts(name: str, value: object) -> list[str]:
         return []
     if not isinstance(value, list | tuple):
         raise InvalidMessage(f"{name} must be a list of texts, not {type(value).__name__}")
+    if len(value) > MODELS_MAX:
+        raise InvalidMessage(f"{name} has {len(value)} entries, and the limit is {MODELS_MAX}")
     return [checked_text(name, each) for each in value]
 
 
@@ -465,7 +499,7 @@ def _resource_limits(value: object) -> ResourceLimits | None:
         return None
     try:
         limits = msgspec.convert(value, ResourceLimits, from_attributes=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidMessage(f"resource_limits does not fit: {error}") from None
     if limits.time is not None and not 0 < limits.time <= DELAY_S_MAX:
         raise InvalidMessage(

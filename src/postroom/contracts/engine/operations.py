@@ -22,22 +22,27 @@ from postroom.contracts.engine.cells import (
     PARKED,
     PARTS,
     PAUSES,
+    RATES,
     SEPARATOR,
     WORKERS,
     Effect,
     GoalUse,
+    Kind,
     Part,
     Pause,
     UsedKey,
     WorkerInfo,
     joined,
 )
-from postroom.contracts.engine.messages import Body, Prepared, decode_body, stored
+from postroom.contracts.engine.messages import Body, Prepared, decode_body, digest_of, stored
 from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
+from postroom.contracts.task_input import checked_id
 from postroom.core import breaker, lifecycle
+from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.retry import demoted
 from postroom.errors import (
     EffectUnknown,
+    InvalidMessage,
     KeyReused,
     Overloaded,
     QueueFull,
@@ -53,6 +58,7 @@ from postroom.stores.transaction import Accepted, Decide, Transaction
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
+QUIET_NS = 3_600 * lifecycle.NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
 PARTS_MAX = 100_000  # of one attempt
 
 OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
@@ -124,6 +130,7 @@ class Operations:
                 keys[key] = index
                 new.append((index, message))
         if new:
+            self._check_ids([message for _, message in new])
             Admission(self.transaction, self._policy).check([message for _, message in new])
             for (index, _), accepted in zip(new, self._insert([m for _, m in new]), strict=True):
                 answers[index] = Submitted(accepted.message_id, accepted.duplicate)
@@ -154,6 +161,32 @@ class Operations:
     def _check_same(self, message: Prepared, first: Prepared) -> None:
         if message.digest != first.digest:
             raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
+
+    def _check_ids(self, messages: Sequence[Prepared]) -> None:
+        """Refuse ids that another message has.
+
+        An id that the store gave to another organization is refused like one that it has not given yet.
+        """
+        digests: dict[str, str] = {}
+        for message in messages:
+            message_id = message.envelope.message_id
+            if not message_id:
+                continue
+            record = self.transaction.record(message_id)
+            if record is not None and record.queue != message.envelope.queue:
+                if number_in_uuid(message_id, store_tag(self.transaction.store_id)):
+                    raise InvalidMessage(f"the id {message_id!r} has the form of ids that the store gives")
+            elif record is not None and message_id not in digests:
+                digests[message_id] = self._digest(message_id)
+            if digests.setdefault(message_id, message.digest) != message.digest:
+                raise KeyReused(message_id, message_id, f"message {message_id} has another content")
+
+    def _digest(self, message_id: str) -> str:
+        """The digest of a stored message, as `Prepared` has it."""
+        stored_message = self.loaded(message_id)
+        body = _body_of(stored_message)
+        payload = b"" if body is None else self.payload_of(body)
+        return digest_of(stored_message.envelope.type, payload)
 
     def _insert(self, messages: Sequence[Prepared]) -> list[Accepted]:
         transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
@@ -340,7 +373,8 @@ class Operations:
             for message_id, record in records.items()
             if record is None or record.state != "PROCESSING" or record.lease != leases[message_id]
         }
-        switches = {key.partition("\x1f")[0] for key, pause in PAUSES.all(self.transaction) if pause.kill}
+        scopes = [key.split(SEPARATOR) for key, pause in PAUSES.all(self.transaction) if pause.kill]
+        switches = {org_id for org_id, type_name in scopes if not type_name}
         killed = {
             message_id
             for message_id, record in records.items()
@@ -507,6 +541,27 @@ class Operations:
                 self.transaction.put_cell(KEYS.name, key, None)
         return seen[-1][0] if len(seen) == limit else ""
 
+    def purge_cells(self, after: Mapping[str, str], limit: int = PURGE_BATCH_MAX) -> dict[str, str]:
+        """Forget breakers, rate limits and workers that say nothing any more.
+
+        Looks at `limit` cells of each kind, and returns the keys to continue from.
+        """
+        transaction = self.transaction
+        quiet_ns = transaction.steady_ns - QUIET_NS
+        reached: dict[str, str] = {}
+        is_over: dict[Kind[Any], Callable[[Any], bool]] = {
+            CIRCUITS: lambda one: max(one.open_until, one.probe_until, *one.failed_at, 0) < quiet_ns,
+            RATES: lambda one: one.next_ns < quiet_ns,
+            WORKERS: lambda one: one.seen_ns < quiet_ns,
+        }
+        for kind, is_quiet in is_over.items():
+            seen = kind.scan(transaction, after.get(kind.name, ""), limit)
+            for key, value in seen:
+                if is_quiet(value):
+                    transaction.put_cell(kind.name, key, None)
+            reached[kind.name] = seen[-1][0] if len(seen) == limit else ""
+        return reached
+
     def _is_over(self, record: Record) -> bool:
         keep_s = self._policy.organization_of(org_of(record.queue)).keep_s
         if record.state in ("DEAD_LETTER", "QUARANTINED"):
@@ -520,7 +575,7 @@ class Operations:
 
     def loaded(self, message_id: str) -> Stored:
         """Everything about a message of an organization. Raises `UnknownTask`."""
-        found = self.transaction.load(message_id)
+        found = self.transaction.load(checked_id(message_id))
         if found is None or not org_of(found.record.queue):
             raise UnknownTask(message_id, f"there is no message {message_id!r}")
         return found

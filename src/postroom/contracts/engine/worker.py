@@ -14,19 +14,27 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.contracts.engine import handlers
 from postroom.contracts.engine.batches import Batches, only_result
 from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
-from postroom.contracts.engine.handlers import Handler, completed, ended, failed, limited, timeout_of
+from postroom.contracts.engine.handlers import (
+    Handler,
+    awaited,
+    called,
+    completed,
+    ended,
+    failed,
+    limited,
+    timeout_of,
+)
 from postroom.contracts.engine.isolation import ProcessDied, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
@@ -49,6 +57,7 @@ CLAIMS_SEEN_S: Final = 30.0
 OUTAGE_PAUSE_S: Final = 0.25
 OUTAGE_PAUSE_S_MAX: Final = 5.0
 DRAIN_S: Final = 30.0
+ABANDONED_THREADS_MAX: Final = 100
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
@@ -107,6 +116,8 @@ class Worker:
         self._look = asyncio.Event()
         self._stopping = False
         self._threads: ThreadPoolExecutor | None = None
+        self._abandoned: set[Future[Any]] = set()
+        """Plain handlers that run on although nobody waits for them: a thread cannot be killed."""
         self._purged = 0.0
         self._random = random.Random()  # noqa: S311 - jitter needs no secrets
 
@@ -115,7 +126,6 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="postroom-handler")
         helpers = [asyncio.create_task(each) for each in (self._keep_leases(), self._watch(), self._report())]
         try:
             with self._core.heard(partial(_set_soon, loop, self._wake)):
@@ -128,7 +138,7 @@ class Worker:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
             await self._leave()
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._pool().shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """Claim no more, finish what runs, and return from `run`."""
@@ -157,8 +167,7 @@ class Worker:
         pause_s = await self._core.pause_s()
         if deadline is not None:
             pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), pause_s)
+        await _wait(self._wake, pause_s)
 
     async def _give_back(self) -> None:
         """Cancel what still runs and release its messages."""
@@ -210,12 +219,16 @@ class Worker:
             await asyncio.wait(tasks)
         return claimed
 
+    @property
+    def _may_claim(self) -> bool:
+        return not self._stopping and len(self._abandoned) < ABANDONED_THREADS_MAX
+
     # ---- the cycle -----------------------------------------------------------------------------
 
     async def _cycle(self) -> int:
         """Commit the outcomes, claim for the free slots, and start what was claimed; how many."""
         outcomes, self._outcomes = self._outcomes, []
-        free = 0 if self._stopping else self.slots + self._batches.waiting - len(self._running)
+        free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
         services = self._core.services
@@ -265,8 +278,7 @@ class Worker:
         if self._failures == 1:
             _log.warning("the store is not available, and is asked again: %s", error)
         pause_s = min(OUTAGE_PAUSE_S * 2 ** min(self._failures - 1, 10), OUTAGE_PAUSE_S_MAX)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), pause_s)
+        if await _wait(self._wake, pause_s):
             await asyncio.sleep(OUTAGE_PAUSE_S)
 
     def _note(self, claimed: list[Claimed]) -> None:
@@ -327,18 +339,19 @@ class Worker:
     def _failure(
         self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
     ) -> Outcome:
-        name = type(error).__name__
-        _log.info("message %s failed: %s: %s", claimed.record.message_id, name, error, exc_info=error)
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
-        return failed(
+        outcome = failed(
             claimed, handler, error, spread=self._random.random(),
             keeps_priority=bool(keeps and keep is not None and keep(message, error)),
         )  # fmt: skip
+        said = "message %s failed: %s: %s"
+        _log.info(said, outcome.message_id, outcome.error_type, outcome.error, exc_info=error)
+        return outcome
 
     async def _call(self, handler: Handler, message: Any, context: Any) -> Any:
         if handler.is_async:
-            return await handler.run(message, context)
+            return await awaited(handler.run(message, context))
         loop = asyncio.get_running_loop()
 
         def wait(coroutine: Any) -> Any:
@@ -348,7 +361,27 @@ class Worker:
             plain: Any = [ThreadContext(each, wait) for each in context]
         else:
             plain = ThreadContext(context, wait)
-        return await loop.run_in_executor(self._threads, handler.run, message, plain)
+        running = self._pool().submit(called, handler.run, message, plain)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if running.running():
+                self._abandon(running)
+            raise
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="postroom-handler")
+        return self._threads
+
+    def _abandon(self, running: "Future[Any]") -> None:
+        """Give later handlers another pool, so that they do not queue behind a thread that runs on."""
+        self._abandoned.add(running)
+        running.add_done_callback(self._abandoned.discard)
+        self._pool().shutdown(wait=False)
+        self._threads = None
+        if len(self._abandoned) == ABANDONED_THREADS_MAX:
+            _log.error("%d handlers run on after their time: no more is claimed", ABANDONED_THREADS_MAX)
 
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         """Run the handler in a process of its own, which may crash."""
@@ -368,10 +401,10 @@ class Worker:
         messages = [message] if takes_batch else message
         try:
             if handler.is_async:
-                result = asyncio.run(_awaited(handler, messages, [context] if takes_batch else context))
+                result = asyncio.run(awaited(handler.run(messages, [context] if takes_batch else context)))
             else:
                 plain = ThreadContext(context, asyncio.run)
-                result = handler.run(messages, [plain] if takes_batch else plain)
+                result = called(handler.run, messages, [plain] if takes_batch else plain)
             if takes_batch:
                 result = only_result(result)
             outcome = completed(claimed, handler, result, context.used)
@@ -416,8 +449,7 @@ class Worker:
     async def _watch(self) -> None:
         """Cancel handlers whose message was cancelled or taken away, and of a killed organization."""
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), WATCH_S)
+            await _wait(self._look, WATCH_S)
             self._look.clear()
             held = self.held()
             if not held:
@@ -460,11 +492,18 @@ class Worker:
             await asyncio.sleep(REPORT_S if self._core.policy.lease_s >= REPORT_S else SWEEP_S)
 
 
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether an event is set within `timeout_s`.
+
+    Not `asyncio.wait_for`: Python 3.11 loses a cancellation there that comes together with the event.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    return False
+
+
 def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     """Set an event of a loop from any thread."""
     with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(event.set)
-
-
-async def _awaited(handler: Handler, message: Any, context: Any) -> Any:
-    return await handlers.limited(handler.run(message, context), None)

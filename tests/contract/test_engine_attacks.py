@@ -1,0 +1,332 @@
+"""What `Engine` promises against hostile and broken handlers, tenants and operators."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import Breaker, Engine, Policy
+from postroom.contracts.engine.cells import CIRCUITS
+from postroom.contracts.engine.messages import FIELDS
+from postroom.contracts.engine.operations import Outcome
+from postroom.contracts.engine.worker import Worker
+from postroom.core.ids import message_uuid, store_tag
+from postroom.core.retry import Retry
+from postroom.errors import InvalidMessage, KeyReused, MessageFailed, PostroomError, ValidationError
+from tests.engines import EngineUnderTest
+
+WAIT_S = 20.0
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class TooManyRequestsError(Exception):
+    status_code = 429
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("slow down")
+        self.retry_after = retry_after
+
+
+def served(tmp_path: Path, scenario: Callable[[Engine], Awaitable[None]]) -> None:
+    """Run a scenario beside a worker, which must still work for others at the end."""
+
+    async def run() -> None:
+        with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
+            engine.handler("memory_save")(lambda _message, _ctx: "fine")
+            worker = asyncio.create_task(engine.run(concurrency=4))
+            await scenario(engine)
+            other = await engine.submit(type="memory_save", org_id="other", payload={})
+            assert await other.result(timeout_s=WAIT_S) == "fine"
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def outcome_of(tmp_path: Path, handler: Callable[..., Any], **options: Any) -> MessageFailed:
+    """How a message of a handler that fails ends."""
+    failures: list[MessageFailed] = []
+
+    async def scenario(engine: Engine) -> None:
+        engine.handler("tool_call", retry=Retry(max_retries=0), **options)(handler)
+        handle = await engine.submit(type="tool_call", org_id="acme", payload={})
+        with pytest.raises(MessageFailed) as failed:
+            await handle.result(timeout_s=WAIT_S)
+        failures.append(failed.value)
+
+    served(tmp_path, scenario)
+    return failures[0]
+
+
+# ---- handlers --------------------------------------------------------------------------------------
+
+
+def raiser(error: BaseException) -> Callable[..., Any]:
+    async def run(_message: Any, _ctx: Any) -> None:
+        raise error
+
+    return run
+
+
+def plain_raiser(error: BaseException) -> Callable[..., Any]:
+    def run(_message: Any, _ctx: Any) -> None:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"pool": "process"}], ids=str)
+@pytest.mark.parametrize("make", [raiser, plain_raiser])
+@pytest.mark.parametrize(
+    ("error", "error_type", "text"),
+    [
+        (asyncio.CancelledError(), "HandlerExit", "the handler raised CancelledError: "),
+        (SystemExit(3), "HandlerExit", "the handler raised SystemExit: 3"),
+        (ValueError("bad \ud800 name"), "ValueError", "bad ? name"),
+        (NoTextError(), "NoTextError", "NoTextError"),
+    ],
+    ids=["cancelled", "exit", "surrogate", "no text"],
+)
+def test_whatever_a_handler_raises_fails_its_message_alone(
+    tmp_path: Path, error: BaseException, error_type: str, text: str, make: Any, options: dict[str, Any]
+) -> None:
+    failed = outcome_of(tmp_path, make(error), **options)
+    last = failed.error_history[-1]
+    assert (failed.state, last["error_type"], last["error"]) == ("DEAD_LETTER", error_type, text)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"pool": "process"}], ids=str)
+def test_stop_iteration_of_a_plain_handler_fails_its_message(tmp_path: Path, options: dict[str, Any]) -> None:
+    failed = outcome_of(tmp_path, plain_raiser(StopIteration()), **options)
+    assert failed.error_history[-1]["error"] == "the handler raised StopIteration: "
+
+
+def test_stop_iteration_in_the_results_of_a_batch_fails_its_message(tmp_path: Path) -> None:
+    async def run(messages: list[Any], _contexts: Any) -> list[Any]:
+        return [StopIteration() for _ in messages]
+
+    failed = outcome_of(tmp_path, run, batch=2)
+    assert failed.error_history[-1]["error_type"] == "HandlerExit"
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e30, -5.0])
+def test_a_service_cannot_ask_for_a_retry_at_no_time(tmp_path: Path, seconds: float) -> None:
+    async def scenario(engine: Engine) -> None:
+        called = asyncio.Event()
+
+        @engine.handler("tool_call")
+        async def run(_message: Any, _ctx: Any) -> None:
+            called.set()
+            raise TooManyRequestsError(seconds)
+
+        handle = await engine.submit(type="tool_call", org_id="acme", payload={}, max_retries=1)
+        await asyncio.wait_for(called.wait(), WAIT_S)
+        other = await engine.submit(type="memory_save", org_id="other", payload={})
+        await other.result(timeout_s=WAIT_S)  # its outcome is committed behind that of the first
+        assert (await engine.get(handle.message_id)).attempt >= 1
+
+    served(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("facts", [{"model": "\ud800"}, {"model": 5}, {"tokens_in": 1.5}], ids=str)
+def test_usage_that_the_store_cannot_hold_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    async def run(_message: Any, ctx: Any) -> None:
+        ctx.usage(**facts)
+
+    assert outcome_of(tmp_path, run).error_history[-1]["error_type"] == "InvalidMessage"
+
+
+def test_plain_handlers_that_never_return_do_not_hold_up_later_ones(tmp_path: Path) -> None:
+    end = threading.Event()
+
+    async def scenario(engine: Engine) -> None:
+        @engine.handler("tool_call", timeout_s=0.2, retry=Retry(max_retries=0))
+        def hang(_message: Any, _ctx: Any) -> None:
+            end.wait(WAIT_S)
+
+        message = {"type": "tool_call", "org_id": "acme", "payload": {}}
+        for handle in await engine.submit_many([message] * 8):  # twice the slots of the worker
+            with pytest.raises(MessageFailed, match="longer than"):
+                await handle.result(timeout_s=WAIT_S)
+
+    try:
+        served(tmp_path, scenario)
+    finally:
+        end.set()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="isolated handlers are forked")
+def test_an_isolated_handler_that_closes_its_pipe_and_lives_on_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def run(_message: Any, _ctx: Any) -> None:
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        os.closerange(3, 1_024)
+        time.sleep(60)
+
+    failed = outcome_of(tmp_path, run, pool="process")
+    assert failed.state == "QUARANTINED"
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+# ---- operators -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"type": "model_call", "kill": True}, {"kill": "yes"}], ids=str)
+def test_kill_switch_is_for_organizations(tmp_path: Path, options: dict[str, Any]) -> None:
+    async def scenario(engine: Engine) -> None:
+        with pytest.raises(InvalidMessage, match="kill switch"):
+            await engine.pause(**options)
+
+    served(tmp_path, scenario)
+
+
+ODD_VALUES: list[Any] = [
+    None, 5, -1, 1.5, float("nan"), float("inf"), True, b"x", [], {}, [1], {1: 2}, "", "\ud800", "\0",
+    "x\x1fy", object(), 2**70, "9999-12-31T23:59:59Z", datetime.max.replace(tzinfo=UTC),
+    {"type": "user", "id": "\ud800"},
+    {"type": "user", "id": "x" * 1_000_000}, {"time": 1e300}, {"a": "\ud800"}, ["\ud800"], ["x"] * 200_000,
+]  # fmt: skip
+
+
+def refused_or_done(engine: Engine, call: Callable[[], Awaitable[Any]]) -> None:
+    """A call either works or raises an error of postroom."""
+
+    async def run() -> None:
+        with suppress(PostroomError):
+            await call()
+
+    engine.blocking.wait(run())
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_odd_values_of_a_field_are_refused_with_a_sentence(tmp_path: Path, field: str) -> None:
+    with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
+        for value in ODD_VALUES:
+            fields = {"type": "tool_call", "org_id": "acme", "payload": {}, field: value}
+            refused_or_done(engine, lambda fields=fields: engine.submit(**fields))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, value: engine.get(value),
+        lambda engine, value: engine.explain(value),
+        lambda engine, value: engine.cancel(value),
+        lambda engine, value: engine.handle(value).result(timeout_s=0.0),
+        lambda engine, value: engine.put_back(value),
+        lambda engine, value: engine.submit_many(value),
+        lambda engine, value: engine.submit_many([value]),
+        lambda engine, value: engine.pause(org_id=value),
+        lambda engine, value: engine.dlq.show(value),
+        lambda engine, value: engine.dlq.replay(value),
+        lambda engine, value: engine.dlq.replay([value]),
+        lambda engine, value: engine.dlq.replay(rate_per_s=value),
+        lambda engine, value: engine.dlq.purge(value),
+        lambda engine, value: engine.dlq.list(limit=value),
+    ],
+)
+def test_odd_arguments_are_refused_with_a_sentence(call: Any) -> None:
+    with Engine.open("memory://") as engine:
+        for value in ODD_VALUES:
+            refused_or_done(engine, lambda value=value: call(engine, value))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "service", "retry", "batch", "within_ms", "pool"])
+def test_odd_options_of_a_handler_are_refused_with_a_sentence(option: str) -> None:
+    with Engine.open("memory://") as engine:
+        for value in (b"x", object(), float("nan"), "\ud800", [1]):
+            with pytest.raises(PostroomError):
+                engine.handler("tool_call", **{option: value})(print)
+
+
+# ---- tenants ---------------------------------------------------------------------------------------
+
+
+def test_an_id_of_the_store_tells_nothing_about_other_organizations(tmp_path: Path) -> None:
+    with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
+        fields = {"type": "tool_call", "payload": {}}
+        given = engine.blocking.submit(org_id="acme", **fields).message_id
+        tag = store_tag(engine.store.identity())
+        not_given = message_uuid(int(given[:8] + given[9:13], 16) * 1000, 99, tag)
+        sentences = []
+        for message_id in (given, not_given):
+            with pytest.raises(InvalidMessage) as refused:
+                engine.blocking.submit(org_id="spy", message_id=message_id, **fields)
+            sentences.append(str(refused.value).replace(message_id, "ID"))
+        assert sentences[0] == sentences[1]
+
+
+def test_an_id_with_another_content_is_not_a_repeated_submit(tmp_path: Path) -> None:
+    with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
+        message = {"type": "tool_call", "org_id": "acme", "message_id": str(uuid.uuid4())}
+        engine.blocking.submit(payload={"n": "x" * 100_000}, **message)
+        assert engine.blocking.submit(payload={"n": "x" * 100_000}, **message).duplicate
+        with pytest.raises(KeyReused, match="another content"):
+            engine.blocking.submit(payload={"n": 2}, **message)
+        twice = {**message, "message_id": str(uuid.uuid4())}
+        with pytest.raises(KeyReused, match="another content"):
+            engine.blocking.submit_many([{**twice, "payload": {"n": n}} for n in range(2)])
+
+
+def test_a_migration_that_fails_refuses_the_message() -> None:
+    with Engine.open("memory://") as engine:
+        engine.migration(0)(lambda fields: {**fields, "payload": fields["body"]})
+        with pytest.raises(ValidationError, match="migration of version 0"):
+            engine.blocking.submit(type="tool_call", org_id="acme", payload={}, version="0.9.0")
+
+
+def test_breakers_that_messages_named_are_forgotten() -> None:
+    world = EngineUnderTest("memory://", Policy(breaker=Breaker(failures=2)))
+    for count in (1, 2):
+        world.submit_many(count, service=f"service-{count}", max_retries=0)
+        for claimed in world.claim(count):
+            record = claimed.record
+            world.finish(
+                Outcome(
+                    kind="failed", message_id=record.message_id, lease=record.lease, error="x", is_final=True,
+                    service=f"service-{count}", counts_for_breaker=True,
+                )
+            )  # fmt: skip
+    names = [name for name, _ in world.engine.store.read(CIRCUITS.all)]
+    assert names == ["service-1", "service-2"]
+    world.wait(world.engine.core.purge())
+    assert [name for name, _ in world.engine.store.read(CIRCUITS.all)] == names
+    world.clock.advance(7_200)
+    world.wait(world.engine.core.purge())
+    assert world.engine.store.read(CIRCUITS.all) == []
+    world.close()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancelled_worker_ends_also_when_it_is_woken_at_the_same_moment(turns: int) -> None:
+    async def run() -> None:
+        with Engine.open("memory://") as engine:
+            worker = Worker(engine.core, worker_id="w", slots=1)
+            task = asyncio.create_task(worker.run())
+            await asyncio.sleep(0.1)
+            worker.look()
+            worker._wake.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=WAIT_S)
+            assert done == {task}
+
+    asyncio.run(run())
