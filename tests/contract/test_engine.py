@@ -15,6 +15,7 @@ import pytest
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
 from postroom.contracts.engine.messages import InvalidExpiry, InvalidParent, InvalidPriority
+from postroom.contracts.engine.operations import Operations
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.errors import (
@@ -1176,6 +1177,19 @@ def test_leases_are_renewed_while_a_handler_runs(url: str) -> None:
             await worker
 
     soon(scenario())
+
+
+def test_heartbeats_go_on_after_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renew, errors = Operations.heartbeat, [RuntimeError("unexpected")]
+
+    def failing_once(operations: Operations, leases: Any) -> list[str]:
+        if errors:
+            raise errors.pop()
+        return renew(operations, leases)
+
+    monkeypatch.setattr(Operations, "heartbeat", failing_once)
+    test_leases_are_renewed_while_a_handler_runs(url)
+    assert not errors
 
 
 def test_blocking_verbs_work_in_plain_code(url: str) -> None:

@@ -13,7 +13,7 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -54,6 +54,7 @@ REPORT_S: Final = 5.0
 SWEEP_S: Final = 1.0
 PURGE_S: Final = 60.0
 CLAIMS_SEEN_S: Final = 30.0
+LOOP_PAUSE_S: Final = 0.1
 OUTAGE_PAUSE_S: Final = 0.25
 OUTAGE_PAUSE_S_MAX: Final = 5.0
 DRAIN_S: Final = 30.0
@@ -126,7 +127,8 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`."""
         loop = asyncio.get_running_loop()
-        helpers = [asyncio.create_task(each) for each in (self._keep_leases(), self._watch(), self._report())]
+        loops = (self._keep_leases, self._watch, self._report)
+        helpers = [asyncio.create_task(self._kept_running(each)) for each in loops]
         try:
             with self._core.heard(partial(_set_soon, loop, self._wake)):
                 await self._work()
@@ -421,6 +423,15 @@ class Worker:
             running.task.cancel()
 
     # ---- beside the cycle ----------------------------------------------------------------------
+
+    async def _kept_running(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run an endless loop, and start it again after an error: without it every lease would end."""
+        while True:
+            try:
+                await loop()
+            except Exception:  # noqa: BLE001 - whatever it is, the loop must go on
+                _log.exception("a background loop of worker %s failed and is started again", self.worker_id)
+                await asyncio.sleep(LOOP_PAUSE_S)
 
     async def _keep_leases(self) -> None:
         period_s = self._core.policy.lease_s / 3
