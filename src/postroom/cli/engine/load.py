@@ -1,6 +1,5 @@
 """For operators: `postroom engine load`, a load with the latencies of each priority."""
 
-import asyncio
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +60,8 @@ def load(shell: Shell, /, data: Path | None, **terms: Any) -> None:
       postroom engine load --rate 200 --orgs 20 --duration-s 10
       postroom engine load --data run --rate 50 --mix 25/25/25/25
     """
+    import asyncio
+
     if not terms["duration_s"]:
         raise click.BadParameter("--duration-s must be above 0")
     with folder(data) as chosen:
@@ -81,6 +82,8 @@ def folder(data: Path | None) -> Iterator[Path]:
 
 async def measured(url: str, terms: dict[str, Any]) -> "LoadReport":
     """Run a worker and a load in this process."""
+    import asyncio
+
     from postroom.contracts.engine import Engine
     from postroom.runtime.engine_load import register_probe, run_load
 

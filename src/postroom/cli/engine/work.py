@@ -1,6 +1,5 @@
 """For workers: `postroom engine work`, worker processes and their supervisor."""
 
-import asyncio
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -11,6 +10,8 @@ from postroom.cli.shell import Shell
 from postroom.errors import InvalidSetting
 
 if TYPE_CHECKING:
+    import asyncio
+
     from postroom.contracts.engine import Engine
 
 WORKERS = click.IntRange(1, 1_000)
@@ -50,6 +51,8 @@ def work(
       postroom engine work --app app:engine
       postroom engine work --app shop.queue:engine --min-workers 4 --max-workers 16
     """
+    import asyncio
+
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
 
     shell.show_warnings()
@@ -71,6 +74,8 @@ def work(
 
 async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -> None:
     """Work until a signal, or until the supervisor is gone."""
+    import asyncio
+
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,7 +88,9 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
         engine.close()
 
 
-async def _stop_when_told(engine: "Engine", stopping: asyncio.Event, supervisor: int | None) -> None:
+async def _stop_when_told(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
+    import asyncio
+
     from postroom.runtime.engine_workers import parent_is_alive
 
     while not stopping.is_set() and (supervisor is None or parent_is_alive(supervisor)):
