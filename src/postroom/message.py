@@ -117,6 +117,9 @@ EventKind = Literal[
     "breaker_closed",
     "tokens_reserved",
     "tokens_returned",
+    "tokens_refused",
+    "tokens_borrowed",
+    "tokens_rebalanced",
     "alert",
 ]
 """The kinds of events, for every contract."""

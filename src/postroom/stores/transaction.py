@@ -80,6 +80,19 @@ class Claim(msgspec.Struct, frozen=True):
     """How long a record waits in lane p + 1 until it is claimed as one of lane p."""
 
 
+class Noted(msgspec.Struct, frozen=True, gc=False):
+    """An event that changes no record, about one message or none."""
+
+    kind: EventKind
+    queue: str = ""
+    message_id: str = ""
+    state: State = "DONE"
+    attempt: int = 0
+    priority: int = 2
+    lease: int = 0
+    detail: dict[str, Any] = {}
+
+
 class SeenKey(msgspec.Struct, frozen=True, array_like=True):
     """The message that was accepted under an idempotency key."""
 
@@ -389,6 +402,18 @@ class Transaction(Ledger, Lanes):
     def emit(self, kind: EventKind, queue: str = "", **facts: Any) -> None:
         """Emit an event that is about no message."""
         self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
+
+    def note(self, noted: Sequence[Noted]) -> None:
+        """Emit events that change no record."""
+        number, wall_us = self.take_numbers(len(noted)), self.wall_us
+        events = [
+            Event(
+                seq, wall_us, one.kind, one.queue, one.message_id, one.state, one.attempt, one.priority,
+                one.lease, detail=one.detail,
+            )
+            for seq, one in enumerate(noted, number)
+        ]  # fmt: skip
+        self.save((), events)
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""
