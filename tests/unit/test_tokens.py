@@ -21,7 +21,6 @@ from postroom.core.tokens import (
     importance,
     observe,
     observed,
-    reachable,
     reserve,
     settle,
     token_rules,
@@ -203,9 +202,9 @@ def test_a_degraded_message_gets_another_model_or_fewer_tokens() -> None:
 
 def test_reach_of_a_tier() -> None:
     small = rule()
-    assert [reachable(small, tier) for tier in range(4)] == [1_000, 800, 650, 550]
-    assert reachable(rule(tokens_per_minute=1_000, tokens_per_day=70), 0) == 70
-    assert reachable(rule(requests_per_minute=5), 3) == tokens.TOKENS_MAX
+    assert small.reach == (1_000, 800, 650, 550)
+    assert rule(tokens_per_minute=1_000, tokens_per_day=70).reach[0] == 70
+    assert rule(requests_per_minute=5).reach[3] == tokens.TOKENS_MAX
 
 
 # ---- windows, loans and rebalancing ----------------------------------------------------------------
@@ -302,6 +301,34 @@ def test_used_reserved_and_free_are_the_limit_at_every_instant(
         assert sum(account.pools) == 1_000
         assert account.lending == sum(grant.borrowed for grant in held)
         assert sum(account.debt) == sum(account.lent)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300)), max_size=20),
+    st.sampled_from(
+        [
+            {"tokens_per_minute": 1_000},
+            {"tokens_per_minute": 1_000, "tokens_per_day": 500},
+            {"requests_per_minute": 5},
+            {"tokens_per_day": 900, "requests_per_day": 6},
+        ]
+    ),
+    st.sampled_from([TIERS, [0.0] * 4, [0.2, 0.2, 0.0, 0.3]]),
+    st.integers(0, 600),
+)
+def test_a_purse_gives_what_an_allocation_without_loans_grants(
+    asked: list[tuple[int, int]], limits: dict[str, int], tiers: list[float], outside: int
+) -> None:
+    one = rule(tiers=tiers, **limits)
+    account = observe(fresh(one), Observed(remaining_tokens=1_000 - outside), NOW)
+    purse = tokens.Purse(one, account, NOW)
+    for tier, count in asked:
+        found = allocate(Need(count, tier), [(one, account)], NOW)
+        assert purse.take(count, tier) == (found if isinstance(found, Grant) else None)
+        if isinstance(found, Grant):
+            account = reserve(account, found)
+        assert purse.account == account
+    assert tokens.Purse(one, observe(account, Observed(retry_after_s=1), NOW), NOW).take(1, 0) is None
 
 
 # ---- headers ---------------------------------------------------------------------------------------

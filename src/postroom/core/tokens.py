@@ -61,6 +61,8 @@ class ModelRule(msgspec.Struct, frozen=True, gc=False):
     pools: Five
     """The limit of that window by tier, and what no tier reserves."""
     usd_per_million_tokens: float = 0.0
+    reach: Four = NONE_OF_4
+    """The most tokens that a message of each tier can ever get: its pools, all loans, and rebalancing."""
 
 
 class TokenRules(msgspec.Struct, frozen=True):
@@ -156,9 +158,8 @@ def _model(provider: str, name: str, limits: object, tiers: tuple[float, ...]) -
     if type(price) not in (int, float) or not 0 <= price <= TOKENS_MAX:
         raise InvalidSetting(f"usd_per_million_tokens of {whose} must be a number from 0 on, not {price!r}")
     main = next(window for window, limit in enumerate(found) if limit)
-    return ModelRule(
-        provider, name, (found[0], found[1], found[2], found[3]), main, pools_of(found[main], tiers), price
-    )  # fmt: skip
+    pools = pools_of(found[main], tiers)
+    return ModelRule(provider, name, _four(found), main, pools, price, _reach(found, pools))
 
 
 def _limit(whose: str, window: str, limit: object) -> int:
@@ -175,6 +176,18 @@ def pools_of(limit: int, tiers: Sequence[float]) -> Five:
     """A limit by tier, and what no tier reserves."""
     own = [int(limit * share + 1e-9) for share in tiers]
     return own[0], own[1], own[2], own[3], limit - sum(own)
+
+
+def _reach(limits: Sequence[int], pools: Five) -> Four:
+    of_tokens = [limit for limit in limits[:REQUESTS_MINUTE] if limit]
+    if not of_tokens:
+        return (TOKENS_MAX,) * TIERS
+    return _four([min(*of_tokens, _reach_of_pools(pools, tier)) for tier in range(TIERS)])
+
+
+def _reach_of_pools(pools: Five, tier: int) -> int:
+    higher = sum(int(SPARE_SHARE * pools[pool]) for pool in range(tier))
+    return pools[tier] + pools[SHARED] + sum(pools[tier + 1 : TIERS]) + higher
 
 
 # ---- the books of a model --------------------------------------------------------------------------
@@ -487,7 +500,9 @@ def _most(rule: ModelRule, account: Account, need: Need) -> int:
 
 def _due_ns(need: Need, candidates: Sequence[Candidate], now_ns: int) -> int:
     """When the first model may have the tokens: after the reset of what is missing now."""
-    able = [one for one in candidates if reachable(one[0], need.tier) >= need.tokens]
+    if len(candidates) == 1:
+        return _ready_ns(need, *candidates[0], now_ns)
+    able = [one for one in candidates if one[0].reach[need.tier] >= need.tokens]
     return min((_ready_ns(need, *one, now_ns) for one in able or candidates), default=now_ns + NANOS_PER_S)
 
 
@@ -501,16 +516,6 @@ def _ready_ns(need: Need, rule: ModelRule, account: Account, now_ns: int) -> int
     if lacks or account.blocked_until > now_ns:
         return due
     return max(due, account.resets[rule.main])  # its tier has too few: the window fills the pools again
-
-
-def reachable(rule: ModelRule, tier: int) -> int:
-    """The most tokens that a message of a tier can ever get: its pools, all loans, and rebalancing."""
-    if rule.main >= REQUESTS_MINUTE:
-        return TOKENS_MAX
-    higher = sum(int(SPARE_SHARE * rule.pools[pool]) for pool in range(tier))
-    pools = rule.pools[tier] + rule.pools[SHARED] + sum(rule.pools[tier + 1 : TIERS]) + higher
-    limits = [rule.limits[window] for window in (TOKENS_MINUTE, TOKENS_DAY) if rule.limits[window]]
-    return min(*limits, pools)
 
 
 # ---- booking ---------------------------------------------------------------------------------------
@@ -557,6 +562,80 @@ def used_parts(grant: Grant, used: int) -> Five:
         parts[pool] = min(used, grant.parts[pool])
         used -= parts[pool]
     return _five(parts)
+
+
+class Purse:
+    """What is free of a model, for the many messages of one claim: `take` is faster than `allocate`.
+
+    A purse gives tokens of a message's own tier and those that no tier reserves. What it does not have is for
+    `allocate` to find.
+    """
+
+    __slots__ = ("_account", "_count", "_free", "_requests", "_room", "_rule", "_taken")
+
+    def __init__(self, rule: ModelRule, account: Account, now_ns: int) -> None:
+        self._rule = rule
+        self._account = account
+        rooms = [free_of(account, window) if account.limits[window] else TOKENS_MAX for window in range(4)]
+        self._room = 0 if account.blocked_until > now_ns else min(rooms[:REQUESTS_MINUTE])
+        self._requests = min(rooms[REQUESTS_MINUTE:])
+        if rule.main < REQUESTS_MINUTE:
+            self._free = [
+                size - used - reserved
+                for size, used, reserved in zip(
+                    account.pools, account.pool_used, account.pool_reserved, strict=True
+                )
+            ]
+        else:
+            self._free = [0, 0, 0, 0, self._room]
+        self._taken = [0, 0, 0, 0, 0]
+        self._count = 0
+
+    @property
+    def free(self) -> int:
+        """What is free in the main window."""
+        return free_of(self.account, self._rule.main)
+
+    def take(self, tokens: int, tier: int) -> Grant | None:
+        """Reserve tokens; None when this purse does not have them."""
+        if tokens > self._room or not self._requests:
+            return None
+        free = self._free
+        parts = [0, 0, 0, 0, 0]
+        own = free[tier]
+        if own >= tokens:
+            free[tier] = own - tokens
+            parts[tier] = tokens
+        else:
+            own = max(0, own)
+            if own + free[SHARED] < tokens:
+                return None
+            parts[tier], parts[SHARED] = own, tokens - own
+            free[tier] -= own
+            free[SHARED] -= tokens - own
+            self._taken[SHARED] += tokens - own
+        self._taken[tier] += parts[tier]
+        self._room -= tokens
+        self._requests -= 1
+        self._count += 1
+        rule = self._rule
+        return Grant(
+            rule.provider, rule.name, tokens, tier, (parts[0], parts[1], parts[2], parts[3], parts[4])
+        )
+
+    @property
+    def account(self) -> Account:
+        """The account with everything that was taken."""
+        if self._count:
+            account = self._account
+            self._account = replace(
+                account,
+                tokens=account.tokens + sum(self._taken),
+                requests=account.requests + self._count,
+                pool_reserved=_sum(account.pool_reserved, _five(self._taken)),
+            )
+            self._taken, self._count = [0, 0, 0, 0, 0], 0
+        return self._account
 
 
 def refuse(account: Account, tier: int, tokens: int) -> Account:

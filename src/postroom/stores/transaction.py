@@ -15,7 +15,7 @@ import msgspec
 from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
-from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
+from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -80,19 +80,6 @@ class Claim(msgspec.Struct, frozen=True):
     """How long a record waits in lane p + 1 until it is claimed as one of lane p."""
 
 
-class Noted(msgspec.Struct, frozen=True, gc=False):
-    """An event that changes no record, about one message or none."""
-
-    kind: EventKind
-    queue: str = ""
-    message_id: str = ""
-    state: State = "DONE"
-    attempt: int = 0
-    priority: int = 2
-    lease: int = 0
-    detail: dict[str, Any] = {}
-
-
 class SeenKey(msgspec.Struct, frozen=True, array_like=True):
     """The message that was accepted under an idempotency key."""
 
@@ -129,6 +116,8 @@ class Transaction(Ledger, Lanes):
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
+    lapsed: Sequence[int] = ()
+    """The leases that `put_back` ended."""
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
@@ -331,6 +320,7 @@ class Transaction(Ledger, Lanes):
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
+        self.lapsed = [*self.lapsed, *(step.events[0].lease for step in steps)]
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
@@ -405,15 +395,8 @@ class Transaction(Ledger, Lanes):
 
     def note(self, noted: Sequence[Noted]) -> None:
         """Emit events that change no record."""
-        number, wall_us = self.take_numbers(len(noted)), self.wall_us
-        events = [
-            Event(
-                seq, wall_us, one.kind, one.queue, one.message_id, one.state, one.attempt, one.priority,
-                one.lease, detail=one.detail,
-            )
-            for seq, one in enumerate(noted, number)
-        ]  # fmt: skip
-        self.save((), events)
+        first = self.take_numbers(len(noted))
+        self.save((), [one.event(seq, self.wall_us) for seq, one in enumerate(noted, first)])
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""

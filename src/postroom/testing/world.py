@@ -78,7 +78,7 @@ MODELS: Final[dict[str, Any]] = {
     "large": {"tokens_per_minute": 200, "requests_per_minute": 6},
     "small": {"tokens_per_minute": 100, "tokens_per_day": 1_000},
 }
-MODELS_ASKED: Final = ([], ["small"], ["large"], ["small", "large"])
+MODELS_ASKED: Final[tuple[list[str], ...]] = ([], ["small"], ["large"], ["small", "large"])
 TOKENS_ASKED_MAX: Final = 50  # P3 can get them of every model
 _ENDS: Final[dict[str, State]] = {
     "dead_letter": "DEAD_LETTER",

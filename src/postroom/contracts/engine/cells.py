@@ -159,6 +159,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
 class Hold(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Tokens that are reserved for an attempt, until its lease ends."""
 
+    message_id: str
     lease: int
     attempt: int
     org_id: str
@@ -191,8 +192,8 @@ GOALS: Final = Kind("engine.goal", GoalUse)
 RATES: Final = Kind("engine.rate", Bucket)
 ACCOUNTS: Final = Kind("engine.tokens", Account)
 """Provider, model -> the books of the model."""
-HOLDS: Final = Kind("engine.token_hold", Hold)
-"""Message id -> what its attempt has reserved."""
+HOLDS: Final = Kind("engine.token_holds", list[Hold])
+"""The complement of the first lease of a claim -> what the claim has reserved and still holds."""
 TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
 """Provider, model, organization -> its use."""
 DEPENDANTS: Final = Kind("engine.dependant", bool)

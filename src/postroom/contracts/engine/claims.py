@@ -66,8 +66,8 @@ class Claims:
         self._lease_ns = round(policy.lease_s * NANOS_PER_S)
         self._ages = policy.promote_after_ns
         self._books = None if policy.token_rules is None else TokenBooks(transaction, policy.token_rules)
-        self._grants: dict[str, Grant] = {}
-        """Tokens of messages that are about to be leased."""
+        self._grants: dict[str, tuple[Grant, Body]] = {}
+        """Tokens of messages that are about to be leased, and their bodies."""
         self._held_back = 0
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
@@ -87,7 +87,9 @@ class Claims:
         if self._books is None:
             self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
             return self._claim(limit)
-        put_back(self._transaction, self._books, OVERDUE_A_CLAIM_MAX)
+        self._transaction.put_back(OVERDUE_A_CLAIM_MAX)
+        if self._transaction.lapsed:
+            self._books.settle_all(self._transaction.lapsed)
         claimed = self._claim(limit)
         self._books.flush()
         return claimed
@@ -271,14 +273,14 @@ class Claims:
         body = _decoded(head.payload)
         if body is None or not body.tokens:
             return self._service_admits(head)
-        found = self._books.decide(head.record, body)
+        found = self._books.take(head.record, body)
         if not isinstance(found, Grant):
             self._hold_back(head, body, found)
             return False
-        if not self._service_admits(head):
+        if self._has_circuits and not self._service_admits(head):
+            self._books.give_back(found)
             return False
-        self._books.take(found)
-        self._grants[head.record.message_id] = found
+        self._grants[head.record.message_id] = found, body
         return True
 
     def _hold_back(self, head: Head, body: Body, short: Short | None) -> None:
@@ -353,25 +355,18 @@ class Claims:
         leased = self._transaction.lease(
             [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
-        if self._books is not None:
-            for record in leased:
-                if record.message_id in self._grants:
-                    self._books.hold(record, self._grants[record.message_id])
         return [
-            Claimed(
-                record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
-                head.record.lane > lane, self._grants.get(record.message_id),
-            )
-            for (head, lane), record in zip(chosen, leased, strict=True)
-        ]  # fmt: skip
+            self._claimed(head, lane, record) for (head, lane), record in zip(chosen, leased, strict=True)
+        ]
 
-
-def put_back(transaction: Transaction, books: TokenBooks, limit: int) -> int:
-    """Handle leases and delays that are over, and return the tokens of those leases; how many."""
-    overdue = books.overdue(limit)
-    count = transaction.put_back(limit)
-    books.settle_all(overdue)
-    return count
+    def _claimed(self, head: Head, lane: int, record: Record) -> Claimed:
+        grant, body = self._grants.get(record.message_id, (None, None))
+        if grant is not None and self._books is not None:
+            self._books.hold(record, grant)
+        return Claimed(
+            record, head.type, head.parent_message_id, body or _decoded(head.payload), head.payload,
+            head.record.lane > lane, grant,
+        )  # fmt: skip
 
 
 def _never(body: Body, rules: TokenRules) -> str:

@@ -29,7 +29,7 @@ from postroom.core import versions
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, epoch_ns_of, parse_utc
-from postroom.core.tokens import TOKENS_MAX, TokenRules, reachable
+from postroom.core.tokens import TOKENS_MAX, TokenRules
 from postroom.core.versions import Migration
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, UnknownType, ValidationError
 from postroom.message import ENGINE_PREFIX, Durability, Envelope, Record
@@ -464,7 +464,7 @@ def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
     if unknown:
         known = ", ".join(sorted({rule.name for rule in rules.models}))
         raise InvalidMessage(f"there is no model {unknown[0]!r}: the models with a budget are {known}")
-    most = max(reachable(rule, priority) for rule in rules.candidates(body.models))
+    most = max(rule.reach[priority] for rule in rules.candidates(body.models))
     if body.tokens > most:
         raise InvalidMessage(
             f"a message of P{priority} that asks for {body.tokens} tokens would never run: "

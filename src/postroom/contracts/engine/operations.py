@@ -332,7 +332,7 @@ class Operations:
     def _settle(self, outcome: Outcome, spent: Spent) -> None:
         """Book what an attempt used of its reservation, and return the rest."""
         if self._books is not None:
-            self._books.settle(outcome.message_id, spent, outcome.lease)
+            self._books.settle(outcome.lease, spent)
 
     def _fail(self, outcome: Outcome) -> None:
         rule = self._policy.retry_of(outcome.type)
@@ -481,8 +481,8 @@ class Operations:
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
             ordering.ended(self.transaction, step.record)
-        if self._books is not None:
-            self._books.settle_all([message_id])
+            if self._books is not None:
+                self._books.settle_all(event.lease for event in step.events if event.lease)
 
     def replay(self, message_id: str, priority: int | None) -> None:
         """Queue a dead letter again, as a new attempt with all its retries."""
@@ -540,7 +540,7 @@ class Operations:
         for record in held:
             self.transaction.apply(ByIds((record.message_id,)), lifecycle.lapse)
         if self._books is not None:
-            self._books.settle_all(record.message_id for record in held)
+            self._books.settle_all(record.lease for record in held)
         return len(held)
 
     # ---- sweeping ------------------------------------------------------------------------------

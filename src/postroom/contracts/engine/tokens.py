@@ -20,15 +20,26 @@ from postroom.contracts.engine.cells import (
     TOKEN_USES,
     Hold,
     TokenUse,
+    joined,
 )
 from postroom.contracts.engine.messages import Body
 from postroom.core import lifecycle, tokens
-from postroom.core.tokens import Account, Grant, ModelRule, Need, Observed, Refill, Short, TokenRules
-from postroom.message import ENGINE_PREFIX, EventKind, Record, org_of
-from postroom.stores.base import Ending
-from postroom.stores.transaction import Noted, Transaction
+from postroom.core.tokens import (
+    Account,
+    Grant,
+    ModelRule,
+    Need,
+    Observed,
+    Purse,
+    Refill,
+    Short,
+    TokenRules,
+)
+from postroom.message import ENGINE_PREFIX, Noted, Record, org_of
+from postroom.stores.transaction import Transaction
 
-HOLDS_SWEPT_MAX: Final = 1_000
+CLAIMS_SWEPT_MAX: Final = 1_000
+LEASE_LAST: Final = 2**63 - 1
 DEPENDANTS_LOOKED_MAX: Final = 100
 
 Name: TypeAlias = tuple[str, str]
@@ -56,7 +67,13 @@ class TokenBooks:
         self._rules = rules
         self._accounts: dict[Name, Account] = {}
         self._stored: dict[Name, Account | None] = {}
+        self._purses: dict[Name, Purse] = {}
+        """Accounts in the form for claims. An account with a purse is changed through it."""
         self._uses: dict[tuple[str, str, str], TokenUse] = {}
+        self._new: list[Hold] = []
+        self._held: dict[str, list[Hold]] = {}
+        """Reservations of earlier claims that this transaction changes, by key."""
+        self._by_lease: dict[int, tuple[str, Hold]] = {}
         self._events: list[Noted] = []
 
     # ---- accounts ------------------------------------------------------------------------------
@@ -64,6 +81,9 @@ class TokenBooks:
     def account(self, rule: ModelRule) -> Account:
         """The books of a model at the time of the transaction."""
         name = rule.provider, rule.name
+        purse = self._purses.pop(name, None)
+        if purse is not None:
+            self._accounts[name] = purse.account
         account = self._accounts.get(name)
         if account is None:
             stored = self._stored[name] = ACCOUNTS.get(self._transaction, *name)
@@ -72,6 +92,14 @@ class TokenBooks:
             if refill is not None:
                 self._note_refill(rule, refill)
         return account
+
+    def _purse(self, rule: ModelRule) -> Purse:
+        name = rule.provider, rule.name
+        purse = self._purses.get(name)
+        if purse is None:
+            purse = Purse(rule, self.account(rule), self._transaction.steady_ns)
+            self._purses[name] = purse
+        return purse
 
     def _note_refill(self, rule: ModelRule, refill: Refill) -> None:
         detail = {
@@ -85,18 +113,48 @@ class TokenBooks:
 
     def flush(self) -> None:
         """Write what has changed."""
+        transaction = self._transaction
+        for name, purse in self._purses.items():
+            self._accounts[name] = purse.account
         for name, account in self._accounts.items():
             if account is not self._stored[name]:
-                ACCOUNTS.put(self._transaction, account, *name)
-        for key, use in self._uses.items():
-            TOKEN_USES.put(self._transaction, use, *key)
+                ACCOUNTS.put(transaction, account, *name)
+        for use_key, use in self._uses.items():
+            TOKEN_USES.put(transaction, use, *use_key)
+        for key, holds in self._held.items():
+            HOLDS.put(transaction, holds or None, key)
+        if self._new:
+            HOLDS.put(transaction, self._new, _key_of(self._new[0].lease))
         if self._events:
-            self._transaction.note(self._events)
-        self._accounts, self._stored, self._uses, self._events = {}, {}, {}, []
+            transaction.note(self._events)
+        self._accounts, self._stored, self._purses, self._uses = {}, {}, {}, {}
+        self._new, self._held, self._by_lease, self._events = [], {}, {}, []
 
     # ---- claims --------------------------------------------------------------------------------
 
-    def decide(self, record: Record, body: Body, *, prunes: bool = True) -> Grant | Short | None:
+    def take(self, record: Record, body: Body) -> Grant | Short | None:
+        """Reserve the tokens of a message. `hold` follows when it is leased, or `give_back`.
+
+        Returns None when none of its models can ever give the tokens.
+        """
+        models = self._rules.candidates(body.models)
+        if len(models) == 1 or body.models:
+            for rule in models:
+                grant = self._purse(rule).take(body.tokens, record.priority)
+                if grant is not None:
+                    return grant
+        found = self.decide(record, body, prunes=True)
+        if isinstance(found, Grant):
+            name = found.provider, found.model
+            self._accounts[name] = tokens.reserve(self._accounts[name], found)
+        return found
+
+    def give_back(self, grant: Grant) -> None:
+        """A message is not leased after all."""
+        account = self._account_of(grant)
+        self._accounts[grant.provider, grant.model] = tokens.settle(account, grant, 0, ran=False)
+
+    def decide(self, record: Record, body: Body, *, prunes: bool = False) -> Grant | Short | None:
         """Which model a message may use now; None when none of its models can ever give the tokens."""
         rules, now = self._rules, self._transaction.steady_ns
         models = rules.candidates(body.models)
@@ -105,7 +163,7 @@ class TokenBooks:
         found = tokens.allocate(need, candidates, now)
         if isinstance(found, Grant):
             return found
-        if not any(tokens.reachable(rule, need.tier) >= need.tokens for rule in models):
+        if not any(rule.reach[need.tier] >= need.tokens for rule in models):
             return None
         weight = tokens.importance(self._blocked(record.message_id, prunes=prunes), record.retries)
         if not weight and rules.shortage != "degrade":
@@ -131,27 +189,25 @@ class TokenBooks:
                 self._transaction.put_cell(DEPENDANTS.name, key, None)
         return count
 
-    def take(self, grant: Grant) -> None:
-        """Reserve what was granted. `hold` follows when the message is leased."""
-        name = grant.provider, grant.model
-        self._accounts[name] = tokens.reserve(self._accounts[name], grant)
-
     def hold(self, record: Record, grant: Grant) -> None:
         """Tie a reservation to the lease of a message."""
-        message_id, org_id = record.message_id, org_of(record.queue)
-        if record.attempt > 1:
-            self.settle(message_id)  # of an earlier lease, which somebody else has ended
-        HOLDS.put(self._transaction, Hold(record.lease, record.attempt, org_id, grant), message_id)
+        message_id, attempt, lease, queue = record.message_id, record.attempt, record.lease, record.queue
+        self._new.append(Hold(message_id, lease, attempt, queue[len(ENGINE_PREFIX) :], grant))
         detail: dict[str, Any] = {
             "tokens": grant.tokens, "tier": grant.tier, "provider": grant.provider, "model": grant.model
         }  # fmt: skip
         if grant.wanted:
             detail["wanted"] = grant.wanted
-        self._note("tokens_reserved", record, detail)
+        self._events.append(
+            Noted("tokens_reserved", queue, message_id, "PROCESSING", attempt, record.lane, lease, detail)
+        )
         if borrowed := grant.borrowed:
             lenders = {f"P{pool}": part for pool, part in enumerate(grant.parts[: tokens.TIERS]) if part}
             lenders.pop(f"P{grant.tier}", None)
-            self._note("tokens_borrowed", record, {**detail, "tokens": borrowed, "lenders": lenders})
+            facts = {**detail, "tokens": borrowed, "lenders": lenders}
+            self._events.append(
+                Noted("tokens_borrowed", queue, message_id, "PROCESSING", attempt, record.lane, lease, facts)
+            )
 
     def refuse(self, record: Record, body: Body) -> None:
         """Note that a message did not get its tokens."""
@@ -162,47 +218,50 @@ class TokenBooks:
         use = self._use(rule, org_id)
         self._uses[*name, org_id] = replace(use, refused=use.refused + body.tokens)
         detail = {"tokens": body.tokens, "tier": record.priority, "models": list(body.models)}
-        self._note("tokens_refused", record, detail)
-
-    def _note(self, kind: EventKind, record: Record, detail: dict[str, Any]) -> None:
-        lease = record.lease if record.state == "PROCESSING" else 0
-        attempt, lane = record.attempt, record.lane
+        message_id, attempt, lane = record.message_id, record.attempt, record.lane
         self._events.append(
-            Noted(kind, record.queue, record.message_id, record.state, attempt, lane, lease, detail)
+            Noted("tokens_refused", record.queue, message_id, record.state, attempt, lane, 0, detail)
         )
 
     # ---- ends of leases ------------------------------------------------------------------------
 
-    def settle(self, message_id: str, spent: Spent = NOTHING, lease: int | None = None) -> None:
-        """The lease of a message has ended: book what was used of its reservation, and return the rest.
+    def settle(self, lease: int, spent: Spent = NOTHING) -> None:
+        """A lease has ended: book what was used of its reservation, and return the rest."""
+        if lease not in self._by_lease:
+            self._load(lease)
+        key, hold = self._by_lease.pop(lease, ("", None))
+        if hold is not None:
+            self._held[key].remove(hold)
+            self._settle(hold, spent)
 
-        With `lease`, only a reservation of that lease is settled.
-        """
-        hold = HOLDS.get(self._transaction, message_id)
-        if hold is None or (lease is not None and hold.lease != lease):
-            return
-        HOLDS.put(self._transaction, None, message_id)
+    def settle_all(self, leases: Iterable[int]) -> None:
+        """These leases are over, and nothing is known of what they used."""
+        for lease in leases:
+            self.settle(lease)
+        self.flush()
+
+    def _load(self, lease: int) -> None:
+        """Read what the claim that gave a lease still holds: the last claim up to that lease."""
+        for key, holds in HOLDS.scan(self._transaction, joined(_key_of(lease) - 1), 1):
+            if key not in self._held and any(one.lease == lease for one in holds):
+                self._held[key] = holds
+                self._by_lease.update({one.lease: (key, one) for one in holds})
+
+    def _settle(self, hold: Hold, spent: Spent) -> None:
         grant = hold.grant
         used = min(spent.used, grant.tokens)
         account = self._account_of(grant)
-        name = grant.provider, grant.model
-        self._accounts[name] = tokens.settle(account, grant, used, ran=spent.ran)
+        self._accounts[grant.provider, grant.model] = tokens.settle(account, grant, used, ran=spent.ran)
         if used:
             self._book_use(grant, hold.org_id, used)
         detail = {
             "tokens": grant.tokens - used, "used": used, "provider": grant.provider, "model": grant.model,
             **spent.facts,
         }  # fmt: skip
-        queue, tier = ENGINE_PREFIX + hold.org_id, grant.tier
+        queue, tier, message_id = ENGINE_PREFIX + hold.org_id, grant.tier, hold.message_id
         self._events.append(
             Noted("tokens_returned", queue, message_id, "PROCESSING", hold.attempt, tier, hold.lease, detail)
         )
-
-    def settle_all(self, message_ids: Iterable[str]) -> None:
-        """The leases of these messages are over, and nothing is known of what they used."""
-        for message_id in message_ids:
-            self.settle(message_id)
-        self.flush()
 
     def _account_of(self, grant: Grant) -> Account:
         """The books that a grant belongs to, also of a model that the policy no longer names."""
@@ -248,24 +307,27 @@ class TokenBooks:
             account = tokens.observe(self.account(rule), said, self._transaction.steady_ns)
             self._accounts[provider, model] = account
 
-    def overdue(self, limit: int) -> list[str]:
-        """Messages of organizations whose lease is over; whoever ends the leases settles them then."""
-        ending = self._transaction.find(Ending("lease", self._transaction.steady_ns, limit))
-        return [record.message_id for record in ending if org_of(record.queue)]
-
     def sweep(self) -> None:
         """Begin the windows that are due, and return what leases hold that others have ended."""
-        for message_id, hold in HOLDS.scan(self._transaction, limit=HOLDS_SWEPT_MAX):
-            if not is_live(self._transaction, message_id, hold):
-                self.settle(message_id)
+        for key, holds in HOLDS.scan(self._transaction, limit=CLAIMS_SWEPT_MAX):
+            over = [hold for hold in holds if not is_live(self._transaction, hold)]
+            for hold in over:
+                self._settle(hold, NOTHING)
+            if over:
+                self._held[key] = [hold for hold in holds if hold not in over]
         for rule in self._rules.models:
             self.account(rule)
         self.flush()
 
 
-def is_live(transaction: Transaction, message_id: str, hold: Hold) -> bool:
+def _key_of(lease: int) -> int:
+    """The key of the claim whose first lease this is: the claim of any lease is the first key behind it."""
+    return LEASE_LAST - lease
+
+
+def is_live(transaction: Transaction, hold: Hold) -> bool:
     """Whether the lease of a reservation is alive."""
-    record = transaction.record(message_id)
+    record = transaction.record(hold.message_id)
     return (
         record is not None
         and record.state == "PROCESSING"
@@ -282,7 +344,7 @@ def note_dependant(transaction: Transaction, parent_id: str, child_id: str) -> N
 
 def all_holds(transaction: Transaction) -> list[tuple[Hold, bool]]:
     """Every reservation, and whether its lease is alive."""
-    return [(hold, is_live(transaction, message_id, hold)) for message_id, hold in HOLDS.all(transaction)]
+    return [(hold, is_live(transaction, hold)) for _, holds in HOLDS.all(transaction) for hold in holds]
 
 
 def short_text(body: Body, rules: TokenRules, priority: int) -> str:
