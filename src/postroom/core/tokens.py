@@ -400,15 +400,13 @@ def allocate(
     """
     if len(candidates) > 1 and not need.has_preferences:
         candidates = sorted(candidates, key=_free_in_main, reverse=True)
-    found = _first(need, candidates, now_ns, 0.0)
+    roomy = [one for one in candidates if _has_room(one[1], need.tokens, now_ns)]
+    found = _first(need, roomy, 0.0)
     if found is None and need.importance > 0:
-        found = _first(need, candidates, now_ns, need.importance)
+        found = _first(need, roomy, need.importance)
     if found is None and need.shortage == "degrade":
         found = _degraded(need, candidates, now_ns, others)
-    if found is None:
-        has_room = [one for one in candidates if _has_room(one[1], need.tokens, now_ns)]
-        return Short(_due_ns(need, candidates, now_ns), not has_room)
-    return found
+    return found or Short(_due_ns(need, candidates, now_ns), not roomy)
 
 
 def _free_in_main(candidate: Candidate) -> int:
@@ -416,12 +414,10 @@ def _free_in_main(candidate: Candidate) -> int:
     return free_of(account, rule.main)
 
 
-def _first(need: Need, candidates: Sequence[Candidate], now_ns: int, share: float) -> Grant | None:
-    """The first model that has the tokens, with loans of this share of the lower tiers' free tokens."""
+def _first(need: Need, roomy: Sequence[Candidate], share: float) -> Grant | None:
+    """The first of models with room that has the tokens, with loans of this share of lower tiers' tokens."""
     tokens, tier = need.tokens, need.tier
-    for rule, account in candidates:
-        if not _has_room(account, tokens, now_ns):
-            continue
+    for rule, account in roomy:
         if rule.main >= REQUESTS_MINUTE:  # no limit of tokens, so no tiers either
             return Grant(rule.provider, rule.name, tokens, tier, (0, 0, 0, 0, tokens))
         parts = _parts(account, tokens, tier, share)
@@ -459,9 +455,10 @@ def _parts(account: Account, tokens: int, tier: int, share: float) -> Five | Non
                 return parts[0], parts[1], parts[2], parts[3], parts[4]
     if share:
         for pool in range(TIERS - 1, tier, -1):
-            part = min(left, int(share * max(0, pools[pool] - used[pool] - reserved[pool])))
-            parts[pool] = part
-            left -= part
+            free = pools[pool] - used[pool] - reserved[pool]
+            if free > 0:
+                parts[pool] = part = min(left, int(share * free))
+                left -= part
     return None if left else _five(parts)
 
 
@@ -469,15 +466,15 @@ def _degraded(
     need: Need, candidates: Sequence[Candidate], now_ns: int, others: Sequence[Candidate]
 ) -> Grant | None:
     """Another model, or fewer tokens of a model that the message asked for."""
-    found = _first(need, others, now_ns, need.importance)
+    roomy = [one for one in others if _has_room(one[1], need.tokens, now_ns)]
+    found = _first(need, roomy, need.importance)
     if found is not None:
         return found
     least = max(1, math.ceil(need.tokens * DEGRADED_SHARE))
     for rule, account in (*candidates, *others):
         tokens = min(need.tokens, _most(rule, account, need))
-        if tokens >= least:
-            fewer = replace(need, tokens=tokens)
-            found = _first(fewer, [(rule, account)], now_ns, need.importance)
+        if tokens >= least and _has_room(account, tokens, now_ns):
+            found = _first(replace(need, tokens=tokens), [(rule, account)], need.importance)
             if found is not None:
                 return replace(found, wanted=need.tokens)
     return None
@@ -508,14 +505,12 @@ def _due_ns(need: Need, candidates: Sequence[Candidate], now_ns: int) -> int:
 
 def _ready_ns(need: Need, rule: ModelRule, account: Account, now_ns: int) -> int:
     due = max(account.blocked_until, now_ns + 1)
-    lacks = False
+    if _has_room(account, need.tokens, now_ns):
+        return max(due, account.resets[rule.main])  # its tier has too few: the window fills the pools again
     for window, limit in enumerate(account.limits):
-        wanted = need.tokens if window < REQUESTS_MINUTE else 1
-        if limit and free_of(account, window) < wanted:
-            due, lacks = max(due, account.resets[window]), True
-    if lacks or account.blocked_until > now_ns:
-        return due
-    return max(due, account.resets[rule.main])  # its tier has too few: the window fills the pools again
+        if limit and free_of(account, window) < (need.tokens if window < REQUESTS_MINUTE else 1):
+            due = max(due, account.resets[window])
+    return due
 
 
 # ---- booking ---------------------------------------------------------------------------------------
@@ -536,27 +531,33 @@ def reserve(account: Account, grant: Grant) -> Account:
 def settle(account: Account, grant: Grant, used: int, *, ran: bool) -> Account:
     """Book what was used of a grant, and return the rest. `ran` counts a request."""
     parts = used_parts(grant, used)
-    debt, lent = [*account.debt], [*account.lent]
+    debt, lent, lending = account.debt, account.lent, account.lending
+    if grant.parts[grant.tier] + grant.parts[SHARED] != grant.tokens:
+        lending -= grant.borrowed
+        debt, lent = _with_loans(debt, lent, grant.tier, parts)
+    u, a, b, c = account.used, account.pool_used, account.pool_reserved, grant.parts
+    return Account(
+        account.limits, account.next_ns, account.resets, (u[0] + used, u[1] + used, u[2] + ran, u[3] + ran),
+        account.outside, account.tokens - grant.tokens, account.requests - 1, account.pools,
+        (a[0] + parts[0], a[1] + parts[1], a[2] + parts[2], a[3] + parts[3], a[4] + parts[4]),
+        (b[0] - c[0], b[1] - c[1], b[2] - c[2], b[3] - c[3], b[4] - c[4]),
+        lending, debt, lent, account.short, account.stated, account.blocked_until,
+    )  # fmt: skip
+
+
+def _with_loans(debt: Four, lent: Four, tier: int, parts: Five) -> tuple[Four, Four]:
+    debts, loans = [*debt], [*lent]
     for pool in range(TIERS):
-        if parts[pool] and pool != grant.tier:
-            debt[grant.tier] += parts[pool]
-            lent[pool] += parts[pool]
-    u = account.used
-    return replace(
-        account,
-        used=(u[0] + used, u[1] + used, u[2] + ran, u[3] + ran),
-        tokens=account.tokens - grant.tokens,
-        requests=account.requests - 1,
-        pool_used=_sum(account.pool_used, parts),
-        pool_reserved=_difference(account.pool_reserved, grant.parts),
-        lending=account.lending - grant.borrowed,
-        debt=_four(debt),
-        lent=_four(lent),
-    )
+        if parts[pool] and pool != tier:
+            debts[tier] += parts[pool]
+            loans[pool] += parts[pool]
+    return _four(debts), _four(loans)
 
 
 def used_parts(grant: Grant, used: int) -> Five:
     """What was used of each pool: loans are used last."""
+    if used == grant.tokens:
+        return grant.parts
     parts = [0, 0, 0, 0, 0]
     for pool in (grant.tier, SHARED, *range(TIERS - 1, grant.tier, -1)):
         parts[pool] = min(used, grant.parts[pool])
@@ -571,70 +572,68 @@ class Purse:
     `allocate` to find.
     """
 
-    __slots__ = ("_account", "_count", "_free", "_requests", "_room", "_rule", "_taken")
+    __slots__ = ("_account", "_begun", "_free", "_grants", "_requests", "_requests_begun", "_room", "_rule")
 
     def __init__(self, rule: ModelRule, account: Account, now_ns: int) -> None:
         self._rule = rule
         self._account = account
-        rooms = [free_of(account, window) if account.limits[window] else TOKENS_MAX for window in range(4)]
-        self._room = 0 if account.blocked_until > now_ns else min(rooms[:REQUESTS_MINUTE])
-        self._requests = min(rooms[REQUESTS_MINUTE:])
+        rooms = [
+            free_of(account, window) if limit else TOKENS_MAX for window, limit in enumerate(rule.limits)
+        ]
+        self._room = 0 if account.blocked_until > now_ns else min(rooms[0], rooms[1])
+        self._requests = self._requests_begun = min(rooms[2], rooms[3])
         if rule.main < REQUESTS_MINUTE:
-            self._free = [
-                size - used - reserved
-                for size, used, reserved in zip(
-                    account.pools, account.pool_used, account.pool_reserved, strict=True
-                )
-            ]
+            books = zip(account.pools, account.pool_used, account.pool_reserved, strict=True)
+            self._free = [size - used - reserved for size, used, reserved in books]
         else:
             self._free = [0, 0, 0, 0, self._room]
-        self._taken = [0, 0, 0, 0, 0]
-        self._count = 0
-
-    @property
-    def free(self) -> int:
-        """What is free in the main window."""
-        return free_of(self.account, self._rule.main)
+        self._begun = [*self._free]
+        self._grants: dict[tuple[int, int], Grant] = {}
 
     def take(self, tokens: int, tier: int) -> Grant | None:
         """Reserve tokens; None when this purse does not have them."""
+        free = self._free
         if tokens > self._room or not self._requests:
             return None
-        free = self._free
-        parts = [0, 0, 0, 0, 0]
-        own = free[tier]
-        if own >= tokens:
-            free[tier] = own - tokens
-            parts[tier] = tokens
-        else:
-            own = max(0, own)
-            if own + free[SHARED] < tokens:
-                return None
-            parts[tier], parts[SHARED] = own, tokens - own
-            free[tier] -= own
-            free[SHARED] -= tokens - own
-            self._taken[SHARED] += tokens - own
-        self._taken[tier] += parts[tier]
+        if tokens > free[tier]:
+            return self._take_shared(tokens, tier)
+        free[tier] -= tokens
         self._room -= tokens
         self._requests -= 1
-        self._count += 1
-        rule = self._rule
-        return Grant(
-            rule.provider, rule.name, tokens, tier, (parts[0], parts[1], parts[2], parts[3], parts[4])
-        )
+        grant = self._grants.get((tokens, tier))
+        if grant is None:
+            parts = [0, 0, 0, 0, 0]
+            parts[tier] = tokens
+            grant = Grant(self._rule.provider, self._rule.name, tokens, tier, _five(parts))
+            self._grants[tokens, tier] = grant
+        return grant
+
+    def _take_shared(self, tokens: int, tier: int) -> Grant | None:
+        free = self._free
+        own = max(0, free[tier])
+        if own + free[SHARED] < tokens:
+            return None
+        parts = [0, 0, 0, 0, 0]
+        parts[tier], parts[SHARED] = own, tokens - own
+        free[tier] -= own
+        free[SHARED] -= tokens - own
+        self._room -= tokens
+        self._requests -= 1
+        return Grant(self._rule.provider, self._rule.name, tokens, tier, _five(parts))
 
     @property
     def account(self) -> Account:
         """The account with everything that was taken."""
-        if self._count:
-            account = self._account
+        count = self._requests_begun - self._requests
+        if count:
+            account, taken = self._account, _difference(_five(self._begun), _five(self._free))
             self._account = replace(
                 account,
-                tokens=account.tokens + sum(self._taken),
-                requests=account.requests + self._count,
-                pool_reserved=_sum(account.pool_reserved, _five(self._taken)),
+                tokens=account.tokens + sum(taken),
+                requests=account.requests + count,
+                pool_reserved=_sum(account.pool_reserved, taken),
             )
-            self._taken, self._count = [0, 0, 0, 0, 0], 0
+            self._begun, self._requests_begun = [*self._free], self._requests
         return self._account
 
 

@@ -355,18 +355,33 @@ class Claims:
         leased = self._transaction.lease(
             [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
+        if self._grants:
+            return self._with_tokens(chosen, leased)
         return [
-            self._claimed(head, lane, record) for (head, lane), record in zip(chosen, leased, strict=True)
-        ]
+            Claimed(
+                record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
+                head.record.lane > lane,
+            )
+            for (head, lane), record in zip(chosen, leased, strict=True)
+        ]  # fmt: skip
 
-    def _claimed(self, head: Head, lane: int, record: Record) -> Claimed:
-        grant, body = self._grants.get(record.message_id, (None, None))
-        if grant is not None and self._books is not None:
-            self._books.hold(record, grant)
-        return Claimed(
-            record, head.type, head.parent_message_id, body or _decoded(head.payload), head.payload,
-            head.record.lane > lane, grant,
-        )  # fmt: skip
+    def _with_tokens(self, chosen: list[tuple[Head, int]], leased: list[Record]) -> list[Claimed]:
+        """The same for messages of which some have tokens: those are tied to the leases."""
+        claimed: list[Claimed] = []
+        held: list[tuple[Record, Grant]] = []
+        for (head, lane), record in zip(chosen, leased, strict=True):
+            grant, body = self._grants.get(record.message_id, (None, None))
+            if grant is not None:
+                held.append((record, grant))
+            else:
+                body = _decoded(head.payload)
+            promoted = head.record.lane > lane
+            claimed.append(
+                Claimed(record, head.type, head.parent_message_id, body, head.payload, promoted, grant)
+            )
+        if self._books is not None:
+            self._books.hold(held)
+        return claimed
 
 
 def _never(body: Body, rules: TokenRules) -> str:

@@ -6,7 +6,7 @@ Rule 2: a reservation belongs to a lease. One whose lease is over counts for not
 Rule 3: accounts are read once and written once in a transaction, by `flush`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -69,11 +69,15 @@ class TokenBooks:
         self._stored: dict[Name, Account | None] = {}
         self._purses: dict[Name, Purse] = {}
         """Accounts in the form for claims. An account with a purse is changed through it."""
+        self._quick: dict[str, Purse] = {}
+        """The purses of models that one name stands for."""
         self._uses: dict[tuple[str, str, str], TokenUse] = {}
-        self._new: list[Hold] = []
-        self._held: dict[str, list[Hold]] = {}
-        """Reservations of earlier claims that this transaction changes, by key."""
-        self._by_lease: dict[int, tuple[str, Hold]] = {}
+        self._leased: list[tuple[Record, Grant]] = []
+        """Messages that this transaction leased, with their tokens."""
+        self._held: dict[str, dict[int, Hold]] = {}
+        """Reservations of earlier claims that this transaction changes, by key and lease."""
+        self._keys: dict[int, str] = {}
+        """Their keys by lease."""
         self._events: list[Noted] = []
 
     # ---- accounts ------------------------------------------------------------------------------
@@ -84,6 +88,7 @@ class TokenBooks:
         purse = self._purses.pop(name, None)
         if purse is not None:
             self._accounts[name] = purse.account
+            self._quick.clear()
         account = self._accounts.get(name)
         if account is None:
             stored = self._stored[name] = ACCOUNTS.get(self._transaction, *name)
@@ -122,13 +127,13 @@ class TokenBooks:
         for use_key, use in self._uses.items():
             TOKEN_USES.put(transaction, use, *use_key)
         for key, holds in self._held.items():
-            HOLDS.put(transaction, holds or None, key)
-        if self._new:
-            HOLDS.put(transaction, self._new, _key_of(self._new[0].lease))
+            HOLDS.put(transaction, [*holds.values()] or None, key)
+        if self._leased:
+            self._hold_all()
         if self._events:
             transaction.note(self._events)
-        self._accounts, self._stored, self._purses, self._uses = {}, {}, {}, {}
-        self._new, self._held, self._by_lease, self._events = [], {}, {}, []
+        self._accounts, self._stored, self._purses, self._quick, self._uses = {}, {}, {}, {}, {}
+        self._leased, self._held, self._keys, self._events = [], {}, {}, []
 
     # ---- claims --------------------------------------------------------------------------------
 
@@ -137,10 +142,19 @@ class TokenBooks:
 
         Returns None when none of its models can ever give the tokens.
         """
+        names = body.models
+        purse = self._quick.get(names[0]) if len(names) == 1 else None
+        grant = None if purse is None else purse.take(body.tokens, record.priority)
+        return grant or self._take(record, body)
+
+    def _take(self, record: Record, body: Body) -> Grant | Short | None:
         models = self._rules.candidates(body.models)
         if len(models) == 1 or body.models:
             for rule in models:
-                grant = self._purse(rule).take(body.tokens, record.priority)
+                purse = self._purse(rule)
+                if len(models) == 1 and body.models:
+                    self._quick[body.models[0]] = purse
+                grant = purse.take(body.tokens, record.priority)
                 if grant is not None:
                     return grant
         found = self.decide(record, body, prunes=True)
@@ -189,25 +203,33 @@ class TokenBooks:
                 self._transaction.put_cell(DEPENDANTS.name, key, None)
         return count
 
-    def hold(self, record: Record, grant: Grant) -> None:
-        """Tie a reservation to the lease of a message."""
-        message_id, attempt, lease, queue = record.message_id, record.attempt, record.lease, record.queue
-        self._new.append(Hold(message_id, lease, attempt, queue[len(ENGINE_PREFIX) :], grant))
-        detail: dict[str, Any] = {
-            "tokens": grant.tokens, "tier": grant.tier, "provider": grant.provider, "model": grant.model
-        }  # fmt: skip
-        if grant.wanted:
-            detail["wanted"] = grant.wanted
-        self._events.append(
-            Noted("tokens_reserved", queue, message_id, "PROCESSING", attempt, record.lane, lease, detail)
-        )
-        if borrowed := grant.borrowed:
-            lenders = {f"P{pool}": part for pool, part in enumerate(grant.parts[: tokens.TIERS]) if part}
-            lenders.pop(f"P{grant.tier}", None)
-            facts = {**detail, "tokens": borrowed, "lenders": lenders}
-            self._events.append(
-                Noted("tokens_borrowed", queue, message_id, "PROCESSING", attempt, record.lane, lease, facts)
+    def hold(self, leased: Sequence[tuple[Record, Grant]]) -> None:
+        """Tie reservations to the leases of their messages."""
+        self._leased += leased
+
+    def _hold_all(self) -> None:
+        prefix = len(ENGINE_PREFIX)
+        holds = [
+            Hold(record.message_id, record.lease, record.attempt, record.queue[prefix:], grant)
+            for record, grant in self._leased
+        ]
+        HOLDS.put(self._transaction, holds, _key_of(holds[0].lease))
+        details = {grant: _reserved(grant) for _, grant in self._leased}
+        self._events += [
+            Noted(
+                "tokens_reserved", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane, one.lease,
+                details[grant],
             )
+            for one, grant in self._leased
+        ]  # fmt: skip
+        self._events += [
+            Noted(
+                "tokens_borrowed", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane, one.lease,
+                {**details[grant], "tokens": grant.borrowed, "lenders": _lenders(grant)},
+            )
+            for one, grant in self._leased
+            if grant.borrowed
+        ]  # fmt: skip
 
     def refuse(self, record: Record, body: Body) -> None:
         """Note that a message did not get its tokens."""
@@ -227,11 +249,10 @@ class TokenBooks:
 
     def settle(self, lease: int, spent: Spent = NOTHING) -> None:
         """A lease has ended: book what was used of its reservation, and return the rest."""
-        if lease not in self._by_lease:
+        if lease not in self._keys:
             self._load(lease)
-        key, hold = self._by_lease.pop(lease, ("", None))
+        hold = self._held.get(self._keys.get(lease, ""), {}).pop(lease, None)
         if hold is not None:
-            self._held[key].remove(hold)
             self._settle(hold, spent)
 
     def settle_all(self, leases: Iterable[int]) -> None:
@@ -244,8 +265,8 @@ class TokenBooks:
         """Read what the claim that gave a lease still holds: the last claim up to that lease."""
         for key, holds in HOLDS.scan(self._transaction, joined(_key_of(lease) - 1), 1):
             if key not in self._held and any(one.lease == lease for one in holds):
-                self._held[key] = holds
-                self._by_lease.update({one.lease: (key, one) for one in holds})
+                self._held[key] = {one.lease: one for one in holds}
+                self._keys.update(dict.fromkeys(self._held[key], key))
 
     def _settle(self, hold: Hold, spent: Spent) -> None:
         grant = hold.grant
@@ -314,10 +335,22 @@ class TokenBooks:
             for hold in over:
                 self._settle(hold, NOTHING)
             if over:
-                self._held[key] = [hold for hold in holds if hold not in over]
+                self._held[key] = {hold.lease: hold for hold in holds if hold not in over}
         for rule in self._rules.models:
             self.account(rule)
         self.flush()
+
+
+def _reserved(grant: Grant) -> dict[str, Any]:
+    detail: dict[str, Any] = {
+        "tokens": grant.tokens, "tier": grant.tier, "provider": grant.provider, "model": grant.model
+    }  # fmt: skip
+    return {**detail, "wanted": grant.wanted} if grant.wanted else detail
+
+
+def _lenders(grant: Grant) -> dict[str, int]:
+    parts = enumerate(grant.parts[: tokens.TIERS])
+    return {f"P{pool}": part for pool, part in parts if part and pool != grant.tier}
 
 
 def _key_of(lease: int) -> int:
