@@ -577,11 +577,12 @@ class Purse:
     def __init__(self, rule: ModelRule, account: Account, now_ns: int) -> None:
         self._rule = rule
         self._account = account
-        rooms = [
-            free_of(account, window) if limit else TOKENS_MAX for window, limit in enumerate(rule.limits)
-        ]
-        self._room = 0 if account.blocked_until > now_ns else min(rooms[0], rooms[1])
-        self._requests = self._requests_begun = min(rooms[2], rooms[3])
+        rooms = [TOKENS_MAX] * 4
+        for window, limit in enumerate(account.limits):
+            if limit:
+                rooms[window] = free_of(account, window)
+        self._room = 0 if account.blocked_until > now_ns else min(rooms[:REQUESTS_MINUTE])
+        self._requests = self._requests_begun = min(rooms[REQUESTS_MINUTE:])
         if rule.main < REQUESTS_MINUTE:
             books = zip(account.pools, account.pool_used, account.pool_reserved, strict=True)
             self._free = [size - used - reserved for size, used, reserved in books]
