@@ -54,19 +54,6 @@ class _Data:
         self.events: list[Event] = []
         self.number = 1
 
-    def put(self, message_id: str, row: Stored | None) -> Stored | None:
-        """Set or remove a row with its index entries; returns the previous row."""
-        before = self.rows.pop(message_id, None)
-        if before is not None:
-            for index, entry in _entries(before.record):
-                entries = self.indexes[index]
-                del entries[bisect_left(entries, entry)]
-        if row is not None:
-            self.rows[message_id] = row
-            for index, entry in _entries(row.record):
-                insort(self.indexes.setdefault(index, []), entry)
-        return before
-
 
 def _entries(record: Record) -> list[tuple[_Index, tuple[int, int, str]]]:
     """The index entries of a record."""
@@ -80,14 +67,6 @@ def _entries(record: Record) -> list[tuple[_Index, tuple[int, int, str]]]:
     if record.expires and record.state in lifecycle.WAITING:
         found.append((("ending", "expiry"), record.expires))
     return [(index, (number, record.seq, record.message_id)) for index, number in found]
-
-
-def _assign(values: dict[K, V], key: K, value: V | None) -> None:
-    """Set or remove a value."""
-    if value is None:
-        values.pop(key, None)
-    else:
-        values[key] = value
 
 
 class MemoryStore(Store):
@@ -146,8 +125,8 @@ class MemoryTransaction(Transaction):
         self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Undo all changes, the last one first."""
-        for step in reversed(self._undo):
+        """Undo all changes, the last one first. To undo a change adds to the log, so a copy is read."""
+        for step in self._undo[::-1]:
             step()
 
     def commit(self) -> None:
@@ -160,8 +139,6 @@ class MemoryTransaction(Transaction):
     def _undo_by(self, step: Callable[[], object]) -> None:
         self.changes += 1
         self._undo.append(step)
-
-    # ---- records and events --------------------------------------------------------------------
 
     def take_numbers(self, count: int) -> int:
         first = self._number
@@ -212,13 +189,24 @@ class MemoryTransaction(Transaction):
         self._events += events
 
     def _put(self, message_id: str, row: Stored | None) -> None:
-        before = self._data.put(message_id, row)
-        self._undo_by(lambda: self._data.put(message_id, before))
+        """Set or remove a row with its index entries."""
+        data = self._data
+        before = data.rows.pop(message_id, None)
+        if before is not None:
+            for index, entry in _entries(before.record):
+                entries = data.indexes[index]
+                del entries[bisect_left(entries, entry)]
+        if row is not None:
+            data.rows[message_id] = row
+            for index, entry in _entries(row.record):
+                insort(data.indexes.setdefault(index, []), entry)
+        self._undo_by(lambda: self._put(message_id, before))
 
     def _set(self, values: dict[K, V], key: K, value: V | None) -> None:
-        before = values.get(key)
-        _assign(values, key, value)
-        self._undo_by(lambda: _assign(values, key, before))
+        before = values.pop(key, None)
+        if value is not None:
+            values[key] = value
+        self._undo_by(lambda: self._set(values, key, before))
 
     def _count(self, queue: str, what: Counted, change: int) -> None:
         counts = self._data.counts.setdefault(queue, {})
@@ -241,8 +229,6 @@ class MemoryTransaction(Transaction):
         del events[:gone]
         self._undo_by(lambda: events.__setitem__(slice(0, 0), removed))
 
-    # ---- cells ---------------------------------------------------------------------------------
-
     def cell(self, kind: str, key: str) -> bytes | None:
         return self._data.cells.get(kind, {}).get(key)
 
@@ -252,8 +238,6 @@ class MemoryTransaction(Transaction):
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         found = self._data.cells.get(kind, {})
         return [(key, found[key]) for key in sorted(found) if key > after][:limit]
-
-    # ---- lanes ---------------------------------------------------------------------------------
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = [self._data.rows[entry[2]] for entry in self._data.indexes.get((queue, lane), [])[:limit]]
