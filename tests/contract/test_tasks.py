@@ -15,7 +15,7 @@ from postroom.contracts import task_retention
 from postroom.contracts import tasks as module
 from postroom.contracts.task_input import JSON_DEPTH_MAX, checked_terms
 from postroom.contracts.task_operations import NewTask, TaskOperations
-from postroom.contracts.tasks import DECISIONS, Retention, Task, TaskInfo
+from postroom.contracts.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -54,7 +54,7 @@ def on_disk(tmp_path: Path) -> Iterator[Tasks]:
         yield tasks
 
 
-def take(tasks: Tasks, **terms: Any) -> Task:
+def take(tasks: Tasks, **terms: Any) -> LeasedTask:
     [task] = tasks.claim(agent="a", **terms)
     return task
 
@@ -70,7 +70,7 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     task_id = tasks.enqueue(agent="a", payload={"issue": 7}, type="issue.triage", parent="p")
     clock.advance(2)
     task = take(tasks, worker="w-1")
-    assert task == Task(
+    assert task == LeasedTask(
         task_id, {"issue": 7}, task.lease, 1, "a", type="issue.triage", parent="p", lease_s=300.0
     )
     clock.advance(1)
@@ -193,7 +193,7 @@ def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
 
 
 def test_a_repeated_last_call_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
-    words: list[Callable[[Task], object]] = [
+    words: list[Callable[[LeasedTask], object]] = [
         lambda task: tasks.complete(task.task_id, task.lease, "first"),
         lambda task: tasks.release(task.task_id, task.lease),
         lambda task: tasks.fail(task.task_id, task.lease, "no", retry_in_s=0),
@@ -602,7 +602,7 @@ def only_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
     tasks = Tasks.open(url)
-    got: list[Task] = []
+    got: list[LeasedTask] = []
     waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
     while not tasks.notifier._callbacks:
         waiting.join(0.001)
@@ -957,7 +957,7 @@ def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: p
     tasks.close()
 
 
-def _ids(task: Task) -> tuple[str, int]:
+def _ids(task: LeasedTask) -> tuple[str, int]:
     return task.task_id, task.lease
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from postroom import StaleLease, Tasks
 from postroom.contracts.task_input import RETRIES_MAX
-from postroom.contracts.tasks import DECISIONS, Task
+from postroom.contracts.tasks import DECISIONS, LeasedTask
 from postroom.core.retry import RetryPolicy
 from postroom.message import Durability
 from postroom.stores import checkpoints
@@ -133,7 +133,7 @@ def consumer(
             _speak(report, tasks, task, word, timed=timed)
 
 
-def report_claims(report: Report, claimed: list[Task], took: str = "") -> None:
+def report_claims(report: Report, claimed: list[LeasedTask], took: str = "") -> None:
     for task in claimed:
         payload = task.payload
         whole = isinstance(payload, dict) and payload["body"] == body_of(payload["token"])
@@ -149,7 +149,7 @@ def _wayward_word(rng: Random) -> str:
     return "heartbeat" if chance < FAIL_CHANCE + RELEASE_CHANCE + HEARTBEAT_CHANCE else "complete"
 
 
-def _speak(report: Report, tasks: Tasks, task: Task, word: str, *, timed: bool) -> None:
+def _speak(report: Report, tasks: Tasks, task: LeasedTask, word: str, *, timed: bool) -> None:
     begun = time.perf_counter()
     try:
         if word == "heartbeat":
@@ -209,7 +209,7 @@ def holder(report: Report, *, folder: str, agent: str, name: str, seed: int, lea
             report("said", task.task_id, task.lease, *(_refused(tasks, task, word) for word in words))
 
 
-def _refused(tasks: Tasks, task: Task, word: str) -> str:
+def _refused(tasks: Tasks, task: LeasedTask, word: str) -> str:
     try:
         WORDS[word](tasks, task.task_id, task.lease)
     except StaleLease:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from postroom import Tasks
-from postroom.contracts.tasks import DECISIONS, Task
+from postroom.contracts.tasks import DECISIONS, LeasedTask
 from postroom.core.retry import RetryPolicy
 from postroom.errors import InvalidMessage, StaleLease, Unavailable
 from postroom.message import Envelope
@@ -71,7 +71,7 @@ def drain_for(room: Room, harness: Harness, seconds: int) -> None:
 
 
 def test_a_result_is_executed_and_then_done(room: Room) -> None:
-    seen: list[Task] = []
+    seen: list[LeasedTask] = []
     task_id = room.completed({"decision": "close"})
     room.harness(seen.append).step()
     [decision] = seen
@@ -94,14 +94,14 @@ def test_a_crash_while_executing_executes_again(room: Room) -> None:
     class Died(BaseException):
         pass
 
-    def die(_: Task) -> None:
+    def die(_: LeasedTask) -> None:
         raise Died
 
     task_id = room.completed()
     with pytest.raises(Died):
         room.harness(die).step()
     assert room.status(task_id) == "completed"
-    seen: list[Task] = []
+    seen: list[LeasedTask] = []
     second = room.harness(seen.append)
     second.step()
     assert seen == []  # the dead harness's lease has not run out
@@ -134,7 +134,7 @@ def test_results_wait_for_a_harness_with_an_executor(room: Room) -> None:
 
 def test_a_decision_without_a_task_is_executed_and_ends(room: Room) -> None:
     """Its task was purged, or an earlier version let somebody put it there."""
-    seen: list[Task] = []
+    seen: list[LeasedTask] = []
     alone = Envelope(queue=DECISIONS, payload=b'"by hand"')
     [accepted] = room.tasks.store.write(lambda transaction: transaction.insert([alone]))
     decision_id = accepted.message_id
@@ -151,7 +151,7 @@ def test_the_drain_loop_survives_any_exception(room: Room) -> None:
     seen: list[str] = []
     errors: list[BaseException] = [ValueError("no label"), SystemExit(3), RecursionError()]
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if errors:
             raise errors.pop(0)
         seen.append(decision.parent)
@@ -191,7 +191,7 @@ def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(room: Room) -> N
     """Foreman retried a decision whose execution raises for ever."""
     attempts: list[int] = []
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         attempts.append(decision.attempt)
         raise OSError("GitHub is down")
 
@@ -209,7 +209,7 @@ def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(room: Room) -> N
 def test_a_dead_decision_can_be_tried_again_by_hand(room: Room) -> None:
     works = False
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         if not works:
             raise OSError("GitHub is down")
 
@@ -227,7 +227,7 @@ def test_a_failing_decision_does_not_delay_the_others(room: Room) -> None:
     bad = room.completed("bad")
     good = [room.completed("good") for _ in range(3)]
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "bad":
             raise ValueError("bad")
 
@@ -237,7 +237,7 @@ def test_a_failing_decision_does_not_delay_the_others(room: Room) -> None:
 
 
 def test_an_executor_that_outlives_its_lease_is_counted(room: Room) -> None:
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         room.clock.advance(301)
         room.tasks.sweep()
 
@@ -255,7 +255,7 @@ class Killed(BaseException):
 def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(room: Room) -> None:
     """Within its own short lease, not that of a task: it beats by itself, so it needs no long one."""
 
-    def die(_: Task) -> None:
+    def die(_: LeasedTask) -> None:
         raise Killed
 
     task_id = room.completed()
@@ -274,7 +274,7 @@ def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(room: 
 def test_a_beat_renews_the_lease_of_a_running_decision(room: Room) -> None:
     harness: Harness
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         for _beat in range(4):
             room.clock.advance(DECISION_LEASE_S * 2 / 3)
             harness.beat()
@@ -311,7 +311,7 @@ def live(tmp_path: Path) -> Iterator[Room]:
 def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
     together = threading.Barrier(3)
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         together.wait(HANG_GUARD_S)
 
     done = [live.completed(n) for n in range(6)]
@@ -331,7 +331,7 @@ def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) ->
     failures = iter([True, True])
     others_done = threading.Event()
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         agent = live.tasks.get(decision.parent).agent
         if agent == "slow":
             assert others_done.wait(HANG_GUARD_S)
@@ -349,7 +349,7 @@ def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) ->
 def test_in_order_a_dead_decision_does_not_block_the_next(live: Room) -> None:
     bad, good = live.completed("bad"), live.completed("good")
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "bad":
             raise ValueError("never")
 
@@ -364,7 +364,7 @@ def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(
     first, second = room.completed("first"), room.completed("second")
     executed: list[object] = []
 
-    def execute(decision: Task) -> None:
+    def execute(decision: LeasedTask) -> None:
         if decision.payload == "first":
             raise ValueError("not here")
         executed.append(decision.payload)
@@ -386,7 +386,7 @@ def test_waiting_decisions_are_released_by_stop(live: Room) -> None:
     live.completed(2)
     began, end = threading.Event(), threading.Event()
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         began.set()
         assert end.wait(HANG_GUARD_S)
 
@@ -404,7 +404,7 @@ def test_an_execution_interrupted_by_stop_is_no_failure(live: Room) -> None:
     live.completed(1)
     began, stopping = threading.Event(), threading.Event()
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         began.set()
         assert stopping.wait(HANG_GUARD_S)
         raise ValueError("the program was ended")
@@ -424,7 +424,7 @@ def test_a_beat_renews_the_lease_of_a_waiting_decision(room: Room) -> None:
     room.completed("first")
     room.completed("second")
 
-    def execute(_: Task) -> None:
+    def execute(_: LeasedTask) -> None:
         raise ValueError("not yet")
 
     harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
@@ -543,7 +543,7 @@ def test_a_zombies_late_complete_does_not_run_its_actions_again(room: Room) -> N
 
 
 def test_a_failed_task_is_not_resurrected_by_a_late_complete(room: Room) -> None:
-    executed: list[Task] = []
+    executed: list[LeasedTask] = []
     harness = room.harness(executed.append)
     task_id = room.tasks.enqueue(agent="triage", payload={}, max_retries=0)
     [task] = room.tasks.claim(agent="triage")
@@ -593,12 +593,12 @@ def test_with_every_nudge_lost_a_decision_is_executed_within_30_s(room: Room, of
 
 
 def test_the_position_survives_a_restart(room: Room) -> None:
-    first: list[Task] = []
+    first: list[LeasedTask] = []
     room.completed(1)
     room.harness(first.append).step()
     position = json.loads((room.folder / POSITION_FILE).read_bytes())
     assert position["seq"] > 0
-    second: list[Task] = []
+    second: list[LeasedTask] = []
     harness = room.harness(second.append)
     harness.step()
     assert second == []
@@ -628,7 +628,7 @@ def test_a_lost_or_foreign_position_loses_no_result(room: Room, text: str | None
 def test_a_crash_between_decision_and_position_opens_nothing_twice(room: Room) -> None:
     task_id = room.completed()
     assert room.tasks.open_decision(task_id) is not None
-    executed: list[Task] = []
+    executed: list[LeasedTask] = []
     harness = room.harness(executed.append)
     drain_for(room, harness, 30)
     assert [decision.parent for decision in executed] == [task_id]
@@ -742,7 +742,7 @@ def test_the_loops_run_as_threads(tmp_path: Path) -> None:
         agents = Agents(tmp_path)
         errors = [Unavailable("first fails")]
 
-        def execute(decision: Task) -> None:
+        def execute(decision: LeasedTask) -> None:
             if errors:
                 raise errors.pop()
             executed.append(decision.payload)

@@ -155,11 +155,11 @@ class Segments:
             for entry in entries:
                 if entry.n >= place.n:
                     with self._opened(entry) as opened:
-                        yield from self._behind(opened, entry.n, place) if opened else ()
+                        yield from self._blocks_after(opened, entry.n, place) if opened else ()
             for opened in growing:
-                yield from self._behind(opened, int(Path(opened.name).stem), place)
+                yield from self._blocks_after(opened, int(Path(opened.name).stem), place)
 
-    def _behind(
+    def _blocks_after(
         self, opened: _OpenFile, n: int, place: StreamPosition
     ) -> Iterator[tuple[list[AuditEvent], StreamPosition]]:
         start = place.offset if n == place.n else 0
