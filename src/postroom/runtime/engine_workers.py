@@ -3,7 +3,7 @@
 Rule 1: a worker that dies is noticed within a second. Its leases end at once, and it is started again.
 Rule 2: the number of workers follows backpressure (`core.admission.wanted_workers`): up at most every 10 s,
         down at most every 60 s.
-Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to finish; other messages are released.
+Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to finish; the rest is released.
 """
 
 import importlib
