@@ -120,7 +120,7 @@ SCENES: dict[str, Callable[[OperationCases], Callable[[], object]]] = {
 }
 
 
-def test_every_operation_of_tasks_has_its_scene() -> None:
+def test_every_operation_of_tasks_is_tested() -> None:
     assert SCENES.keys() == OPERATIONS["tasks"].keys()
 
 

@@ -94,7 +94,7 @@ def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks,
     assert {event.error for event in failed} == {"it broke"}
 
 
-def test_a_store_keeps_what_is_not_shipped(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_store_keeps_unshipped_events(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     feed = feed_of(tasks)
     with shipper(tmp_path / "audit", feed) as one:
@@ -134,7 +134,7 @@ class Careful(SegmentSink):
         super().write(events)
 
 
-def test_what_is_written_is_settled_and_what_comes_meanwhile_waits(tasks: Tasks, tmp_path: Path) -> None:
+def test_only_settled_events_are_shipped_and_later_ones_wait(tasks: Tasks, tmp_path: Path) -> None:
     tasks.enqueue(agent="ada", payload="first")
     with Careful(tmp_path / "audit") as sink:
         sink.feed = Busy(tasks)
@@ -143,7 +143,7 @@ def test_what_is_written_is_settled_and_what_comes_meanwhile_waits(tasks: Tasks,
         assert one.waiting() == 2
 
 
-def test_a_sink_that_knows_more_than_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_sink_ahead_of_its_source_is_refused(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     feed = feed_of(tasks)
     sink = SegmentSink(tmp_path / "audit")
@@ -199,7 +199,7 @@ def test_a_store_has_one_stream(tmp_path: Path) -> None:
     assert ship_store(tmp_path / "second", database) == 4
 
 
-def test_a_store_that_is_replaced_under_a_shipper_ends_it(tmp_path: Path) -> None:
+def test_a_store_replaced_during_shipping_ends_the_shipper(tmp_path: Path) -> None:
     database = tmp_path / "queue.db"
     enqueue(database, "one")
     with opened(tmp_path / "audit", Sources(stores=(f"sqlite:///{database}",)), AuditSettings()) as shipping:
@@ -251,7 +251,7 @@ def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture)
         assert caplog.text == ""
 
 
-def test_redaction_changes_no_other_fields_than_it_says() -> None:
+def test_redaction_changes_only_the_documented_fields() -> None:
     secret = "ada@example.com"  # noqa: S105 - an address
     facts: dict[str, Any] = {
         field.name: secret for field in msgspec.structs.fields(AuditEvent) if field.type is str
@@ -297,7 +297,7 @@ class FullOnce:
         self._sink.write(events)
 
 
-def test_a_sink_that_fails_is_tried_again_and_counted(tasks: Tasks, tmp_path: Path) -> None:
+def test_a_failing_sink_is_retried_and_counted(tasks: Tasks, tmp_path: Path) -> None:
     work(tasks)
     sink = SegmentSink(tmp_path / "audit")
     one = Shipper(FullOnce(sink, 2), lambda: [feed_of(tasks)], monotonic=iter(range(1000)).__next__)
@@ -492,7 +492,7 @@ def test_restored_file_is_refused_even_after_new_lines(contract: str, tmp_path: 
 
 
 @pytest.mark.parametrize("contract", ["bus", "queue"])
-def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path: Path) -> None:
+def test_a_file_restored_during_shipping_ends_the_shipper(contract: str, tmp_path: Path) -> None:
     path, say = speaker(contract, tmp_path)
     say("first")
     old = path.read_bytes()
@@ -507,7 +507,7 @@ def test_a_file_that_is_put_back_under_a_shipper_ends_it(contract: str, tmp_path
             shipping.shipper.ship()
 
 
-def test_a_file_goes_on_when_what_the_stream_held_of_it_was_removed(tmp_path: Path) -> None:
+def test_a_file_is_continued_after_retention_removed_its_events(tmp_path: Path) -> None:
     path, say = speaker("bus", tmp_path)
     say("first")
     assert ship_sources(tmp_path / "audit", Sources(buses=(path,))) == 1

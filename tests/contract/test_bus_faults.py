@@ -203,7 +203,7 @@ def test_os_durability_never_calls_fsync(tmp_path: Path, disk: FaultyDisk) -> No
 
 @pytest.mark.parametrize("durability", SYNCED)
 @pytest.mark.parametrize("write", [post, post_many])
-def test_a_failed_fsync_is_an_error_that_says_so(
+def test_a_failed_fsync_raises_write_failed(
     tmp_path: Path, disk: FaultyDisk, durability: Durability, write: Callable[[Bus, str], object]
 ) -> None:
     bus = Bus(tmp_path / "bus.yaml", durability=durability)

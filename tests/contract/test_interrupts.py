@@ -34,7 +34,7 @@ def numbers(tasks: Tasks) -> list[int]:
     return [event.seq for event in tasks.events(limit=100_000)]
 
 
-def test_an_interrupt_right_after_the_commit_repeats_no_number(
+def test_an_interrupt_after_the_commit_reuses_no_number(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed = SqliteTransaction.committed

@@ -78,7 +78,7 @@ def test_a_private_id_is_a_random_uuid_made_by_the_server(harness: Harness) -> N
         assert (str(made), made.version, made.variant) == (mail_id, 4, uuid.RFC_4122)
 
 
-def test_a_public_mailbox_has_the_name_that_its_user_chose(harness: Harness) -> None:
+def test_a_public_mailbox_has_the_name_from_its_create(harness: Harness) -> None:
     assert harness.create(FakeLink(), ttl=60, public=True, name="task.queue") == "task.queue"
 
 
@@ -370,7 +370,7 @@ def test_a_mailbox_ends_with_its_time_and_its_messages_with_it(harness: Harness)
     assert harness.service.stats()["messages"] == 0
 
 
-def test_zero_is_for_ever_and_nothing_said_is_a_day(harness: Harness) -> None:
+def test_a_ttl_of_zero_is_unlimited_and_the_default_is_a_day(harness: Harness) -> None:
     link = FakeLink()
     ever, day = harness.create(link, ttl=0), harness.create(link)
     harness.tick(86_399)
@@ -481,7 +481,7 @@ def test_the_public_list_has_existing_mailboxes_then_created_and_expired_ones(ha
     assert link.got == []
 
 
-def test_nobody_can_write_to_the_public_list(harness: Harness) -> None:
+def test_no_client_can_write_to_the_public_list(harness: Harness) -> None:
     link = FakeLink()
     harness.service.subscribed(link, "7", PUBLIC, "")
     assert harness.request(link, PUBLIC, b'{"event":"created"}')["code"] == 403
@@ -520,7 +520,7 @@ def test_no_wildcard_and_no_foreign_subject_can_be_subscribed_to(harness: Harnes
 
 
 @pytest.mark.parametrize("mail_id", ["*", ">", "a.*", "nobody", ""])
-def test_a_send_to_nowhere_is_refused_and_stores_nothing(harness: Harness, mail_id: str) -> None:
+def test_a_send_to_an_unknown_mailbox_is_refused_and_stores_nothing(harness: Harness, mail_id: str) -> None:
     link = FakeLink()
     harness.publish(link, MSG + mail_id, b"x")
     assert link.answers == []
@@ -644,7 +644,7 @@ def test_a_member_is_a_connection_whatever_the_number_of_its_subscriptions(harne
 # ---- delete and list ---------------------------------------------------------------------------
 
 
-def test_delete_says_whether_there_was_something(harness: Harness) -> None:
+def test_delete_reports_whether_the_message_existed(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     msg_id = harness.send(link, mail_id, b"x", "critical")
@@ -723,7 +723,7 @@ def test_a_client_without_headers_finds_the_id_in_the_reply_subject_which_delete
     assert harness.service.stats()["messages"] == 0
 
 
-def test_a_refusal_tells_the_events_which_client_it_was(harness: Harness) -> None:
+def test_the_event_of_a_refusal_names_the_client(harness: Harness) -> None:
     link = FakeLink(name="worker-7")
     harness.request(link, f"{MSG}nobody", b"x")
     harness.subscribe(link, "nobody.*")
@@ -735,7 +735,7 @@ def test_a_refusal_tells_the_events_which_client_it_was(harness: Harness) -> Non
     ("word", "seen"), [("critical", "high"), ("urgent", "high"), ("", "normal"), ("low", "low")]
 )
 @pytest.mark.parametrize("payload", [b"", b"\x80abc", b'{"msg_id": 1}'])
-def test_the_sdk_gets_an_envelope_in_its_own_words(
+def test_the_sdk_gets_an_envelope_with_its_own_priorities(
     harness: Harness, word: str, seen: str, payload: bytes
 ) -> None:
     link, sdk = FakeLink(), FakeLink(SDK)
@@ -811,7 +811,7 @@ def test_an_acknowledgement_does_not_cover_later_letters_that_were_fetched_earli
     assert fetch_ids(harness, link, "q", group_name="g") == normal[1:]
 
 
-def test_two_connections_of_a_group_never_hold_the_same(harness: Harness) -> None:
+def test_two_connections_of_a_group_never_hold_the_same_message(harness: Harness) -> None:
     one, two = FakeLink(), FakeLink()
     harness.create(one, name="q", public=True)
     sent = [harness.send(one, "q", b"x") for _ in range(4)]
@@ -822,7 +822,7 @@ def test_two_connections_of_a_group_never_hold_the_same(harness: Harness) -> Non
     assert fetch_ids(harness, two, "q", group_name="g") == sent[1:]
 
 
-def test_a_groups_place_survives_a_restart(harness: Harness) -> None:
+def test_the_position_of_a_group_survives_a_restart(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     sent = [harness.send(link, "q", b"x", "urgent") for _ in range(4)]
@@ -835,7 +835,7 @@ def test_a_groups_place_survives_a_restart(harness: Harness) -> None:
     assert fetch_ids(harness, link, "q", group_name="late") == [sent[4]]
 
 
-def test_where_a_fetch_begins(harness: Harness) -> None:
+def test_the_start_position_of_a_fetch(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     first = harness.send(link, "q", b"1")
@@ -908,7 +908,7 @@ def test_a_messages_own_lifetime(harness: Harness) -> None:
     assert harness.kinds()[-1] == "expired"
 
 
-def test_query_looks_by_key_tags_and_time_and_takes_nothing(harness: Harness) -> None:
+def test_query_searches_by_key_tags_and_time_without_fetching(harness: Harness) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True, ttl=0)
     harness.request(link, f"{NEWEST}SEND.q", b"1", headed(key="k", tags="a,b"))
@@ -936,7 +936,7 @@ def test_the_newest_delete(harness: Harness) -> None:
 @pytest.mark.parametrize(
     "headers", [headed(priority="soon"), headed(delay="x"), headed(ttl="-1"), headed(key="k" * 2_000)]
 )
-def test_bad_wishes_are_refused(harness: Harness, headers: bytes) -> None:
+def test_invalid_send_options_are_refused(harness: Harness, headers: bytes) -> None:
     link = FakeLink()
     harness.create(link, name="q", public=True)
     assert harness.request(link, f"{NEWEST}SEND.q", b"x", headers)["code"] == 400
@@ -1072,7 +1072,7 @@ def test_after_enough_failed_deliveries_a_message_goes_to_the_dead_letters(tmp_p
     assert harness.service.stats()["mailboxes"] == 0
 
 
-def test_a_creator_can_give_a_mailbox_more_time_where_that_is_allowed(tmp_path: Path) -> None:
+def test_the_creator_can_extend_a_mailbox_with_the_option(tmp_path: Path) -> None:
     harness = Harness(tmp_path, extend=True)
     owner, other, nameless = FakeLink(user="anna"), FakeLink(user="otto"), FakeLink()
     mail_id = harness.create(owner, ttl=10)
@@ -1092,13 +1092,13 @@ def test_a_creator_can_give_a_mailbox_more_time_where_that_is_allowed(tmp_path: 
     assert harness.request(nameless, f"$mq9.AI.MAILBOX.EXTEND.{mine}", b'{"ttl":99}')["ttl"] == 99
 
 
-def test_extending_is_refused_unless_it_was_asked_for(harness: Harness) -> None:
+def test_extending_is_refused_without_the_option(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=10)
     assert harness.request(link, f"$mq9.AI.MAILBOX.EXTEND.{mail_id}", b'{"ttl":99}')["code"] == 403
 
 
-def test_deliveries_become_events_only_where_receipts_are_asked_for(tmp_path: Path) -> None:
+def test_deliveries_are_emitted_only_with_receipts(tmp_path: Path) -> None:
     for receipts in (False, True):
         harness = Harness(tmp_path / str(receipts), receipts=receipts)
         link = FakeLink(user="anna")
@@ -1143,7 +1143,7 @@ def test_a_torn_end_is_skipped_and_kept(harness: Harness, cut: int) -> None:
     assert harness.kinds()[-1] == "quarantined"
 
 
-def test_a_damaged_middle_costs_only_itself_and_is_kept_when_the_log_is_compacted(
+def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -1311,7 +1311,7 @@ def test_each_message_of_a_batch_with_a_reply_is_answered(harness: Harness, prio
     assert [row["msg_id"] for row in listed] == [*answers[:2], answers[3]]
 
 
-def test_calls_of_a_batch_that_are_no_sends_are_carried_out_one_by_one(harness: Harness) -> None:
+def test_other_calls_of_a_batch_run_one_by_one(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     bodies = [b"{}", b"[", b'{"payload":false}']

@@ -84,7 +84,7 @@ class BrokenLink(FakeLink):
 
 
 @pytest.mark.parametrize("storage", ["os", "group"])
-def test_a_callback_that_raises_does_not_end_the_turn_of_others(tmp_path: Path, storage: str) -> None:
+def test_a_callback_that_raises_does_not_stop_other_callbacks(tmp_path: Path, storage: str) -> None:
     harness = Harness(tmp_path, critical=storage)
     good, broken = FakeLink(), BrokenLink()
     mail_id = harness.create(good, ttl=60)
@@ -235,9 +235,7 @@ TWINS = ["\u0430lerts", "\uff41lerts", "alerts\u200b", "a\u034flerts", "\u03b1le
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_name_that_can_be_taken_for_another_is_refused_wherever_it_comes_in(
-    harness: Harness, twin: str
-) -> None:
+def test_a_look_alike_name_is_refused_in_every_call(harness: Harness, twin: str) -> None:
     link = FakeLink()
     body = json.dumps({"name": twin, "public": True, "ttl": 0}).encode()
     refused = harness.request(link, "$mq9.AI.MAILBOX.CREATE", body)
@@ -249,7 +247,7 @@ def test_a_name_that_can_be_taken_for_another_is_refused_wherever_it_comes_in(
         assert refused["error"].startswith("the agent's name ")
 
 
-def test_such_names_from_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_look_alike_names_stay_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness, link, twin = Harness(tmp_path), FakeLink(), TWINS[0]
     with monkeypatch.context() as earlier:
         earlier.setattr(mq9, "look_alike_fault", lambda _: "")
@@ -304,7 +302,7 @@ def test_a_card_cannot_name_the_mailbox_of_another_agent(harness: Harness) -> No
     assert agent(harness, holder, "REPORT", mailbox="inbox.holder") == {"error": ""}
 
 
-def test_agents_of_one_holder_may_share_a_mailbox_and_an_ended_one_gives_it_back(harness: Harness) -> None:
+def test_agents_of_one_holder_may_share_a_mailbox_until_they_end(harness: Harness) -> None:
     holder, other = FakeLink(), FakeLink(address="192.0.2.2")
     for name in ("one", "two"):
         assert agent(harness, holder, "REGISTER", name=name, mailbox="inbox.shared")["error"] == ""
@@ -314,7 +312,7 @@ def test_agents_of_one_holder_may_share_a_mailbox_and_an_ended_one_gives_it_back
     assert agent(harness, other, "REGISTER", name="three", mailbox="inbox.shared")["error"] == ""
 
 
-def test_the_secret_of_a_name_works_on_every_connection_and_stands_in_no_card(harness: Harness) -> None:
+def test_the_secret_of_a_name_works_on_every_connection_and_is_in_no_card(harness: Harness) -> None:
     holder, other = FakeLink(), FakeLink(address="192.0.2.2")
     secret = agent(harness, holder, "REGISTER", name="ada")["secret"]
     assert agent(harness, other, "REPORT", name="ada", secret=secret, report_info="x") == {"error": ""}
@@ -437,7 +435,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     assert all(account.empty for account in harness.service._mailboxes.quotas.accounts.values())
 
 
-def test_mailboxes_of_one_client_are_bounded_and_given_back(tmp_path: Path) -> None:
+def test_mailboxes_of_one_client_are_bounded_and_released(tmp_path: Path) -> None:
     harness = Harness(tmp_path, client_quota_mailboxes=2)
     for _ in range(2):
         harness.create(FakeLink(), ttl=60)
@@ -544,7 +542,7 @@ def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     assert account.remembered == account.groups == account.bytes == 0
 
 
-def test_everything_that_leaves_a_mailbox_is_given_back_exactly(harness: Harness) -> None:
+def test_usage_shrinks_exactly_when_messages_leave_a_mailbox(harness: Harness) -> None:
     link, other = FakeLink(), FakeLink(address="192.0.2.2")
     mail_id = harness.create(link, ttl=60)
     start = harness.service.stats()
@@ -616,9 +614,7 @@ def test_messages_deleted_before_a_restart_leave_the_disk_as_well(harness: Harne
     assert b"secret" not in on_disk(harness)
 
 
-def test_a_copy_that_gained_nothing_is_not_repeated(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_without_gain_is_not_repeated(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 10_000)
     monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 5_000)
     link = FakeLink()
@@ -635,7 +631,7 @@ def test_a_copy_that_gained_nothing_is_not_repeated(
     assert log._sequence == sequence
 
 
-def test_copies_for_the_sake_of_garbage_keep_their_pace(
+def test_copies_because_of_removals_are_rate_limited(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FakeLink()
@@ -791,7 +787,7 @@ def query(harness: Harness, link: FakeLink, inbox: str, mail_id: str, **body: An
     harness.service.published(link, f"{NEWEST}QUERY.{mail_id}", inbox, 0, [json.dumps(body).encode()])
 
 
-def test_a_query_is_answered_when_all_was_looked_at(
+def test_a_query_is_answered_after_scanning_the_whole_mailbox(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)
@@ -813,7 +809,7 @@ def test_a_query_is_answered_when_all_was_looked_at(
     assert len(harness.answer_of(link, "_INBOX.second")["messages"]) == 3
 
 
-def test_queries_under_way_are_few_for_each_connection_and_end_with_it(
+def test_running_queries_of_a_connection_are_limited_and_end_with_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "QUERY_SCAN_MAX", 10)

@@ -194,7 +194,7 @@ def test_a_subscriber_that_reads_nothing_does_not_affect_others(tmp_path: Path) 
     serve(tmp_path, work, pending_bytes_max=1 << 20)
 
 
-def test_a_full_disk_refuses_loses_nothing_and_goes_on_when_there_is_space(small_disk: Path) -> None:
+def test_a_full_disk_refuses_sends_and_recovers_without_loss(small_disk: Path) -> None:
     acknowledged: list[int] = []
     folder = small_disk / "mail"
 

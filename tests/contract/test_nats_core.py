@@ -97,7 +97,7 @@ def test_connect_is_optional_without_logins(both: Server) -> None:
 
 
 @pytest.mark.parametrize("said", [b"CONNECT {x\r\n", b'CONNECT {"verbose":1}\r\n', b"CONNECT\r\n"])
-def test_a_connect_that_is_no_json_ends_the_connection(both: Server, said: bytes) -> None:
+def test_a_connect_that_is_not_json_ends_the_connection(both: Server, said: bytes) -> None:
     with Wire(both, b"") as wire:
         assert b"PONG" not in wire.rest(said + b"PING\r\n")
 
@@ -168,12 +168,12 @@ def test_a_protocol_violation_ends_the_connection(both: Server, said: bytes, tol
         assert answer == b"-ERR '%b'\r\n" % told
 
 
-def test_headers_from_a_client_that_has_none_end_the_connection(both: Server) -> None:
+def test_headers_from_a_client_without_header_support_end_the_connection(both: Server) -> None:
     with Wire(both, BARE) as wire:
         assert b"MSG" not in wire.rest(b"SUB a 1\r\nHPUB a 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
 
 
-def test_a_client_without_headers_gets_the_rest(both: Server) -> None:
+def test_a_client_without_headers_gets_the_payload_alone(both: Server) -> None:
     with Wire(both) as sender, Wire(both, BARE) as receiver:
         receiver.ask(b"SUB plain 1\r\n")
         sender.ask(b"HPUB plain 12 14\r\nNATS/1.0\r\n\r\nhi\r\n")
@@ -258,7 +258,7 @@ def test_every_matching_subscription_of_a_connection_gets_its_own(both: Server) 
     )
 
 
-def test_of_a_queue_group_one_member_gets_it_and_each_gets_some(both: Server) -> None:
+def test_a_queue_group_delivers_each_message_to_one_of_all_members(both: Server) -> None:
     count = 300
     with Wire(both) as one, Wire(both) as two, Wire(both) as other, Wire(both) as sender:
         for wire, group in ((one, b"g"), (two, b"g"), (other, b"h")):
@@ -282,7 +282,7 @@ def test_a_member_that_leaves_a_group_gets_nothing_more(both: Server) -> None:
 
 
 @pytest.mark.parametrize(("before", "gets"), [(0, 2), (1, 2), (3, 3)])
-def test_unsub_with_a_number_counts_from_the_beginning(both: Server, before: int, gets: int) -> None:
+def test_unsub_with_a_number_counts_from_the_subscription(both: Server, before: int, gets: int) -> None:
     publish = b"PUB n 1\r\nx\r\n"
     with Wire(both) as wire:
         answer = wire.ask(b"SUB n 1\r\n" + publish * before + b"UNSUB 1 2\r\n" + publish * 4)
@@ -297,7 +297,7 @@ def test_a_group_continues_when_a_member_has_reached_its_limit(both: Server) -> 
     assert answer.count(b"\r\nx\r\n") == 20
 
 
-def test_without_echo_one_does_not_hear_oneself(both: Server) -> None:
+def test_without_echo_a_client_does_not_get_its_own_messages(both: Server) -> None:
     with Wire(both, NO_ECHO) as silent, Wire(both) as other:
         silent.ask(b"SUB e 1\r\nSUB e g 2\r\n")
         other.ask(b"SUB e 7\r\n")
@@ -326,7 +326,7 @@ def test_only_clients_that_asked_for_it_get_no_responders(both: Server) -> None:
         assert wire.ask(b"SUB in.* 1\r\nPUB nobody.there 1\r\nx\r\n") == b""
 
 
-def test_a_reply_finds_its_way_to_another_connection(both: Server) -> None:
+def test_a_reply_reaches_another_connection(both: Server) -> None:
     with Wire(both) as asking, Wire(both) as serving:
         serving.ask(b"SUB svc g 1\r\n")
         asking.ask(b"SUB _INBOX.me.* 1\r\n")
@@ -336,7 +336,7 @@ def test_a_reply_finds_its_way_to_another_connection(both: Server) -> None:
         assert asking.ask() == b"MSG _INBOX.me.7 1 1\r\n!\r\n"
 
 
-def test_jetstream_is_not_there(both: Server) -> None:
+def test_jetstream_requests_have_no_responders(both: Server) -> None:
     with Wire(both) as wire:
         assert b"503" in wire.ask(b"SUB in 1\r\nPUB $JS.API.INFO in 0\r\n\r\n")
 
@@ -450,7 +450,7 @@ def test_a_client_without_tls_gets_nothing_where_tls_is_required(kind: str, tmp_
                 assert b"PONG" not in wire.rest(CONNECT + b"PING\r\n")
 
 
-def test_old_tls_and_strangers_certificates_are_the_clients_to_refuse(kind: str, tmp_path: Path) -> None:
+def test_clients_that_refuse_the_certificate_do_not_affect_others(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(certificate=made_certificate(tmp_path), tls_first=True)
     with running(kind, tmp_path, wanted) as server:
         for _ in range(3):
@@ -562,7 +562,7 @@ def test_silent_clients_are_pinged_and_dead_ones_disconnected(kind: str, tmp_pat
 # ---- the end -----------------------------------------------------------------------------------------
 
 
-def test_a_lame_duck_tells_everyone_and_ends_well(tmp_path: Path) -> None:
+def test_a_lame_duck_shutdown_notifies_every_client(tmp_path: Path) -> None:
     with running("ours", tmp_path) as server, Wire(server) as wire:
         wire.ask(b"SUB a 1\r\n")
         server.process.send_signal(signal.SIGTERM)
@@ -574,7 +574,7 @@ def test_a_lame_duck_tells_everyone_and_ends_well(tmp_path: Path) -> None:
             Wire(server)
 
 
-def test_nats_py_hears_of_a_lame_duck(tmp_path: Path) -> None:
+def test_nats_py_is_notified_of_a_lame_duck_shutdown(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         told = asyncio.Event()
 
@@ -592,11 +592,11 @@ def test_nats_py_hears_of_a_lame_duck(tmp_path: Path) -> None:
         assert server.process.wait(HANG_GUARD_S) == 0
 
 
-def test_everything_that_the_end_waits_for_fits_into_two_seconds() -> None:
+def test_the_timeouts_of_a_shutdown_add_up_to_less_than_two_seconds() -> None:
     assert LAME_DUCK_S + 2 * CLOSE_TIMEOUT_S < 2.0
 
 
-def test_an_idle_server_ends_at_once_and_one_with_a_deaf_client_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_a_shutdown_does_not_wait_for_a_client_that_reads_nothing(tmp_path: Path) -> None:
     with running("ours", tmp_path) as server, Wire(server) as deaf:
         deaf.ask(b"SUB a 1\r\n")
         with Wire(server) as sender:

@@ -167,7 +167,7 @@ def test_an_answer_reaches_the_caller_and_no_wildcard_of_others() -> None:
     serve(work)
 
 
-def test_an_inbox_on_another_connection_is_found_by_its_very_name() -> None:
+def test_an_inbox_on_another_connection_is_found_by_its_exact_name() -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         inbox, asking = await connect(b'CONNECT {"verbose":false}\r\n'), await connect()
         await inbox.ask(b"SUB _INBOX.exact 5\r\n")
@@ -205,7 +205,7 @@ def test_a_replay_begins_with_subscribe_and_unsub_counts_it() -> None:
     serve(work)
 
 
-def test_the_handler_is_told_once_that_a_connection_closed() -> None:
+def test_closed_is_called_once_for_each_connection() -> None:
     async def work(_server: NatsServer, handler: KeepingHandler, connect: Connect) -> None:
         one, two = await connect(), await connect()
         await one.ask(b"SUB $own.a 1\r\n")
@@ -283,7 +283,7 @@ def test_the_handler_gets_ticks() -> None:
 
 
 @pytest.mark.parametrize("subject", [b"$own.\xff", b"\xff\xfe"])
-def test_subjects_that_are_not_utf8_do_no_harm(subject: bytes) -> None:
+def test_subjects_that_are_not_utf8_are_handled(subject: bytes) -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         client = await connect()
         await client.ask(b"SUB %b %b\r\nPUB %b %b 1\r\nx\r\nUNSUB %b\r\n" % ((subject,) * 5))

@@ -103,7 +103,7 @@ def test_a_removed_file_is_not_written_to(tmp_path: Path, monkeypatch: pytest.Mo
     tasks.close()
 
 
-def test_a_truncated_bell_file_does_no_harm(tmp_path: Path) -> None:
+def test_a_truncated_wake_up_file_does_no_harm(tmp_path: Path) -> None:
     with open_tasks(tmp_path) as tasks:
         tasks.enqueue(agent="a", payload=1)
         heard = threading.Event()

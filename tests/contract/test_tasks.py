@@ -101,7 +101,7 @@ def test_a_task_from_its_beginning_to_its_end(tasks: Tasks, clock: ManualClock) 
     assert tasks.claim(agent="a") == []
 
 
-def test_a_refused_task_leaves_no_queue_behind(tasks: Tasks) -> None:
+def test_a_refused_task_creates_no_queue(tasks: Tasks) -> None:
     too_long = "x" * 2_000_000
     refused, kept = tasks.run_many(
         [
@@ -192,7 +192,7 @@ def test_the_same_id_or_key_is_one_task(tasks: Tasks) -> None:
     assert tasks.get(keyed).idempotency_key == "k"
 
 
-def test_a_repeated_last_call_is_no_error_and_changes_nothing(tasks: Tasks) -> None:
+def test_a_repeated_last_call_is_not_an_error_and_changes_nothing(tasks: Tasks) -> None:
     words: list[Callable[[LeasedTask], object]] = [
         lambda task: tasks.complete(task.task_id, task.lease, "first"),
         lambda task: tasks.release(task.task_id, task.lease),
@@ -532,12 +532,12 @@ def test_an_invalid_call_changes_nothing(tasks: Tasks) -> None:
         assert (tasks.events(), tasks.status()) == before
 
 
-def test_an_error_that_is_no_text_is_refused(tasks: Tasks) -> None:
+def test_an_error_that_is_not_text_is_refused(tasks: Tasks) -> None:
     with pytest.raises(InvalidMessage, match="error must be text, not NoneType"):
         tasks.fail("t-1", 1, None)  # type: ignore[arg-type]
 
 
-def test_an_address_that_is_no_text_is_refused() -> None:
+def test_an_address_that_is_not_text_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="not None"):
         Tasks.open(None)  # type: ignore[arg-type]
 
@@ -553,7 +553,7 @@ def test_an_unknown_durability_is_refused(url: str) -> None:
         Tasks.open(url, durability="forever")  # type: ignore[arg-type]
 
 
-def test_a_full_queue_says_when_to_try_again(tasks: Tasks) -> None:
+def test_a_full_queue_reports_when_to_retry(tasks: Tasks) -> None:
     tasks.limit_queue("a", max_depth=2, max_payload_bytes=10)
     tasks.enqueue_many([{"agent": "a", "payload": 1}] * 2)
     with pytest.raises(QueueFull, match="try again in 1 s") as full:
@@ -854,7 +854,7 @@ def test_several_calls_share_a_commit_and_each_gets_its_outcome(tasks: Tasks) ->
     assert tasks.get(held).result == "ok"
 
 
-def test_a_result_of_the_same_commit_is_no_decision_yet(tasks: Tasks) -> None:
+def test_a_result_of_the_same_commit_is_not_yet_a_decision(tasks: Tasks) -> None:
     """Else it would be executed without its content where one cannot read what is not committed."""
     held = tasks.enqueue(agent="a", payload=0)
     task = take(tasks)

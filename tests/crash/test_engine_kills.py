@@ -95,7 +95,7 @@ POINTS: dict[str, dict[OnUnknown, tuple[str, int]]] = {
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("on_unknown", ["raise", "run", "probe"])
-def test_worker_that_dies_at_a_point_of_an_effect(point: str, on_unknown: OnUnknown, tmp_path: Path) -> None:
+def test_worker_killed_at_each_point_of_an_effect(point: str, on_unknown: OnUnknown, tmp_path: Path) -> None:
     with open_engine(tmp_path) as engine:
         handle = engine.blocking.submit(type="tool_call", org_id="acme", payload={"token": TOKEN})
     assert worker_that_dies(tmp_path, point, on_unknown) == -signal.SIGKILL

@@ -19,7 +19,7 @@ FIGURES = '{"tally": {"acknowledged": 7, "facts": {"kills": 25}}}'
         (['{"done": 25}'], False, "the job ended with exit code 0: "),
     ],
 )
-def test_a_job_counts_when_it_has_given_its_figures(
+def test_a_job_counts_when_it_has_printed_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], is_ok: bool, sentence: str
 ) -> None:
     job = tmp_path / "job"

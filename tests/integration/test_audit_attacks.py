@@ -92,7 +92,7 @@ def test_out_of_range_time_is_shown_as_a_number(tmp_path: Path) -> None:
     assert "99999999999999999999" in done.out
 
 
-def test_a_deep_row_of_a_store_is_one_sentence(tmp_path: Path) -> None:
+def test_a_deep_row_of_a_store_raises_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with Tasks.open(f"sqlite:///{tmp_path}/run/queue.db") as tasks:
         tasks.enqueue(agent="ada", payload=1)
@@ -191,13 +191,13 @@ def test_retention_keeps_the_noted_head_valid() -> None:
     assert postroom("audit", "verify", "audit").line["head_known"] is True
 
 
-def test_a_damaged_head_is_one_sentence() -> None:
+def test_a_damaged_head_raises_one_sentence() -> None:
     stream_of_tasks(1)
     Path("audit.head").write_bytes(b"\xff")
     assert "audit.head cannot be read as the head of a stream" in postroom("audit", "verify", "audit").error
 
 
-def test_a_head_that_cannot_be_noted_stops_no_shipper(
+def test_an_unwritable_head_file_does_not_stop_the_shipper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path, head: StreamHead) -> None:

@@ -176,7 +176,7 @@ def test_an_agent_creates_a_limited_number_of_buses(server: Server) -> None:
     assert made("triage", "again").status == 201
 
 
-def test_a_bus_that_was_just_rotated_is_no_new_bus(server: Server) -> None:
+def test_a_just_rotated_bus_does_not_count_as_new(server: Server) -> None:
     assert post(server).status == 201
     [file] = files(server)
     file.rename(file.with_name("news.yaml.20260101-000000.archived"))

@@ -69,7 +69,7 @@ def test_ship_once_ships_everything_and_then_nothing(shipped: list[str]) -> None
     assert postroom("audit", "ship", "--data", "run", "--to", "audit", "--once").line == {"shipped": 0}
 
 
-def test_the_status_of_tasks_says_how_many_events_wait(shipped: list[str]) -> None:
+def test_the_status_of_tasks_shows_the_number_of_waiting_events(shipped: list[str]) -> None:
     work(Path("run"))
     waiting = postroom("tasks", "status", "--data", "run").line["events_waiting"]
     assert waiting > len(shipped)
@@ -84,7 +84,7 @@ def test_tail_shows_the_last(shipped: list[str]) -> None:
     assert postroom("audit", "tail", "audit", "-n", 0).lines == []
 
 
-def test_query_finds_by_what_an_event_is_about(shipped: list[str]) -> None:
+def test_query_filters_by_the_fields_of_an_event(shipped: list[str]) -> None:
     dead = postroom("audit", "query", "audit", "--kind", "dead_letter").line
     assert (dead["message_id"], dead["error_type"]) == (shipped[2], "OSError")
     mine = postroom("audit", "query", "audit", "--message", shipped[1]).lines
@@ -169,7 +169,7 @@ def test_a_trace_looks_at_the_folder_once(
     assert len(lines) == sum(len(span.events) for span in spans)
 
 
-def test_verify_names_what_was_changed(shipped: list[str], tmp_path: Path) -> None:
+def test_verify_names_changed_files(shipped: list[str], tmp_path: Path) -> None:
     clean = postroom("audit", "verify", "audit")
     assert (clean.code, clean.line["segments"]) == (0, 1)
     assert postroom("audit", "verify", "audit", "--head", clean.line["head"]).code == 0
@@ -191,7 +191,7 @@ def test_retention_leaves_the_stream_verified(shipped: list[str], tmp_path: Path
     assert postroom("audit", "ship", "--data", "run", "--to", "audit", "--once").line == {"shipped": 0}
 
 
-def test_retention_says_why_it_removed_nothing(shipped: list[str]) -> None:
+def test_retain_prints_why_it_removed_nothing(shipped: list[str]) -> None:
     kept = postroom("audit", "retain", "audit", "--keep-days", 1).line
     assert kept["removed"] == []
     assert "was sealed at" in kept["why"]
@@ -210,7 +210,7 @@ def test_a_folder_without_a_stream_is_not_clean(tmp_path: Path) -> None:
     assert postroom("audit", "verify", "full").line["segments"] == 1
 
 
-def test_a_payload_that_cannot_be_decrypted_ends_nothing(
+def test_an_undecryptable_payload_does_not_stop_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -246,9 +246,7 @@ def test_a_body_that_only_looks_encrypted_is_shown(tmp_path: Path) -> None:
     assert all(len(sentence) < 200 for sentence in told)
 
 
-def test_encrypted_payloads_are_whole_for_who_has_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encrypted_payloads_are_whole_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     assert postroom("audit", "key", "keys", "2026-11").code == 0
     monkeypatch.setenv("POSTROOM_AUDIT_KEY_FILE", "keys")
@@ -321,7 +319,7 @@ def test_a_stream_at_an_address_is_refused_and_no_folder_is_made(
 @pytest.mark.parametrize(
     "words", [("tail",), ("query",), ("trace", "m-1"), ("verify",), ("retain", "--keep-days", "1")]
 )
-def test_a_folder_without_a_stream_is_no_empty_success(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_folder_without_a_stream_fails(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "letter.txt").touch()
     done = postroom("audit", words[0], "wrong", *words[1:])
@@ -329,7 +327,7 @@ def test_a_folder_without_a_stream_is_no_empty_success(tmp_path: Path, words: tu
     assert done.error == f"postroom: {tmp_path}/wrong holds no audit stream"
 
 
-def test_a_file_that_is_no_bus_is_not_shipped(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_bus_is_not_shipped(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# A project\n")
     done = postroom("audit", "ship", "--bus", "README.md", "--to", "audit", "--once")
     assert (done.code, done.out) == (1, "")
@@ -341,7 +339,7 @@ def test_the_command_knows_every_contract() -> None:
     assert get_args(Contract) == CONTRACTS
 
 
-def test_two_shippers_of_one_folder_are_one_too_many(shipped: list[str]) -> None:
+def test_a_second_shipper_of_a_folder_is_refused(shipped: list[str]) -> None:
     first = start("postroom", "audit", "ship", "--data", "run", "--to", "audit")
     assert first.stdout is not None
     first.stdout.readline()

@@ -59,21 +59,21 @@ def test_a_second_server_of_a_folder_is_refused(server: MailServer) -> None:
     assert done.error == f"postroom: {server.data} belongs to a mail server that is running"
 
 
-def test_a_taken_port_is_one_sentence_and_leaves_nothing_behind(tmp_path: Path, server: MailServer) -> None:
+def test_a_port_in_use_is_one_sentence_and_leaves_no_files(tmp_path: Path, server: MailServer) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "run" / "other", "--port", server.port)
     assert (done.code, done.raw) == (1, b"")
     assert done.error == f"postroom: cannot listen on 127.0.0.1 port {server.port}: Address already in use"
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_that_cannot_be_listened_on_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_host_is_one_sentence(tmp_path: Path) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--host", "no host", "--port", 0)
     assert (done.code, done.raw) == (1, b"")
     assert done.error.startswith("postroom: cannot listen on no host port 0: ")
     assert not (tmp_path / "data").exists()
 
 
-def test_a_file_of_events_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--port", 0)
@@ -168,7 +168,7 @@ def test_an_id_can_stay_in_a_file() -> None:
     assert mail("read", "@missing").error.endswith("missing: No such file or directory")
 
 
-def test_create_says_whether_the_mailbox_is_new() -> None:
+def test_create_prints_whether_the_mailbox_is_new() -> None:
     named = ["create", "--public", "--name", "cli.again", "--ttl-s", 60]
     assert mail(*named).line == {"mail_id": "cli.again", "is_new": True}
     assert mail(*named).line == {"mail_id": "cli.again", "is_new": False}
@@ -186,7 +186,7 @@ def test_public_mailboxes_are_discovered() -> None:
     assert private not in str(found)
 
 
-def test_follow_prints_what_is_there_and_what_comes_until_sigterm() -> None:
+def test_follow_prints_stored_and_new_messages_until_sigterm() -> None:
     mail_id = box()
     mail("send", mail_id, "--body", "stored")
     following = start("postroom", "mail", "follow", mail_id)
@@ -219,7 +219,7 @@ def test_every_command_has_one_name_for_its_timeout(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["-n", "--count"])
-def test_read_and_follow_end_after_so_many_messages(option: str) -> None:
+def test_read_and_follow_end_after_n_messages(option: str) -> None:
     mail_id = box()
     for body in ("first", "second"):
         mail("send", mail_id, "--body", body)
@@ -273,7 +273,7 @@ def test_a_follower_ends_with_its_reader() -> None:
     following.stderr.close()
 
 
-def test_a_person_gets_something_to_read() -> None:
+def test_a_terminal_gets_readable_text() -> None:
     mail_id = box()
     mail("send", mail_id, "--body", "hello\x1b[31m", "--priority", "urgent")
     shown = run_on_terminal("postroom", "mail", "read", mail_id, env={"NO_COLOR": "1", **environ()}).out
@@ -332,13 +332,13 @@ def test_the_exit_code_is_1_when_the_server_does_not_answer_in_time() -> None:
     assert done.error == "postroom: no answer within 0 s: the call may or may not be done"
 
 
-def test_another_server_without_mailboxes_is_told_apart(tmp_path: Path) -> None:
+def test_a_nats_server_without_mailboxes_is_reported(tmp_path: Path) -> None:
     with running("nats-server", tmp_path) as plain:
         done = mail("create", "--server", plain.url)
     assert done.error == "postroom: the server has no mailboxes: it may be a plain NATS server"
 
 
-def test_a_full_mailbox_says_so() -> None:
+def test_a_full_mailbox_is_reported() -> None:
     mail_id = box()
     with Mail(os.environ["POSTROOM_MAIL_SERVER"]) as client:
         for number in range(50):

@@ -74,7 +74,7 @@ def free_port() -> int:
 # ---- the words -----------------------------------------------------------------------------------------
 
 
-def test_the_words_of_an_agent(harness: Harness, agent: str) -> None:
+def test_every_call_of_a_lease_holder(harness: Harness, agent: str) -> None:
     with harness.client(agent) as client, harness.tasks() as tasks:
         assert client.next_task() is None
         ids = [tasks.enqueue(agent=agent, payload={"n": n}, type="sum") for n in range(4)]
@@ -190,7 +190,7 @@ def test_the_start_up_drain_takes_every_task_that_waits(harness: Harness, agent:
         assert [tasks.get(task_id).result for task_id in ids] == [n * 2 for n in range(12)]
 
 
-def test_what_comes_later_is_taken_too_without_any_nudge_endpoint(harness: Harness, agent: str) -> None:
+def test_later_tasks_are_claimed_without_a_nudge_endpoint(harness: Harness, agent: str) -> None:
     client = harness.client(agent)
     with harness.tasks() as tasks, client, working(client, lambda task: task.payload):
         for n in range(3):
@@ -198,9 +198,7 @@ def test_what_comes_later_is_taken_too_without_any_nudge_endpoint(harness: Harne
             until(completed(tasks, task_id))
 
 
-def test_heartbeats_keep_the_lease_of_a_long_handler_and_nobody_else_gets_its_task(
-    harness: Harness, agent: str
-) -> None:
+def test_heartbeats_keep_the_lease_of_a_long_handler(harness: Harness, agent: str) -> None:
     """Foreman's agents sent none during a long model call, and it was made twice."""
     stolen = []
 
@@ -236,7 +234,7 @@ def test_without_heartbeats_the_same_handler_would_lose_its_task(harness: Harnes
             client.complete_task(task_id, "late")
 
 
-def test_a_handler_is_told_when_its_task_is_taken_away(harness: Harness, agent: str) -> None:
+def test_lost_is_set_when_a_task_is_cancelled(harness: Harness, agent: str) -> None:
     told: list[bool] = []
 
     def handler(task: Task) -> str:
@@ -252,7 +250,7 @@ def test_a_handler_is_told_when_its_task_is_taken_away(harness: Harness, agent: 
         assert tasks.get(task_id).result is None
 
 
-def test_what_a_handler_raises_is_in_the_history(harness: Harness, agent: str) -> None:
+def test_an_exception_of_a_handler_is_in_the_history(harness: Harness, agent: str) -> None:
     def handler(task: Task) -> str:
         if task.attempt == 1:
             raise TaskFailed("the model is busy", retry_in_s=0.0)
@@ -393,7 +391,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_handler_finish_and_takes_nothing_more(
+def test_a_signal_lets_the_handler_finish_and_claims_nothing_more(
     harness: Harness, agent: str, tmp_path: Path, number: int
 ) -> None:
     with harness.tasks() as tasks:
@@ -407,7 +405,7 @@ def test_a_signal_lets_the_handler_finish_and_takes_nothing_more(
         assert tasks.get(second).attempt == 0
 
 
-def test_after_the_grace_what_is_held_goes_back_uncounted(
+def test_after_the_grace_held_tasks_are_released_without_a_retry(
     harness: Harness, agent: str, tmp_path: Path
 ) -> None:
     with harness.tasks() as tasks:
@@ -442,7 +440,7 @@ def test_an_idle_agent_ends_cleanly(harness: Harness, agent: str) -> None:
 # ---- a harness that is away, and answers that are lost -------------------------------------------------
 
 
-def test_a_harness_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_and_restarted_harness_loses_nothing(tmp_path: Path) -> None:
     """One task is being handled while it is away, and its result is kept until it is back."""
     away, back = threading.Event(), threading.Event()
 
@@ -527,7 +525,7 @@ def test_lost_answers_cost_time_and_no_task(harness: Harness, agent: str) -> Non
     assert proxy.lost["/queue/complete"]
 
 
-def test_a_forked_child_does_not_speak_on_its_parents_connection(harness: Harness, agent: str) -> None:
+def test_a_forked_child_does_not_use_its_parents_connection(harness: Harness, agent: str) -> None:
     with harness.client(agent) as client, harness.tasks() as tasks:
         assert client.next_task() is None  # the connection is kept
         (kept,) = client._connections._idle

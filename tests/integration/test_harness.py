@@ -400,7 +400,7 @@ def test_waiting_decisions_are_released_by_stop(live: Room) -> None:
     assert states.get("PROCESSING", 0) == 0
 
 
-def test_an_execution_interrupted_by_stop_is_no_failure(live: Room) -> None:
+def test_an_execution_interrupted_by_stop_is_not_a_failure(live: Room) -> None:
     live.completed(1)
     began, stopping = threading.Event(), threading.Event()
 

@@ -188,7 +188,7 @@ def test_of_two_simultaneous_decisions_one_is_refused(server: Server) -> None:
         assert sorted(answers[0].status for _, answers in said) == [202, 202, 409, 409]
 
 
-def test_a_full_queue_says_when_to_try_again(server: Server) -> None:
+def test_a_full_queue_replies_with_retry_after(server: Server) -> None:
     with server.tasks() as tasks:
         tasks.limit_queue("small", max_depth=2)
     for _ in range(2):
@@ -251,7 +251,7 @@ def test_health_needs_no_token(server: Server) -> None:
     assert (answer.status, answer.json) == (200, {"status": "ok"})
 
 
-def test_a_token_in_the_query_is_no_token(server: Server) -> None:
+def test_a_token_in_the_query_is_ignored(server: Server) -> None:
     assert server.get(None, f"/queue/status?token={server.tokens['boss']}").status == 401
 
 
@@ -412,7 +412,7 @@ def test_decisions_cannot_be_enqueued(server: Server) -> None:
     assert (answer.status, answer.json["error"]) == (400, "InvalidMessage")
 
 
-def test_a_decision_that_fails_is_seen_in_the_status(server: Server) -> None:
+def test_a_failed_decision_is_shown_in_the_status(server: Server) -> None:
     task_id = server.enqueue()
     task = server.claim()
     before = server.get("boss", "/queue/status").json["harness"]["loops"]["drain"]["errors"]
@@ -652,7 +652,7 @@ def test_a_result_poll_is_woken_by_another_process(server: Server) -> None:
     assert answers[0].json["status"] == "cancelled"
 
 
-def test_a_wait_that_is_too_short_gives_the_task_as_it_is(server: Server) -> None:
+def test_a_wait_that_times_out_returns_the_current_task(server: Server) -> None:
     task_id = server.enqueue()
     assert server.get("boss", f"/tasks/{task_id}?wait_s=0.05").json["status"] == "pending"
     lease_s = 60.0
@@ -710,7 +710,7 @@ def test_a_refusal_to_send_names_the_missing_permission(server: Server) -> None:
     server.agents.remove("critic")
 
 
-def test_a_name_that_another_sender_has_taken_is_refused(server: Server) -> None:
+def test_a_task_id_of_another_sender_is_refused(server: Server) -> None:
     server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
     task_id = server.enqueue(task_id="taken-by-the-boss")
     refused = server.post("planner", "/queue/enqueue", agent="triage", payload=1, task_id=task_id)
@@ -764,7 +764,7 @@ def test_a_task_of_others_and_no_task_get_the_same_answer(server: Server) -> Non
     server.agents.remove("planner")
 
 
-def test_a_task_for_an_agent_that_nobody_registered_is_stored_with_a_warning(server: Server) -> None:
+def test_a_task_for_an_unregistered_agent_is_stored_with_a_warning(server: Server) -> None:
     one = server.post("boss", "/queue/enqueue", agent="nobody", payload=1)
     assert (one.status, one.json["warning"]) == (201, "no agent 'nobody' is registered here")
     many = [{"agent": agent, "payload": 1} for agent in ("triage", "nobody", "noone")]

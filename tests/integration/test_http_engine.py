@@ -90,7 +90,7 @@ def test_several_messages_are_stored_whole_or_not_at_all(server: Server) -> None
         ({"hop": 0}, 400, "InvalidMessage"),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(
+def test_an_invalid_message_is_refused(
     server: Server, fields: dict[str, Any], status: int, error: str
 ) -> None:
     answer = server.post("caller", "/engine/messages", **{"type": "tool_call", "payload": {}, **fields})
@@ -145,7 +145,7 @@ def test_a_stream_gives_every_part_and_ends(server: Server, worker: Engine) -> N
     assert (parts[4].data["total_chunks"], parts[4].data["result"]) == (3, {"said": "x"})
 
 
-def test_a_stream_continues_behind_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
+def test_a_stream_continues_after_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
     go = tmp_path / "go"
     message_id = submit(server, payload={"chunks": 3, "waits_for": str(go)})
     with server.stream("caller", path_of(message_id, "/stream")) as stream:

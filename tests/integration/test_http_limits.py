@@ -142,7 +142,7 @@ def test_every_part_of_a_request_has_a_limit(server: Server, who: str, begin: by
     assert health(server) == 200
 
 
-def test_the_sender_of_a_refused_body_sees_why(server: Server) -> None:
+def test_the_sender_of_a_refused_body_gets_the_reason(server: Server) -> None:
     body = b"Content-Length: 2000000\r\n\r\n" + b" " * 2_000_000
     for token, status in (("", 401), (server.tokens["triage"], 413)):
         answer = answered(server, head("POST", "/queue/next", token) + body)
@@ -194,7 +194,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Server) 
     assert health(server) == 200
 
 
-def test_pipelined_requests_wait_behind_a_long_poll_up_to_a_limit(server: Server) -> None:
+def test_requests_pipelined_after_a_long_poll_wait_up_to_a_limit(server: Server) -> None:
     body = b'{"wait_s": 30}'
     poll = head("POST", "/queue/next", server.tokens["review"]) + b"Content-Length: %d\r\n\r\n" % len(body)
     while server.post("review", "/queue/next").status == 200:  # what other tests left

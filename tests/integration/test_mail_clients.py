@@ -74,7 +74,7 @@ def test_a_private_id_cannot_be_guessed_and_is_in_no_public_list(
     assert not any(one.encode() in data for data in seen)
 
 
-def test_what_was_sent_to_nobody_comes_first_by_priority_and_then_what_is_new(connect: Connect) -> None:
+def test_stored_messages_arrive_by_priority_and_then_new_ones(connect: Connect) -> None:
     client, other = connect(), connect()
     box = client.create()
     for number in range(3):
@@ -93,7 +93,7 @@ def test_what_was_sent_to_nobody_comes_first_by_priority_and_then_what_is_new(co
     assert len({each.msg_id for each in got}) == 9
 
 
-def test_every_subscription_begins_at_the_beginning(connect: Connect) -> None:
+def test_every_subscription_replays_from_the_start(connect: Connect) -> None:
     client, other = connect(), connect()
     box = client.create()
     for number in range(5):
@@ -140,7 +140,7 @@ def is_refused(call: Callable[[], object], code: int) -> bool:
     return False
 
 
-def test_a_group_shares_and_what_a_lost_member_did_not_delete_goes_to_the_others(
+def test_a_group_shares_messages_and_redelivers_those_of_a_lost_member(
     connect: Connect, clients: Clients
 ) -> None:
     client, one, two = connect(), connect(), connect()
@@ -200,7 +200,7 @@ def test_refusals_have_codes_and_leave_the_connection_alone(connect: Connect) ->
     assert client.is_connected  # type: ignore[attr-defined]
 
 
-def test_no_wildcard_of_a_stranger_sees_anything(
+def test_wildcards_of_other_clients_match_no_mailbox(
     connect: Connect, clients: Clients, server: MailServer
 ) -> None:
     stranger = clients.connect("nats-py", server.url)
@@ -229,7 +229,7 @@ def test_no_wildcard_of_a_stranger_sees_anything(
 
 
 @pytest.mark.parametrize("reading", KINDS)
-def test_what_one_client_sends_every_other_reads_in_its_own_words(
+def test_every_client_reads_messages_of_every_other_client(
     connect: Connect, clients: Clients, server: MailServer, reading: str
 ) -> None:
     sender, reader = connect(), clients.connect(reading, server.url)
@@ -269,7 +269,7 @@ def test_messages_survive_kill_9_except_normal_ones_in_memory(
             clients.end(client)
 
 
-def test_normal_messages_survive_where_that_is_asked_for(clients: Clients, tmp_path: Path) -> None:
+def test_normal_messages_survive_with_the_group_class(clients: Clients, tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--durable-normal") as server:
         client = clients.connect("Mail", server.url)
         box = client.create()

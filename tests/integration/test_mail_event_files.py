@@ -86,7 +86,7 @@ def test_shipped_files_are_removed_and_leave_no_descriptor_open(tmp_path: Path) 
     assert shipped(tmp_path / "audit") == ids(0, 500)
 
 
-def test_without_a_shipper_the_files_are_bounded_and_what_is_removed_is_told(
+def test_without_a_shipper_the_files_are_bounded_and_removals_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = opened(tmp_path)
@@ -118,7 +118,7 @@ def test_a_removed_file_that_is_being_shipped_is_read_to_its_end(tmp_path: Path)
     log.close()
 
 
-def test_shipped_files_go_before_any_that_was_not() -> None:
+def test_shipped_files_are_removed_before_unshipped_ones() -> None:
     files = [
         eventfiles.FullFile(number, Path(f"{number}"), is_shipped=number in (2, 4), size=10)
         for number in range(1, 6)
@@ -145,7 +145,7 @@ while True:
 """
 
 
-def test_a_killed_server_loses_no_event_that_was_written(tmp_path: Path) -> None:
+def test_a_killed_server_loses_no_written_event(tmp_path: Path) -> None:
     written: list[int] = []
     with shipper(tmp_path, tmp_path / "audit") as one:
         for turn in range(KILLS):

@@ -112,7 +112,7 @@ def nowhere(text: str, folder: Path, errors: str) -> bool:
     return text not in errors and not any(text.encode() in path.read_bytes() for path in files)
 
 
-def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
+def test_an_event_line_matches_the_event_of_the_stream(tmp_path: Path) -> None:
     log = opened(tmp_path)
     log("created", queue="all.see", message_id="all.see/7", priority=0, sender="ada", body_bytes=3)
     log("expired", queue="all.see", type="mailbox")
@@ -125,7 +125,7 @@ def test_an_event_is_one_line_with_what_the_stream_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sender", ["", 'ada "the first"'])
-def test_stored_messages_are_told_as_any_other_event(tmp_path: Path, sender: str) -> None:
+def test_events_of_stored_messages_have_the_common_form(tmp_path: Path, sender: str) -> None:
     label = 'a"b\\c.ä'
     sent: list[tuple[Priority, int]] = [("urgent", 1), ("urgent", 1), ("urgent", 20), ("low", 20)]
     letters = [
@@ -178,7 +178,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return writes
 
 
-def test_a_line_that_a_crash_cut_short_is_told_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_becomes_an_alert_and_the_next_line_is_whole(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b'{"kind":"created","ts_us":1}\n{"kind":"crea')
     log = opened(tmp_path)
     log("deleted")
@@ -188,7 +188,7 @@ def test_a_line_that_a_crash_cut_short_is_told_and_the_next_is_whole(tmp_path: P
     assert (found[1].contract, found[1].error_type) == ("mail", "UnreadableLine")
 
 
-def test_events_wait_for_a_full_disk_and_what_is_lost_is_counted(
+def test_events_wait_for_space_and_lost_ones_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mailserver, "EVENTS_WAITING_BYTES_MAX", 2_000)
@@ -233,7 +233,7 @@ def read(folder: Path) -> list[AuditEvent]:
         feeds.close()
 
 
-def test_every_event_of_a_room_is_one_that_the_stream_has(tmp_path: Path) -> None:
+def test_damage_of_the_log_is_an_event_of_the_stream(tmp_path: Path) -> None:
     """Damage and trouble included, which a healthy server does not tell."""
     harness = Harness(tmp_path / "data", receipts=True)
     link = FakeLink()

@@ -184,7 +184,7 @@ def test_deduplication_by_msg_id(server: MailServer) -> None:
     with_clients(server, 2, work)
 
 
-def test_a_ttl_cannot_be_changed_and_its_end_is_the_end(server: MailServer) -> None:
+def test_a_ttl_cannot_be_changed_and_ends_the_mailbox(server: MailServer) -> None:
     async def work(client: Client) -> None:
         body = {"ttl": 0.5, "public": True, "name": "fixed.ttl"}
         await ask(client, CREATE, body)

@@ -150,7 +150,7 @@ def start(crew: Crew, url: str, role: str, number: int) -> Worker:
     return crew.start(f"{role}-{number}", program, url=url, name=f"{role}-{number}")
 
 
-def test_kill_9_loses_nothing_that_was_acknowledged(url: str) -> None:
+def test_kill_9_loses_nothing_acknowledged(url: str) -> None:
     rng = Random(9)
     with Crew() as crew, Tasks.open(url) as tasks:
         roles = ["producer", "producer", "consumer", "consumer"]
@@ -212,7 +212,7 @@ def holder(report: Report, *, url: str, name: str, go: str) -> None:
 
 
 @pytest.mark.parametrize("taken_over", [True, False], ids=["taken over", "nobody else came"])
-def test_a_holder_that_slept_past_its_lease_is_refused(url: str, tmp_path: Path, taken_over: bool) -> None:
+def test_a_holder_paused_beyond_its_lease_is_refused(url: str, tmp_path: Path, taken_over: bool) -> None:
     with Tasks.open(url) as tasks, Crew() as crew:
         for number in range(ASLEEP_ROUNDS):
             task_id = tasks.enqueue(agent="a", payload=number)

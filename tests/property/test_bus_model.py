@@ -270,7 +270,7 @@ class BusMachine(RuleBasedStateMachine):
         assert len(report.damaged) <= self.torn
 
 
-def test_the_bus_holds_what_the_model_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_bus_equals_the_model(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "postroom.bus")
     run_state_machine_as_test(BusMachine, settings=settings(max_examples=40, stateful_step_count=30))
 

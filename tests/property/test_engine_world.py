@@ -266,7 +266,7 @@ def test_effects_of_handlers_happen_once_under_every_fault() -> None:
     }  # fmt: skip
 
 
-def test_handler_world_tells_how_often_handlers_and_effects_ran() -> None:
+def test_handler_world_counts_runs_of_handlers_and_effects() -> None:
     engine, _ = paying_engine(on_unknown="run")
     reports = [HandlerWorld(engine, seed).run(messages("tool_call")) for seed in range(30)]
     engine.close()

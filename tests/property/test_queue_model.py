@@ -395,7 +395,7 @@ def check_once(agent: str, got: list[str], sent: list[tuple[str, str | None]]) -
 
 @settings(max_examples=max(10, EXAMPLES // 5))
 @given(programs=programs, shared=st.booleans())
-def test_threads_lose_double_and_reorder_nothing(programs: list[Any], shared: bool) -> None:
+def test_threads_lose_duplicate_and_reorder_nothing(programs: list[Any], shared: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="queue-threads-", dir=QUICK) as folder:
         root = Path(folder)
         one = Queue(root, body_threshold=THRESHOLD_BYTES)
@@ -426,7 +426,7 @@ def test_threads_lose_double_and_reorder_nothing(programs: list[Any], shared: bo
 @pytest.mark.usefixtures("no_child_left")
 @settings(max_examples=max(10, EXAMPLES // 10))
 @given(programs=programs, inherited=st.booleans())
-def test_processes_lose_double_and_reorder_nothing(programs: list[Any], inherited: bool) -> None:
+def test_processes_lose_duplicate_and_reorder_nothing(programs: list[Any], inherited: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="queue-processes-", dir=QUICK) as folder:
         root = Path(folder, "root")
         parent = Queue(root, body_threshold=THRESHOLD_BYTES)

@@ -19,7 +19,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_command_is_waited_for_with_what_it_leaves_behind_and_nobody_else(
+def test_the_usage_of_a_command_includes_its_descendants_only(
     other: subprocess.Popen[bytes],
 ) -> None:
     taken = spent_by([sys.executable, "-c", LEAVE_AN_ORPHAN])

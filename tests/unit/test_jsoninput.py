@@ -81,7 +81,7 @@ def test_a_deep_line_of_a_source_becomes_an_alert(levels: int) -> None:
         (b'{"kind":"created","ts_us":1,"attempt":99999999999999999999}', "attempt"),
     ],
 )
-def test_a_mail_line_that_no_reader_can_hold_becomes_an_alert(line: bytes, says: str) -> None:
+def test_an_undecodable_mail_line_becomes_an_alert(line: bytes, says: str) -> None:
     found = of_mail_line(line, "mail:1", 1)
     assert (found.kind, found.error_type, found.ts_us) == ("alert", "UnreadableLine", 0)
     assert says in found.error

@@ -55,7 +55,7 @@ def published(
     return wire.ControlLine(subject, reply, header_bytes, len(body), b"", before, after), body
 
 
-def test_what_a_client_sends() -> None:
+def test_commands_of_a_client_are_parsed() -> None:
     assert read(CLIENT) == [
         wire.Connect(b'{"verbose":false}'),
         wire.Ping(),
@@ -71,7 +71,7 @@ def test_what_a_client_sends() -> None:
     ]
 
 
-def test_what_a_server_sends() -> None:
+def test_commands_of_a_server_are_parsed() -> None:
     assert flat(wire.ServerReader().feed(SERVER)) == [
         wire.Info(b'{"headers":true}'),
         wire.Pong(),
@@ -86,12 +86,12 @@ def test_what_a_server_sends() -> None:
 
 
 @pytest.mark.parametrize("step", range(1, len(CLIENT)))
-def test_any_pieces_give_the_same(step: int) -> None:
+def test_chunking_does_not_change_the_commands_of_a_client(step: int) -> None:
     assert read(CLIENT, step=step) == read(CLIENT)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
-def test_any_pieces_of_what_a_server_sends_give_the_same(step: int) -> None:
+def test_chunking_does_not_change_the_commands_of_a_server(step: int) -> None:
     reader = wire.ServerReader()
     pieces = [SERVER[start : start + step] for start in range(0, len(SERVER), step)]
     assert flat([command for piece in pieces for command in reader.feed(piece)]) == flat(
@@ -155,7 +155,7 @@ def test_rows_of_several_sizes_lose_and_mix_nothing(
     assert read(data) == read(data, step=1)
 
 
-def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
+def test_a_row_of_several_sizes_is_forwarded_like_single_messages() -> None:
     data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
     reader = wire.ClientReader()
     reader.feed(data)
@@ -165,7 +165,7 @@ def test_a_row_of_several_sizes_is_passed_on_as_each_for_itself() -> None:
     assert found == b"".join(wire.messages(b"a", b"7", b"", [(b"", body)]) for body in MIXED_BODIES)
 
 
-def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
+def test_a_run_that_breaks_yields_the_frames_before_it() -> None:
     good, bad = wire.publish(b"a", b"four"), b"PUB a 4\r\nfour!\n"
     found = read(good * 500 + bad + good * 500)
     assert found == [published(b"a", b"four")] * 500 + [wire.Fault(wire.UNKNOWN_OPERATION)]
@@ -187,7 +187,7 @@ def test_a_run_that_breaks_in_the_middle_yields_what_came_before() -> None:
         (b"\n", wire.UNKNOWN_OPERATION),
     ],
 )
-def test_what_breaks_a_rule_is_told_and_nothing_is_read_after_it(data: bytes, text: str) -> None:
+def test_a_protocol_violation_yields_a_fault_and_ends_the_stream(data: bytes, text: str) -> None:
     for step in (1, 1 << 30):
         reader = wire.ClientReader(payload_bytes_max=100)
         assert read(b"PING\r\n" + data, step=step, reader=reader) == [wire.Ping(), wire.Fault(text)]
@@ -212,7 +212,7 @@ def test_control_lines_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         assert len(reader._heads) <= 10
 
 
-def test_a_connect_line_is_never_among_what_is_kept() -> None:
+def test_a_connect_line_is_never_cached() -> None:
     reader = wire.ClientReader()
     read(b'CONNECT {"pass":"secret"}\r\nPUB a 1\r\nx\r\n', reader=reader)
     assert not any(b"secret" in line for line in reader._heads)
@@ -221,7 +221,7 @@ def test_a_connect_line_is_never_among_what_is_kept() -> None:
 # ---- CONNECT -----------------------------------------------------------------------------------------
 
 
-def test_what_a_connect_leaves_out() -> None:
+def test_missing_connect_options_have_defaults() -> None:
     said = wire.connect_options(b"{}")
     assert said.verbose
     assert said.echo
@@ -230,7 +230,7 @@ def test_what_a_connect_leaves_out() -> None:
     assert said.name == said.user == said.password == said.auth_token == ""
 
 
-def test_what_a_connect_says() -> None:
+def test_connect_options_are_decoded() -> None:
     said = wire.connect_options(
         b'{"verbose":false,"name":"n","user":"u","pass":"p","new":[1],"headers":true}'
     )
@@ -238,7 +238,7 @@ def test_what_a_connect_says() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
-def test_what_is_no_connect(said: bytes) -> None:
+def test_invalid_connect_options_are_refused(said: bytes) -> None:
     with pytest.raises(wire.Broken):
         wire.connect_options(said)
 
@@ -250,7 +250,7 @@ def test_what_is_no_connect(said: bytes) -> None:
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("headers", [b"", b"NATS/1.0\r\nK: v\r\n\r\n"])
 @pytest.mark.parametrize("reply", [b"", b"in.box"])
-def test_what_is_published_is_read_by_a_server_passed_on_and_read_by_a_client(
+def test_a_published_message_round_trips_through_a_server(
     reply: bytes, headers: bytes, count: int, with_headers: bool
 ) -> None:
     sent = wire.publish(b"a.b", b"hello", reply=reply, headers=headers) * count

@@ -102,7 +102,7 @@ def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_ch
         ringing.join()
 
 
-def test_without_inotify_other_processes_are_not_heard(
+def test_without_inotify_notifications_of_other_processes_are_missed(
     notifier: Notifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "inotify_new", lambda: -1)
@@ -110,15 +110,13 @@ def test_without_inotify_other_processes_are_not_heard(
         assert not notifier.hears_other_processes
 
 
-def test_a_folder_that_cannot_be_watched_is_no_error(
-    notifier: Notifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwatchable_folder_is_not_an_error(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "inotify_add", lambda *_: -1)
     with notifier.subscribed("q", lambda: None):
         assert not notifier.hears_other_processes
 
 
-def test_a_notification_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_notification_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     heard = threading.Event()
     notifier = Notifier(tmp_path / "file" / "bells")

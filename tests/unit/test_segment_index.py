@@ -36,14 +36,14 @@ def test_the_hash_of_an_id_is_the_same_on_every_machine() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "ü", "\ud800", "x" * 300]), max_size=40))
-def test_every_place_of_an_id_is_found(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
+def test_every_offset_of_an_id_is_found(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
     index = built(tmp_path_factory.mktemp("index") / "i.idx", ids)
     for one in {*ids, "missing"}:
         assert index.offsets(one) == [10 * at for at, other in enumerate(ids) if other == one]
     index.close()
 
 
-def test_two_ids_with_one_hash_share_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ids_with_one_hash_share_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "key_of", lambda _: 7 << 28)
     index = built(tmp_path / "i.idx", ["a", "b", "a"])
     assert index.offsets("a") == index.offsets("b") == [0, 10, 20]
@@ -94,7 +94,7 @@ def test_the_index_of_another_segment_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=60), st.sets(st.sampled_from("abcdx")))
-def test_many_ids_at_once_give_the_places_of_each(
+def test_many_ids_at_once_give_the_offsets_of_each(
     tmp_path_factory: pytest.TempPathFactory, ids: list[str], wanted: set[str]
 ) -> None:
     index = built(tmp_path_factory.mktemp("index") / "i.idx", ids)
@@ -164,7 +164,7 @@ def test_find_ignores_swapped_indexes(tmp_path: Path) -> None:
     assert ["is the index of another segment" in sentence for sentence in told] == [True, True]
 
 
-def test_a_search_gives_each_event_once_however_often_it_is_asked(tmp_path: Path) -> None:
+def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
     sealed_folder(tmp_path, 3, 23)
     (tmp_path / INDEX / "00000002.idx").unlink()
     with SegmentSink(tmp_path) as sink:
@@ -254,7 +254,7 @@ def test_changed_segment_length_is_reported_once(tmp_path: Path, change: Any) ->
     assert files[1].name in sentence
 
 
-def test_a_reader_keeps_its_place_while_the_writer_seals(tmp_path: Path) -> None:
+def test_a_reader_keeps_its_position_while_the_writer_seals(tmp_path: Path) -> None:
     with SegmentSink(tmp_path) as sink:
         sink.write(events(1, 10))
         reader = Segments(tmp_path).events()

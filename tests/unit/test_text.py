@@ -66,7 +66,7 @@ def test_visible_json_keeps_the_value_and_escapes_controls(text: str) -> None:
 
 
 @given(st.binary())
-def test_bytes_that_are_no_text_survive_json(raw: bytes) -> None:
+def test_bytes_that_are_not_text_survive_json(raw: bytes) -> None:
     text = raw.decode("utf-8", "surrogateescape")
     decoded = json.loads(visible_json(json.dumps(text, ensure_ascii=False)))
     assert decoded.encode("utf-8", "surrogateescape") == raw
