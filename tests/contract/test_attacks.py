@@ -1,4 +1,4 @@
-"""What an attacker of the first release found, each as a test that failed then."""
+"""Attacks on the first release, each as a test that failed then."""
 
 import contextlib
 import enum
@@ -70,7 +70,7 @@ print(queue.check().ok, bus.verify().ok)
 
 
 def test_an_exception_in_a_signal_handler_releases_the_lock(tmp_path: Path) -> None:
-    # In a process without coverage, which has locks of its own that an interrupt leaves behind.
+    # In a process without coverage, whose own locks an interrupt could leave locked.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERRUPTED, tmp_path],

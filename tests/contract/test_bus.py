@@ -576,7 +576,7 @@ def test_a_follower_started_before_the_bus_reads_later_archives(bus: Bus) -> Non
 
     def stop() -> bool:
         match next(polls):
-            case 0:  # nothing was there; now comes a whole file, and goes again
+            case 0:  # there was nothing; now a whole file is written and archived
                 post(bus, "0")
                 bus.rotate()
                 post(bus, "1")
@@ -619,7 +619,7 @@ def test_a_second_rotation_while_the_follower_changes_files_loses_nothing(
         if path == bus.path and left[0]:
             left[0] -= 1
             bus.rotate()
-            if left[0] != 1:  # once the name is missing at that moment, else it is already the next file
+            if left[0] != 1:  # at first the name is missing, later it is the next file
                 post(bus, f"after {left[0]}")
         return real(path)
 
@@ -794,7 +794,7 @@ def test_the_lock_is_flock_on_the_bus_file_itself(bus: Bus, monkeypatch: pytest.
         post(bus)
     assert found == ["locked"]
     with open(bus.path) as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back afterwards
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released afterwards
 
 
 def test_a_lock_timeout_raises_and_writes_nothing(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_reader_continues_when_the_original_appends(tmp_path: Path) -> None:
 
 
 def test_a_foreign_record_at_the_end_is_held_back_until_its_writer_is_done(tmp_path: Path) -> None:
-    """It has no length: while its writer holds the lock, more of its body may follow."""
+    """A foreign record has no length: while its writer holds the lock, more of its body may follow."""
     bus = Bus(tmp_path / "bus.yaml")
     original_appends(bus.path, "whole", "MSG-1")
     with bus.path.open("ab", buffering=0) as writer:
@@ -200,7 +200,7 @@ def test_a_foreign_record_that_outgrows_the_window_meanwhile_is_not_cut(
     bus = Bus(tmp_path / "bus.yaml")
     original_appends(bus.path, "line\n", "MSG-1")
     real = busfile._settled_size
-    more = ["\n" * 2 * busfile.WINDOW_BYTES + "end\n"]  # wherever the window ends, it ends in a newline
+    more = ["\n" * 2 * busfile.WINDOW_BYTES + "end\n"]  # the window always ends in a newline
 
     def settled_size(fd: int) -> int | None:
         with bus.path.open("a") as writer:

@@ -1,7 +1,7 @@
-"""Writes and fsyncs that fail: an error, no half record, nothing acknowledged that is not there.
+"""Failing writes and fsyncs: an error, no half record, and nothing acknowledged that is not stored.
 
-The faults are the kernel's own where that is possible: a file size limit, a full disk, strace that makes
-fsync fail. Where only the moment matters, `os.fsync` is replaced by one that fails when it is told to.
+The faults are those of the kernel where possible: a file size limit, a full disk, strace that makes fsync
+fail. Where only the moment matters, `os.fsync` is replaced by a function that fails on request.
 """
 
 import itertools

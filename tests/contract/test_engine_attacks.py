@@ -57,7 +57,7 @@ def served(tmp_path: Path, scenario: Callable[[Engine], Awaitable[None]]) -> Non
 
 
 def outcome_of(tmp_path: Path, handler: Callable[..., Any], **options: Any) -> MessageFailed:
-    """How a message of a handler that fails ends."""
+    """How a message of a failing handler ends."""
     failures: list[MessageFailed] = []
 
     async def scenario(engine: Engine) -> None:
@@ -135,7 +135,7 @@ def test_an_odd_retry_after_does_not_stop_the_worker(tmp_path: Path, seconds: fl
         handle = await engine.submit(type="tool_call", org_id="acme", payload={}, max_retries=1)
         await asyncio.wait_for(called.wait(), WAIT_S)
         other = await engine.submit(type="memory_save", org_id="other", payload={})
-        await other.result(timeout_s=WAIT_S)  # its outcome is committed behind that of the first
+        await other.result(timeout_s=WAIT_S)  # its outcome is committed after that of the first
         assert (await engine.get(handle.message_id)).attempt >= 1
 
     served(tmp_path, scenario)

@@ -1,4 +1,4 @@
-"""What `Mail` promises: the mq9 design sentence by sentence, in every dialect, through the handler's seam."""
+"""The guarantees of `Mail`: the mq9 design sentence by sentence, in every dialect, through the handler."""
 
 import base64
 import errno
@@ -264,7 +264,7 @@ def test_a_client_that_waits_for_no_answer_sees_its_messages_in_order(harness: H
 
 
 def eighty_wait_for_one_fsync(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
-    """And a turn of the loop tells as few of them as it may."""
+    """One turn of the loop runs as few of the callbacks as allowed."""
     monkeypatch.setattr(mail_log, "TASKS_A_TURN_S", 0.0)
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
@@ -444,7 +444,7 @@ def test_a_name_created_again_after_its_end_starts_empty_with_new_message_ids(ha
     assert harness.request(link, LIST + "q")["messages"] == []
     second = harness.send(link, "q", b"new", "critical")
     assert second > first
-    assert worker.payloads() == [b"old", b"new"]  # who listens to a name goes on listening
+    assert worker.payloads() == [b"old", b"new"]  # a subscriber to a name stays subscribed
     harness.reopen()
     assert [item["msg_id"] for item in harness.request(link, LIST + "q")["messages"]] == [second]
     assert harness.send(link, "q", b"after a restart") > second
@@ -636,7 +636,7 @@ def test_a_member_is_a_connection_whatever_the_number_of_its_subscriptions(harne
     assert len(one.got) == 1
     harness.subscribe(two, f"{mail_id}.*", "w")
     harness.service.unsubscribed(one, one.got[0].sid)
-    assert two.got == []  # it still lives, and still holds it
+    assert two.got == []  # it still exists, and still holds the letter
     harness.close_link(one)
     assert two.payloads() == [b"x"]
 
@@ -745,7 +745,7 @@ def test_the_sdk_gets_an_envelope_with_its_own_priorities(
     envelope = json.loads(sdk.got[0].payload)
     assert sdk.got[0].subject == f"{MSG}{mail_id}.{seen}"
     assert (envelope["msg_id"], envelope["priority"]) == (str(msg_id), seen)
-    assert envelope["payload"]  # an empty one would be taken for none
+    assert envelope["payload"]  # an empty name would count as none
     assert base64.b64decode(envelope["payload"]) == payload
 
 
@@ -772,7 +772,7 @@ def test_send_fetch_ack_in_priority_order(harness: Harness) -> None:
     assert fetch(harness, link, "q", group_name="g") == [b"critical", b"urgent", b"normal"]
     assert ack(harness, link, "q", "g", ids[-1]) == {
         "error": ""
-    }  # the last of a batch is for the whole batch
+    }  # acknowledging the last of a batch covers the whole batch
     assert fetch(harness, link, "q", group_name="g") == []
     harness.request(link, f"{NEWEST}SEND.q", b"late", headed(priority="critical"))
     assert fetch(harness, link, "q", group_name="g") == [b"late"]
@@ -793,7 +793,7 @@ def test_an_acknowledgement_covers_fetched_letters_and_no_others(harness: Harnes
     ack(harness, link, "q", "g", normal[1])
     assert fetch_ids(harness, link, "q", group_name="g") == [critical, *normal[2:]]
     ack(harness, link, "q", "g", critical)
-    ack(harness, link, "q", "g", normal[0])  # late and again: nothing moves back
+    ack(harness, link, "q", "g", normal[0])  # late and repeated: the position does not move back
     assert fetch_ids(harness, link, "q", group_name="g") == normal[2:]
 
 
@@ -1214,7 +1214,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_until_a_new_segment_is_saf
     assert harness.request(link, f"{MSG}{mail_id}.critical", b"2")["code"] == 503
     assert harness.request(link, CREATE)["code"] == 503
     assert "error" not in harness.request(link, f"{MSG}{mail_id}", b"in memory")
-    harness.tick()  # the new segment fails too
+    harness.tick()  # the new segment fails as well
     assert harness.service.trouble
     assert link.take() == [b"in memory"]
     disk.failing = False
@@ -1244,7 +1244,7 @@ def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(mail_log, "write_all", full)
-        harness.service.published(link, f"{MSG}{mail_id}.urgent", "", 0, [b"waits"])  # nobody can be told
+        harness.service.published(link, f"{MSG}{mail_id}.urgent", "", 0, [b"waits"])  # cannot be answered
         assert harness.request(link, f"{MSG}{mail_id}.urgent", b"meets it")["code"] == 503
         assert harness.request(link, f"{MSG}{mail_id}.urgent", b"no")["code"] == 503
         harness.tick()
@@ -1254,7 +1254,7 @@ def test_a_full_disk_refuses_durable_calls_and_loses_nothing(
     harness.send(link, mail_id, b"after", "urgent")
     harness.events.clear()
     harness.reopen()
-    assert harness.events == []  # the half record that the full disk had taken is gone
+    assert harness.events == []  # the half record that the full disk accepted is gone
     harness.subscribe(link, f"{mail_id}.*")
     assert link.payloads() == [b"before", b"waits", b"after"]
 
@@ -1348,7 +1348,7 @@ def test_a_payload_cannot_pass_for_a_record(harness: Harness) -> None:
     assert harness.folder is not None
     frames = log_files(harness.folder)[0].read_bytes()
     harness.service = harness.opened()
-    forged = frames.replace(frames[:4], b"\0\0\0\0")  # its sender does not know the folder's secret
+    forged = frames.replace(frames[:4], b"\0\0\0\0")  # the sender does not know the folder's secret
     harness.send(link, mail_id, forged + b"BREAK", "critical")
     harness.service.close()
     path = log_files(harness.folder)[-1]
@@ -1424,7 +1424,7 @@ def test_a_mailbox_survives_records_of_an_earlier_one_left_by_a_crash_in_compact
     harness.tick(5)
     harness.service.close()
     assert harness.folder is not None
-    log_files(harness.folder)[0].unlink()  # the one with the creation; the one with the end is still there
+    log_files(harness.folder)[0].unlink()  # the segment with the creation, not that with the end
     harness.service = harness.opened()
     mail_id = harness.create(link, ttl=0)
     harness.reopen()

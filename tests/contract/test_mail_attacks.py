@@ -141,7 +141,7 @@ def test_a_client_that_is_refused_in_a_loop_writes_few_events(harness: Harness) 
     harness.publish(loop, f"{MSG}nobody", b"x")
     assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3
     harness.tick(1)
-    assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was left out this time
+    assert len(refusals(harness)) == REFUSAL_EVENTS_MAX + 3  # nothing was suppressed this time
 
 
 def test_every_accepted_call_between_refusals_is_emitted(harness: Harness) -> None:
@@ -341,7 +341,7 @@ def test_a_name_stays_with_its_address_after_the_connection_and_is_free_later(ha
     second = FakeLink()
     assert agent(harness, second, "REGISTER", name="ada")["error"] == ""
     harness.tick(2 * agents.HOLD_S)
-    assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is there
+    assert agent(harness, stranger, "REGISTER", name="ada")["code"] == 409  # its connection is open
     harness.close_link(second)
     assert agent(harness, stranger, "REGISTER", name="ada")["error"] == ""
 
@@ -376,7 +376,7 @@ def test_one_client_can_neither_register_all_agents_nor_use_up_their_memory(
     harness = Harness(harness.folder and harness.folder / "other", client_quota_agents=2)
     greedy, other = FakeLink(), FakeLink(address="192.0.2.2")
     assert [agent(harness, greedy, "REGISTER", name=name).get("code") for name in "abc"] == [None, None, 429]
-    assert agent(harness, FakeLink(), "REGISTER", name="c")["code"] == 429  # reconnecting helps nobody
+    assert agent(harness, FakeLink(), "REGISTER", name="c")["code"] == 429  # reconnecting does not help
     harness.reopen()
     assert agent(harness, greedy, "REGISTER", name="c")["code"] == 429
     assert agent(harness, other, "REGISTER", name="c")["error"] == ""
@@ -408,7 +408,7 @@ def test_empty_messages_cost_memory_too(tmp_path: Path) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)
-    harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)  # of these two fit
+    harness.service.published(link, f"{MSG}{mail_id}", "", 0, [b""] * 8)  # two of these fit
     assert harness.service.stats()["messages"] == 10
 
 
@@ -422,7 +422,7 @@ def test_one_client_cannot_use_up_the_server_for_another(tmp_path: Path, word: s
     harness.service.published(greedy, subject, "", 0, [b"x"] * 4)
     harness.settle()
     numbers = [harness.send(greedy, mail_id, b"x", word)]
-    for link in (greedy, FakeLink()):  # reconnecting helps nobody
+    for link in (greedy, FakeLink()):  # reconnecting does not help
         assert harness.request(link, subject, b"x")["code"] == 429
         assert harness.request(link, "$mq9.AI.MAILBOX.CREATE")["code"] == 429
     assert harness.send(other, mail_id, b"x", word)
@@ -532,7 +532,7 @@ def test_the_letters_that_pull_groups_of_a_client_remember_are_bounded(
     assert len(fetched(harness, owner, mail_id, "other", 40)["messages"]) == 40
     assert account.remembered == 50
     assert acknowledged(harness, workers[0], mail_id, numbers[39])["error"] == ""
-    assert account.remembered == 10  # those before it need not be remembered one by one
+    assert account.remembered == 10  # earlier ones are not remembered one by one
     harness.request(owner, f"{DELETE}{mail_id}.{numbers[45]}")
     assert account.remembered == 9
     harness.close_link(workers[1])
@@ -557,7 +557,7 @@ def test_usage_shrinks_exactly_when_messages_leave_a_mailbox(harness: Harness) -
         harness.settle()
     harness.tick(3)
     assert harness.service.stats()["messages"] == 2 + 4 + 6
-    harness.tick(3)  # the short ones are over
+    harness.tick(3)  # the lifetimes of the short ones are over
     box = harness.service._mailboxes.by_id[mail_id]
     assert box.bytes == sum(letter.cost for letter in box.letters.values())
     for number in list(box.letters):
@@ -624,7 +624,7 @@ def test_a_copy_without_gain_is_not_repeated(harness: Harness, monkeypatch: pyte
         harness.send(link, mail_id, b"x" * 1_000, "critical")
     log = harness.service._mailboxes.journal.log
     assert log is not None
-    monkeypatch.setattr(harness.service._mailboxes.quotas, "log_bytes", 0)  # whatever it is estimated at
+    monkeypatch.setattr(harness.service._mailboxes.quotas, "log_bytes", 0)  # whatever the estimate is
     pass_time(harness, 120)
     sequence = log._sequence
     pass_time(harness, 600)
@@ -668,7 +668,7 @@ def test_a_copy_that_does_not_fit_on_the_disk_loses_nothing(
     assert log is not None
     pass_time(harness, 30)
     harness.clock.advance(5)
-    harness.service.tick()  # the copy is asked for
+    harness.service.tick()  # the copy is requested
 
     def full(fd: int, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -721,7 +721,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
 
     with monkeypatch.context() as patched:
         patched.setattr(mail_log, "write_all", full)
-        for place, (subject, payload) in enumerate(calls.items()):  # one batch meets it together
+        for place, (subject, payload) in enumerate(calls.items()):  # one batch finds the disk full together
             given = headers if ".SEND." in subject else b""
             harness.service.published(link, subject, f"_INBOX.full.{place}", len(given), [given + payload])
         harness.service.published(link, f"{LIST}{mail_id}", "_INBOX.full.list", 0, [b""])
@@ -733,7 +733,7 @@ def test_every_call_that_meets_a_full_disk_is_answered(
     assert not harness.service.trouble
     assert harness.request(link, f"$mq9.AI.MAILBOX.DELETE.{mail_id}.{doomed}") == {"deleted": False}
     [again] = harness.request(link, f"{NEWEST}FETCH.{mail_id}", fetch)["messages"]
-    assert again["msg_id"] == number  # a refused acknowledgement is none
+    assert again["msg_id"] == number  # a refused acknowledgement does not count
     stats = harness.service.stats()
     assert (stats["messages"], stats["mailboxes"]) == (start["messages"], start["mailboxes"])
     box = harness.service._mailboxes.by_id[mail_id]
@@ -767,7 +767,7 @@ def test_records_of_an_earlier_version_count_against_no_client(tmp_path: Path) -
     harness.subscribe(link, "box.*")
     assert link.payloads() == [b"single", b"first of a row", b"second"]
     assert harness.service._mailboxes.quotas.accounts[link.client].empty
-    assert agent(harness, link, "REGISTER", name="ada", text="new")["error"] == ""  # nobody holds it
+    assert agent(harness, link, "REGISTER", name="ada", text="new")["error"] == ""  # no member holds it
     assert harness.service.stats()["bytes"] == sum(
         [MAILBOX_COST_BYTES, GROUP_COST_BYTES, cost_of(6), cost_of(14), cost_of(6)]
     )

@@ -1,6 +1,6 @@
-"""The core NATS protocol: our server and the real nats-server answer the same tests.
+"""The core NATS protocol: our server and the real nats-server pass the same tests.
 
-`both` runs on each of them. What only ours promises (what a limit does, how it ends) asks for `ours`.
+`both` runs a test on each of them. Guarantees of our server alone (limits, shutdown) use `ours`.
 """
 
 import asyncio
@@ -444,7 +444,7 @@ def test_tls(kind: str, tmp_path: Path, first: bool) -> None:
 def test_a_client_without_tls_gets_nothing_where_tls_is_required(kind: str, tmp_path: Path) -> None:
     wanted = Wanted(certificate=made_certificate(tmp_path), connections_max=2)
     with running(kind, tmp_path, wanted) as server:
-        for _ in range(4):  # and takes nobody's place
+        for _ in range(4):  # and does not use up the place of another client
             with Wire(server, b"") as wire:
                 assert json.loads(wire.info[5:])["tls_required"] is True
                 assert b"PONG" not in wire.rest(CONNECT + b"PING\r\n")
@@ -484,7 +484,7 @@ def test_a_connection_above_the_limit_gets_an_error(kind: str, tmp_path: Path) -
     with (
         running(kind, tmp_path, wanted) as server,
         Wire(server) as one,
-        Wire(server, address="127.0.0.2") as two,  # ours leaves the second place to another client
+        Wire(server, address="127.0.0.2") as two,  # ours gives the second place to another client
     ):
         one.ask()
         two.ask()
@@ -501,7 +501,7 @@ def test_connections_leave_files_for_everything_else(tmp_path: Path) -> None:
         wires = [stack.enter_context(Wire(server, b"", address=address)) for address in addresses]
         for wire in wires[:allowed]:
             assert wire.ask() == b""
-        for wire in wires[allowed:]:  # each is closed when it has been told, and needs no file any more
+        for wire in wires[allowed:]:  # each is closed after its error, and then needs no file
             assert wire.rest() == b"-ERR 'maximum connections exceeded'\r\n"
 
 
@@ -567,7 +567,7 @@ def test_a_lame_duck_shutdown_notifies_every_client(tmp_path: Path) -> None:
         wire.ask(b"SUB a 1\r\n")
         server.process.send_signal(signal.SIGTERM)
         assert json.loads(wire.line()[5:])["ldm"] is True
-        assert wire.ask(b"PUB a 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"  # it is served to the end
+        assert wire.ask(b"PUB a 1\r\nx\r\n") == b"MSG a 1 1\r\nx\r\n"  # it is served until the end
         assert wire.rest() == b""
         assert server.process.wait(HANG_GUARD_S) == 0
         with pytest.raises(OSError, match="refused"):

@@ -1,4 +1,4 @@
-"""What `Queue` promises, sentence by sentence."""
+"""The guarantees of `Queue`, sentence by sentence."""
 
 import errno
 import json

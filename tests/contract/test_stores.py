@@ -219,7 +219,7 @@ def test_callers_share_a_commit_and_a_failure_stays_with_its_caller(store: Sqlit
             answers[number] = error
 
     other = SqliteStore(path)
-    other._lock.acquire()  # nobody can commit, so all threads wait for the same commit
+    other._lock.acquire()  # no thread can commit, so all wait for the same commit
     threads = [in_background(partial(call, number)) for number in range(12)]
     while len(store._group.pending) + 2 < len(threads):  # one leads, and perhaps one writes alone
         threads[0].join(0.01)
@@ -246,7 +246,7 @@ def test_waiting_callers_need_few_commits(store: SqliteStore, path: Path) -> Non
         thread.join(LONG_S)
     commits = sqlite3.connect(path).execute("SELECT count(*) FROM events").fetchone()[0]
     assert store.count() == {"q": {"QUEUED": 21}}
-    assert commits <= 4  # the first one, the one under way, and the shared one
+    assert commits <= 4  # the first commit, the current one, and the shared one
 
 
 def test_a_queue_that_was_rolled_back_is_not_mistaken_for_another(store: SqliteStore, path: Path) -> None:
@@ -707,7 +707,7 @@ def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
 
 
 def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
-    """Poller and sender alternate, on a slow disk as well: a returning poller queues behind the sender."""
+    """Poller and sender alternate, also on a slow disk: a returning poller waits after the sender."""
     sender, poller = SqliteStore(path), Poller(SqliteStore(path))
     insert(sender, b"first")
     sender.close()

@@ -1,4 +1,4 @@
-"""What `Tasks` promises, on every store."""
+"""The guarantees of `Tasks`, on every store."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from tests.faultydisk import FaultyDisk, in_background
 
 __all__ = ["no_child_left"]  # a fixture
 
-LONG_S = 60.0  # a hang, not a measurement
+LONG_S = 60.0  # a hang guard, not a measurement
 FOR_EVER_S = 10 * LONG_S
 DAY_S = 86_400
 
@@ -125,7 +125,7 @@ def nested(levels: int) -> Any:
 
 def test_a_payload_nested_too_deeply_is_refused(tasks: Tasks) -> None:
     tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX))
-    tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, and not deep
+    tasks.enqueue(agent="a", payload=[[]] * 2 * JSON_DEPTH_MAX)  # wide, but not deep
     with pytest.raises(InvalidMessage, match="the payload is nested more than 200 levels deep"):
         tasks.enqueue(agent="a", payload=nested(JSON_DEPTH_MAX + 1))
     [task] = tasks.claim(agent="a")
@@ -245,7 +245,7 @@ def test_a_lease_ends_after_300_s_without_a_heartbeat(tasks: Tasks, clock: Manua
     assert second.lease > zombie.lease
     refused(tasks, zombie.task_id, zombie.lease)
     tasks.complete(second.task_id, second.lease, "mine")
-    refused(tasks, zombie.task_id, zombie.lease)  # what is done is not moved back
+    refused(tasks, zombie.task_id, zombie.lease)  # a completed task is not moved back
     assert tasks.get(zombie.task_id).result == "mine"
     assert tasks.get(zombie.task_id).errors == ["the lease ran out"]
     assert tasks.status().agents["a"].lapses == 1
@@ -324,7 +324,7 @@ def test_four_attempts_then_a_dead_letter_with_all_errors_and_a_manual_retry(
         assert tasks.claim(agent="a") == []  # it waits for a while
         clock.advance(60)
     take(tasks)
-    clock.advance(300)  # the third one is not heard of again
+    clock.advance(300)  # the third one is never delivered again
     task = take(tasks)
     assert task.attempt == 4
     tasks.fail(task_id, task.lease, "error 3")
@@ -663,7 +663,7 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     assert info == tasks.get(task_id)
     assert info.ended
     assert info.result == ({"label": "bug"} if how == "complete" else None)
-    assert tasks.wait(task_id, 0) == info  # one that has ended is not waited for
+    assert tasks.wait(task_id, 0) == info  # an ended task is returned at once
     assert tasks.notifier._callbacks == {}
     tasks.close()
 
@@ -785,7 +785,7 @@ def test_a_wait_finds_due_tasks_without_a_wake_up(url: str) -> None:
 
 def test_a_result_becomes_a_decision_that_is_executed_once(tasks: Tasks) -> None:
     task_id = tasks.enqueue(agent="a", payload=1)
-    assert tasks.open_decision(task_id) is None  # nobody has finished it
+    assert tasks.open_decision(task_id) is None  # no worker has finished it
     task = take(tasks)
     tasks.complete(task_id, task.lease, {"label": "bug"})
     decision_id = tasks.open_decision(task_id)
@@ -795,9 +795,9 @@ def test_a_result_becomes_a_decision_that_is_executed_once(tasks: Tasks) -> None
     [decision] = tasks.claim(agent=DECISIONS)
     assert (decision.task_id, decision.payload, decision.parent) == (decision_id, {"label": "bug"}, task_id)
     tasks.settle(decision)
-    tasks.settle(decision)  # a lost answer is asked for again
+    tasks.settle(decision)  # the call is repeated after a lost answer
     assert tasks.get(task_id).status == "done"
-    tasks.complete(task_id, task.lease, "late")  # the word of the same lease, once more
+    tasks.complete(task_id, task.lease, "late")  # the same call under the same lease again
     assert (tasks.get(task_id).status, tasks.get(task_id).result) == ("done", {"label": "bug"})
     assert tasks.claim(agent=DECISIONS) == []
 
@@ -855,7 +855,7 @@ def test_several_calls_share_a_commit_and_each_gets_its_outcome(tasks: Tasks) ->
 
 
 def test_a_result_of_the_same_commit_is_not_yet_a_decision(tasks: Tasks) -> None:
-    """Else it would be executed without its content where one cannot read what is not committed."""
+    """Otherwise the decision would be executed without its content, where uncommitted data cannot be read."""
     held = tasks.enqueue(agent="a", payload=0)
     task = take(tasks)
     tasks.run_many(
@@ -1008,7 +1008,7 @@ def test_children_use_the_tasks_that_they_inherit(on_disk: Tasks, no_child_left:
 
 
 def test_an_id_of_another_agents_task_is_refused_and_stores_nothing(tasks: Tasks) -> None:
-    """Dropped as a duplicate, the task would be lost without a word."""
+    """A task dropped as a duplicate would be lost silently."""
     tasks.enqueue(agent="a", payload=1, task_id="job")
     before = tasks.events()
     with pytest.raises(InvalidMessage, match="is taken by a task of another agent"):

@@ -1,8 +1,8 @@
-"""`kills-mail`: the mail server is killed again and again under a mixed load over real sockets.
+"""`kills-mail`: the mail server is killed repeatedly under a mixed load over real sockets.
 
-Nothing critical or urgent that was acknowledged, or pushed to anybody, is lost; nothing comes twice to one
-connection of a queue group, or to two that live; what was deleted or acknowledged stays so; mailboxes keep
-their time.
+No critical or urgent message that was acknowledged or pushed is lost. No message is delivered twice to one
+connection of a queue group, or to two live ones. Deleted and acknowledged messages stay so. Mailboxes keep
+their lifetimes.
 """
 
 import itertools
@@ -34,7 +34,7 @@ OPEN, PULL = "open.box", "pull.box"
 
 
 def run(count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """So many kills, in rounds."""
+    """Kill `count` times, in rounds."""
     tally = Tally()
     rng = Random(f"kills-mail/{seed}")
     for number, size in enumerate(portions(count, KILLS_PER_ROUND)):
@@ -80,7 +80,7 @@ class _Cast:
         return self._start("member", programs.member, box=self.work, seed=self._rng.getrandbits(32))
 
     def kill_server(self) -> None:
-        """After some answers, at an instant somewhere in the next calls."""
+        """After some answers, at a random instant during the next calls."""
         watched = self._rng.choice(self._senders)
         self._crew.await_lines(watched, self._rng.randint(1, LINES_MAX))
         until = time.perf_counter() + self._rng.uniform(0, SPIN_MAX_S)
@@ -95,7 +95,7 @@ class _Cast:
         self._members[place] = self._start_member()
 
     def end(self) -> None:
-        """Everybody is killed, and one more server started for whoever looks."""
+        """Kill everything, and start one more server for the checks."""
         self._crew.kill_all()
         self._server = self._start_server()
 
@@ -120,7 +120,7 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
 
 
 class _Said:
-    """What the workers reported, by its first word."""
+    """The reports of the workers, by their first word."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.rows: defaultdict[str, list[list[str]]] = defaultdict(list)
@@ -129,7 +129,7 @@ class _Said:
             rows = [line.split(" ") for line in worker.lines]
             for row in rows:
                 self.rows[row[0]].append(row[1:])
-            # The last connection of a killed member may have been lost in the middle of a server's life.
+            # The last connection of a killed member may have ended while the server was still running.
             held = [(row[1], row[2]) for row in rows if row[0] == "held"]
             self.dead_connections.update(held[-1:])
 
@@ -137,7 +137,7 @@ class _Said:
         return {row[column] for row in self.rows[word]}
 
     def each(self, word: str) -> set[str]:
-        """Of rows that are nothing but ids."""
+        """The ids in rows that consist of ids only."""
         return {msg_id for row in self.rows[word] for msg_id in row}
 
     def durable(self, word: str, word_column: int) -> set[str]:
@@ -146,7 +146,7 @@ class _Said:
 
 
 def _replayed(folder: Path, box: str) -> list[Mail]:
-    """Everything that a new subscriber gets."""
+    """All messages of a new subscriber."""
     post = Post(folder)
     post.subscribe(f"{box}.*")
     post.asked(f"{programs.MSG}{box}.low", MARKER.encode())
@@ -156,7 +156,7 @@ def _replayed(folder: Path, box: str) -> list[Mail]:
 
 
 def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
-    """What was acknowledged is replayed, whole, once and in order; what was deleted is not."""
+    """Acknowledged messages are replayed complete, once and in order; deleted ones are not."""
     mails = _replayed(folder, box)
     acknowledged = {row[2]: row[3] for row in said.rows["sent"] if row[0] == box and row[1] in DURABLE}
     tally.acknowledged += len(acknowledged)
@@ -178,13 +178,13 @@ def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
 
 
 def _judge_pushed(pushed: set[str], found: set[str], tally: Tally) -> None:
-    """Nothing is pushed that is not stored."""
+    """Every pushed message is stored."""
     tally.count("pushed", len(pushed))
     tally.lost += len(pushed - found)
 
 
 def _judge_pulled(folder: Path, said: _Said, tally: Tally) -> None:
-    """The group gets what it has not acknowledged, and nothing else."""
+    """The group gets its unacknowledged messages, and nothing else."""
     post = Post(folder)
     body = {"group_name": programs.PULLERS, "config": {"num_msgs": 1_000, "max_wait_ms": 0}}
     found = post.asked(f"{programs.FETCH}{PULL}", json.dumps(body).encode())["messages"]
@@ -194,12 +194,12 @@ def _judge_pulled(folder: Path, said: _Said, tally: Tally) -> None:
     acked, in_doubt = said.each("acked"), said.each("acking")
     tally.count("pulled", len(acked))
     tally.doubled += len(ids & acked)
-    if said.rows["acking"]:  # otherwise the group did not exist, and began with what is new
+    if said.rows["acking"]:  # otherwise the group did not exist, and starts with new messages
         tally.lost += len(sent - in_doubt - ids)
 
 
 def _judge_words(said: _Said, tally: Tally) -> None:
-    """What the clients themselves saw, and should not have seen."""
+    """Violations that the clients themselves observed."""
     tally.doubled += len(said.rows["twice"]) + len(said.rows["again"])
     tally.torn += len(said.rows["torn"])
     tally.lost += len(said.rows["forgotten"])
@@ -210,7 +210,7 @@ def _judge_words(said: _Said, tally: Tally) -> None:
 
 
 def _judge_teams(said: _Said, tally: Tally) -> None:
-    """In one server's life, a message has one holder, unless that one has gone."""
+    """During one run of the server a message has one holder, unless that holder has ended."""
     gone = {(row[0], row[1]) for row in said.rows["left"]} | said.dead_connections
     holders: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for server_id, connection, _, msg_id in said.rows["held"]:
@@ -222,7 +222,7 @@ def _judge_teams(said: _Said, tally: Tally) -> None:
 
 
 def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
-    """Each mailbox ends when it was said to, whatever happened in between."""
+    """Each mailbox expires at its time, whatever happened in between."""
     now_us = time.time_ns() // 1_000
     service = MailService(folder, queue.SimpleQueue[object]().put)
     boxes = service._mailboxes.by_id

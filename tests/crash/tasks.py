@@ -1,10 +1,10 @@
-"""Task queues under kills, stops and load: nothing accepted is lost, and no stale word is accepted.
+"""Task queues under kills, stops and load: nothing accepted is lost, and no stale call is accepted.
 
-`kills-tasks`: producers, consumers and a harness are killed at random and started again. At the end, every
-task that was acknowledged is done, and each has one completion, under the lease that its result names.
-`stops-tasks`: holders are stopped until their leases are over and somebody else has the task.
-`mix-tasks`: four producers and four consumers at once; order and the longest wait are looked at.
-`soak-tasks`: very many cycles; the files must not grow with them.
+`kills-tasks`: producers, consumers and a harness are killed at random and restarted. At the end, every
+acknowledged task is done, with one completion, under the lease that its result names.
+`stops-tasks`: holders are stopped until their leases have ended and other workers have the tasks.
+`mix-tasks`: four producers and four consumers at once; checks the order and the longest wait.
+`soak-tasks`: very many cycles, during which the files must not grow.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
 KILLS_PER_ROUND = 25
 LINES_MAX = 8
-LEASE_S = 0.1  # short, so that some run out under the living too
-PRODUCER_PAUSE_S = 0.001  # what is produced has to be done again by each round's end
+LEASE_S = 0.1  # short, so that some leases of live workers end too
+PRODUCER_PAUSE_S = 0.001  # the tasks have to be finished by the end of each round
 AGENT = "coder"
 FOUND_MAX = 1_000
 EVENTS_MAX = 10_000
@@ -48,14 +48,14 @@ LOOK_EVERY_S = 0.5
 
 SOAK_BATCH = 50
 SOAK_POINTS = 10
-SOAK_SETTLED_POINT = 2  # by then, the file has the size that it needs
+SOAK_SETTLED_POINT = 2  # by then the file has reached its size
 SOAK_GROWTH_MAX = 1.5
 
 Tick = Callable[[int], None]
 
 
 def run(scenario: str, count: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Run one scenario: so many kills, stops, seconds or cycles."""
+    """Run one scenario: a number of kills, stops, seconds or cycles."""
     tally = Tally()
     rng = Random(f"{scenario}/{seed}")
     match scenario:
@@ -97,7 +97,7 @@ def scratch(number: int) -> Iterator[Path]:
 
 
 class Cast:
-    """Who plays in a round of kills, and who comes after them."""
+    """The processes of a round of kills, and their replacements."""
 
     producer_pause_s = PRODUCER_PAUSE_S
 
@@ -112,7 +112,7 @@ class Cast:
         self.living.append(self._harness())
 
     def kill_one(self) -> None:
-        """Kill one of them, and start another one in its place."""
+        """Kill one process, and start a replacement."""
         place = self._rng.randrange(len(self.living))
         worker = self.living[place]
         self._crew.kill_at_random(worker, self._rng, LINES_MAX if worker.lines else 1)
@@ -126,7 +126,7 @@ class Cast:
                 self.living[place] = self._harness()
 
     def _producer(self, writer: str) -> Worker:
-        """It goes on behind the last number that was acknowledged: the next one may be stored already."""
+        """The producer continues after the last acknowledged number; the next one may be stored already."""
         name = f"producer:{writer}"
         before = [worker.lines[-1] for worker in self._crew.workers if worker.name == name and worker.lines]
         first = number_of(before[-1].split(" ")[0]) + 1 if before else 0
@@ -167,7 +167,7 @@ class Cast:
 def killed(
     cast: type[Cast], folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str
 ) -> tuple[dict[str, str], list[list[str]]]:
-    """Kill one of the cast again and again, and all at the end: what was acknowledged, and what they said."""
+    """Kill one process repeatedly, and all at the end. Returns the acknowledgements and the reports."""
     with Crew() as crew:
         players = cast(folder, crew, rng, sabotage)
         for _ in range(kills):
@@ -194,7 +194,7 @@ def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
 
 
 def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
-    """Do what is left, as the next consumer and the next harness would: leases of the dead run out first."""
+    """Finish the rest, as the next consumer and harness would, after the leases of dead workers."""
 
     def report(*said: object) -> None:
         words.append([str(word) for word in said])
@@ -263,7 +263,7 @@ def _judge_completions(infos: list[TaskInfo], words: list[list[str]], tally: Tal
 
 
 def _judge_executions(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
-    """Every result was acted on before its task was done, at least once, and always the same one."""
+    """Every result was executed before its task was done, at least once, and always the same result."""
     executed: defaultdict[str, set[str]] = defaultdict(set)
     settled: Counter[str] = Counter()
     for word in words:
@@ -279,7 +279,7 @@ def _judge_executions(infos: list[TaskInfo], words: list[list[str]], tally: Tall
 
 
 def _judge_deliveries(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
-    """How often each task was handed out, by the history, and that every hand-out is in it."""
+    """How often each task was delivered, by its history, which must have every delivery."""
     reported: defaultdict[str, set[int]] = defaultdict(set)
     for word in words:
         if word[0] == "claimed":
@@ -296,7 +296,7 @@ def _judge_deliveries(infos: list[TaskInfo], words: list[list[str]], tally: Tall
 
 
 def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
-    """The database is sound, its counters are right, and no event is missing or there twice."""
+    """The database is sound, its counters are right, and no event is missing or duplicated."""
     connection = apsw.Connection(str(folder / "queue.db"))
     rows = connection.execute("PRAGMA integrity_check").fetchall()
     if rows != [("ok",)]:
@@ -324,7 +324,7 @@ def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
 
 
 def _stop_round(folder: Path, stops: int, rng: Random, tally: Tally) -> None:
-    """Holders are stopped, their leases end, somebody else has the tasks; then they speak."""
+    """Holders are stopped, their leases end, other workers get the tasks; then the holders call."""
     options = {"folder": str(folder), "agent": AGENT, "lease_s": STOPPED_LEASE_S}
     with Crew() as crew, open_tasks(folder) as tasks:
         holders = [
@@ -367,7 +367,7 @@ def _stop_some(crew: Crew, holders: list[Worker], tasks: Tasks, rng: Random, tal
 
 
 def _see_held(holders: list[Worker], ids: list[str], held: dict[str, Worker]) -> bool:
-    """Whether each holder has one of these tasks in its hands."""
+    """Whether each holder holds one of these tasks."""
     for worker in holders:
         words = worker.lines[-1].split(" ") if worker.lines else [""]
         if words[0] == "holds" and words[1] in ids:
@@ -376,7 +376,7 @@ def _see_held(holders: list[Worker], ids: list[str], held: dict[str, Worker]) ->
 
 
 def _taken_over(tasks: Tasks, ids: list[str], rng: Random) -> dict[str, tuple[str, object]]:
-    """Claim the tasks once their leases are over; finish some of them. Gives what must stay as it is."""
+    """Claim the tasks after their leases have ended, and finish some. Returns the state that must stay."""
     kept: dict[str, tuple[str, object]] = {}
     while len(kept) < len(ids):
         for task in tasks.claim(agent=AGENT, limit=len(ids), lease_s=STUCK_S, wait_s=STUCK_S):
@@ -405,7 +405,7 @@ def _mix(folder: Path, length_s: int, rng: Random, tally: Tally, tick: Tick) -> 
         with open_tasks(folder) as tasks:
             tally.count("waiting_when_producers_end", tasks.status().totals.get("pending", 0))
             crew.await_that(lambda: _all_completed(crew, tasks), "consuming everything")
-        _drain_for(crew, LOOK_EVERY_S)  # what was just completed is about to be reported
+        _drain_for(crew, LOOK_EVERY_S)  # the latest completion is about to be reported
         crew.kill_all()
     words = [line.split(" ") for consumer in consumers for line in consumer.lines]
     acknowledged = {token: task_id for token, task_id, _ in sent}
@@ -439,14 +439,14 @@ def _drain_for(crew: Crew, length_s: float) -> None:
 
 
 def _all_completed(crew: Crew, tasks: Tasks) -> bool:
-    """Looked at now and then: nobody shall wait for us to read what was reported."""
+    """Read from time to time, so that no worker blocks on a full pipe."""
     _drain_for(crew, LOOK_EVERY_S)
     totals = tasks.status().totals
     return not totals.get("pending") and not totals.get("claimed")
 
 
 def _judge_mix(acknowledged: dict[str, str], words: list[list[str]], tally: Tally) -> None:
-    """Everything was claimed and completed once, and the leases of a queue were given in its order."""
+    """Everything was claimed and completed once, and leases were given in the order of each queue."""
     claims: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     done: Counter[str] = Counter()
     for word in words:
@@ -479,7 +479,7 @@ def _judge_writers(tokens: list[str], tally: Tally) -> None:
 
 
 def _soak(folder: Path, cycles: int, tally: Tally, tick: Tick) -> None:
-    """Full cycles with hardly any retention: the files stay as large as they were early on."""
+    """Full cycles with hardly any retention: the files keep their early size."""
     tasks = open_tasks(folder, retention=Retention(finished_s=0.0, dead_s=0.0, events_s=0.0, keys_s=0.0))
     wanted = [task_of(token_of("soak", number, 100), AGENT) for number in range(SOAK_BATCH)]
     part = max(SOAK_BATCH, cycles // SOAK_POINTS)

@@ -1,6 +1,6 @@
-"""60 kills -9 at random points of every update: nothing acknowledged is lost, torn or doubled.
+"""60 kills -9 at random points of every update: nothing acknowledged is lost, torn or duplicated.
 
-`make crash` does the same 10,000 times. A seed that failed runs again with
+`make crash` does the same 10,000 times. A failed seed is run again with
 `python -m tests.crash.run --only NAME --kills N --seed SEED`.
 """
 

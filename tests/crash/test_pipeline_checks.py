@@ -1,4 +1,4 @@
-"""What judges the long runs of the pipeline notices what it is for. One kill is in tests/spark."""
+"""The checkers of the pipeline's long runs detect faults. One kill is in tests/spark."""
 
 import json
 from collections import Counter
@@ -46,7 +46,7 @@ def test_a_random_delivery_is_complete() -> None:
         assert set(comes) == set(lines)
         ways.append((len(runs), len(comes) > len(lines), comes != sorted(comes, key=int)))
     assert {runs for runs, *_ in ways} == set(range(1, pipelinedelivery.RUNS_MAX + 1))
-    assert all(map(any, zip(*ways, strict=True)))  # some lines came again, and out of their order
+    assert all(map(any, zip(*ways, strict=True)))  # some lines were repeated, and out of order
 
 
 def test_a_large_organization_gets_its_share(tmp_path: Path) -> None:

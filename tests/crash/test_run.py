@@ -1,4 +1,4 @@
-"""What runs the long scenarios believes no job that has not given its figures."""
+"""The runner of the long scenarios accepts no job without figures."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ FIGURES = '{"tally": {"acknowledged": 7, "facts": {"kills": 25}}}'
     ("said", "is_ok", "sentence"),
     [
         (['{"done": 25}', FIGURES], True, ""),
-        (['{"done": 0}', '{"done": 25}', FIGURES], True, ""),  # a round in which nothing was killed
+        (['{"done": 0}', '{"done": 25}', FIGURES], True, ""),  # a round without a kill
         (['{"done": 25}', "{}"], False, "the job ended without figures"),
         (['{"done": 25}'], False, "the job ended with exit code 0: "),
     ],

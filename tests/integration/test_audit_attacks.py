@@ -78,7 +78,7 @@ def test_deep_line_of_a_segment_is_skipped_and_reported(sealed: bool, tmp_path: 
     done = postroom("verify", "audit")
     assert done.code == 0
     assert postroom("audit", "verify", "audit").code == (1 if sealed else 0)
-    with SegmentSink(tmp_path / "audit") as sink:  # the next writer goes on behind it
+    with SegmentSink(tmp_path / "audit") as sink:  # the next writer continues after it
         assert sink.position("s") == (1 if sealed else 2)
 
 

@@ -1,4 +1,4 @@
-"""`postroom audit`, and the stream that a harness writes beside its work."""
+"""`postroom audit`, and the stream that a harness ships."""
 
 import http.client
 import json
@@ -42,7 +42,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def work(data: Path) -> list[str]:
-    """A task, a task that it leads to, and one that fails for good."""
+    """A task, its child task, and a task that becomes a dead letter."""
     with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:
         first = tasks.enqueue(agent="ada", payload={"mail": "bob@example.com"}, type="issue")
         [task] = tasks.claim(agent="ada")
@@ -149,7 +149,7 @@ def test_a_deep_trace_stays_readable(tmp_path: Path) -> None:
 def test_a_trace_looks_at_the_folder_once(
     shipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many generations it has, and it reads no line twice."""
+    """For any number of generations, and no line is read twice."""
     looks: list[Path] = []
     lines: list[bytes] = []
 
@@ -366,7 +366,7 @@ def test_a_shipper_follows_and_ends_at_a_signal_with_everything_sealed(tmp_path:
     assert json.loads(tail.stdout.readline())["contract"] in ("bus", "queue")
     tail.send_signal(signal.SIGTERM)
     ended = finish(tail)
-    assert (ended.code, ended.errors) == (0, "")  # a follower has no other end
+    assert (ended.code, ended.errors) == (0, "")  # a follower ends only by a signal
     shipper.send_signal(signal.SIGTERM)
     assert finish(shipper).code == 0
     assert Audit(tmp_path / "audit").summary()["events"] == 3
@@ -392,11 +392,11 @@ def test_a_harness_ships_its_events_and_a_killed_shipper_is_replaced(tmp_path: P
     audit = Audit(tmp_path / "audit")
     assert [event.seq for event in audit.query()] == list(range(1, newest + 1))
     assert audit.verify() == []
-    assert audit.summary()["events"] == newest  # all of it is sealed
+    assert audit.summary()["events"] == newest  # all events are sealed
 
 
 def told(folder: Path) -> int:
-    """How many events the stream holds by now."""
+    """How many events the stream holds now."""
     return len(list(Audit(folder).query())) if folder.is_dir() else 0
 
 
@@ -421,7 +421,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_a_planted_secret_is_in_no_sink_log_or_metric(tmp_path: Path) -> None:
-    """It is in a payload, a result, an error, a key and a bus message."""
+    """The secret is in a payload, a result, an error, a key and a bus message."""
     (tmp_path / "run").mkdir()
     Bus(tmp_path / "bus.yaml").append(type="note", project_id="p", body=f"the key is {CANARY}")
     said: list[Result] = []

@@ -1,4 +1,4 @@
-"""`postroom bus`: what it prints, what it stores, how it ends."""
+"""`postroom bus`: its output, the stored messages, and its exit codes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.integration.commandline import (
     start,
 )
 
-PIPE_BYTES = 64 * 1024  # what a pipe takes before its writer waits
+PIPE_BYTES = 64 * 1024  # bytes that a pipe buffers before its writer blocks
 
 
 @pytest.fixture(autouse=True)
@@ -481,7 +481,7 @@ def test_follow_new_prints_only_later_messages(path: Path) -> None:
     poster = Bus(path)
     printed = Event()
 
-    def keep_posting() -> None:  # until the follower, which takes a while to start, has seen one
+    def keep_posting() -> None:  # until the follower, which takes a moment to start, has read one
         while not printed.wait(0.05):
             poster.append(type="other", project_id="p", body="passed over")
             poster.append(type="note", project_id="p", body="new")
@@ -542,7 +542,7 @@ def test_a_closed_stderr_does_not_stop_the_command(path: Path) -> None:
 
 def test_output_that_cannot_be_written_is_an_error(path: Path) -> None:
     filled(path, 1)
-    for environ in ({}, {"PYTHONUNBUFFERED": "1"}):  # it fails at the end, or at the first line
+    for environ in ({}, {"PYTHONUNBUFFERED": "1"}):  # the write fails at the end, or at the first line
         with Path("/dev/full").open("wb") as full:
             done = run("postroom", "bus", "read", "--bus", path, stdout=full, env={**os.environ, **environ})
         assert done.code == 1
@@ -569,7 +569,7 @@ def test_a_signal_ends_a_command_that_waits_for_its_body(path: Path, number: sig
 
 
 def wait_until_it_reads(process: subprocess.Popen[bytes]) -> None:
-    """Fill its stdin: when the pipe has taken more than it holds, the command has begun to read."""
+    """Fill its stdin: when the pipe has accepted more than it buffers, the command has begun to read."""
     assert process.stdin is not None
     process.stdin.write(b"x" * (2 * PIPE_BYTES))
     process.stdin.flush()

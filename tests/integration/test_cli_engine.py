@@ -17,7 +17,7 @@ from postroom.cli.engine.operate import progress_line
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
-# With this lease no message runs again because its lease ends: only a noticed crash puts it back.
+# With this lease no message runs again because its lease ends: only a noticed crash requeues it.
 APP = """
 import asyncio, os, time
 from pathlib import Path

@@ -122,7 +122,7 @@ def test_dead_letters_have_several_error_types(sample: tuple[list[bytes], list[A
 # ---- the same again ------------------------------------------------------------------------------------
 
 PINNED = "fa71a45bbe82b2015a27cb44fb7e7c0227a203f609d89b11222563535b668da2"
-"""Of the lines. It changes with the generator, and with nothing else: no version of Python, no machine."""
+"""The hash of the lines changes only with the generator, not with the Python version or the machine."""
 
 
 def test_a_seed_gives_the_same_bytes() -> None:
@@ -191,7 +191,7 @@ def test_open_messages_must_be_in_the_store(quick_path: Path) -> None:
         ids = tasks.enqueue_many([{"agent": "a", "payload": n} for n in range(3)])
         [task] = tasks.claim(agent="a")
         ship(tasks, Path("audit"))
-        tasks.complete(task.task_id, task.lease)  # not shipped, and that is no loss
+        tasks.complete(task.task_id, task.lease)  # not shipped, but not lost
     assert postroom("verify", "audit", "--store", url).code == 0
     _forget(quick_path / "queue.db", ids[2])
     done = postroom("verify", "audit", "--store", url)
@@ -199,7 +199,7 @@ def test_open_messages_must_be_in_the_store(quick_path: Path) -> None:
 
 
 def _forget(database: Path, message_id: str) -> None:
-    """Remove a record behind the store's back."""
+    """Remove a record from the database directly."""
     import apsw
 
     connection = apsw.Connection(str(database))

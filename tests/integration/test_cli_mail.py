@@ -48,7 +48,7 @@ def test_serve_prints_one_line_and_ends_with_sigterm(tmp_path: Path) -> None:
             "pid": server.process.pid,
         }
         with Mail(server.url) as client, client.subscribe(client.create(ttl_s=60)):
-            assert server.end() == (0, "")  # with somebody connected, who is told first
+            assert server.end() == (0, "")  # with a connected client, which is notified first
     assert server.process.stdout is not None
     assert server.process.stdout.closed or server.process.stdout.read() == b""
 
@@ -207,7 +207,7 @@ def test_follow_ends_after_its_timeout() -> None:
 
 @pytest.mark.parametrize("option", ["--timeout-s", "--timeout"])
 def test_every_command_has_one_name_for_its_timeout(option: str) -> None:
-    """The earlier one works, and is not shown."""
+    """The earlier name of the option works, and is not shown."""
     mail_id = box()
     assert mail("send", mail_id, "--body", "x", option, 30).code == 0
     assert mail("read", mail_id, option, 30).line["body"] == "x"

@@ -1,4 +1,4 @@
-"""`postroom queue`: what it prints, what it stores, how it ends."""
+"""`postroom queue`: its output, the stored messages, and its exit codes."""
 
 import json
 import signal
@@ -172,7 +172,7 @@ def test_the_kill_switch_of_the_environment_and_of_the_file(
     for variable, value in (("POSTROOM_QUEUE_DISABLED", "1"), ("POSTROOM_CONFIG", "off.toml")):
         Path("off.toml").write_text("[queue]\ndisabled = true\n")
         with monkeypatch.context() as patch:
-            patch.setenv("POSTROOM_QUEUE_DISABLED", "")  # put back whatever a run changes
+            patch.setenv("POSTROOM_QUEUE_DISABLED", "")  # restore the environment after each run
             patch.setenv(variable, value)
             done = postroom("queue", "send", "--topic", "ask", "--body", "no")
             assert (done.code, done.raw) == (1, b"")
@@ -365,7 +365,7 @@ def test_a_signal_ends_a_waiting_poll(root: Path, number: signal.Signals) -> Non
 
 
 def wait_for_first_poll(root: Path) -> None:
-    """The audit line says that the poll looked once and now waits."""
+    """The audit line shows that the poll has looked once and now waits."""
     audit = root / "audit.jsonl"
     ticking = threading.Event()
     while not (audit.exists() and audit.stat().st_size):
@@ -417,7 +417,7 @@ def test_a_session_without_messages_is_named_with_those_that_have_some(
 ) -> None:
     send("--topic", "ask", "--to", "ada", "--body", "1")
     send("--topic", "ask", "--to", "ada", "--body", "2", "--session", "nightly")
-    for _ in range(2):  # a poll makes the folder of the session: that is no message
+    for _ in range(2):  # a poll creates the folder of the session, which is not a message
         done = postroom("queue", *words, "--session", "nihgtly")
         assert done.code == 0
         assert done.error == (

@@ -1,4 +1,4 @@
-"""`postroom tasks`: what it prints, what it stores, how it ends, in a folder and through a harness."""
+"""`postroom tasks`: its output, the stored tasks and its exit codes, on a folder and through a harness."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def one_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 def both_ways(
     request: pytest.FixtureRequest, tmp_path: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, ...]:
-    """The options that say where the tasks are."""
+    """The options that name the place of the tasks."""
     if request.param == "folder":
         with Tasks.open(f"sqlite:///{tmp_path}/data/queue.db") as tasks:
             tasks.status()
@@ -76,7 +76,7 @@ def tasks_command(*arguments: object, stdin: bytes = b"") -> Any:
 
 
 def test_the_states_are_those_of_the_contract() -> None:
-    assert set(STATES) == set(get_args(State)) - {"FAILED"}  # which is never at rest
+    assert set(STATES) == set(get_args(State)) - {"FAILED"}  # no record stays in FAILED
     of_contract = {state: STATUS[state] for state in get_args(State) if state != "FAILED"}
     assert {state: word for word, states in STATUSES.items() for state in states} == of_contract
 
@@ -558,7 +558,7 @@ def test_a_terminal_gets_tables_and_records(tmp_path: Path) -> None:
 
 
 def text(result: Result) -> str:
-    """Without the colours, which are ours."""
+    """Without the colour codes."""
     return (
         result.out.replace("\x1b[1m", "")
         .replace("\x1b[0m", "")
@@ -729,7 +729,7 @@ def test_a_folder_is_worked_on_without_a_harness(tmp_path: Path) -> None:
         assert outcomes == {good: "completed", bad: "failed"}
         assert (tasks.get(good).result, tasks.get(bad).status) == (10.0, "failed")
         assert "ZeroDivisionError" in tasks.get(bad).errors[0]
-        process = start("postroom", "tasks", "work", *where)  # waits for more, and ends when it is told to
+        process = start("postroom", "tasks", "work", *where)  # waits for more tasks until SIGTERM
         later = tasks.enqueue(agent="a", payload=1)
         assert tasks.wait(later, HANG_GUARD_S).result == 10.0
         process.terminate()
@@ -748,7 +748,7 @@ def test_a_terminal_gets_a_line_for_each_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
 def test_a_killed_worker_ends_its_program_and_its_children(tmp_path: Path, number: int) -> None:
-    """Also the children that the program started, whatever ends the worker."""
+    """Including the children of the program, however the worker ends."""
     pids = tmp_path / "pids"
     command = f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
     with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
@@ -763,7 +763,7 @@ def test_a_killed_worker_ends_its_program_and_its_children(tmp_path: Path, numbe
 
 
 def runs(pid: int) -> bool:
-    """Whether a process still does something; a dead one may wait for its parent to look."""
+    """Whether a process still runs; a dead one may be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

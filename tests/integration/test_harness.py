@@ -31,7 +31,7 @@ AGENT_POLLS_EVERY_S = 10.0
 
 
 class Room(NamedTuple):
-    """A data folder, its tasks, and a clock that stands."""
+    """A data folder, its tasks, and a manual clock."""
 
     folder: Path
     clock: ManualClock
@@ -61,7 +61,7 @@ def room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Room]:
 
 
 def drain_for(room: Room, harness: Harness, seconds: int) -> None:
-    """Let time pass second by second, with a turn of what is due in each."""
+    """Let time pass second by second, and run the loops that are due."""
     for _ in range(seconds):
         room.clock.advance(1)
         harness.step()
@@ -133,7 +133,7 @@ def test_results_wait_for_a_harness_with_an_executor(room: Room) -> None:
 
 
 def test_a_decision_without_a_task_is_executed_and_ends(room: Room) -> None:
-    """Its task was purged, or an earlier version let somebody put it there."""
+    """The task was purged, or an earlier version let a client enqueue the decision."""
     seen: list[LeasedTask] = []
     alone = Envelope(queue=DECISIONS, payload=b'"by hand"')
     [accepted] = room.tasks.store.write(lambda transaction: transaction.insert([alone]))
@@ -249,11 +249,11 @@ def test_an_executor_that_outlives_its_lease_is_counted(room: Room) -> None:
 
 
 class Killed(BaseException):
-    """The end of a process in the middle of its work."""
+    """The process ends in the middle of its work."""
 
 
 def test_a_decision_begun_by_a_killed_harness_is_executed_by_the_next_one(room: Room) -> None:
-    """Within its own short lease, not that of a task: it beats by itself, so it needs no long one."""
+    """After its own short lease, not that of a task: the harness renews it, so it needs no long one."""
 
     def die(_: LeasedTask) -> None:
         raise Killed
@@ -302,7 +302,7 @@ def threaded(room: Room, execute: Execute, **terms: Any) -> Iterator[Harness]:
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Room]:
-    """A room with a clock that runs, and retries that follow at once."""
+    """A data folder with a running clock, and retries without a pause."""
     retry = RetryPolicy(max_retries=2, first_delay_s=0.01)
     with Tasks.open(f"sqlite:///{tmp_path / 'queue.db'}", retry=retry) as tasks:
         yield Room(tmp_path, ManualClock(), tasks, Agents(tmp_path))
@@ -324,7 +324,7 @@ def test_decisions_are_executed_at_the_same_time(live: Room) -> None:
 
 
 def test_in_order_decisions_wait_only_for_those_of_the_same_agent(live: Room) -> None:
-    """The first decision of the slow agent fails twice. Its others wait, those of another agent do not."""
+    """The first decision of the slow agent fails twice. Its others wait; those of another agent do not."""
     slow = [live.completed(n, "slow") for n in range(4)]
     quick = [live.completed(n, "quick") for n in range(4)]
     executed: list[tuple[str, int]] = []
@@ -371,7 +371,7 @@ def test_in_order_a_decision_settled_by_another_harness_does_not_block_the_next(
 
     harness = Harness(room.tasks, agents=room.agents, execute=execute, clock=room.clock, in_order=True)
     harness.step()
-    assert executed == []  # the second waits, and keeps its lease
+    assert executed == []  # the second decision waits, and keeps its lease
     room.clock.advance(1)
     [decision] = room.tasks.claim(agent=DECISIONS)
     room.tasks.settle(decision)
@@ -446,7 +446,7 @@ def test_concurrency_has_limits(room: Room, wrong: Any) -> None:
 
 
 def test_the_sweep_runs_when_a_new_short_lease_ends(room: Room) -> None:
-    """Every 60 s would show it as claimed for up to a minute."""
+    """A sweep every 60 s would show the task as claimed for up to a minute."""
     harness = room.harness(None)
     harness.step()
     task_id = room.tasks.enqueue(agent="triage", payload=1)
@@ -524,7 +524,7 @@ def test_failures_are_logged(live: Room, tmp_path: Path) -> None:
 
 
 def test_a_zombies_late_complete_does_not_run_its_actions_again(room: Room) -> None:
-    """In foreman it moved a done task back to completed, and its actions ran twice."""
+    """In foreman a late complete moved a done task back to completed, and its actions ran twice."""
     executed: list[object] = []
     harness = room.harness(lambda decision: executed.append(decision.payload))
     task_id = room.tasks.enqueue(agent="triage", payload={})
@@ -646,7 +646,7 @@ def test_the_newest_event_is_found(room: Room, count: int) -> None:
 
 
 class Agent:
-    """A listening socket that takes every nudge."""
+    """A listening socket that accepts every nudge."""
 
     def __init__(self) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The global queue over real HTTP: messages, streams, dead letters, and who may do what."""
+"""The global queue over real HTTP: messages, streams, dead letters and permissions."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def path_of(message_id: str, rest: str = "") -> str:
 
 
 def held(server: Server, who: str = "caller", /, **fields: Any) -> str:
-    """A message that nobody runs."""
+    """A message that no worker runs."""
     return submit(server, who, **{"delay_s": 3600, **fields})
 
 

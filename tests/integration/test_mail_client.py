@@ -169,7 +169,7 @@ def test_a_group_shares_messages(mail: Mail, server: MailServer) -> None:
 
 
 def test_close_returns_after_the_server_has_unsubscribed(server: MailServer) -> None:
-    """Otherwise it would hear of it some time later, and give away what is lost with the connection."""
+    """Otherwise the server could still deliver messages, which would be lost with the connection."""
     said: list[bytes] = []
     ends: list[asyncio.Future[None]] = []
 
@@ -232,7 +232,7 @@ def test_a_refusal_of_the_server_raises_with_its_code(mail: Mail) -> None:
         mail.subscribe("nowhere")
     with pytest.raises(MailRefused, match="needs a name"):
         mail.create(public=True)
-    mail.create()  # and all goes on
+    mail.create()  # and the client continues to work
 
 
 @pytest.mark.parametrize("mail_id", ["", "a b", "a.*", ">", "a\r\nPUB x 0\r\n"])
@@ -392,9 +392,9 @@ def test_a_subscription_outlives_its_server(tmp_path: Path) -> None:
             after = mail.send(box, "after", priority="critical")
             message = messages.next(HANG_GUARD_S)
             assert message is not None
-            assert message.msg_id == after  # what it gave before it passes over
+            assert message.msg_id == after  # it skips messages that it returned before
             again = [member.next(HANG_GUARD_S).msg_id for _ in range(2)]  # type: ignore[union-attr]
-            assert again == [before, after]  # somebody has to finish it
+            assert again == [before, after]  # some member has to finish it
 
 
 def test_a_subscription_to_an_expired_mailbox_raises_after_a_reconnect(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the mq9 design promises, asked by each published client of a real `postroom mail serve`."""
+"""The guarantees of the mq9 design, tested by each published client against a real `postroom mail serve`."""
 
 import asyncio
 import json
@@ -157,7 +157,7 @@ def test_a_group_shares_messages_and_redelivers_those_of_a_lost_member(
     assert [each.payload for each in second.take(4)] == [each.payload for each in mine[1:]]
     assert second.rest() == []
     clients.end(two)
-    assert len(client.listen(box, group="workers").take(9)) == 9  # nobody is left who holds anything
+    assert len(client.listen(box, group="workers").take(9)) == 9  # no connected member holds anything
 
 
 def test_list_and_delete(connect: Connect) -> None:
@@ -168,7 +168,7 @@ def test_list_and_delete(connect: Connect) -> None:
     listed = client.list(box)
     assert [word for _, word in listed] == list(client.words)
     client.delete(box, listed[1][0])
-    client.delete(box, listed[1][0])  # it is gone, which is no error
+    client.delete(box, listed[1][0])  # already deleted, which is not an error
     assert client.list(box) == [listed[0], listed[2]]
     assert [each.msg_id for each in client.listen(box).take(2)] == [listed[0][0], listed[2][0]]
 
@@ -256,7 +256,7 @@ def test_messages_survive_kill_9_except_normal_ones_in_memory(
             boxes[kind] = client.create()
             for word in client.words:
                 client.send(boxes[kind], word.encode(), word)
-            client.list(boxes[kind])  # answered when what was sent before it is stored
+            client.list(boxes[kind])  # answered when earlier messages are stored
             clients.end(client)
         server.end(SIGKILL)
         server.start()

@@ -109,7 +109,7 @@ def test_a_removed_file_that_is_being_shipped_is_read_to_its_end(tmp_path: Path)
     log = opened(tmp_path)
     tell(log, 0, 30)
     with shipper(tmp_path, tmp_path / "audit") as one:
-        assert one.waiting() > 0  # now they are open
+        assert one.waiting() > 0  # now the files are open
         for file in eventfiles.full_files(tmp_path):
             file.path.unlink()
         tell(log, 30, 40)
@@ -149,7 +149,7 @@ def test_a_killed_server_loses_no_written_event(tmp_path: Path) -> None:
     written: list[int] = []
     with shipper(tmp_path, tmp_path / "audit") as one:
         for turn in range(KILLS):
-            first = written[-1] + 2 if written else 0  # the next one may have been written, and not told
+            first = written[-1] + 2 if written else 0  # the next one may be written but not acknowledged
             command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(first)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
                 assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""What a mail server tells: every event once, no private id anywhere, and nothing that a full disk breaks."""
+"""The events of a mail server: each once, without private ids, and complete after a full disk."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def everything(server: MailServer) -> str:
-    """One of each event that a healthy server tells; gives the private id."""
+    """One of each event that a healthy server emits. Returns the private id."""
     with Mail(server.url) as mail:
         box = mail.create(ttl_s=60)
         mail.create("all.see", ttl_s=0.3, public=True)
@@ -49,7 +49,7 @@ def everything(server: MailServer) -> str:
             mail.subscribe(box[:-1])
         with mail.subscribe(box, group="g") as member:  # ends without a delete: a failed delivery
             assert member.next(HANG_GUARD_S) is not None
-        until(lambda: mail.list(f"{box}.dead"))  # listed when it is safe
+        until(lambda: mail.list(f"{box}.dead"))  # listed when it is stored
     until(lambda: "expired" in {event["kind"] for event in server.events()})
     return box
 
@@ -75,7 +75,7 @@ def test_events_of_refusals_in_a_loop_reach_the_stream_and_count_every_call(tmp_
 
 def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--receipts", "--dead-letter-after", "1") as server:
-        assert shipped() == 0  # nothing was told yet
+        assert shipped() == 0  # no event was emitted yet
         box = everything(server)
         told = len(server.events())
         assert shipped() == told
@@ -105,7 +105,7 @@ def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path:
 
 
 def nowhere(text: str, folder: Path, errors: str) -> bool:
-    """Whether it stands in no file but the mail log itself."""
+    """Whether the id is in no file except the mail log."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("mail-")]
     assert any(path.name == "events.jsonl" for path in files)
     assert any("audit" in path.parts for path in files)
@@ -234,7 +234,7 @@ def read(folder: Path) -> list[AuditEvent]:
 
 
 def test_damage_of_the_log_is_an_event_of_the_stream(tmp_path: Path) -> None:
-    """Damage and trouble included, which a healthy server does not tell."""
+    """Damage and alerts, which a healthy server does not emit."""
     harness = Harness(tmp_path / "data", receipts=True)
     link = FakeLink()
     box = harness.create(link, ttl=60)

@@ -162,7 +162,7 @@ def small_disk(quick_path: Path) -> Iterator[Path]:
 
 
 def fill(queue: Queue, make_body: Callable[[int], str]) -> list[str]:
-    """Send until the disk is full; what was acknowledged."""
+    """Send until the disk is full. Returns the acknowledged messages."""
     acknowledged: list[str] = []
     for number in range(100_000):
         body = make_body(number)
@@ -190,7 +190,7 @@ def test_a_full_disk_raises_and_loses_nothing(small_disk: Path, durability: Dura
         assert queue.check().ok
         assert queue.check().unused_bodies == ()
         received: list[str] = []
-        with suppress(WriteFailed):  # there may be no room for a cursor: then nothing is handed out
+        with suppress(WriteFailed):  # there may be no room for a cursor: then nothing is delivered
             received = bodies(queue.poll("a"))
         with suppress(WriteFailed):
             queue.expire()

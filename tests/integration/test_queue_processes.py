@@ -81,7 +81,7 @@ def test_eight_processes_tear_lose_and_duplicate_nothing(root: Path) -> None:
 def test_eight_forked_children_tear_lose_and_duplicate_nothing(root: Path) -> None:
     names = [f"s{number}" for number in range(SENDERS)]
     with Queue(root) as queue:
-        queue.poll("parent")  # every descriptor is open when the children come
+        queue.poll("parent")  # every descriptor is open when the children are forked
 
         def child(name: str) -> Callable[[], None]:
             return lambda: send_all(queue, name)
@@ -209,7 +209,7 @@ def wait_until_polled(root: Path, agent_id: str) -> None:
 def test_a_waiting_poll_is_woken_by_another_process(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polling_only: bool
 ) -> None:
-    if polling_only:  # as where there is no inotify
+    if polling_only:  # as without inotify
         monkeypatch.setattr("postroom.nudges.watch.inotify_new", lambda: -1)
 
     def poller() -> None:
@@ -315,7 +315,7 @@ class Scene:
                     queue.poll("picky", "ask", keep_filtered=True)
                     queue.poll("picky", "answer", keep_filtered=True)
             files = queue._session(None)
-            with files.locked():  # as `ask` does it: one message out of the middle
+            with files.locked():  # as `ask` does: a message out of order
                 offset = [at for at, _ in files.lines(0, 10**6)][10]
                 picky = files.progress_of("picky")
                 files.write_progress("picky", picky, type(picky)(picky.cursor, picky.topics, [offset]))

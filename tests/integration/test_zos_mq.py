@@ -1,4 +1,4 @@
-"""`zos-mq`: the options, the output and the exit codes of the original, and nothing else."""
+"""`zos-mq`: exactly the options, the output and the exit codes of the original."""
 
 import json
 from pathlib import Path

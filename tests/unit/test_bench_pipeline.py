@@ -1,4 +1,4 @@
-"""What the benchmark of the pipeline counts, and what it waits for."""
+"""The CPU time that the benchmark of the pipeline counts, and the processes that it waits for."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ LEAVE_AN_ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of ours that goes on, as the JVM of a session does."""
+    """A process of ours that continues, as the JVM of a session does."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()

@@ -1,4 +1,4 @@
-"""`TaskClient` against a small real server: what it sends, and what it makes of the answers."""
+"""`TaskClient` against a small real server: its requests, and how it handles the replies."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the server says; `cut` ends the connection in front of it, or in the middle of it."""
+    """The reply of the server. `cut` closes the connection before it, or in the middle of it."""
 
     status: int = 200
     body: Any = None
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class Harness:
-    """Answers with what `say` gives for a request, and remembers every request."""
+    """Replies with the result of `say` for each request, and records every request."""
 
     def __init__(self, say: Callable[[Request], Answer]) -> None:
         self.say = say
@@ -115,7 +115,7 @@ class Harness:
 
 @contextmanager
 def harness(*answers: Answer | Callable[[Request], Answer]) -> Iterator[Harness]:
-    """One that gives these answers in turn, and the last one for ever."""
+    """A server that gives these replies in turn, and the last one for all further requests."""
     waiting = list(answers)
 
     def say(request: Request) -> Answer:
@@ -574,7 +574,7 @@ def test_invalid_client_arguments_are_refused(argument: str, wrong: Any) -> None
 # ---- heartbeats --------------------------------------------------------------------------------------------
 
 
-UNHURRIED_S = 3.0  # a lease of which a third, a beat's time to be answered, is enough on a busy machine
+UNHURRIED_S = 3.0  # a third of this lease is enough to answer a heartbeat on a busy machine
 
 
 def held(**facts: Any) -> Task:
@@ -613,13 +613,13 @@ def test_a_lease_without_a_confirmed_heartbeat_counts_as_lost() -> None:
 
 
 def crossing(last_word: str) -> tuple[Callable[[Request], Answer], threading.Event]:
-    """A harness that accepts the last word while a heartbeat is under way, and then refuses the heartbeat."""
+    """A harness that accepts the ending call during a heartbeat, and then refuses the heartbeat."""
     beating, accepted, refused = threading.Event(), threading.Event(), threading.Event()
 
     def say(request: Request) -> Answer:
         if request.path == "/queue/heartbeat":
             if beating.is_set():
-                refused.set()  # a second one: the client has read the refusal of the first
+                refused.set()  # a second heartbeat: the client has read the refusal of the first
             beating.set()
             accepted.wait(HANG_GUARD_S)
             return REFUSALS["stale"][0]
@@ -738,7 +738,7 @@ def test_a_task_claimed_for_a_cancelled_call_is_released() -> None:
 
 
 class Queue:
-    """A harness with tasks in it, as the protocol wants it."""
+    """A harness with tasks, which follows the protocol."""
 
     def __init__(self, *payloads: Any) -> None:
         self.waiting = [given(task_id=f"t{n}", lease=n, payload=p).body for n, p in enumerate(payloads)]
@@ -779,7 +779,7 @@ def test_a_worker_completes_a_task_and_claims_the_next_in_one_request() -> None:
 
 
 def test_a_stopping_worker_releases_the_task_claimed_with_its_completion() -> None:
-    """The worker is told to stop while its completion is on the way, so the answer still brings a task."""
+    """The worker is stopped while its completion is under way, so the reply still has a task."""
     queue = Queue(1, 2)
 
     def say(request: Request) -> Answer:
@@ -981,7 +981,7 @@ def test_stop_aborts_a_long_poll_and_releases_an_arriving_task() -> None:
             return ACCEPTED
         waiting.set()
         assert request.wait_for_end() == b""
-        return given()  # sent before the end was seen, and must not be lost
+        return given()  # sent before the worker saw the end; it must not be lost
 
     with harness(say) as server, client_of(server, timeout_s=HANG_GUARD_S) as client:
         working = threading.Thread(target=client.work, args=(print,), kwargs={"grace_s": HANG_GUARD_S})

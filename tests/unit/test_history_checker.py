@@ -18,7 +18,7 @@ HORIZON_US = 3_600 * S
 
 
 class Story:
-    """Events of one source, one second apart unless told otherwise."""
+    """Events of one source, one second apart by default."""
 
     def __init__(self, source: str = "s", contract: Contract = "tasks", first: int = 1) -> None:
         self.source = source
@@ -492,7 +492,7 @@ def test_events_possible_in_a_gap_are_no_violation(story: Story) -> None:
     story.accept()
     story.accept("b")
     first = story.lease()
-    story.seq += 9  # released, replayed, accepted: anything
+    story.seq += 9  # released, replayed, accepted: anything may have happened in the gap
     story.complete(story.lease())
     story.complete(story.lease("b"), "b")
     story.complete(story.lease("c"), "c")

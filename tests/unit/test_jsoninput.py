@@ -30,7 +30,7 @@ def event(detail: dict[str, Any]) -> AuditEvent:
 
 
 def deep_line(levels: int, field: bytes = b"detail") -> bytes:
-    """An event with a field that is nested so deeply: the detail, or one that the schema does not know."""
+    """An event with a field of this nesting: the detail, or a field that the schema does not know."""
     return to_line(event({})).replace(b"}\n", b',"%b":{"x":%b}}\n' % (field, nested(levels - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Every arrow of the table can be walked, everything else is refused, and what a step says is whole."""
+"""Every transition is reachable, every other call is refused, and the events of a step are complete."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -66,7 +66,7 @@ VERBS: dict[str, Verb] = {
     "quarantine": lambda record: lifecycle.quarantine(record, LATER, "bad"),
     "replay": lambda record: lifecycle.replay(record, LATER),
 }
-BY_THE_WAY = {"retry", "bury"}  # FAILED is a moment inside `fail` and `lapse`
+BY_THE_WAY = {"retry", "bury"}  # FAILED exists only inside `fail` and `lapse`
 REPEATED: dict[str, tuple[State, ...]] = {
     "complete": ("COMPLETED", "EXECUTING", "DONE"),
     "fail": ("QUEUED", "RETRYING", "DEAD_LETTER"),
@@ -82,7 +82,7 @@ def accepted(delay_ns: int = 0) -> Step:
 
 
 def check_whole(step: Step, before: Record | None = None) -> None:
-    """The events are numbered on, the last one tells where the record is, and nothing else was touched."""
+    """The events have consecutive numbers, the last one has the record's state, and nothing else changed."""
     assert [event.seq for event in step.events] == list(range(100, 100 + len(step.events)))
     assert step.events[-1].state == step.record.state
     for event in step.events:
@@ -304,7 +304,7 @@ def test_waiting_promotes_lane_by_lane(priority: int, age: int, risen: int) -> N
 
 
 class Life:
-    """One message, and what a store would keep of it: the record and its trail."""
+    """One message as a store keeps it: the record and its trail."""
 
     def __init__(self, delay_ns: int = 0) -> None:
         step = accepted(delay_ns)

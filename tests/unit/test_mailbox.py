@@ -1,4 +1,4 @@
-"""What a mailbox counts, and what it marks as held, when a letter comes and when it leaves."""
+"""The counters and holds of a mailbox when letters are added and removed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What clients of mq9 ask, as pure functions."""
+"""Parsing of the calls of mq9 clients, as pure functions."""
 
 import pytest
 from hypothesis import given

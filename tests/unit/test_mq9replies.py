@@ -1,4 +1,4 @@
-"""What clients of mq9 get, as pure functions."""
+"""Replies and deliveries to mq9 clients, as pure functions."""
 
 import base64
 import json

@@ -18,7 +18,7 @@ SERVER = (
 
 
 def flat(commands: list[wire.Command]) -> list[object]:
-    """Frames one by one, whether they came in a run or not."""
+    """Frames one by one, whether or not they were read as a run."""
     found: list[object] = []
     for command in commands:
         if isinstance(command, wire.Messages):
@@ -30,7 +30,7 @@ def flat(commands: list[wire.Command]) -> list[object]:
 
 
 def sized(head: wire.ControlLine, size: int) -> wire.ControlLine:
-    """The head of one frame; of bodies of several sizes, the reader gives one for all."""
+    """The head of one frame. For bodies of several sizes the reader returns one head for all."""
     if head.size != wire.ANY_SIZE:
         return head
     before, after = b"", b""
@@ -126,7 +126,7 @@ MIXED_BODIES = [b"x" * (number % 7) for number in range(600)]
 def test_bodies_of_several_sizes_to_one_subject_are_few_commands() -> None:
     data = b"".join(wire.publish(b"a", body) for body in MIXED_BODIES)
     reader = wire.ClientReader()
-    reader.feed(data)  # from here on it knows the lines
+    reader.feed(data)  # from here on the reader has cached the lines
     commands = reader.feed(data)
     assert len(commands) <= 5
     assert flat(commands) == [published(b"a", body) for body in MIXED_BODIES]
@@ -151,7 +151,7 @@ def test_rows_of_several_sizes_lose_and_mix_nothing(
         for subject, size, reply, headed in frames
     ]
     data = b"".join([*pieces[:at], odd, *pieces[at:]])
-    read(b"".join(pieces))  # all lines are known
+    read(b"".join(pieces))  # all lines are cached
     assert read(data) == read(data, step=1)
 
 

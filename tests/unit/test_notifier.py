@@ -14,7 +14,7 @@ from tests import children
 from tests.children import no_child_left
 from tests.smalldisk import small_disk
 
-LONG_S = 60.0  # a hang, not a measurement
+LONG_S = 60.0  # a hang guard, not a measurement
 
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
@@ -151,7 +151,7 @@ def test_a_closed_notifier_closes_its_files_and_works_again(notifier: Notifier) 
 
 
 def test_on_a_full_disk_only_the_wake_up_is_lost(small_disk: Path, no_child_left: None) -> None:
-    """A page that cannot be had ends a process, so it is asked for before it is written to."""
+    """Writing to a page that cannot be allocated kills the process, so the page is allocated first."""
     with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while filler.write(b"x" * 4096):
             pass

@@ -1,4 +1,4 @@
-"""What a local session asks of the machine that it is on."""
+"""The memory, compiler and page settings of a local session."""
 
 import os
 from pathlib import Path

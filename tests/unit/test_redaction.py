@@ -544,7 +544,7 @@ def test_a_redacted_payload_keeps_its_spaces_and_numbers(text: str, redacted: st
 def test_no_input_is_slow(piece: str) -> None:
     """A pattern that is not linear would run into the timeout of the tests."""
     text = piece * (HOSTILE_CHARS // len(piece))
-    full.text(text)  # has the rules of the others, and its own
+    full.text(text)  # has the rules of the defaults, and its own
     medium.payload(json.dumps({"a": text}))
 
 

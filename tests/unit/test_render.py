@@ -33,7 +33,7 @@ class Terminal(io.TextIOWrapper):
 
 
 class Printed:
-    """An output, and what came out of it."""
+    """An output, and the text that it printed."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ def test_a_closed_pipe_raises_broken_pipe() -> None:
 
 
 def let_it_close(stream: TextIO) -> None:
-    """What is still buffered goes nowhere."""
+    """The buffered output is dropped."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

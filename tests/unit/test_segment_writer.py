@@ -183,7 +183,7 @@ def test_a_second_writer_is_refused_until_the_first_has_closed(tmp_path: Path) -
     first.close()
     with SegmentSink(tmp_path) as second:
         assert second.position(SOURCE) == 1
-    first.write(events(2, 1))  # takes the folder back
+    first.write(events(2, 1))  # takes the lock of the folder again
     assert first.position(SOURCE) == 2
     first.close()
 
@@ -497,7 +497,7 @@ def test_a_real_full_disk_stores_nothing(small_disk: Path) -> None:
         assert seqs(list(Segments(folder).events())) == list(range(1, kept + 1))
         with pytest.raises(WriteFailed, match="No space left"):
             sink.write(events(kept + 1, 5_000, payload="x" * 500))
-        files_of(folder)[0].unlink()  # make space the wrong way
+        files_of(folder)[0].unlink()  # free space in an unsupported way
         sink.write(events(kept + 1, 500, payload="x" * 500))
         assert sink.position(SOURCE) == kept + 500
         sink.seal()

@@ -123,7 +123,7 @@ def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch
         kept = subscriptions._cache.values()
         assert sum(len(made.each) + sum(map(len, made.groups)) for made in kept) <= 100
     own = Interest(b"a.19")
-    for _ in range(10):  # what is forgotten makes room
+    for _ in range(10):  # dropped entries make room
         subscriptions.add(b"a.19", own)
         subscriptions.match(b"a.19")
         subscriptions.remove(b"a.19", own)

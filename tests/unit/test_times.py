@@ -17,7 +17,7 @@ from postroom.core.times import (
 )
 from postroom.errors import InvalidMessage
 
-NAIVE = datetime  # under a name that says that no time zone is meant
+NAIVE = datetime  # named to say that a time without a zone is intended
 KATHMANDU = timezone(timedelta(hours=5, minutes=45))
 
 

@@ -1,4 +1,4 @@
-"""From events to the tree of a request."""
+"""The tree of a request, built from events."""
 
 from postroom.core.events import SCHEMA, AuditEvent, event_id
 from postroom.core.tracing import related, spans

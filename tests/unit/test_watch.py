@@ -35,7 +35,7 @@ def write(path: Path) -> None:
 
 
 def drained(watch: Watch) -> Watch:
-    """Armed, with nothing left from before."""
+    """A watcher that is armed and has no pending wake-up."""
     watch.arm()
     while watch._changes(AT_ONCE_S):
         os.read(watch._fd, 65536)
