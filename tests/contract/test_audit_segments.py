@@ -152,11 +152,11 @@ def test_a_folder_is_clean_while_its_writer_seals_and_retention_runs(quick_path:
         crew.await_lines(writer, 1)
         for number in range(25):
             assert verify(quick_path / "audit") == []
-            told: list[str] = []
-            segments = Segments(quick_path / "audit", on_trouble=told.append)
+            troubles: list[str] = []
+            segments = Segments(quick_path / "audit", on_trouble=troubles.append)
             found = seqs(list(segments.events()))
             assert found == list(range(found[0], found[0] + len(found)))
-            assert told == []
+            assert troubles == []
             if number % 5 == 4:
                 retain(quick_path / "audit", _sealed_us(quick_path / "audit", -5))
             crew.await_lines(writer, 2)

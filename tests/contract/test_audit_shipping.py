@@ -48,7 +48,7 @@ def shipper(folder: Path, *feeds: Feed) -> Iterator[Shipper]:
         sink.close()
 
 
-def told(folder: Path) -> list[AuditEvent]:
+def shipped_events(folder: Path) -> list[AuditEvent]:
     return list(Segments(folder).events())
 
 
@@ -82,7 +82,7 @@ def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks,
         work(tasks)
         with shipper(tmp_path / "audit", feed_of(tasks)) as one:
             one.ship()
-    events = told(tmp_path / "audit")
+    events = shipped_events(tmp_path / "audit")
     assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
     source = f"tasks:{tasks.store.identity()}"
     assert {event.source for event in events} == {source}
@@ -232,9 +232,9 @@ def test_events_removed_before_shipping_are_reported(
         one.ship()
         sink.close()
         assert "were removed before they were shipped" in caplog.text
-        assert [event.error_type for event in told(tmp_path / "audit") if event.kind == "alert"] == [
-            "EventsMissing"
-        ]
+        assert [
+            event.error_type for event in shipped_events(tmp_path / "audit") if event.kind == "alert"
+        ] == ["EventsMissing"]
 
 
 def test_reader_does_not_report_removed_events(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,8 +258,8 @@ def test_redaction_changes_only_the_documented_fields() -> None:
     }
     facts |= {"seq": 1, "ts_us": 1, "kind": "alert", "contract": "tasks", "schema": 1}
     event = AuditEvent(**facts, detail={"fact": secret})
-    told = redacted(Redactor("full"), event)
-    changed = {name for name in event.__struct_fields__ if getattr(told, name) != getattr(event, name)}
+    after = redacted(Redactor("full"), event)
+    changed = {name for name in event.__struct_fields__ if getattr(after, name) != getattr(event, name)}
     assert changed == REDACTED
 
 
@@ -311,7 +311,9 @@ def test_a_failing_sink_is_retried_and_counted(tasks: Tasks, tmp_path: Path) -> 
     assert one.progress.failures == 2
     assert pauses[2:4] == [1.0, 2.0]  # longer each time
     assert one.progress.trouble == ""
-    assert [event.seq for event in told(tmp_path / "audit")] == list(range(1, tasks.store.newest_event() + 1))
+    assert [event.seq for event in shipped_events(tmp_path / "audit")] == list(
+        range(1, tasks.store.newest_event() + 1)
+    )
     sink.close()
 
 
@@ -373,7 +375,7 @@ def test_on_a_full_disk_nothing_is_dropped_and_new_tasks_are_refused(
         assert Tasks(tasks.store).enqueue(agent="ada", payload="welcome again")
         one.ship()
         sink.close()
-        events = told(small_disk / "audit")
+        events = shipped_events(small_disk / "audit")
         assert [event.seq for event in events] == list(range(1, tasks.store.newest_event() + 1))
         assert sum(event.kind == "created" for event in events) == 42
         assert verify(small_disk / "audit") == []
@@ -389,7 +391,7 @@ def ship_files(folder: Path, *, queue: Path | None = None, bus: Path | None = No
     Shipper(sink, feeds).ship()
     feeds.close()
     sink.close()
-    return told(folder)
+    return shipped_events(folder)
 
 
 def test_queue_operations_are_shipped(tmp_path: Path) -> None:
@@ -466,7 +468,7 @@ def test_a_shipper_that_runs_follows_a_rotation(tmp_path: Path) -> None:
     one.ship()
     feeds.close()
     sink.close()
-    bodies = [event.payload for event in told(tmp_path / "audit")]
+    bodies = [event.payload for event in shipped_events(tmp_path / "audit")]
     assert sorted(bodies) == sorted([*map(str, range(6)), "1 late", "3 late", "5 late"])
     assert verify(tmp_path / "audit") == []
 
@@ -550,7 +552,7 @@ def test_unfinished_last_line_of_a_moved_file_becomes_an_alert(tmp_path: Path) -
         Queue(tmp_path / "queue").send("ask", "two", sender="ada")
         assert one.ship() == 1
     feeds.close()
-    assert [(event.seq, event.kind) for event in told(tmp_path / "audit")] == [
+    assert [(event.seq, event.kind) for event in shipped_events(tmp_path / "audit")] == [
         (1, "created"), (2, "alert"), (1, "created")
     ]  # fmt: skip
 

@@ -375,14 +375,14 @@ def test_mailboxes_created_and_expired_during_the_public_list_are_announced_once
         harness.create(owner, public=True, name=f"box.{number}", desc="x" * 4_000, ttl=60)
     link, found = Window(), []
     harness.service.subscribed(link, "1", PUBLIC_LIST, "")
-    told = len(link.got)
-    assert 0 < told < 50
+    sent = len(link.got)
+    assert 0 < sent < 50
     harness.create(owner, public=True, name="late", ttl=60)
     harness.tick(30)  # the first fifty end
     while link.got:
         found += link.drain(harness)
-    first = [("created", f"box.{number}") for number in range(told)]
-    ended = [("expired", f"box.{number}") for number in range(told)]
+    first = [("created", f"box.{number}") for number in range(sent)]
+    ended = [("expired", f"box.{number}") for number in range(sent)]
     rest = [("created", f"box.{number}") for number in range(50, 100)]
     assert found == [*first, *ended, *rest, ("created", "late")]
     harness.create(owner, public=True, name="live", ttl=60)

@@ -96,10 +96,10 @@ def test_connect_is_optional_without_logins(both: Server) -> None:
         assert wire.ask(b"SUB a 1\r\nPUB a 1\r\nx\r\n") == b"+OK\r\n+OK\r\nMSG a 1 1\r\nx\r\n"
 
 
-@pytest.mark.parametrize("said", [b"CONNECT {x\r\n", b'CONNECT {"verbose":1}\r\n', b"CONNECT\r\n"])
-def test_a_connect_that_is_not_json_ends_the_connection(both: Server, said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"CONNECT {x\r\n", b'CONNECT {"verbose":1}\r\n', b"CONNECT\r\n"])
+def test_a_connect_that_is_not_json_ends_the_connection(both: Server, sent: bytes) -> None:
     with Wire(both, b"") as wire:
-        assert b"PONG" not in wire.rest(said + b"PING\r\n")
+        assert b"PONG" not in wire.rest(sent + b"PING\r\n")
 
 
 def test_no_responders_needs_headers(both: Server) -> None:
@@ -111,7 +111,7 @@ def test_no_responders_needs_headers(both: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("sent", "answer"),
     [
         (b"sub a 1\r\npub a 1\r\nx\r\n", b"MSG a 1 1\r\nx\r\n"),
         (b"SUB\ta   1 \r\nPUB a  1\r\nx\r\n", b"MSG a 1 1\r\nx\r\n"),
@@ -133,13 +133,13 @@ def test_no_responders_needs_headers(both: Server) -> None:
         (b"SUB a 1\r\nHPUB a 0 2\r\nhi\r\n", b"MSG a 1 2\r\nhi\r\n"),
     ],
 )
-def test_commands_and_their_answers(both: Server, said: bytes, answer: bytes) -> None:
+def test_commands_and_their_answers(both: Server, sent: bytes, answer: bytes) -> None:
     with Wire(both) as wire:
-        assert wire.ask(said) == answer
+        assert wire.ask(sent) == answer
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("sent", "error"),
     [
         (b"FOO\r\n", b"Unknown Protocol Operation"),
         (b"\r\n", b"Unknown Protocol Operation"),
@@ -159,13 +159,13 @@ def test_commands_and_their_answers(both: Server, said: bytes, answer: bytes) ->
         (b"UNSUB\r\n", b""),
     ],
 )
-def test_a_protocol_violation_ends_the_connection(both: Server, said: bytes, told: bytes) -> None:
+def test_a_protocol_violation_ends_the_connection(both: Server, sent: bytes, error: bytes) -> None:
     with Wire(both) as wire:
         wire.ask(b"SUB a 1\r\n")
-        answer = wire.rest(said)
+        answer = wire.rest(sent)
     assert b"MSG" not in answer
-    if told:
-        assert answer == b"-ERR '%b'\r\n" % told
+    if error:
+        assert answer == b"-ERR '%b'\r\n" % error
 
 
 def test_headers_from_a_client_without_header_support_end_the_connection(both: Server) -> None:
@@ -189,16 +189,16 @@ def test_a_body_of_the_largest_size_passes(both: Server) -> None:
 
 
 def test_a_frame_may_come_in_any_pieces(both: Server) -> None:
-    said = b"SUB cut 1\r\nPUB cut 3\r\na\r\n\r\nHPUB cut 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
+    sent = b"SUB cut 1\r\nPUB cut 3\r\na\r\n\r\nHPUB cut 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
     answer = b"MSG cut 1 3\r\na\r\n\r\nHMSG cut 1 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"
     with Wire(both) as wire:
-        for letter in said:
+        for letter in sent:
             wire.send(bytes([letter]))
         assert wire.ask() == answer
-    for at in range(1, len(said), 5):
+    for at in range(1, len(sent), 5):
         with Wire(both) as wire:
-            wire.send(said[:at])
-            assert wire.ask(said[at:]) == answer
+            wire.send(sent[:at])
+            assert wire.ask(sent[at:]) == answer
 
 
 def test_a_connection_cut_at_any_byte_of_a_frame_publishes_nothing_of_it(both: Server) -> None:
@@ -384,7 +384,7 @@ def test_nats_py_survives_a_refused_subject(both: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "welcome"),
+    ("sent", "welcome"),
     [
         (b'CONNECT {"verbose":false,"user":"ann","pass":"secret"}\r\n', True),
         (b'CONNECT {"verbose":false,"user":"ann","pass":"wrong"}\r\n', False),
@@ -394,13 +394,13 @@ def test_nats_py_survives_a_refused_subject(both: Server) -> None:
         (b"", False),
     ],
 )
-def test_user_and_password(kind: str, tmp_path: Path, said: bytes, welcome: bool) -> None:
+def test_user_and_password(kind: str, tmp_path: Path, sent: bytes, welcome: bool) -> None:
     with running(kind, tmp_path, Wanted(users={"ann": "secret"})) as server, Wire(server, b"") as wire:
         assert json.loads(wire.info[5:])["auth_required"] is True
         if welcome:
-            assert wire.ask(said) == b""
+            assert wire.ask(sent) == b""
         else:
-            assert wire.rest(said + b"PING\r\n") == b"-ERR 'Authorization Violation'\r\n"
+            assert wire.rest(sent + b"PING\r\n") == b"-ERR 'Authorization Violation'\r\n"
 
 
 def test_a_token(kind: str, tmp_path: Path) -> None:
@@ -576,15 +576,15 @@ def test_a_lame_duck_shutdown_notifies_every_client(tmp_path: Path) -> None:
 
 def test_nats_py_is_notified_of_a_lame_duck_shutdown(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        told = asyncio.Event()
+        notified = asyncio.Event()
 
         async def take_note() -> None:
-            told.set()
+            notified.set()
 
         client = await nats.connect(server.url, lame_duck_mode_cb=take_note, allow_reconnect=False)
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(HANG_GUARD_S):
-            await told.wait()
+            await notified.wait()
         await client.close()
 
     with running("ours", tmp_path) as server:

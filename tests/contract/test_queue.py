@@ -1364,8 +1364,8 @@ def answering(queue: Queue, **answer: Any) -> threading.Thread:
             (question,) = other.poll("helper", "ask", wait_s=60)
             other.send("status", "noise", to=question["from"])
             other.send("answer", "to another question", to=question["from"], reply_to="m-0")
-            told = {"to": question["from"], "reply_to": question["msg_id"], "body": "42", **answer}
-            other.send("answer", **told)
+            fields = {"to": question["from"], "reply_to": question["msg_id"], "body": "42", **answer}
+            other.send("answer", **fields)
 
     thread = threading.Thread(target=answer_one)
     thread.start()

@@ -163,9 +163,9 @@ class Attack:
         """Every valid event is stored once, every invalid line is reported, and readers reach the end."""
         done = self.run("audit", "query", "audit")
         events = [json.loads(line) for line in done.out.splitlines()]
-        told = Counter(event.get("message_id", "") for event in events if event["kind"] == "created")
+        stored = Counter(event.get("message_id", "") for event in events if event["kind"] == "created")
         self.tally.acknowledged = len(self.good)
-        self.tally.lost = len(self.good - told.keys())
+        self.tally.lost = len(self.good - stored.keys())
         ids = Counter(event["event_id"] for event in events)
         self.tally.doubled = sum(count - 1 for count in ids.values())
         alerts = sum(event.get("error_type") == "UnreadableLine" for event in events)

@@ -219,8 +219,8 @@ class Trap:
     def _state(self) -> str:
         digest = hashlib.sha256()
         for path in sorted(self._tables.rglob("*")):
-            told = path.stat()
-            digest.update(f"{path} {told.st_size} {told.st_mtime_ns}\n".encode())
+            status = path.stat()
+            digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
 

@@ -143,10 +143,10 @@ def _judge_numbers(tasks: Tasks, events: list[AuditEvent], tally: Tally) -> None
 
 
 def _judge_content(tasks: Tasks, events: list[AuditEvent], acknowledged: set[str], tally: Tally) -> None:
-    told = {event.seq: event for event in events}
+    shipped = {event.seq: event for event in events}
     source = f"tasks:{tasks.store.identity()}"
     for event in tasks.store.events(limit=1_000_000):
-        shown = told.get(event.seq)
+        shown = shipped.get(event.seq)
         if shown is not None and msgspec.structs.replace(shown, payload="") != of_store(
             event, source, "tasks"
         ):

@@ -80,8 +80,12 @@ def host() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of the JVM
     spark = spark_session("local[2]", conf=CONF)
-    told = spark.sparkContext._gateway.java_parameters  # type: ignore[union-attr]
-    way_in = {GATEWAY_PORT: str(told.port), GATEWAY_SECRET: told.auth_token, "PYSPARK_PYTHON": sys.executable}
+    parameters = spark.sparkContext._gateway.java_parameters  # type: ignore[union-attr]
+    way_in = {
+        GATEWAY_PORT: str(parameters.port),
+        GATEWAY_SECRET: parameters.auth_token,
+        "PYSPARK_PYTHON": sys.executable,
+    }
     print(json.dumps(way_in), file=said, flush=True)
     sys.stdin.read()
     spark.stop()
@@ -99,9 +103,9 @@ def costs(spark: SparkSession) -> tuple[float, float]:
     for at in range(stages.size()):
         stage = stages.apply(at)
         every += stage.executorCpuTime() / NANOS_PER_S
-        told = stage.taskMetricsDistributions()
-        if told.isDefined():
-            longest += told.get().executorCpuTime().apply(0) / NANOS_PER_S
+        metrics = stage.taskMetricsDistributions()
+        if metrics.isDefined():
+            longest += metrics.get().executorCpuTime().apply(0) / NANOS_PER_S
     return every, longest
 
 

@@ -91,9 +91,9 @@ def _judge(folder: Path, expected: Expected, attempts: list[Attempt], tally: Tal
 def _judge_files(folder: Path, tally: Tally, when: str) -> None:
     for finding in verify(folder):
         tally.breaks(f"{when}: {finding.file}: {finding.reason}")
-    told: list[str] = []
-    found = [event.seq for event in Segments(folder, on_trouble=told.append).events()]
-    for sentence in told:
+    troubles: list[str] = []
+    found = [event.seq for event in Segments(folder, on_trouble=troubles.append).events()]
+    for sentence in troubles:
         tally.breaks(f"{when}: {sentence}")
     tally.doubled += len(found) - len(set(found))
     first_left = found[0] if found[:1] == [FIRST_LEFT] else 1

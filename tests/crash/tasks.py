@@ -307,11 +307,11 @@ def check_store(tasks: Tasks, folder: Path, tally: Tally) -> None:
         for _ in range(n)
     )
     connection.close()
-    told: Counter[str] = Counter()
+    shown: Counter[str] = Counter()
     for queue in tasks.status().agents.values():
-        told.update(queue.states)
-    if counted != told:
-        tally.breaks(f"the counters say {dict(told)}, and there are {dict(counted)}")
+        shown.update(queue.states)
+    if counted != shown:
+        tally.breaks(f"the counters say {dict(shown)}, and there are {dict(counted)}")
     after = 0
     while events := tasks.events(after, EVENTS_MAX):
         numbers = [event.seq for event in events]

@@ -68,11 +68,11 @@ def test_deep_line_of_a_segment_is_skipped_and_reported(sealed: bool, tmp_path: 
     with segment.open("ab") as file:
         file.write(deep_line(700) + deep_line(50_000))
         file.write(deep_line(3).replace(b'"seq":1', b'"seq":2').replace(b"s#1", b"s#2"))
-    told = [] if sealed else ["s#1", "s#2"]
+    expected = [] if sealed else ["s#1", "s#2"]
     for command in (("tail",), ("query", "--kind", "created")):
         done = postroom("audit", *command, "audit")
         assert done.code == 0
-        assert [line["event_id"] for line in done.lines] == (told or ["s#1"])
+        assert [line["event_id"] for line in done.lines] == (expected or ["s#1"])
         if not sealed:
             assert done.errors.count("nested deeper than 100 levels") == 2
     done = postroom("verify", "audit")

@@ -225,8 +225,8 @@ def test_an_undecryptable_payload_does_not_stop_the_command(
     for arguments in (("query", "audit"), ("tail", "audit", "-n", 100), ("trace", "audit", first)):
         done = postroom("audit", *arguments, "--key-file", "keys")
         assert done.code == 0
-        [told] = done.errors.splitlines()
-        assert "needs the key 'lost'" in told
+        [warning] = done.errors.splitlines()
+        assert "needs the key 'lost'" in warning
     shown = [line["payload"] for line in postroom("audit", "query", "audit", "--kind", "created").lines]
     assert all(payload.startswith("enc:1:lost:") for payload in shown[:3])
     assert json.loads(shown[3]) == {"mail": "bob@example.com"}
@@ -239,11 +239,11 @@ def test_a_body_that_only_looks_encrypted_is_shown(tmp_path: Path) -> None:
     bodies = ["enc:1:", "enc:1:a:b", "enc:1:a:c", "enc:1:" + "x" * 5_000, "plain"]
     with SegmentSink(tmp_path / "audit") as sink:
         sink.write([replace(base, payload=body) for body in bodies])
-    told: list[str] = []
-    audit = Audit(tmp_path / "audit", cipher=Cipher({"k": b"k" * 32}), on_trouble=told.append)
+    troubles: list[str] = []
+    audit = Audit(tmp_path / "audit", cipher=Cipher({"k": b"k" * 32}), on_trouble=troubles.append)
     assert [event.payload for event in audit.query()] == bodies
-    assert len(told) == 2
-    assert all(len(sentence) < 200 for sentence in told)
+    assert len(troubles) == 2
+    assert all(len(sentence) < 200 for sentence in troubles)
 
 
 def test_encrypted_payloads_are_whole_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,14 +378,14 @@ def test_a_shipper_follows_and_ends_at_a_signal_with_everything_sealed(tmp_path:
 def test_a_harness_ships_its_events_and_a_killed_shipper_is_replaced(tmp_path: Path) -> None:
     with serving(tmp_path, "--audit", tmp_path / "audit") as harness, harness.tasks() as tasks:
         tasks.enqueue(agent="a", payload=1)
-        until(lambda: told(tmp_path / "audit") > 0)
+        until(lambda: event_count(tmp_path / "audit") > 0)
         assert harness.process is not None
         os.kill(_child_of(harness.process.pid), signal.SIGKILL)
         tasks.enqueue(agent="a", payload=2)
         with harness.client("a") as client:
             client.work(lambda _: None, until_empty=True)
         newest = tasks.store.newest_event()
-        until(lambda: told(tmp_path / "audit") >= newest)
+        until(lambda: event_count(tmp_path / "audit") >= newest)
         tasks.enqueue(agent="a", payload=3)
         assert harness.end(signal.SIGTERM) == 0
         newest = tasks.store.newest_event()
@@ -395,7 +395,7 @@ def test_a_harness_ships_its_events_and_a_killed_shipper_is_replaced(tmp_path: P
     assert audit.summary()["events"] == newest  # all events are sealed
 
 
-def told(folder: Path) -> int:
+def event_count(folder: Path) -> int:
     """How many events the stream holds now."""
     return len(list(Audit(folder).query())) if folder.is_dir() else 0
 
@@ -436,7 +436,7 @@ def test_a_planted_secret_is_in_no_sink_log_or_metric(tmp_path: Path) -> None:
         [task] = tasks.claim(agent="a")
         tasks.complete(task.task_id, task.lease, {"answer": CANARY})
         newest = tasks.store.newest_event()
-        until(lambda: told(tmp_path / "audit") >= newest)
+        until(lambda: event_count(tmp_path / "audit") >= newest)
         metrics = metrics_of(harness.url, token)
         assert harness.end(signal.SIGTERM) == 0
     said.append(postroom("audit", "ship", "--bus", "bus.yaml", "--to", "audit2", "--once"))

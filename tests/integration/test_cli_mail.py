@@ -82,7 +82,7 @@ def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
         (["--user", "ada"], "--user needs --password"),
         (["--password", "x"], "--password needs --user"),
@@ -94,11 +94,11 @@ def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
         (["--normal", "never"], "--normal"),
     ],
 )
-def test_a_wrong_call_of_serve_is_one_sentence(options: list[str], told: str) -> None:
+def test_a_wrong_call_of_serve_is_one_sentence(options: list[str], sentence: str) -> None:
     Path("users").write_text("ada:x\nbob\n")
     done = mail("serve", "--data", "data", "--port", 0, *options)
     assert (done.code, done.raw) == (2, b"")
-    assert told in done.error
+    assert sentence in done.error
     assert not Path("data").exists()
 
 
@@ -288,7 +288,7 @@ def environ() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "sentence"),
     [
         (["send", "no.such", "--body", "x"], 1, "the mailbox does not exist"),
         (["read", "no.such"], 1, "the mailbox does not exist"),
@@ -302,10 +302,10 @@ def environ() -> dict[str, str]:
         (["discover", "--tls-ca", "missing"], 2, "cannot use the certificates in missing"),
     ],
 )  # fmt: skip
-def test_an_error_is_one_sentence(arguments: list[str], code: int, told: str) -> None:
+def test_an_error_is_one_sentence(arguments: list[str], code: int, sentence: str) -> None:
     done = mail(*arguments)
     assert (done.code, done.raw) == (code, b"")
-    assert told in done.error
+    assert sentence in done.error
 
 
 def test_the_exit_code_is_1_when_the_server_is_gone_or_refuses(tmp_path: Path) -> None:
@@ -319,8 +319,8 @@ def test_the_exit_code_is_1_when_the_server_is_gone_or_refuses(tmp_path: Path) -
         for words in commands:
             gone = mail(*words, "--server", f"127.0.0.1:{port}")
             assert (gone.code, gone.raw) == (1, b"")
-            told = f"cannot reach the mail server at 127.0.0.1:{port}: Connection refused"
-            assert gone.error == f"postroom: {told}"
+            sentence = f"cannot reach the mail server at 127.0.0.1:{port}: Connection refused"
+            assert gone.error == f"postroom: {sentence}"
             refused = mail(*words, "--server", server.url, "--user", "ada", "--password", "two")
             assert (refused.code, refused.raw) == (1, b"")
             assert "the server refuses the login: wrong user, password or token" in refused.error

@@ -794,8 +794,8 @@ def test_a_signal_lets_the_program_finish(harness: Harness, agent: str, tmp_path
 def test_after_the_grace_the_program_ends_and_its_task_is_released(
     harness: Harness, agent: str, tmp_path: Path
 ) -> None:
-    started, told = tmp_path / "started", tmp_path / "told"
-    command = f"trap 'touch {told}; exit 1' TERM; touch {started}; sleep 600 & wait"
+    started, ended = tmp_path / "started", tmp_path / "told"
+    command = f"trap 'touch {ended}; exit 1' TERM; touch {started}; sleep 600 & wait"
     with harness.tasks() as tasks:
         task_id = tasks.enqueue(agent=agent, payload=1)
         process = work(harness, agent, command, "--grace-s", "0.1")
@@ -803,7 +803,7 @@ def test_after_the_grace_the_program_ends_and_its_task_is_released(
         process.terminate()
         assert finish(process).code == 0
         assert (tasks.get(task_id).status, tasks.get(task_id).retry_count) == ("pending", 0)
-    assert told.exists()
+    assert ended.exists()
 
 
 def test_an_unknown_token_ends_the_work_in_one_sentence(harness: Harness) -> None:

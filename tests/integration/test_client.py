@@ -235,17 +235,17 @@ def test_without_heartbeats_the_same_handler_would_lose_its_task(harness: Harnes
 
 
 def test_lost_is_set_when_a_task_is_cancelled(harness: Harness, agent: str) -> None:
-    told: list[bool] = []
+    lost: list[bool] = []
 
     def handler(task: Task) -> str:
         tasks.cancel(task.task_id)
-        told.append(task.lost.wait(HANG_GUARD_S))
+        lost.append(task.lost.wait(HANG_GUARD_S))
         return "in vain"
 
     with harness.tasks() as tasks, harness.client(agent) as client:
         task_id = tasks.enqueue(agent=agent, payload=1)
         client.work(handler, lease_s=SHORT_LEASE_S, until_empty=True)
-        assert told == [True]
+        assert lost == [True]
         assert tasks.get(task_id).status == "cancelled"
         assert tasks.get(task_id).result is None
 

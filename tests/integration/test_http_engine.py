@@ -231,8 +231,8 @@ def test_a_foreign_message_is_answered_like_an_unknown_one(
         for message_id in (foreign, UNKNOWN)
     }
     assert [answer.status for answer in answers.values()] == [404, 404]
-    told = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
-    assert len(told) == 1
+    sentences = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
+    assert len(sentences) == 1
     assert server.get("boss", path_of(foreign)).json["state"] == "DEAD_LETTER"
 
 

@@ -256,7 +256,7 @@ WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
 
 
 @pytest.mark.parametrize(
-    ("call", "values", "told"),
+    ("call", "values", "sentence"),
     [
         (lambda mail, _, value: mail.send(value, "x"), TEXTS, "mail_id must be text"),
         (lambda mail, _, value: mail.list(value), TEXTS, "mail_id must be text"),
@@ -322,13 +322,13 @@ WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
     ],
 )  # fmt: skip
 def test_arguments_of_the_wrong_kind_are_one_sentence(
-    mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], told: str
+    mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], sentence: str
 ) -> None:
     box = mail.create(ttl_s=60)
     for value in values:
         with pytest.raises(InvalidMessage) as refused:
             call(mail, box, value)
-        assert told in str(refused.value)
+        assert sentence in str(refused.value)
         assert "\n" not in str(refused.value)
     assert mail.list(box) == []
 

@@ -208,8 +208,8 @@ def test_wildcards_of_other_clients_match_no_mailbox(
     seen: dict[str, list[tuple[str, bytes]]] = {}
 
     def watch(pattern: str) -> None:
-        told = seen.setdefault(pattern, [])
-        stranger.subscribe(pattern, "", lambda subject, data, _number: told.append((subject, data)))
+        received = seen.setdefault(pattern, [])
+        stranger.subscribe(pattern, "", lambda subject, data, _number: received.append((subject, data)))
 
     for pattern in (">", "_INBOX.>", "*.>", "$mq9.>", "$mq9.AI.MAILBOX.MSG.>"):
         watch(pattern)
@@ -222,8 +222,8 @@ def test_wildcards_of_other_clients_match_no_mailbox(
     fence = ("_INBOX.fence", b"behind all that happened before it")
     stranger.publish(*fence)
     until(lambda: all(fence in seen[pattern] for pattern in (">", "_INBOX.>", "*.>")))
-    told = [each for messages in seen.values() for each in messages]
-    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in told)
+    received = [each for messages in seen.values() for each in messages]
+    assert not any(box in subject or box.encode() in data or b"private" in data for subject, data in received)
     assert not seen["$mq9.>"]
     assert not seen["$mq9.AI.MAILBOX.MSG.>"]
 

@@ -67,8 +67,8 @@ def test_events_of_refusals_in_a_loop_reach_the_stream_and_count_every_call(tmp_
             with pytest.raises(MailRefused):
                 mail.send("nobody", "x")
         server.end()
-    told = len(server.events())
-    assert shipped() == told
+    emitted = len(server.events())
+    assert shipped() == emitted
     events = [event for event in Audit(tmp_path / "audit").query(contract="mail") if event.kind == "rejected"]
     assert sum(int(event.detail.get("refused", 1)) for event in events) == calls
 
@@ -77,21 +77,21 @@ def test_every_event_goes_to_the_stream_once_and_no_private_id_with_it(tmp_path:
     with serving(tmp_path / "data", "--receipts", "--dead-letter-after", "1") as server:
         assert shipped() == 0  # no event was emitted yet
         box = everything(server)
-        told = len(server.events())
-        assert shipped() == told
+        emitted = len(server.events())
+        assert shipped() == emitted
         assert shipped() == 0
         server.end(signal.SIGKILL)
         assert shipped() == 0
         server.start()
         with Mail(server.url) as mail:
             mail.create(ttl_s=60)
-        until(lambda: len(server.events()) == told + 1)
+        until(lambda: len(server.events()) == emitted + 1)
         assert shipped() == 1
         events = list(Audit(tmp_path / "audit").query(contract="mail"))
         code, errors = server.end()
     assert (code, errors) == (0, "")
-    assert [event.seq for event in events] == list(range(1, told + 2))
-    assert len({event.event_id for event in events}) == told + 1
+    assert [event.seq for event in events] == list(range(1, emitted + 2))
+    assert len({event.event_id for event in events}) == emitted + 1
     assert {event.kind for event in events} == {
         kind
         for operation, kinds in OPERATIONS["mail"].items()

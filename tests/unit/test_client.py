@@ -754,8 +754,8 @@ class Queue:
         if verb not in ("result", "heartbeat"):
             body = dict(request.body)
             claimed = [self.waiting.pop(0) for _ in range(body.pop("claim_next", 0)) if self.waiting]
-            told = {k: v for k, v in body.items() if k not in ("agent", "lease", "task_id")}
-            self.words.append((f"{verb} {request.body['task_id']}", told))
+            fields = {k: v for k, v in body.items() if k not in ("agent", "lease", "task_id")}
+            self.words.append((f"{verb} {request.body['task_id']}", fields))
             return Answer(202, {"task_id": request.body["task_id"], "tasks": claimed})
         return ACCEPTED
 
@@ -834,8 +834,8 @@ def test_a_failure_with_a_wrong_pause_is_reported_without_it() -> None:
     def handler(_: Task) -> None:
         raise TaskFailed("later", retry_in_s=-1.0)
 
-    ((word, told),) = worked(Queue(1), handler)
-    assert (word, "retry_in_s must be" in told["error"]) == ("fail t0", True)
+    ((word, fields),) = worked(Queue(1), handler)
+    assert (word, "retry_in_s must be" in fields["error"]) == ("fail t0", True)
 
 
 def test_an_exception_of_the_handler_is_the_failure() -> None:
@@ -859,9 +859,9 @@ def test_a_handler_may_be_async() -> None:
 
 
 def test_a_decision_that_is_not_json_fails_the_task() -> None:
-    ((word, told),) = worked(Queue(1), lambda _: object())
+    ((word, fields),) = worked(Queue(1), lambda _: object())
     assert word == "fail t0"
-    assert "JSON" in told["error"]
+    assert "JSON" in fields["error"]
 
 
 def test_a_decision_that_the_harness_refuses_fails_the_task() -> None:
@@ -937,21 +937,21 @@ def test_stop_lets_the_running_handler_finish_and_claims_nothing_more() -> None:
     assert queue.words == [("complete t0", {"decision": 1})]
 
 
-@pytest.mark.parametrize("how", ["grace is over", "told twice"])
+@pytest.mark.parametrize("how", ["grace is over", "stopped twice"])
 def test_unfinished_tasks_are_released_after_the_grace(how: str) -> None:
     queue = Queue(1)
-    told = threading.Event()
+    stopped = threading.Event()
 
     def handler(task: Task) -> None:
         client.stop()
-        if how == "told twice":
+        if how == "stopped twice":
             client.stop()
         assert task.lost.wait(HANG_GUARD_S)
-        told.set()
+        stopped.set()
 
     with running(Harness(queue)) as server, client_of(server) as client:
         client.work(handler, grace_s=0.02 if how == "grace is over" else 60.0)
-        assert told.wait(HANG_GUARD_S)
+        assert stopped.wait(HANG_GUARD_S)
         assert queue.words[0] == ("release t0", {})
 
 

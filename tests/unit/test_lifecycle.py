@@ -324,7 +324,7 @@ class Life:
     def lease(self) -> None:
         self.take(lifecycle.lease(self.record, self.now, "w", NANOS_PER_S))
 
-    def told(self) -> list[tuple[object, ...]]:
+    def history(self) -> list[tuple[object, ...]]:
         return [_gist(event) for event in lifecycle.history(self.record, self.events[0], self.trail)]
 
     def happened(self) -> list[tuple[object, ...]]:
@@ -337,13 +337,13 @@ def _gist(event: Event) -> tuple[object, ...]:
 
 def test_a_record_without_failures_has_no_trail() -> None:
     life = Life()
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     life.lease()
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     life.take(lifecycle.renew(life.record, life.now, life.record.lease))
     life.take(lifecycle.complete(life.record, life.now, life.record.lease, b"1"))
     assert life.trail == []
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
 def test_the_history_includes_failures_and_releases() -> None:
@@ -351,22 +351,22 @@ def test_the_history_includes_failures_and_releases() -> None:
     life.take(lifecycle.wake(life.record, life.now))
     life.take(lifecycle.lease(life.record, life.now, "w", NANOS_PER_S, lane=1))
     life.take(lifecycle.release(life.record, life.now, life.record.lease))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
     for _ in range(2):
         life.lease()
         life.take(lifecycle.fail(life.record, life.now, life.record.lease, "no"))
-        assert life.told() == life.happened()
+        assert life.history() == life.happened()
     for _ in range(2):
         life.lease()
         life.take(lifecycle.lapse(life.record, life.now))
-        assert life.told() == life.happened()
+        assert life.history() == life.happened()
     assert life.record.state == "DEAD_LETTER"
     life.take(lifecycle.replay(life.record, life.now))
     life.lease()
     life.take(lifecycle.complete(life.record, life.now, life.record.lease, b"1"))
     life.take(lifecycle.hand_over(life.record, life.now, "d"))
     life.take(lifecycle.settle(life.record, life.now))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
 def test_the_history_includes_an_interrupted_delivery() -> None:
@@ -376,7 +376,7 @@ def test_the_history_includes_an_interrupted_delivery() -> None:
     life.take(lifecycle.replay(life.record, life.now))
     life.lease()
     life.take(lifecycle.quarantine(life.record, life.now, "it kills"))
-    assert life.told() == life.happened()
+    assert life.history() == life.happened()
 
 
 def test_a_duplicate_and_a_purge_are_events_that_change_nothing() -> None:

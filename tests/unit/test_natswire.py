@@ -222,25 +222,31 @@ def test_a_connect_line_is_never_cached() -> None:
 
 
 def test_missing_connect_options_have_defaults() -> None:
-    said = wire.connect_options(b"{}")
-    assert said.verbose
-    assert said.echo
-    assert not said.headers
-    assert not said.no_responders
-    assert said.name == said.user == said.password == said.auth_token == ""
+    options = wire.connect_options(b"{}")
+    assert options.verbose
+    assert options.echo
+    assert not options.headers
+    assert not options.no_responders
+    assert options.name == options.user == options.password == options.auth_token == ""
 
 
 def test_connect_options_are_decoded() -> None:
-    said = wire.connect_options(
+    options = wire.connect_options(
         b'{"verbose":false,"name":"n","user":"u","pass":"p","new":[1],"headers":true}'
     )
-    assert (said.verbose, said.name, said.user, said.password, said.headers) == (False, "n", "u", "p", True)
+    assert (options.verbose, options.name, options.user, options.password, options.headers) == (
+        False,
+        "n",
+        "u",
+        "p",
+        True,
+    )
 
 
-@pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
-def test_invalid_connect_options_are_refused(said: bytes) -> None:
+@pytest.mark.parametrize("options", [b"", b"{", b"[]", b'{"verbose":1}', b'{"name":"\xff"}', b"[" * 5000])
+def test_invalid_connect_options_are_refused(options: bytes) -> None:
     with pytest.raises(wire.Broken):
-        wire.connect_options(said)
+        wire.connect_options(options)
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def test_a_published_message_round_trips_through_a_server(
 
 
 def test_commands_read_back() -> None:
-    said = b"".join(
+    options = b"".join(
         (
             wire.connect({"name": "n"}),
             wire.subscribe(b"a", b"1"),
@@ -273,7 +279,7 @@ def test_commands_read_back() -> None:
             wire.unsubscribe(b"2", 5),
         )
     )
-    assert read(said) == [
+    assert read(options) == [
         wire.Connect(msgspec.json.encode({"name": "n"})),
         wire.Subscribe(b"a", b"", b"1"),
         wire.Subscribe(b"a", b"g", b"2"),

@@ -31,13 +31,14 @@ def test_memory_depends_on_the_cores_and_the_container_limit(
 
 
 @pytest.mark.parametrize(
-    ("told", "used"), [("always [madvise] never\n", True), ("always madvise [never]\n", False), (None, False)]
+    ("content", "used"),
+    [("always [madvise] never\n", True), ("always madvise [never]\n", False), (None, False)],
 )
 def test_huge_pages_are_requested_only_where_they_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, used: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, used: bool
 ) -> None:
-    if told is not None:
-        (tmp_path / "enabled").write_text(told)
+    if content is not None:
+        (tmp_path / "enabled").write_text(content)
     monkeypatch.setattr(session, "HUGE_PAGES", tmp_path / "enabled")
     options = session.settings("local[*]", {})[session.DRIVER_OPTIONS]
     assert ("UseTransparentHugePages" in options) == used

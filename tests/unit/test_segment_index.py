@@ -122,9 +122,9 @@ def test_find_by_message_parent_and_trace(tmp_path: Path, wanted: str) -> None:
     sealed_folder(tmp_path, 3, 23)
     with SegmentSink(tmp_path) as sink:
         sink.write(events(70, 11))  # not sealed yet
-        told: list[str] = []
-        assert seqs(Segments(tmp_path, on_trouble=told.append).find([wanted])) == expected(wanted)
-    assert told == []
+        troubles: list[str] = []
+        assert seqs(Segments(tmp_path, on_trouble=troubles.append).find([wanted])) == expected(wanted)
+    assert troubles == []
 
 
 def test_find_of_many_ids_gives_each_event_once(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_find_reads_the_segment_without_a_valid_index_and_reports_it(
 ) -> None:
     sealed_folder(tmp_path)
     damage(tmp_path / INDEX / "00000002.idx")
-    told: list[str] = []
-    assert seqs(Segments(tmp_path, on_trouble=told.append).find([wanted])) == expected(wanted)
-    [sentence] = told
+    troubles: list[str] = []
+    assert seqs(Segments(tmp_path, on_trouble=troubles.append).find([wanted])) == expected(wanted)
+    [sentence] = troubles
     assert "00000002-" in sentence
     assert "read completely" in sentence
 
@@ -157,11 +157,11 @@ def test_find_ignores_swapped_indexes(tmp_path: Path) -> None:
     data = second.read_bytes(), third.read_bytes()
     second.write_bytes(data[1])
     third.write_bytes(data[0])
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     for wanted in IDS:
         assert seqs(segments.find([wanted])) == expected(wanted)
-    assert ["is the index of another segment" in sentence for sentence in told] == [True, True]
+    assert ["is the index of another segment" in sentence for sentence in troubles] == [True, True]
 
 
 def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
     (tmp_path / INDEX / "00000002.idx").unlink()
     with SegmentSink(tmp_path) as sink:
         sink.write(events(70, 11))
-        told: list[str] = []
-        with Segments(tmp_path, on_trouble=told.append).searching() as find:
+        troubles: list[str] = []
+        with Segments(tmp_path, on_trouble=troubles.append).searching() as find:
             assert seqs(find([f"{SOURCE}-m9"])) == [45, 46, 47, 48, 49]
             assert seqs(find([f"{SOURCE}-trace2"])) == [*range(40, 45), *range(50, 60)]
             assert find([f"{SOURCE}-trace2"]) == []
             rest = seqs(find([f"{SOURCE}-m{n}" for n in range(100)]))
             assert rest == [*range(1, 40), *range(60, 81)]
-    assert len(told) == 1
+    assert len(troubles) == 1
 
 
 def test_a_search_keeps_few_indexes_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +218,12 @@ def test_events_opens_only_matching_segments(tmp_path: Path) -> None:
     files = sealed_folder(tmp_path)
     for path in (files[0], files[1], files[3]):
         path.unlink()
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     assert seqs(list(segments.events(FIRST_WALL_US + 41, FIRST_WALL_US + 61))) == list(range(41, 61))
-    assert told == []
+    assert troubles == []
     assert seqs(list(segments.events())) == list(range(41, 61))
-    assert [sentence.endswith("is missing") for sentence in told] == [True] * 3
+    assert [sentence.endswith("is missing") for sentence in troubles] == [True] * 3
 
 
 def emptied(data: bytes) -> bytes:
@@ -246,11 +246,11 @@ def with_one_more(data: bytes) -> bytes:
 def test_changed_segment_length_is_reported_once(tmp_path: Path, change: Any) -> None:
     files = sealed_folder(tmp_path)
     files[1].write_bytes(change(files[1].read_bytes()))
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     for _ in range(2):
         assert set(seqs(list(segments.events()))) >= {*range(1, 21), *range(41, 81)}
-    [sentence] = [sentence for sentence in told if "is not as it was sealed" in sentence]
+    [sentence] = [sentence for sentence in troubles if "is not as it was sealed" in sentence]
     assert files[1].name in sentence
 
 

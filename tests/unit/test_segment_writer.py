@@ -271,11 +271,11 @@ def test_a_damaged_line_of_the_open_segment_stays_in_place(tmp_path: Path) -> No
     with SegmentSink(tmp_path) as sink:
         assert sink.position(SOURCE) == 6
         sink.seal()
-    told: list[str] = []
-    segments = Segments(tmp_path, on_trouble=told.append)
+    troubles: list[str] = []
+    segments = Segments(tmp_path, on_trouble=troubles.append)
     assert seqs(list(segments.events())) == [1, 2, 4, 5, 6]
     assert segments.bad_lines == 1
-    [sentence] = told
+    [sentence] = troubles
     assert "00000001" in sentence
     assert seqs(segments.find({f"{SOURCE}-m1"})) == [5, 6]
     assert verify(tmp_path) == []

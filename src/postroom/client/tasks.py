@@ -300,7 +300,7 @@ class TaskClient(HttpClient):
                 confirmed, wait_s = sent, every_s
             except LEASE_OVER as error:
                 wait_s = every_s
-                if not heartbeats.ending:  # else the answer to the ending call tells whether it was in time
+                if not heartbeats.ending:  # else the answer to the ending call shows whether it was in time
                     self._mark_lost(task, heartbeats, f"is lost: {error}")
                     return
             except PostroomError as error:

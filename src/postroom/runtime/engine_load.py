@@ -110,10 +110,10 @@ async def run_load(
         else:
             handles.append((priority, handle))
 
-    begun = time.monotonic()
+    started_s = time.monotonic()
     async with asyncio.TaskGroup() as submits:
         for number, priority in enumerate(_priorities(count, mix, chooser)):
-            await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+            await asyncio.sleep(max(0.0, started_s + number / rate - time.monotonic()))
             submits.create_task(submit(priority))
     latencies = await _latencies(handles)
     finished = sum(map(len, latencies))

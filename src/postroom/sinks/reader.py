@@ -130,11 +130,11 @@ class Segments:
 
     def before_last(self, count: int) -> StreamPosition:
         """A position with at least the last `count` events after it, or the start when there are fewer."""
-        place, behind = StreamPosition(0, 0), 0
+        place, found = StreamPosition(0, 0), 0
         for entry in reversed(self.entries()):
-            if behind >= count:
+            if found >= count:
                 break
-            place, behind = StreamPosition(entry.n, 0), behind + entry.events
+            place, found = StreamPosition(entry.n, 0), found + entry.events
         return place
 
     def last_of(self, source: str, count: int) -> list[AuditEvent]:
