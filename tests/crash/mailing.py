@@ -110,17 +110,17 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
                 cast.kill_member()
                 tally.count("members_killed")
         cast.end()
-        said = _Said(crew.workers)
+        reports = _Reports(crew.workers)
         for box in (OPEN, PULL, cast.work):
-            _judge_box(folder, box, said, tally)
-        _judge_pulled(folder, said, tally)
-    _judge_words(said, tally)
-    _judge_teams(said, tally)
-    _judge_mailboxes(folder / "mail", said, tally)
+            _judge_box(folder, box, reports, tally)
+        _judge_pulled(folder, reports, tally)
+    _judge_violations(reports, tally)
+    _judge_teams(reports, tally)
+    _judge_mailboxes(folder / "mail", reports, tally)
 
 
-class _Said:
-    """The reports of the workers, by their first word."""
+class _Reports:
+    """The reports of the workers, by their kind."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.rows: defaultdict[str, list[list[str]]] = defaultdict(list)
@@ -133,16 +133,16 @@ class _Said:
             held = [(row[1], row[2]) for row in rows if row[0] == "held"]
             self.dead_connections.update(held[-1:])
 
-    def ids(self, word: str, column: int = 0) -> set[str]:
-        return {row[column] for row in self.rows[word]}
+    def ids(self, kind: str, column: int = 0) -> set[str]:
+        return {row[column] for row in self.rows[kind]}
 
-    def each(self, word: str) -> set[str]:
+    def each(self, kind: str) -> set[str]:
         """The ids in rows that consist of ids only."""
-        return {msg_id for row in self.rows[word] for msg_id in row}
+        return {msg_id for row in self.rows[kind] for msg_id in row}
 
-    def durable(self, word: str, word_column: int) -> set[str]:
+    def durable(self, kind: str, priority_column: int) -> set[str]:
         """The ids at the ends of rows about messages that must not be lost."""
-        return {row[-1] for row in self.rows[word] if row[word_column] in DURABLE}
+        return {row[-1] for row in self.rows[kind] if row[priority_column] in DURABLE}
 
 
 def _replayed(folder: Path, box: str) -> list[Mail]:
@@ -155,12 +155,12 @@ def _replayed(folder: Path, box: str) -> list[Mail]:
     return found
 
 
-def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
+def _judge_box(folder: Path, box: str, reports: _Reports, tally: Tally) -> None:
     """Acknowledged messages are replayed complete, once and in order; deleted ones are not."""
     mails = _replayed(folder, box)
-    acknowledged = {row[2]: row[3] for row in said.rows["sent"] if row[0] == box and row[1] in DURABLE}
+    acknowledged = {row[2]: row[3] for row in reports.rows["sent"] if row[0] == box and row[1] in DURABLE}
     tally.acknowledged += len(acknowledged)
-    gone = said.each("deleting")
+    gone = reports.each("deleting")
     expected = {token: msg_id for token, msg_id in acknowledged.items() if msg_id not in gone}
     found = [Delivery(mail.token, str(mail.msg_id), mail.body) for mail in mails]
     compare(expected, found, tally)
@@ -168,13 +168,13 @@ def _judge_box(folder: Path, box: str, said: _Said, tally: Tally) -> None:
     if order != sorted(order):
         tally.breaks("a replay was not in the order of priorities and numbers")
     ids = {delivery.msg_id for delivery in found}
-    undead = ids & said.durable("deleted", 0)
+    undead = ids & reports.durable("deleted", 0)
     if undead:
         tally.breaks(f"{len(undead)} deleted messages came again")
     if box == OPEN:
-        _judge_pushed(said.ids("seen"), ids, tally)
+        _judge_pushed(reports.ids("seen"), ids, tally)
     elif box != PULL:
-        _judge_pushed(said.durable("held", 2) - gone, ids, tally)
+        _judge_pushed(reports.durable("held", 2) - gone, ids, tally)
 
 
 def _judge_pushed(pushed: set[str], found: set[str], tally: Tally) -> None:
@@ -183,37 +183,37 @@ def _judge_pushed(pushed: set[str], found: set[str], tally: Tally) -> None:
     tally.lost += len(pushed - found)
 
 
-def _judge_pulled(folder: Path, said: _Said, tally: Tally) -> None:
+def _judge_pulled(folder: Path, reports: _Reports, tally: Tally) -> None:
     """The group gets its unacknowledged messages, and nothing else."""
     post = Post(folder)
     body = {"group_name": programs.PULLERS, "config": {"num_msgs": 1_000, "max_wait_ms": 0}}
     found = post.asked(f"{programs.FETCH}{PULL}", json.dumps(body).encode())["messages"]
     post.close()
     ids = {str(message["msg_id"]) for message in found}
-    sent = {row[3] for row in said.rows["sent"] if row[0] == PULL and row[1] in DURABLE}
-    acked, in_doubt = said.each("acked"), said.each("acking")
+    sent = {row[3] for row in reports.rows["sent"] if row[0] == PULL and row[1] in DURABLE}
+    acked, in_doubt = reports.each("acked"), reports.each("acking")
     tally.count("pulled", len(acked))
     tally.doubled += len(ids & acked)
-    if said.rows["acking"]:  # otherwise the group did not exist, and starts with new messages
+    if reports.rows["acking"]:  # otherwise the group did not exist, and starts with new messages
         tally.lost += len(sent - in_doubt - ids)
 
 
-def _judge_words(said: _Said, tally: Tally) -> None:
+def _judge_violations(reports: _Reports, tally: Tally) -> None:
     """Violations that the clients themselves observed."""
-    tally.doubled += len(said.rows["twice"]) + len(said.rows["again"])
-    tally.torn += len(said.rows["torn"])
-    tally.lost += len(said.rows["forgotten"])
-    for word in ("disorder", "vanished", "refused"):
-        for row in said.rows[word]:
-            tally.breaks(f"{word} {' '.join(row)}")
-    tally.count("deleted", len(said.rows["deleted"]))
+    tally.doubled += len(reports.rows["twice"]) + len(reports.rows["again"])
+    tally.torn += len(reports.rows["torn"])
+    tally.lost += len(reports.rows["forgotten"])
+    for kind in ("disorder", "vanished", "refused"):
+        for row in reports.rows[kind]:
+            tally.breaks(f"{kind} {' '.join(row)}")
+    tally.count("deleted", len(reports.rows["deleted"]))
 
 
-def _judge_teams(said: _Said, tally: Tally) -> None:
+def _judge_teams(reports: _Reports, tally: Tally) -> None:
     """During one run of the server a message has one holder, unless that holder has ended."""
-    gone = {(row[0], row[1]) for row in said.rows["left"]} | said.dead_connections
+    gone = {(row[0], row[1]) for row in reports.rows["left"]} | reports.dead_connections
     holders: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for server_id, connection, _, msg_id in said.rows["held"]:
+    for server_id, connection, _, msg_id in reports.rows["held"]:
         holders[server_id, msg_id].add(connection)
     for (server_id, _), connections in holders.items():
         living = [each for each in connections if (server_id, each) not in gone]
@@ -221,12 +221,12 @@ def _judge_teams(said: _Said, tally: Tally) -> None:
         tally.count("handed_over", len(connections) > 1)
 
 
-def _judge_mailboxes(folder: Path, said: _Said, tally: Tally) -> None:
+def _judge_mailboxes(folder: Path, reports: _Reports, tally: Tally) -> None:
     """Each mailbox expires at its time, whatever happened in between."""
     now_us = time.time_ns() // 1_000
     service = MailService(folder, queue.SimpleQueue[object]().put)
     boxes = service._mailboxes.by_id
-    for mail_id, ttl, before, after in said.rows["created"]:
+    for mail_id, ttl, before, after in reports.rows["created"]:
         tally.count("mailboxes")
         ttl_us = round(float(ttl) * MICROS_PER_S)
         box = boxes.get(mail_id)

@@ -180,11 +180,11 @@ def killed(
 
 
 def _kill_round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    acknowledged, words = killed(Cast, folder, kills, rng, tally, sabotage)
+    acknowledged, reports = killed(Cast, folder, kills, rng, tally, sabotage)
     tally.acknowledged += len(acknowledged)
     with open_tasks(folder) as tasks:
-        finish(tasks, words, tally)
-        _judge(tasks, folder, acknowledged, words, tally)
+        finish(tasks, reports, tally)
+        _judge(tasks, folder, acknowledged, reports, tally)
 
 
 def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
@@ -193,11 +193,11 @@ def producers_lines(workers: Iterable[Worker]) -> Iterator[str]:
             yield from worker.lines
 
 
-def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
+def finish(tasks: Tasks, reports: list[list[str]], tally: Tally) -> None:
     """Finish the rest, as the next consumer and harness would, after the leases of dead workers."""
 
-    def report(*said: object) -> None:
-        words.append([str(word) for word in said])
+    def report(*words: object) -> None:
+        reports.append([str(word) for word in words])
 
     deadline = time.monotonic() + STUCK_S
     while time.monotonic() < deadline:
@@ -215,16 +215,16 @@ def finish(tasks: Tasks, words: list[list[str]], tally: Tally) -> None:
 
 
 def _judge(
-    tasks: Tasks, folder: Path, acknowledged: dict[str, str], words: list[list[str]], tally: Tally
+    tasks: Tasks, folder: Path, acknowledged: dict[str, str], reports: list[list[str]], tally: Tally
 ) -> None:
     infos = [tasks.get(task_id) for task_id in ids_of(tasks, AGENT)]
     compare(acknowledged, map(delivery_of, infos), tally)
     for info in infos:
         if info.state != "DONE":
             tally.breaks(f"{info.task_id} is {info.state} in the end")
-    _judge_completions(infos, words, tally)
-    _judge_executions(infos, words, tally)
-    _judge_deliveries(infos, words, tally)
+    _judge_completions(infos, reports, tally)
+    _judge_executions(infos, reports, tally)
+    _judge_deliveries(infos, reports, tally)
     check_store(tasks, folder, tally)
 
 
@@ -241,15 +241,15 @@ def delivery_of(info: TaskInfo) -> Delivery:
     return Delivery(info.payload["token"], info.task_id, info.payload["body"])
 
 
-def _judge_completions(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
+def _judge_completions(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
     """One completion for each task, under the lease that its result names; no other was acknowledged."""
     accepted: defaultdict[str, set[int]] = defaultdict(set)
     refused: defaultdict[str, set[int]] = defaultdict(set)
-    for word in words:
-        if word[0] == "completed":
-            accepted[word[1]].add(int(word[2]))
-        elif word[0] == "stale":
-            refused[word[1]].add(int(word[-1]))
+    for row in reports:
+        if row[0] == "completed":
+            accepted[row[1]].add(int(row[2]))
+        elif row[0] == "stale":
+            refused[row[1]].add(int(row[-1]))
     for info in infos:
         final = info.result["under"]
         if accepted[info.task_id] - {final}:
@@ -262,29 +262,29 @@ def _judge_completions(infos: list[TaskInfo], words: list[list[str]], tally: Tal
     tally.count("stale_words_refused", sum(len(leases) for leases in refused.values()))
 
 
-def _judge_executions(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
+def _judge_executions(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
     """Every result was executed before its task was done, at least once, and always the same result."""
     executed: defaultdict[str, set[str]] = defaultdict(set)
     settled: Counter[str] = Counter()
-    for word in words:
-        if word[0] == "executed":
-            executed[word[2]].add(word[4])
+    for row in reports:
+        if row[0] == "executed":
+            executed[row[2]].add(row[4])
             tally.count("executions")
-        elif word[0] == "settled":
-            settled[word[2]] += 1
+        elif row[0] == "settled":
+            settled[row[2]] += 1
     for info in infos:
         if executed[info.task_id] != {str(info.result["under"])}:
             tally.breaks(f"{info.task_id}: the results {executed[info.task_id]} were executed")
         tally.doubled += max(0, settled[info.task_id] - 1)
 
 
-def _judge_deliveries(infos: list[TaskInfo], words: list[list[str]], tally: Tally) -> None:
+def _judge_deliveries(infos: list[TaskInfo], reports: list[list[str]], tally: Tally) -> None:
     """How often each task was delivered, by its history, which must have every delivery."""
     reported: defaultdict[str, set[int]] = defaultdict(set)
-    for word in words:
-        if word[0] == "claimed":
-            reported[word[1]].add(int(word[2]))
-            tally.torn += word[3] == "TORN"
+    for row in reports:
+        if row[0] == "claimed":
+            reported[row[1]].add(int(row[2]))
+            tally.torn += row[3] == "TORN"
     for info in infos:
         leases = [event.lease for event in info.history if event.kind == "dequeued"]
         if reported[info.task_id] - set(leases):
@@ -360,7 +360,7 @@ def _stop_some(crew: Crew, holders: list[Worker], tasks: Tasks, rng: Random, tal
         tally.count("stops")
         info = tasks.get(task_id)
         if (info.state, info.result) != kept[task_id]:
-            tally.breaks(f"{task_id}: a stale word changed {kept[task_id]} to {info.state}, {info.result}")
+            tally.breaks(f"{task_id}: a stale call changed {kept[task_id]} to {info.state}, {info.result}")
     for task_id in ids:
         if tasks.get(task_id).state == "PROCESSING":
             tasks.cancel(task_id)
@@ -369,9 +369,9 @@ def _stop_some(crew: Crew, holders: list[Worker], tasks: Tasks, rng: Random, tal
 def _see_held(holders: list[Worker], ids: list[str], held: dict[str, Worker]) -> bool:
     """Whether each holder holds one of these tasks."""
     for worker in holders:
-        words = worker.lines[-1].split(" ") if worker.lines else [""]
-        if words[0] == "holds" and words[1] in ids:
-            held[words[1]] = worker
+        last = worker.lines[-1].split(" ") if worker.lines else [""]
+        if last[0] == "holds" and last[1] in ids:
+            held[last[1]] = worker
     return len(held) == len(holders)
 
 
@@ -407,11 +407,11 @@ def _mix(folder: Path, length_s: int, rng: Random, tally: Tally, tick: Tick) -> 
             crew.await_that(lambda: _all_completed(crew, tasks), "consuming everything")
         _drain_for(crew, LOOK_EVERY_S)  # the latest completion is about to be reported
         crew.kill_all()
-    words = [line.split(" ") for consumer in consumers for line in consumer.lines]
+    reports = [line.split(" ") for consumer in consumers for line in consumer.lines]
     acknowledged = {token: task_id for token, task_id, _ in sent}
     tally.acknowledged += len(acknowledged)
-    _judge_mix(acknowledged, words, tally)
-    waits = [int(word[2]) for word in sent] + [int(word[-1]) for word in words if word[-1]]
+    _judge_mix(acknowledged, reports, tally)
+    waits = [int(row[2]) for row in sent] + [int(row[-1]) for row in reports if row[-1]]
     tally.count("longest_wait_of_a_call_us", max(waits))
     tally.count("waits_above_500_ms", sum(wait > MIX_STALL_US for wait in waits))
     tally.count("tasks_per_s", len(acknowledged) // length_s)
@@ -445,18 +445,18 @@ def _all_completed(crew: Crew, tasks: Tasks) -> bool:
     return not totals.get("pending") and not totals.get("claimed")
 
 
-def _judge_mix(acknowledged: dict[str, str], words: list[list[str]], tally: Tally) -> None:
+def _judge_mix(acknowledged: dict[str, str], reports: list[list[str]], tally: Tally) -> None:
     """Everything was claimed and completed once, and leases were given in the order of each queue."""
     claims: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     done: Counter[str] = Counter()
-    for word in words:
-        if word[0] == "completed":
-            done[word[1]] += 1
-        elif word[0] == "claimed":
-            queue = next(queue for queue in MIX_QUEUES if word[3].startswith(queue))
-            claims[queue].append((int(word[2]), int(word[1].rpartition("-")[2]), word[3]))
+    for row in reports:
+        if row[0] == "completed":
+            done[row[1]] += 1
+        elif row[0] == "claimed":
+            queue = next(queue for queue in MIX_QUEUES if row[3].startswith(queue))
+            claims[queue].append((int(row[2]), int(row[1].rpartition("-")[2]), row[3]))
         else:
-            tally.breaks(f"a consumer said {' '.join(word)}")
+            tally.breaks(f"a consumer reported {' '.join(row)}")
     tally.lost += len(set(acknowledged.values()) - done.keys())
     tally.doubled += sum(times - 1 for times in done.values())
     for queue, claimed in claims.items():
