@@ -1,4 +1,4 @@
-"""`postroom up`: everything that a data folder needs, in one command; and `init`, which writes its settings."""
+"""`postroom up` starts everything that a data folder needs; `init` writes a settings file."""
 
 import ipaddress
 import os
@@ -157,5 +157,3 @@ def init(shell: Shell, out: Path | None) -> None:
     except FileExistsError:
         raise click.ClickException(f"{path} exists already, and stays as it is") from None
     shell.output.facts({"path": str(path)}, f"the settings are in {path}")
-
-

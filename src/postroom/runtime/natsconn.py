@@ -257,6 +257,7 @@ class ServerConnection(asyncio.Protocol):
             "slice_ends",
             "subscription_bytes",
             "subscriptions",
+            "token",
             "user",
         ),
         "verbose",

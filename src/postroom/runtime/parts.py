@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -139,6 +140,7 @@ class Parts:
                 facts = msgspec.json.decode(line, type=dict[str, Any])
             except msgspec.MsgspecError:
                 facts = {"output": line[:LOG_LINE_CHARS_MAX]}
+            self._supervisors[name].command = with_port(self._parts[name].command, facts.get("url"))
             with self._changed:
                 self._ready.setdefault(name, facts)
                 self._changed.notify_all()
@@ -167,6 +169,15 @@ class Parts:
             sys.stderr.flush()
 
 
+def with_port(command: Sequence[str], url: str | None) -> list[str]:
+    """The command with the port that it has now: a restarted part keeps its address."""
+    port = None if url is None else urlsplit(url).port
+    if port is None or "--port" not in command:
+        return [*command]
+    place = command.index("--port") + 1
+    return [*command[:place], str(port), *command[place + 1 :]]
+
+
 def degraded_parts(data: Path) -> dict[str, str]:
     """The parts of `postroom up` that do not run, with the reason; empty when `up` does not run."""
     try:
@@ -178,4 +189,3 @@ def degraded_parts(data: Path) -> dict[str, str]:
         for name, part in states.parts.items()
         if part.state not in ("running", "starting")
     }
-

@@ -42,7 +42,8 @@ class Supervisor:
         self.name = name
         self.state: State = "starting"
         self.restarts = 0
-        self._command = list(command)
+        self.command = list(command)
+        """The next start uses it."""
         self._pause_s = pause_s
         self._stop_grace_s = stop_grace_s
         self._on_output = on_output
@@ -105,7 +106,7 @@ class Supervisor:
                 return None
             output = subprocess.DEVNULL if self._on_output is None else subprocess.PIPE
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                self._command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
+                self.command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
             )
             if self._on_output is None:
                 self.state = "running"
