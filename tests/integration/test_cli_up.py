@@ -33,7 +33,7 @@ class Running:
     def __init__(self, process: "subprocess.Popen[bytes]", facts: dict[str, Any]) -> None:
         self.process = process
         self.http: str = facts["http"]
-        self.nats: str | None = facts["nats"]
+        self.nats: str = facts["nats"] or ""
         self.token: str | None = facts["token"]
 
     def get(self, path: str, token: str | None, context: ssl.SSLContext | None = None) -> tuple[int, Any]:
@@ -93,7 +93,7 @@ def test_one_token_opens_http_and_nats_and_is_printed_once(tmp_path: Path) -> No
     data = tmp_path / "run"
     with running(data) as up:
         assert up.token is not None
-        assert up.nats is not None
+        assert up.nats
         assert up.get("/health", None) == (200, {"status": "ok"})
         assert up.get("/ready", None) == (200, {"status": "ok"})
         assert up.get("/engine/status", None)[0] == 401
@@ -107,7 +107,7 @@ def test_one_token_opens_http_and_nats_and_is_printed_once(tmp_path: Path) -> No
     assert not (data / "up.json").exists()
     with running(data, "--no-mail", "--no-audit") as again:
         assert again.token is None
-        assert again.nats is None
+        assert not again.nats
         assert again.get("/engine/status", up.token)[0] == 200
 
 
@@ -121,7 +121,7 @@ def test_a_killed_part_is_restarted_and_shows_as_degraded_until_then(tmp_path: P
         until(lambda: up.get("/health", None) == (200, {"status": "ok"}))
         assert up.parts(data)["mail"]["pid"] != pid
         assert up.parts(data)["mail"]["restarts"] == 1
-        assert up.nats is not None
+        assert up.nats
         assert up.token is not None
         assert asyncio.run(echo(up.nats, up.token)) == b"hello"  # at the same address as before
 
@@ -139,7 +139,7 @@ def test_no_part_outlives_a_killed_up(tmp_path: Path) -> None:
 def test_a_revoked_token_ends_its_open_connection(tmp_path: Path) -> None:
     data = tmp_path / "run"
     with running(data, "--no-audit") as up:
-        assert up.nats is not None
+        assert up.nats
         made = postroom("token", "create", "--data", data, "--role", "operator").line
 
         async def connected_until_revoked() -> None:
@@ -182,7 +182,7 @@ def test_tls_covers_http_and_nats(tmp_path: Path) -> None:
     data = tmp_path / "run"
     with running(data, "--no-audit", "--tls-cert", made["cert"], "--tls-key", made["key"]) as up:
         assert up.token is not None
-        assert up.nats is not None
+        assert up.nats
         trusting = ssl.create_default_context(cafile=made["cert"])
         assert up.http.startswith("https://")
         assert up.get("/engine/status", up.token, trusting)[0] == 200
@@ -211,4 +211,4 @@ def test_init_writes_a_file_that_changes_nothing_and_is_never_overwritten(tmp_pa
     uncommented = text.replace("# http_port = 8800", "http_port = 0").replace("# nats_port", "nats_port")
     Path("postroom.toml").write_text(uncommented.replace("nats_port = 4222", "nats_port = 0"))
     with running(tmp_path / "run", "--no-audit") as up:
-        assert up.nats is not None
+        assert up.nats

@@ -105,9 +105,9 @@ def _first_token(data: Path) -> str | None:
 def _parts(shell: Shell, data: Path, settings: "UpSettings") -> "list[Part]":
     from postroom.runtime.parts import Part
 
-    config = () if shell.config is None else ("--config", str(shell.config))
+    config: tuple[str, ...] = () if shell.config is None else ("--config", str(shell.config))
     program = (sys.executable, "-m", "postroom.cli.main", *config, "--json")
-    tls = () if settings.tls_cert is None else ("--tls-cert", str(settings.tls_cert))
+    tls: tuple[str, ...] = () if settings.tls_cert is None else ("--tls-cert", str(settings.tls_cert))
     tls += () if settings.tls_key is None else ("--tls-key", str(settings.tls_key))
     app = () if settings.app is None else ("--app", settings.app)
     listen = ("--host", settings.host, "--while-stdin", *tls)
