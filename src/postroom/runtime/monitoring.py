@@ -21,6 +21,13 @@ async def health(server: TaskServer, request: HttpRequest) -> HttpReply:  # noqa
     return HttpReply(200, _encode(HealthAnswer("degraded" if parts else "ok", parts)))
 
 
+async def ready(server: TaskServer, request: HttpRequest) -> HttpReply:
+    """Like `health`, but degraded parts are a refusal: a load balancer should choose another server."""
+    reply = await health(server, request)
+    parts = await server.degraded()
+    return _unavailable("; ".join(f"{name}: {why}" for name, why in parts.items())) if parts else reply
+
+
 def _unavailable(message: str) -> HttpReply:
     return HttpReply(503, _encode(ErrorAnswer("Unavailable", message)))
 
