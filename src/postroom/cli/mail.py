@@ -478,7 +478,7 @@ def _next(messages: "Subscription", ends_at: float | None) -> "MailMessage | Non
 @server_options
 @click.pass_obj
 def delete(shell: Shell, /, mail_id: str, msg_ids: tuple[int, ...], **where: Any) -> None:
-    """Delete messages of a mailbox. A missing message is no error.
+    """Delete messages of a mailbox. A missing message is not an error.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The mail server: the mail service behind a NATS server, with its events in files.
+"""The mail server: a NATS server with the mail service as its handler, and its events in files.
 
 Rule 1: a data folder belongs to one server.
 Rule 2: events are whole lines, with one write for each turn of the loop. The operating system has them then:

@@ -1,4 +1,4 @@
-"""The routes by which a server is watched: health, metrics and its OpenAPI document."""
+"""The routes for monitoring: health, metrics and the OpenAPI document."""
 
 import msgspec
 

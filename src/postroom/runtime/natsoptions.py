@@ -1,4 +1,4 @@
-"""The options and limits of a NATS server, and who its clients are."""
+"""The options and limits of a NATS server, and the identity of its clients."""
 
 import hmac
 import ipaddress

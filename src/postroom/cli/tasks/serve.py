@@ -16,7 +16,7 @@ from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.contracts.engine import Engine
-    from postroom.contracts.tasks import Task, Tasks
+    from postroom.contracts.tasks import LeasedTask, Tasks
 
 PORT_DEFAULT = 8800
 BUS_MAX_BYTES_DEFAULT = 1 << 30
@@ -97,7 +97,7 @@ def serve(
     durability: Any,
     **terms: Any,
 ) -> None:
-    """Run the harness: an HTTP server for the agents, and the loops behind it.
+    """Run the harness: an HTTP server for the agents, and its background loops.
 
     Agents claim their tasks there and report their decisions; --execute acts on the decisions. Without
     --execute, tasks stay completed. The address is printed once the server listens. The log is JSON lines on
@@ -174,10 +174,10 @@ def load_engine(app: str) -> "Engine":
     return load_app(app)
 
 
-def executor(store: "Tasks", command: str) -> Callable[["Task"], None]:
+def executor(store: "Tasks", command: str) -> Callable[["LeasedTask"], None]:
     """The function that a harness calls with each decision."""
 
-    def execute(decision: "Task") -> None:
+    def execute(decision: "LeasedTask") -> None:
         task = store.get(decision.parent)
         run_program(
             command,
