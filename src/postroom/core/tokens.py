@@ -627,12 +627,13 @@ class Purse:
         """The account with everything that was taken."""
         count = self._requests_begun - self._requests
         if count:
-            account, taken = self._account, _difference(_five(self._begun), _five(self._free))
+            account = self._account
+            taken = [begun - free for begun, free in zip(self._begun, self._free, strict=True)]
             self._account = replace(
                 account,
                 tokens=account.tokens + sum(taken),
                 requests=account.requests + count,
-                pool_reserved=_sum(account.pool_reserved, taken),
+                pool_reserved=_five([a + b for a, b in zip(account.pool_reserved, taken, strict=True)]),
             )
             self._begun, self._requests_begun = [*self._free], self._requests
         return self._account
@@ -647,10 +648,6 @@ def refuse(account: Account, tier: int, tokens: int) -> Account:
 
 def _sum(left: Five, right: Five) -> Five:
     return _five([a + b for a, b in zip(left, right, strict=True)])
-
-
-def _difference(left: Five, right: Five) -> Five:
-    return _five([a - b for a, b in zip(left, right, strict=True)])
 
 
 # ---- what providers say ----------------------------------------------------------------------------

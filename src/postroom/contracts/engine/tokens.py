@@ -214,22 +214,25 @@ class TokenBooks:
             for record, grant in self._leased
         ]
         HOLDS.put(self._transaction, holds, _key_of(holds[0].lease))
-        details = {grant: _reserved(grant) for _, grant in self._leased}
-        self._events += [
-            Noted(
-                "tokens_reserved", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane, one.lease,
-                details[grant],
-            )
-            for one, grant in self._leased
-        ]  # fmt: skip
-        self._events += [
-            Noted(
-                "tokens_borrowed", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane, one.lease,
-                {**details[grant], "tokens": grant.borrowed, "lenders": _lenders(grant)},
-            )
-            for one, grant in self._leased
-            if grant.borrowed
-        ]  # fmt: skip
+        details: dict[int, dict[str, Any]] = {}
+        for one, grant in self._leased:
+            detail = details.get(id(grant))  # messages of one claim share their grants
+            if detail is None:
+                detail = details[id(grant)] = _reserved(grant)
+            self._events.append(
+                Noted(
+                    "tokens_reserved", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane,
+                    one.lease, detail,
+                )
+            )  # fmt: skip
+            if "lenders" in detail:
+                facts = {**detail, "tokens": grant.borrowed}
+                self._events.append(
+                    Noted(
+                        "tokens_borrowed", one.queue, one.message_id, "PROCESSING", one.attempt, one.lane,
+                        one.lease, facts,
+                    )
+                )  # fmt: skip
 
     def refuse(self, record: Record, body: Body) -> None:
         """Note that a message did not get its tokens."""
@@ -345,12 +348,12 @@ def _reserved(grant: Grant) -> dict[str, Any]:
     detail: dict[str, Any] = {
         "tokens": grant.tokens, "tier": grant.tier, "provider": grant.provider, "model": grant.model
     }  # fmt: skip
-    return {**detail, "wanted": grant.wanted} if grant.wanted else detail
-
-
-def _lenders(grant: Grant) -> dict[str, int]:
-    parts = enumerate(grant.parts[: tokens.TIERS])
-    return {f"P{pool}": part for pool, part in parts if part and pool != grant.tier}
+    if grant.wanted:
+        detail["wanted"] = grant.wanted
+    if grant.borrowed:
+        parts = enumerate(grant.parts[: tokens.TIERS])
+        detail["lenders"] = {f"P{pool}": part for pool, part in parts if part and pool != grant.tier}
+    return detail
 
 
 def _key_of(lease: int) -> int:
