@@ -34,6 +34,9 @@ class Folder:
     def status(self) -> dict[str, Any]:
         return _builtins(self._blocking.status())
 
+    def tokens(self) -> dict[str, Any]:
+        return _builtins(self._blocking.tokens.status())
+
     def explain(self, message_id: str) -> str:
         return self._blocking.explain(message_id)
 
@@ -77,6 +80,9 @@ class Remote:
 
     def status(self) -> dict[str, Any]:
         return self._client.status()
+
+    def tokens(self) -> dict[str, Any]:
+        return self._client.tokens()
 
     def explain(self, message_id: str) -> str:
         return self._client.explain(message_id)
