@@ -15,12 +15,11 @@ from msgspec.structs import replace
 from postroom.contracts.engine import dlq
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
-from postroom.contracts.engine.messages import CreatedBy, Prepared
+from postroom.contracts.engine.messages import CreatedBy, Prepared, checked_message_id, unknown_message
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
-from postroom.contracts.task_input import checked_id
 from postroom.contracts.task_operations import TaskOperations
-from postroom.errors import GuardTripped, InvalidMessage, Overloaded, UnknownTask
+from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import Stored, org_of
 from postroom.runtime.agents import Identity
 from postroom.runtime.engine_schemas import (
@@ -38,7 +37,7 @@ from postroom.runtime.engine_schemas import (
 from postroom.runtime.event_streams import EventStream, sse
 from postroom.runtime.handlers import poll_share
 from postroom.runtime.http_messages import ClientDisconnected, HttpReply, HttpRequest, Refusal
-from postroom.runtime.schemas import ShowQuery
+from postroom.runtime.schemas import STREAM_PAGE_BYTES_MAX, ShowQuery
 from postroom.runtime.task_server import TaskServer
 from postroom.runtime.writer import TASK_BYTES
 
@@ -153,8 +152,14 @@ async def stream(server: TaskServer, request: HttpRequest) -> None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            data = b"".join(sse(at.text, part.type, _encode(part)) for at, part in parts)
-            return data, None if is_complete else parts[-1][0] if parts else position
+            data, sent = bytearray(), 0
+            while sent < len(parts) and len(data) < STREAM_PAGE_BYTES_MAX:
+                at, part = parts[sent]
+                data += sse(at.text, part.type, _encode(part))
+                sent += 1
+            if is_complete and sent == len(parts):
+                return bytes(data), None
+            return bytes(data), parts[sent - 1][0] if sent else position
 
         return _visible_read(server, request, read)
 
@@ -173,7 +178,7 @@ async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def cancel(server: TaskServer, request: HttpRequest) -> HttpReply:
-    message_id, policy = checked_id(request.path_param("id")), server.engine.policy
+    message_id, policy = checked_message_id(request.path_param("id")), server.engine.policy
 
     def work(task_operations: TaskOperations) -> None:
         operations = Operations(task_operations.transaction, policy)
@@ -190,7 +195,7 @@ def visible(operations: Operations, message_id: str, identity: Identity) -> Stor
     """A message that the caller may see. Raises `UnknownTask` for one of another organization."""
     stored = operations.loaded(message_id)
     if not identity.is_operator and org_of(stored.record.queue) != identity.org:
-        raise UnknownTask(message_id, f"there is no message {message_id!r}")
+        raise unknown_message(message_id)
     return stored
 
 
@@ -200,7 +205,7 @@ async def _read_visible(server: TaskServer, request: HttpRequest, read: Callable
 
 def _visible_read(server: TaskServer, request: HttpRequest, read: Callable[[Operations, str], T]) -> T:
     """Read about the message of the path, if the caller may see it."""
-    message_id = checked_id(request.path_param("id"))
+    message_id = checked_message_id(request.path_param("id"))
 
     def work(operations: Operations) -> T:
         visible(operations, message_id, request.identity)
@@ -266,21 +271,18 @@ def _changed(
 
 
 async def status(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await server.read_for(request, lambda: engine_status(server))
-    services = set(server.engine.core.services.values())
-    return HttpReply(200, _encode(_status_for(request.identity, found, services)))
+    org_id = None if request.identity.is_operator else request.identity.org
+    found = await server.read_for(request, lambda: engine_status(server, org_id))
+    return HttpReply(200, _encode(_status_for(request.identity, found)))
 
 
-def engine_status(server: TaskServer) -> EngineStatus:
-    """How the engine of a server stands."""
-    return _read(server, lambda operations: status_of(operations, server.engine.policy))
+def engine_status(server: TaskServer, org_id: str | None = None) -> EngineStatus:
+    """How the engine of a server stands. With `org_id`, breakers are those of this organization."""
+    return _read(server, lambda operations: status_of(operations, server.engine.policy, org_id))
 
 
-def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> EngineStatus:
-    """An agent sees its organization, the breakers of handlers, and no workers.
-
-    Messages name services, too. Such a name may tell something about another organization.
-    """
+def _status_for(identity: Identity, found: EngineStatus) -> EngineStatus:
+    """An agent sees its organization, the breakers that hold for it, and no workers."""
     if identity.is_operator:
         return found
     own = {name: each for name, each in found.organizations.items() if name == identity.org}
@@ -291,7 +293,6 @@ def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> 
         stage=max((each.stage for each in own.values()), default=0),
         workers={},
         wanted_workers=0,
-        breakers={name: each for name, each in found.breakers.items() if name in services},
         pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
     )
 

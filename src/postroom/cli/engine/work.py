@@ -53,6 +53,7 @@ def work(
     """
     import asyncio
 
+    from postroom.contracts.engine.worker import DRAIN_S
     from postroom.runtime.engine_workers import WorkerProcesses, default_command, load_app
 
     shell.show_warnings()
@@ -62,7 +63,13 @@ def work(
         return
     if most < least:
         raise InvalidSetting(f"--max-workers {most} is below --min-workers {least}")
-    processes = WorkerProcesses(engine, default_command(app), least=least, most=most)
+
+    def drains(in_flight: int) -> None:
+        facts = {"said": "drain", "in_flight": in_flight, "at_most_s": DRAIN_S}
+        shell.output.facts(facts, f"draining {in_flight} messages, at most {DRAIN_S:g} s")
+        shell.output.flush()
+
+    processes = WorkerProcesses(engine, default_command(app), least=least, most=most, on_drain=drains)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: processes.stop())
     facts = {"app": app, "pid": os.getpid(), "store": engine.store.url, "workers": least}

@@ -11,7 +11,7 @@ from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
 from postroom.core.versions import CURRENT_VERSION
-from postroom.errors import InvalidSetting
+from postroom.errors import InvalidSetting, shown
 
 DAY_S: Final = 86_400.0
 LEASE_S: Final = 15.0
@@ -19,6 +19,7 @@ POISON_CRASHES: Final = 3
 BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
 KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
+KEEP_GOALS_S: Final = 30 * DAY_S  # what a goal has used up is forgotten when nobody has used it so long
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
 Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]
@@ -80,7 +81,7 @@ class Organization(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.weight >= WEIGHT_MIN:
             raise InvalidSetting(
-                f"the weight of an organization is at least {WEIGHT_MIN}, not {self.weight!r}"
+                f"the weight of an organization is at least {WEIGHT_MIN}, not {shown(self.weight)}"
             )
 
     @property
@@ -126,7 +127,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidSetting("the weight of an organization must be positive")
         for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s"):
             if not getattr(self, name) > 0:
-                raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")
+                raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
 
     @property
     def promote_after_ns(self) -> tuple[int, ...]:
