@@ -97,6 +97,9 @@ class _Running:
 class Worker:
     """One worker in this process."""
 
+    failure_level = logging.WARNING
+    """Of the line in the log about a failed attempt."""
+
     def __init__(
         self,
         core: "EngineCore",
@@ -313,7 +316,7 @@ class Worker:
         if outcome is not None and not running.is_dropped:
             self._outcomes.append(outcome)
             if outcome.kind == "failed":
-                _log_failure(claimed, outcome)
+                _log_failure(self.failure_level, claimed, outcome)
         self._wake.set()
 
     async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
@@ -517,11 +520,11 @@ class Worker:
             await asyncio.sleep(PURGE_S)
 
 
-def _log_failure(claimed: Claimed, outcome: Outcome) -> None:
+def _log_failure(level: int, claimed: Claimed, outcome: Outcome) -> None:
     lines = outcome.error.splitlines() or [""]
     text = lines[0] if len(lines[0]) <= LOGGED_CHARS_MAX else f"{lines[0][:LOGGED_CHARS_MAX]}..."
-    _log.warning(
-        "message %s (%s) failed in attempt %d: %s: %s",
+    _log.log(
+        level, "message %s (%s) failed in attempt %d: %s: %s",
         outcome.message_id, claimed.type, claimed.record.attempt, outcome.error_type, text,
     )  # fmt: skip
 
