@@ -5,7 +5,7 @@ Rule 2: a message of another organization is answered like a message that does n
 Rule 3: writes of requests go to the writer thread, reads to reader threads. No handler blocks the event loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.contracts.engine import dlq
+from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.explanation import explain as explanation_of
 from postroom.contracts.engine.inspection import EngineStatus, info_of, status_of
 from postroom.contracts.engine.messages import CreatedBy, Prepared, checked_message_id, unknown_message
@@ -152,19 +153,24 @@ async def stream(server: TaskServer, request: HttpRequest) -> None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            data, sent = bytearray(), 0
-            while sent < len(parts) and len(data) < STREAM_PAGE_BYTES_MAX:
-                at, part = parts[sent]
-                data += sse(at.text, part.type, _encode(part))
-                sent += 1
-            if is_complete and sent == len(parts):
-                return bytes(data), None
-            return bytes(data), parts[sent - 1][0] if sent else position
+            return stream_page(parts, position, is_complete=is_complete)
 
         return _visible_read(server, request, read)
 
     run = partial(server.read_for, request)
     await EventStream(server, request, page, run, poll_s=PARTS_POLL_S).send(begin)
+
+
+def stream_page(
+    parts: Sequence[tuple[Position, Part]], position: Position, *, is_complete: bool
+) -> tuple[bytes, Position | None]:
+    """The parts of an answer as events, until a page is full, and the last position; None at the end."""
+    data, sent = bytearray(), 0
+    while sent < len(parts) and len(data) < STREAM_PAGE_BYTES_MAX:
+        position, part = parts[sent]
+        data += sse(position.text, part.type, _encode(part))
+        sent += 1
+    return bytes(data), None if is_complete and sent == len(parts) else position
 
 
 async def explain(server: TaskServer, request: HttpRequest) -> HttpReply:
