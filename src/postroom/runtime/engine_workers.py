@@ -72,7 +72,7 @@ class WorkerProcesses:
         most: int | None = None,
         on_drain: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_drain` is called with the number of messages in flight when the workers are told to end."""
+        """`on_drain` is called with the number of messages in flight when the workers begin to end."""
         if engine.store.url.startswith("memory:"):
             raise InvalidSetting("worker processes need a store in a file: memory:// belongs to one process")
         self._engine = engine

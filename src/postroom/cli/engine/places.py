@@ -1,4 +1,4 @@
-"""Where the messages are: in a data folder, or behind the address of a server."""
+"""Where the messages are: in a data folder, or on a server."""
 
 import os
 from collections.abc import Iterator

@@ -87,7 +87,7 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    watch = asyncio.create_task(_stop_when_told(engine, stopping, supervisor))
+    watch = asyncio.create_task(_stop_on_signal(engine, stopping, supervisor))
     try:
         await engine.run(worker_id=worker_id)
     finally:
@@ -95,7 +95,7 @@ async def run_worker(engine: "Engine", worker_id: str, supervisor: int | None) -
         engine.close()
 
 
-async def _stop_when_told(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
+async def _stop_on_signal(engine: "Engine", stopping: "asyncio.Event", supervisor: int | None) -> None:
     import asyncio
 
     from postroom.runtime.engine_workers import parent_is_alive

@@ -28,7 +28,7 @@ MAX_RETRIES_EXCEEDED = "Max retries exceeded"
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A message that nobody will be given again, unless it is replayed."""
+    """A message that no worker gets again unless it is replayed."""
 
     message_id: str
     original_message: dict[str, Any]

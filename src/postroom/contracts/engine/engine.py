@@ -179,7 +179,7 @@ class Engine(Closing):
         return await self._core.read(lambda operations: inspection.status_of(operations, self.policy))
 
     async def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more. Its running handler is cancelled within a second.
+        """Cancel a message. Its running handler is cancelled within a second.
 
         Raises `WrongState` when the message has ended.
         """
@@ -235,7 +235,7 @@ class Engine(Closing):
         return InlineEngine(self)
 
     def close(self) -> None:
-        """Close files and threads. The engine can be used again; it opens them anew."""
+        """Close files and threads. The next call opens them again."""
         self.blocking.close()
         self._core.close()
 

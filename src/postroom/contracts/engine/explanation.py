@@ -57,7 +57,7 @@ def _why_ended(stored: Stored) -> str:
         case "EXPIRED":
             return ": it waited longer than its expires_at allowed."
         case "CANCELLED":
-            return ": somebody cancelled it."
+            return ": it was cancelled."
         case _:
             return f" since {EPOCH + record.ended_us * MICROSECOND:%Y-%m-%d %H:%M:%S} UTC: it is done."
 

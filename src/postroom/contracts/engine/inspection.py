@@ -43,7 +43,7 @@ class MessageInfo(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nobody will work on it any more."""
+        """Whether the message is delivered no more."""
         return self.state in lifecycle.ENDED
 
 

@@ -1,4 +1,4 @@
-"""A handler in a process of its own: what crashes or must be killed there harms nobody else.
+"""A handler in a process of its own, where a crash or a kill harms no other message.
 
 Rule 1: the child is forked, so it knows every handler, also one that is defined inside a function.
 Rule 2: the end of the child ends the call, also when a process that the handler started keeps the pipe open.

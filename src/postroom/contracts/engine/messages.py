@@ -400,7 +400,7 @@ def _expires_us(expires_at: object, wall_us: int, delay_ns: int) -> int:
         raise InvalidExpiry(f"expires_at {moment.isoformat()} is too far away: leave it out instead")
     if delay_ns // 1000 >= expires_us - wall_us:
         raise InvalidExpiry(
-            f"delay_s ends after expires_at {moment.isoformat()}: nobody would get the message"
+            f"delay_s ends after expires_at {moment.isoformat()}: the message would never be delivered"
         )
     return expires_us
 

@@ -424,7 +424,7 @@ class Operations:
     # ---- operators -----------------------------------------------------------------------------
 
     def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more. A running handler learns of it within a second."""
+        """Cancel a message. A running handler learns of it within a second."""
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
             ordering.ended(self.transaction, step.record)
@@ -454,7 +454,7 @@ class Operations:
         self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
 
     def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
-        """Put messages of a type that was paused into their lanes, behind a key of `PARKED`.
+        """Put messages of a type that was paused into their lanes, after a key of `PARKED`.
 
         Returns the key to continue from; None at the end.
         """

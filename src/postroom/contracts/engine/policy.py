@@ -19,7 +19,7 @@ POISON_CRASHES: Final = 3
 BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
 KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
-KEEP_GOALS_S: Final = 30 * DAY_S  # what a goal has used up is forgotten when nobody has used it so long
+KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
 Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]

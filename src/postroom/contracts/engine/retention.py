@@ -131,7 +131,7 @@ def end_turn(operations: Operations, name: str) -> None:
 
 
 def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[Record], int | None]:
-    """Messages behind `after` that are over, and the number to continue from; None at the end.
+    """Messages after number `after` that are over, and the number to continue from; None at the end.
 
     Records are in the order of acceptance, so the search ends at the first one that is younger than the
     shortest retention.
@@ -198,7 +198,7 @@ def forget_old_keys(operations: Operations, keep_s: float) -> None:
 
 
 def scan_cells(operations: Operations, kind: Kind[Any], after: str) -> list[tuple[str, bool]]:
-    """Keys above `after`, each with whether nobody has used its value for long."""
+    """Keys above `after`, each with whether its value is unused."""
     transaction = operations.transaction
     return [
         (key, _is_quiet(kind, value, transaction))

@@ -91,7 +91,7 @@ class _Running:
         self.task: asyncio.Task[None] | None = None
         self.context: Context | None = None
         self.is_dropped = False
-        """Whether the lease is lost, so that nobody wants the outcome."""
+        """Whether the lease is lost: the outcome is not committed."""
 
 
 class Worker:
@@ -123,7 +123,7 @@ class Worker:
         self._stopping = False
         self._threads: ThreadPoolExecutor | None = None
         self._abandoned: set[Future[Any]] = set()
-        """Plain handlers that run on although nobody waits for them: a thread cannot be killed."""
+        """Plain handlers that still run after their timeout or cancellation: a thread cannot be killed."""
         self._random = random.Random()  # noqa: S311 - jitter needs no secrets
 
     # ---- life ----------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class Worker:
         return msgspec.structs.replace(outcome, body=None)
 
     def _drop(self, running: _Running) -> None:
-        """Stop an attempt whose outcome nobody wants."""
+        """Stop an attempt whose outcome is not committed."""
         running.is_dropped = True
         if running.context is not None:
             running.context.cancelled = True
