@@ -265,7 +265,7 @@ def test_timeout_of_an_isolated_handler_ends_the_programs_that_it_started(tmp_pa
     pid = tmp_path / "pid"
 
     def run(_message: Any, _ctx: Any) -> None:
-        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         pid.write_text(str(program.pid))
         program.wait()
 

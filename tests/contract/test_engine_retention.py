@@ -12,12 +12,15 @@ from postroom.contracts.engine.cells import GOALS, KEY_ENDS, KEYS, PARTS, RATES,
 from postroom.contracts.engine.operations import Operations, Outcome
 from postroom.contracts.engine.retention import (
     CELLS_A_COMMIT_MAX,
+    EVENTS_A_COMMIT_MAX,
     FORGOTTEN_A_COMMIT_MAX,
     LOOKED_A_READ,
     end_turn,
     forget_over,
     take_turn,
 )
+from postroom.stores.base import Outbox
+from postroom.stores.sqlite_transaction import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
 from tests.engines import EngineUnderTest
 
@@ -107,6 +110,23 @@ def test_rate_limits_of_many_users_are_forgotten(tmp_path: Path) -> None:
     purge(world)
     assert world.engine.store.read(RATES.all) == []
     world.close()
+
+
+def test_old_events_are_forgotten_unless_a_shipper_waits_for_them(world: EngineUnderTest) -> None:
+    store = world.engine.store
+    world.submit_many(2 * EVENTS_A_COMMIT_MAX, priority=0)  # in one commit, whose events are one row
+    world.submit_many(FOLD_EVENTS // 2, priority=0)
+    newest = store.events(limit=100_000)[-1].seq
+    world.clock.advance(8 * DAY_S)
+    store.write(lambda transaction: transaction.set_outbox(Outbox(shipped=newest - 7)))
+    world.submit(priority=0)
+    purge(world)
+    first = store.events()[0].seq
+    assert 2 * EVENTS_A_COMMIT_MAX < first <= newest - 6
+    store.write(lambda transaction: transaction.set_outbox(None))
+    purge(world)
+    assert store.events()[0].seq > first
+    assert "created" in [event.kind for event in store.events() if event.seq > newest]
 
 
 def test_keys_outlive_their_messages_and_are_forgotten_in_time(world: EngineUnderTest) -> None:

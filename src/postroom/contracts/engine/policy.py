@@ -19,6 +19,7 @@ POISON_CRASHES: Final = 3
 BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
 KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
+KEEP_EVENTS_S: Final = 7 * DAY_S
 KEEP_GOALS_S: Final = 30 * DAY_S  # after the last message of a goal, its use is forgotten
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
@@ -115,6 +116,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Asked before a retry is demoted; None demotes every retry."""
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
+    keep_events_s: float = KEEP_EVENTS_S
+    """Of events that no shipper takes. A `Tasks` on the same store may forget them earlier."""
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
     version: str = CURRENT_VERSION
 
@@ -125,7 +128,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             )
         if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
             raise InvalidSetting("the weight of an organization must be positive")
-        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s"):
+        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "keep_events_s"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
 

@@ -1,4 +1,4 @@
-"""Retention: messages, idempotency keys and small values are forgotten after their time.
+"""Retention: messages, idempotency keys, events and small values are forgotten after their time.
 
 Rule 1: a reader looks for what is over. Only the forgetting itself commits, a few messages at a time, and
         then rests, so claims do not wait for it.
@@ -30,7 +30,7 @@ from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, KEEP_GOALS_S, P
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.message import Record, org_of
 from postroom.stores.base import Listing
-from postroom.stores.transaction import Transaction
+from postroom.stores.transaction import NUMBER_MAX, Transaction
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
@@ -40,6 +40,7 @@ T = TypeVar("T")
 LOOKED_A_READ: Final = 500
 FORGOTTEN_A_COMMIT_MAX: Final = 25
 CELLS_A_COMMIT_MAX: Final = 500
+EVENTS_A_COMMIT_MAX: Final = 1_000
 REST: Final = 2  # a commit of a purge is followed by a rest of so many times its duration
 TURN_S: Final = 60.0
 QUIET_NS: Final = 3_600 * NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
@@ -58,6 +59,7 @@ class Purge:
             return
         await self._records()
         await self._keys()
+        await self._events()
         for kind in (CIRCUITS, RATES, WORKERS, GOALS):
             await self._cells(kind)
         await self._core.write(partial(end_turn, name=self._name), makes_room=True)
@@ -76,6 +78,12 @@ class Purge:
         keep_s = self._core.policy.keep_keys_s
         while await self._core.read(partial(find_old_keys, keep_s=keep_s)):
             await self._commit(partial(forget_old_keys, keep_s=keep_s))
+
+    async def _events(self) -> None:
+        keep_s, before = self._core.policy.keep_events_s, 0
+        while (first := await self._core.read(partial(find_old_event, keep_s=keep_s))) > before:
+            before = first  # the newest event stays in every store, so it may be found twice
+            await self._commit(partial(forget_old_events, keep_s=keep_s))
 
     async def _cells(self, kind: Kind[Any]) -> None:
         after = ""
@@ -192,6 +200,31 @@ def forget_old_keys(operations: Operations, keep_s: float) -> None:
         if used is not None and used.seen_us == int(seen_us):  # else the key was used again
             KEYS.put(transaction, None, org_id, key)
         transaction.put_cell(KEY_ENDS.name, entry, None)
+
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+def find_old_event(operations: Operations, keep_s: float) -> int:
+    """The number of the oldest event when it may be forgotten; 0 when there is none to forget."""
+    transaction = operations.transaction
+    outbox = transaction.outbox()
+    for event in transaction.events(0, 1):
+        is_shipped = outbox is None or event.seq <= outbox.shipped
+        if is_shipped and event.ts_us < _events_before_us(transaction, keep_s):
+            return event.seq
+    return 0
+
+
+def forget_old_events(operations: Operations, keep_s: float) -> None:
+    """Forget the oldest events, except those that a shipper still has to take."""
+    transaction = operations.transaction
+    before_us = _events_before_us(transaction, keep_s)
+    transaction.purge_events(NUMBER_MAX, before_us, EVENTS_A_COMMIT_MAX)
+
+
+def _events_before_us(transaction: Transaction, keep_s: float) -> int:
+    return transaction.wall_us - round(keep_s * MICROS_PER_S)
 
 
 # ---- small values ----------------------------------------------------------------------------------
