@@ -14,15 +14,17 @@ import pytest
 
 import postroom
 from postroom import Backpressure, Breaker, Engine, Guard, Handle, Organization, Policy, Retry
-from postroom.contracts.engine.messages import InvalidExpiry, InvalidParent, InvalidPriority
 from postroom.contracts.engine.operations import Operations
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
+    InvalidExpiry,
     InvalidMessage,
     InvalidName,
+    InvalidParent,
+    InvalidPriority,
     InvalidSetting,
     KeyReused,
     MessageFailed,
