@@ -124,7 +124,8 @@ def _object(value: object, what: str, limit: int) -> Mapping[str, Any]:
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= MODEL_CHARS_MAX or not name.isprintable():
             raise InvalidSetting(
-                f"a provider or model is named by up to {MODEL_CHARS_MAX} printable characters, not {shown(name)}"
+                f"a provider or model has a name of up to {MODEL_CHARS_MAX} printable characters, "
+                f"not {shown(name)}"
             )
     return value
 
