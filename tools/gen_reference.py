@@ -211,6 +211,9 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "breaker_closed": "the circuit breaker closed again",
     "tokens_reserved": "part of a budget was reserved for it",
     "tokens_returned": "reserved budget was returned",
+    "agent_health": "an agent was registered, is alive, suspect or dead, or has left; `detail` has `health`",
+    "receipt": "a message to an agent was stored, fetched, shown or acted on; `detail` has `receipt`",
+    "bounced": "a message or an answer cannot reach its agent; `error` says why",
     "alert": "an operator should look",
 }
 

@@ -117,6 +117,9 @@ EventKind = Literal[
     "breaker_closed",
     "tokens_reserved",
     "tokens_returned",
+    "agent_health",
+    "receipt",
+    "bounced",
     "alert",
 ]
 """The kinds of events, for every contract."""

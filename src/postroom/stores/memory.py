@@ -6,7 +6,7 @@ Rule 2: each index is a sorted list of (number, seq, message id).
 
 import os
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
@@ -55,6 +55,8 @@ class _Data:
         self.indexes: dict[_Index, list[tuple[int, int, str]]] = {}
         self.counts: dict[str, dict[Counted, int]] = {}
         self.cells: dict[str, dict[str, bytes]] = {}
+        self.cell_keys: dict[str, list[str]] = {}
+        """The keys of each kind, sorted."""
         self.events: list[Event] = []
         self.number = 1
 
@@ -74,9 +76,14 @@ class _Data:
     def put_cell(self, kind: str, key: str, value: bytes | None) -> bytes | None:
         """Set or remove a cell; returns the previous value."""
         cells = self.cells.setdefault(kind, {})
+        keys = self.cell_keys.setdefault(kind, [])
         before = cells.pop(key, None)
         if value is not None:
             cells[key] = value
+        if before is None and value is not None:
+            insort(keys, key)
+        elif before is not None and value is None:
+            del keys[bisect_left(keys, key)]
         return before
 
     def count(self, counts: Mapping[tuple[str, Counted], int], sign: int = 1) -> None:
@@ -261,9 +268,9 @@ class MemoryTransaction(Transaction):
         self._undo_by(lambda: self._data.put_cell(kind, key, before))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return sorted((key, value) for key, value in self._data.cells.get(kind, {}).items() if key > after)[
-            :limit
-        ]
+        keys, cells = self._data.cell_keys.get(kind, []), self._data.cells.get(kind, {})
+        start = bisect_right(keys, after)
+        return [(key, cells[key]) for key in keys[start : start + limit]]
 
     # ---- lanes ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from postroom.contracts.engine.operations import Outcome, Usage
 from postroom.contracts.task_input import DELAY_S_MAX, RESULT_BYTES_MAX, checked_text, encoded
 from postroom.core.retry import RATE_LIMIT_S, Retry
 from postroom.errors import (
+    Bounced,
     EffectUnknown,
     GuardTripped,
     InvalidMessage,
@@ -26,7 +27,7 @@ from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
-_FINAL = (ValidationError, EffectUnknown, GuardTripped)
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, Bounced)
 """Errors that another attempt would meet again."""
 
 Pool = Literal["thread", "process"]

@@ -32,6 +32,7 @@ class InlineWorker(Worker):
     async def _alone(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         call = self._batches.call if handler.batch > 1 else self._call
         result = await limited(call(handler, message, context), timeout_of(handler, message))
+        await context.flush()
         return completed(claimed, handler, result, context.used)
 
 

@@ -314,7 +314,7 @@ class Worker:
     async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
         claimed = running.claimed
-        handler = self._core.handlers.get(claimed.type)
+        handler = self._core.handler_of(claimed.type)
         if handler is None:
             return failed(
                 claimed, None, LookupError(f"no handler for type {claimed.type}"), error_type="NoHandler"
@@ -334,6 +334,7 @@ class Worker:
                 result = await self._batches.call(handler, message, context)
             else:
                 result = await limited(self._call(handler, message, context), timeout_of(handler, message))
+            await context.flush()
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
             return self._failure(claimed, handler, message, error)
@@ -400,6 +401,7 @@ class Worker:
 
     def _in_child(self, claimed: Claimed, handler: Handler, message: Message, context: Context) -> Outcome:
         takes_batch = handler.batch > 1
+        context.store_at_once()  # the event loop of a call ends with it
         messages = [message] if takes_batch else message
         try:
             if handler.is_async:
