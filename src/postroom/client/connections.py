@@ -18,6 +18,8 @@ import msgspec
 
 from postroom.client import arguments
 from postroom.errors import (
+    AgentReplaced,
+    Bounced,
     GuardTripped,
     HarnessRefused,
     InvalidMessage,
@@ -245,6 +247,8 @@ def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: byt
         "KeyReused": KeyReused("", "", message),
         "ResultGone": ResultGone("", "", message),
         "GuardTripped": GuardTripped("", "", 0, 0, message),
+        "Bounced": Bounced("", message, message),
+        "AgentReplaced": AgentReplaced("", message),
     }
     other = InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
     return named.get(answer.error, other)

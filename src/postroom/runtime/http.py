@@ -156,6 +156,7 @@ def create_app(
         try:
             yield
         finally:
+            await server.stop_coordinator()
             await asyncio.to_thread(harness.stop)
             await asyncio.to_thread(server.close)
 

@@ -408,6 +408,10 @@ class AgentOperations:
             waited_for_by=[letter.message_id for _, letter in letters],
         )
 
+    def entry(self, org_id: str, agent_id: str) -> AgentEntry | None:
+        """The registration of an agent; None when there is none."""
+        return AGENTS.get(self.transaction, org_id, agent_id)
+
     def _health(self, entry: AgentEntry) -> Health:
         coordinator = COORDINATORS.get(self.transaction, entry.coordinator)
         seen_ns = self._seen_ns(entry, coordinator)

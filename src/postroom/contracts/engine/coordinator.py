@@ -144,6 +144,10 @@ class Coordinator:
         entry = await self.write(lambda agents: agents.beat(org_id, agent_id, session, self.id))
         return self._attached(org_id, agent_id, entry)
 
+    def served(self, org_id: str, agent_id: str) -> Agent | None:
+        """An agent that is served here; None when it is not."""
+        return self._agents.get((org_id, agent_id))
+
     def _attached(self, org_id: str, agent_id: str, entry: AgentEntry) -> Agent:
         agent = self._agents[org_id, agent_id] = Agent(self, org_id, agent_id, entry.session)
         self.look()  # readers of an earlier registration learn that they are replaced

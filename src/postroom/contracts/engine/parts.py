@@ -34,6 +34,8 @@ class Position(msgspec.Struct, frozen=True):
     index: int = 0
     chunks: int = 0
     """Chunks of that attempt so far."""
+    is_end: bool = False
+    """Whether the last part was read."""
 
     @property
     def text(self) -> str:
@@ -50,7 +52,8 @@ def parse_position(text: str) -> Position:
     """The position that `Position.text` gave."""
     if _POSITION.fullmatch(text) is None:
         raise InvalidMessage(f"{text!r} is not the id of a part of an answer")
-    return Position(*map(int, text.split(".")))
+    acknowledged, attempt, index, chunks = map(int, text.split("."))
+    return Position(acknowledged, attempt, index, chunks)
 
 
 def read_on(
