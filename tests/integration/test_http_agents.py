@@ -119,7 +119,7 @@ def test_messages_between_agents_have_receipts(planner: RemoteAgent, writer: Rem
 
 
 def test_the_newest_registration_is_the_only_one(server: Server, planner: RemoteAgent) -> None:
-    assert planner.registration
+    assert planner.registration.session
     with client_of(server, "planner") as other:
         assert other.agent().registration.session > planner.registration.session
         with pytest.raises(AgentReplaced):
@@ -132,7 +132,7 @@ def test_the_newest_registration_is_the_only_one(server: Server, planner: Remote
 
 
 def test_an_organization_sees_its_own_agents_only(server: Server, planner: RemoteAgent) -> None:
-    assert planner.registration
+    assert planner.registration.session
     with client_of(server, "spy") as spy:
         assert spy.agent().registration.org_id == "umbrella"
         assert [one["agent_id"] for one in spy.agents()] == ["spy"]
@@ -193,7 +193,7 @@ def test_a_request_survives_the_kill_of_its_server(tmp_path: Path) -> None:
         token = server.agents.add("planner", org="acme")
         with EngineClient(f"http://127.0.0.1:{server.port}", token, retries=50) as client:
             agent, answers = client.agent(), list[Any]()
-            assert agent.registration
+            assert agent.registration.session
 
             def ask(say: int) -> None:
                 payload = {"say": say, "waits_for": str(gate)}

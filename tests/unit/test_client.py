@@ -176,6 +176,7 @@ def test_it_imports_the_standard_library_and_msgspec_alone() -> None:
     assert {name for name in loaded if name.startswith("postroom")} == {
         "postroom",
         "postroom.client",
+        "postroom.client.agent",
         "postroom.client.arguments",
         "postroom.client.calls",
         "postroom.client.connections",
