@@ -16,6 +16,7 @@ from postroom.contracts.engine import agents as agents_module
 from postroom.contracts.engine.agents import AgentOperations
 from postroom.contracts.engine.cells import REQUESTS, OpenRequest
 from postroom.contracts.engine.operations import Operations
+from postroom.contracts.engine.parts import read_on
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import AgentWorld
 from postroom.testing.agent_world import RULES
@@ -56,7 +57,6 @@ def test_a_seed_gives_the_same_history_each_time() -> None:
 # ---- broken on purpose -----------------------------------------------------------------------------
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-read_on = agents_module.read_on
 
 
 def resume_nothing(patch: pytest.MonkeyPatch) -> None:

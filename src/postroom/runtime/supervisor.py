@@ -7,7 +7,7 @@ of the pipe and stops.
 import logging
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PAUSE_S = 1.0  # before a restart, doubled each time
 PAUSE_S_MAX = 30.0
@@ -19,8 +19,15 @@ _log = logging.getLogger("postroom.audit")
 class Supervisor:
     """Keeps a command running until `stop`. Its stderr is logged; its stdout is not read."""
 
-    def __init__(self, command: Sequence[str], *, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pause_s: float = PAUSE_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = list(command)
+        self._environment = environment
         self._pause_s = pause_s
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +59,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             self.restarts += 1
-            _log.warning("the shipper ended with %d and is restarted in %g s", code, pause_s)
+            _log.warning("%s ended with %d and is restarted in %g s", self._command[0], code, pause_s)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -61,7 +68,11 @@ class Supervisor:
             if self._stopping.is_set():
                 return None
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=self._environment,
             )
             return self._process
 

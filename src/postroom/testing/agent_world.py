@@ -276,7 +276,7 @@ class AgentWorld:
         if not self._agents:
             return
         agent = self._random.choice(self._agents)
-        message = {
+        message: dict[str, Any] = {
             "type": "model_call", "org_id": agent.org_id, "agent_id": agent.agent_id, "payload": {},
             "durability": "os", "max_retries": self._random.choice((0, 2)),
         }  # fmt: skip
@@ -468,7 +468,7 @@ class AgentWorld:
             found = [(key, one) for key, one in agents.letters(*agent.name) if not one.is_bounce]
             keys = [key for key, _ in found]
             for receipt in ("fetched", "shown", "acted_on"):
-                agents.note_receipt(*agent.name, agent.session, keys, receipt)  # type: ignore[arg-type]
+                agents.note_receipt(*agent.name, agent.session, keys, receipt)
             return [one.message_id for _, one in found]
 
         try:

@@ -53,6 +53,8 @@ OPEN_REQUESTS_MAX: Final = 1_000  # of one agent
 WAITS_SHOWN_MAX: Final = 100
 AGENTS_LISTED_MAX: Final = 10_000  # of one organization
 RETRY_AFTER_S: Final = 10.0
+SUPERVISOR: Final = ".programs"
+"""The lease of the supervisor that runs the programs of agents. No coordinator has such a name."""
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -134,7 +136,8 @@ class AgentOperations:
         lost = {
             other: info
             for other, info in COORDINATORS.all(transaction)
-            if other != coordinator and agents.may_take_over(info.until_ns, transaction.steady_ns)
+            if other not in (coordinator, SUPERVISOR)
+            and agents.may_take_over(info.until_ns, transaction.steady_ns)
         }
         for key, entry in AGENTS.all(transaction) if lost else ():
             if entry.coordinator in lost:
@@ -374,10 +377,24 @@ class AgentOperations:
         PROGRAMS.put(self.transaction, None, org_id, agent_id)
         return known is not None
 
-    def programs(self) -> dict[tuple[str, str], WantedProgram]:
-        """The wanted programs by organization and agent."""
-        found = PROGRAMS.all(self.transaction)
-        return {_pair(key): program for key, program in found}
+    def programs_for(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
+        """The wanted programs by organization and agent, for the supervisor that holds the lease of them.
+
+        A supervisor gets the lease when nobody else holds it, and renews it by this call.
+        """
+        now_ns, held = self.transaction.steady_ns, COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name != supervisor and not agents.may_take_over(held.until_ns, now_ns):
+            return {}
+        COORDINATORS.put(
+            self.transaction, CoordinatorInfo(0, now_ns, self._lease_end(), supervisor), SUPERVISOR
+        )
+        return {_pair(key): program for key, program in PROGRAMS.all(self.transaction)}
+
+    def release_programs(self, supervisor: str) -> None:
+        """The supervisor runs no programs any more."""
+        held = COORDINATORS.get(self.transaction, SUPERVISOR)
+        if held is not None and held.name == supervisor:
+            COORDINATORS.put(self.transaction, None, SUPERVISOR)
 
     # ---- looking -------------------------------------------------------------------------------
 
