@@ -84,12 +84,15 @@ async def _follow(report: Report, agent: Agent, stream: Any, *, early: bool) -> 
             chunks = [*chunks, part.chunk] if part.chunk_index else [part.chunk]
         elif part.type in FINAL_PARTS:
             if early:  # the sabotage that a checker must notice: acknowledged before the agent has it
-                ids = [stream.message_id]
-                await agent.coordinator.write(
-                    lambda one, ids=ids: one.acknowledge(ORG, agent.agent_id, agent.session, ids)
-                )
-                await asyncio.sleep(0.01)
+                await _acknowledge(agent, stream.message_id)
             _got(report, part, chunks)
+
+
+async def _acknowledge(agent: Agent, message_id: str) -> None:
+    await agent.coordinator.write(
+        lambda one: one.acknowledge(ORG, agent.agent_id, agent.session, [message_id])
+    )
+    await asyncio.sleep(0.01)
 
 
 def _got(report: Report, part: Any, chunks: list[Any] | None = None) -> str:

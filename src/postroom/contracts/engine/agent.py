@@ -59,6 +59,10 @@ class Reader:
                 raise self.error
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
+        return self.take()
+
+    def take(self) -> Part:
+        """The next part, which is there."""
         part = self.parts.popleft()
         if len(self.parts) == PARTS_WAITING_MAX // 2:
             self.agent.coordinator.look()
@@ -271,6 +275,8 @@ class AnswerStream:
         return part
 
     async def _next(self) -> Part:
+        if self._reader is not None and self._reader.parts:
+            return self._reader.take()  # no timeout is needed for what is there
         try:
             if self._timeout_s is None:
                 return await self._part()
