@@ -90,14 +90,14 @@ def work(url: str) -> None:
 def working(folder: Path) -> Iterator[str]:
     """The address of a new store, and a worker process on it."""
     url = f"sqlite:///{tempfile.mkdtemp(dir=folder)}/queue.db"
-    process = subprocess.Popen([sys.executable, __file__, "--worker", url], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    try:
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    command = [sys.executable, __file__, "--worker", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
 async def registered(coordinator: Coordinator, count: int) -> list[Agent]:
