@@ -578,6 +578,39 @@ def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) 
     assert [event.error_type for event in agents.kinds("alert")] == ["CoordinatorLost"]
 
 
+def test_a_coordinator_that_was_only_slow_takes_its_agents_back(agents_of: Made) -> None:
+    agents = agents_of()
+    first = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    entry = agents.register()
+    agents.clock.advance(4)
+    agents.do(lambda one: (one.start_coordinator("c2", "there"), one.take_over("c2")))
+    assert not agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
+    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session))
+    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session - 1))
+    agents.clock.advance(40)
+    assert agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
+    [info] = agents.do(lambda one: one.list())
+    assert (info.coordinator, info.health, info.epoch) == ("c1", "alive", first.epoch)
+
+
+def test_a_paused_coordinator_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("postroom.contracts.engine.coordinator.BEAT_S", 0.05)
+
+    async def scenario() -> None:
+        async with working(url) as engine, Coordinator(engine) as coordinator:
+            await coordinator.register("planner", "acme")
+            await coordinator.write(lambda agents: _forget_coordinator(agents, coordinator.id))
+            async with asyncio.timeout(WAIT_S):
+                while (await engine.agents())[0].coordinator != coordinator.id:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.02)
+
+    def _forget_coordinator(agents: AgentOperations, coordinator: str) -> None:
+        agents.stop_coordinator(coordinator)
+        assert agents.take_over("other") == [coordinator]
+
+    soon(scenario())
+
+
 def test_a_dead_agent_gets_no_messages_and_leaves_its_place(agents_of: Made) -> None:
     agents = agents_of(organization=Organization(max_agents=1))
     agents.register()

@@ -62,6 +62,7 @@ def test_a_request_without_python(server: Server) -> None:
     body = {"type": "tool_call", "payload": {"say": 1}, "timeout_s": WAIT_S}
     answer = server.post("planner", "/engine/request", **body)
     assert (answer.status, answer.json["state"], answer.json["result"]) == (200, "COMPLETED", {"said": 1})
+    assert answer.json["epoch"] > 0
     later = server.post("planner", "/engine/request", **{**body, "delay_s": 3600, "timeout_s": 0})
     assert later.status == 202
     server.post("planner", f"/engine/messages/{later.json['message_id']}/cancel")

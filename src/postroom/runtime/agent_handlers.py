@@ -141,6 +141,8 @@ async def request_answer(server: TaskServer, request: HttpRequest) -> None:
     if answer is None:
         await send_reply(request.send, HttpReply(202, _encode(MessageAnswer(message_id))))
         return
+    if agent is not None:
+        answer = msgspec.structs.replace(answer, epoch=agent.coordinator.epoch)
     await send_reply(request.send, HttpReply(200, _encode(answer)))
     if agent is not None:
         with suppress(PostroomError):

@@ -153,7 +153,11 @@ async def stream(server: TaskServer, request: HttpRequest) -> None:
     def page(position: Position) -> tuple[bytes, Position | None]:
         def read(operations: Operations, message_id: str) -> tuple[bytes, Position | None]:
             parts, is_complete = read_on(operations, message_id, position)
-            data = b"".join(sse(at.text, part.type, _encode(part)) for at, part in parts)
+            epoch = server.epoch
+            data = b"".join(
+                sse(at.text, part.type, _encode(replace(part, epoch=epoch) if epoch else part))
+                for at, part in parts
+            )
             return data, None if is_complete else parts[-1][0] if parts else position
 
         return _visible_read(server, request, read)

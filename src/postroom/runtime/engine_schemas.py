@@ -142,6 +142,8 @@ class RequestAnswer(msgspec.Struct, frozen=True):
     state: str
     result: Any
     errors: list[dict[str, Any]]
+    epoch: int = 0
+    """The coordinator that hands the answer over; 0 for an operator."""
 
 
 class AgentsAnswer(msgspec.Struct, frozen=True):

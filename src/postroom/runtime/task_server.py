@@ -140,6 +140,11 @@ class TaskServer:
                 self._coordinator = coordinator
         return self._coordinator
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the coordinator of this server; 0 before it is started."""
+        return 0 if self._coordinator is None else self._coordinator.epoch
+
     async def stop_coordinator(self) -> None:
         """End the lease of the coordinator, so that another server takes over at once."""
         if self._coordinator is not None:

@@ -72,14 +72,18 @@ class Reader:
 class Agent:
     """One registered agent. Its calls raise `AgentReplaced` once the same id was registered again."""
 
-    __slots__ = ("agent_id", "coordinator", "org_id", "reading", "session", "shown")
+    __slots__ = ("agent_id", "coordinator", "is_local", "org_id", "reading", "session", "shown")
 
-    def __init__(self, coordinator: "Coordinator", org_id: str, agent_id: str, session: int) -> None:
+    def __init__(
+        self, coordinator: "Coordinator", org_id: str, agent_id: str, session: int, *, is_local: bool = True
+    ) -> None:
         self.coordinator = coordinator
         self.org_id = org_id
         self.agent_id = agent_id
         self.session = session
         """The fencing number of the registration."""
+        self.is_local = is_local
+        """Whether it lives in this process, and so has no heartbeat of its own."""
         self.reading: Counter[str] = Counter()
         """How many readers each request has in this process."""
         self.shown: set[str] = set()
@@ -127,18 +131,17 @@ class Agent:
         }
         return AnswerStream(self, message, timeout_s=timeout_s, restart=restart)
 
-    async def submit(self, message: dict[str, Any], timeout_s: float | None = None) -> str:
-        """Store a request without waiting for its answer; its id. `resume` gives the answer."""
+    async def submit(self, message: dict[str, Any], timeout_s: float | None = None) -> tuple[str, bool]:
+        """Store a request without waiting for its answer; its id, and whether it was known before."""
         core = self.coordinator.core
         prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
         try:
-            message_id, _ = await self.coordinator.write_new(
+            return await self.coordinator.write_new(
                 lambda agents: agents.request(self.agent_id, self.session, prepared, timeout_s)
             )
         except (Overloaded, GuardTripped) as error:
             await core.note_refusal(prepared, error)
             raise
-        return message_id
 
     async def resume(self) -> AsyncIterator[Part]:
         """The parts of every open request that nobody in this process reads, until all of them have ended.
@@ -298,7 +301,8 @@ class AnswerStream:
             rings: int | None = None
             if not self.message_id:
                 rings = coordinator.rings
-                self.message_id = await self._agent.submit(self._message, self._timeout_s)
+                self.message_id, is_known = await self._agent.submit(self._message, self._timeout_s)
+                rings = None if is_known else rings  # a known message may have ended long ago
             self._reader = coordinator.add_reader(self._agent, self.message_id, rings)
         return await self._reader.next()
 

@@ -117,10 +117,22 @@ class AgentOperations:
         COORDINATORS.put(self.transaction, info, coordinator)
         return info
 
-    def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> None:
-        """Renew the lease of a coordinator. One that was taken for dead comes back with its epoch."""
+    def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> bool:
+        """Renew the lease of a coordinator; whether it still had its agents.
+
+        One that was taken for dead comes back with its epoch, and has to `reclaim` its agents.
+        """
+        known = COORDINATORS.get(self.transaction, coordinator)
         info = CoordinatorInfo(epoch, self.transaction.steady_ns, self._lease_end(), name)
         COORDINATORS.put(self.transaction, info, coordinator)
+        return known is not None
+
+    def reclaim(self, coordinator: str, org_id: str, agent_id: str, session: int) -> None:
+        """Take back an agent in the process of this coordinator, unless it was registered again."""
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and entry.session == session:
+            after = replace(entry, coordinator=coordinator, is_local=True)
+            AGENTS.put(self.transaction, after, org_id, agent_id)
 
     def stop_coordinator(self, coordinator: str) -> None:
         """End the lease of a coordinator. Its agents stay registered, and may register elsewhere."""

@@ -184,6 +184,10 @@ class ThreadContext:
         """As `Context.stream`."""
         self._wait(self._context.stream(chunk))
 
+    def flush(self) -> None:
+        """As `Context.flush`."""
+        self._wait(self._context.flush())
+
     def usage(self, **facts: Any) -> None:
         """As `Context.usage`."""
         self._context.usage(**facts)

@@ -149,7 +149,9 @@ class Coordinator:
         return self._agents.get((org_id, agent_id))
 
     def _attached(self, org_id: str, agent_id: str, entry: AgentEntry) -> Agent:
-        agent = self._agents[org_id, agent_id] = Agent(self, org_id, agent_id, entry.session)
+        agent = self._agents[org_id, agent_id] = Agent(
+            self, org_id, agent_id, entry.session, is_local=entry.is_local
+        )
         self.look()  # readers of an earlier registration learn that they are replaced
         return agent
 
@@ -300,7 +302,10 @@ class Coordinator:
             await asyncio.sleep(BEAT_S)
 
     def _beaten(self, agents: AgentOperations, *, is_due: bool, after: dict[str, str]) -> dict[str, str]:
-        agents.renew_coordinator(self.id, self.epoch, self.name)
+        if not agents.renew_coordinator(self.id, self.epoch, self.name):
+            for agent in list(self._agents.values()):
+                if agent.is_local:
+                    agents.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
         agents.take_over(self.id)
         if not is_due:
             return after
