@@ -26,7 +26,7 @@ from postroom.message import Event, EventKind, State
 from postroom.runtime.endpoint import STATUS_OF
 from postroom.runtime.openapi import Route
 from postroom.runtime.routes import ROUTES, openapi
-from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, described
+from postroom.settings import AuditSettings, BusSettings, QueueSettings, Setting, Table, UpSettings, described
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -354,7 +354,12 @@ def command_sections(command: click.Command, name: str, parent: click.Context | 
 
 
 def settings_page() -> str:
-    tables = [table("bus", BusSettings), table("queue", QueueSettings), table("audit", AuditSettings)]
+    tables = [
+        table("bus", BusSettings),
+        table("queue", QueueSettings),
+        table("audit", AuditSettings),
+        table("up", UpSettings),
+    ]
     return "\n".join([SETTINGS_HEAD, *tables])
 
 

@@ -10,6 +10,7 @@
     │   ├── TopicError            a topic outside the closed set          (also a QueueError)
     │   ├── UnknownAgent          no agent of this name is registered
     │   ├── AgentExists           an agent of this name is registered already
+    │   ├── UnknownToken          no token has this id
     │   ├── UnknownTask           no task has this id
     │   │   └── UnknownMessage    no event of the audit stream names this id
     │   ├── StaleLease            the lease ended, or was never this caller's: stop working on the task
@@ -173,6 +174,14 @@ class AgentExists(Rejected):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"there is an agent {name!r} already: remove it first")
+
+
+class UnknownToken(Rejected, LookupError):
+    """No token has this id. Nothing was changed."""
+
+    def __init__(self, token_id: str) -> None:
+        self.token_id = token_id
+        super().__init__(f"there is no token {token_id!r}")
 
 
 class UnknownTask(Rejected, LookupError):

@@ -62,7 +62,7 @@ class Damage(msgspec.Struct, frozen=True, gc=False):
 
 
 ENGINE_PREFIX = "org:"
-"""The queue of an organization is named by its id behind this prefix. No agent has such a name."""
+"""The queue of an organization is named by this prefix and its id. No agent has such a name."""
 
 
 def org_of(queue: str) -> str:

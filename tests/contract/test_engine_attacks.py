@@ -57,7 +57,7 @@ def served(tmp_path: Path, scenario: Callable[[Engine], Awaitable[None]]) -> Non
 
 
 def outcome_of(tmp_path: Path, handler: Callable[..., Any], **options: Any) -> MessageFailed:
-    """How a message of a handler that fails ends."""
+    """How a message of a failing handler ends."""
     failures: list[MessageFailed] = []
 
     async def scenario(engine: Engine) -> None:
@@ -123,7 +123,7 @@ def test_stop_iteration_in_the_results_of_a_batch_fails_its_message(tmp_path: Pa
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e30, -5.0])
-def test_a_service_cannot_ask_for_a_retry_at_no_time(tmp_path: Path, seconds: float) -> None:
+def test_an_odd_retry_after_does_not_stop_the_worker(tmp_path: Path, seconds: float) -> None:
     async def scenario(engine: Engine) -> None:
         called = asyncio.Event()
 
@@ -135,7 +135,7 @@ def test_a_service_cannot_ask_for_a_retry_at_no_time(tmp_path: Path, seconds: fl
         handle = await engine.submit(type="tool_call", org_id="acme", payload={}, max_retries=1)
         await asyncio.wait_for(called.wait(), WAIT_S)
         other = await engine.submit(type="memory_save", org_id="other", payload={})
-        await other.result(timeout_s=WAIT_S)  # its outcome is committed behind that of the first
+        await other.result(timeout_s=WAIT_S)  # its outcome is committed after that of the first
         assert (await engine.get(handle.message_id)).attempt >= 1
 
     served(tmp_path, scenario)
@@ -259,7 +259,7 @@ def test_odd_options_of_a_handler_are_refused_with_a_sentence(option: str) -> No
 # ---- tenants ---------------------------------------------------------------------------------------
 
 
-def test_an_id_of_the_store_tells_nothing_about_other_organizations(tmp_path: Path) -> None:
+def test_an_id_of_the_store_reveals_nothing_about_other_organizations(tmp_path: Path) -> None:
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
         fields = {"type": "tool_call", "payload": {}}
         given = engine.blocking.submit(org_id="acme", **fields).message_id

@@ -85,7 +85,7 @@ def test_late_deferral_does_not_delay_a_message_that_waits(world: EngineUnderTes
     assert world.state(handle) == "QUEUED"
 
 
-def test_delay_of_a_message_behind_its_key_may_end_early(world: EngineUnderTest) -> None:
+def test_delay_of_a_message_that_waits_for_its_key_may_end_early(world: EngineUnderTest) -> None:
     first = world.submit(ordering_key="k")
     delayed = world.submit(ordering_key="k", delay_s=1)
     [one] = world.claim(10)

@@ -1,7 +1,7 @@
 """An engine on one SQLite file whose senders and workers are killed -9.
 
 `kills-engine`: at the end, every accepted message is stored and has ended once. Every effect happened once,
-or its message says that nobody knows (`EffectUnknown`), and then the effect happened at most once.
+unless its message ended with `EffectUnknown`: then it happened at most once.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tests.crash.workers import STUCK_S, Crew, Worker, scratch_parent
 
 KILLS_PER_ROUND = 20
 LINES_MAX = 6
-SENDER_PAUSE_S = 0.02  # what is sent has to be done again by each round's end
+SENDER_PAUSE_S = 0.02  # the messages have to be finished by the end of each round
 RECORDS_MAX = 100_000
 EVENTS_MAX = 1_000_000
 LOOK_EVERY_S = 0.05
@@ -40,7 +40,7 @@ Tick = Callable[[int], None]
 
 
 def run(kills: int, seed: int, tick: Tick = lambda _: None, sabotage: str = "") -> Tally:
-    """Kill that often, in rounds with a file each."""
+    """Kill `kills` times, in rounds with a file each."""
     tally = Tally()
     rng = Random(f"kills-engine/{seed}")
     for number, first in enumerate(range(0, kills, KILLS_PER_ROUND)):
@@ -61,7 +61,7 @@ def scratch(number: int) -> Iterator[Path]:
 
 
 class Cast:
-    """The processes of a round, and those that follow them."""
+    """The processes of a round, and their replacements."""
 
     def __init__(self, folder: Path, crew: Crew, rng: Random, sabotage: str) -> None:
         self._folder = str(folder)
@@ -72,14 +72,14 @@ class Cast:
         self.living = [self._sender(), self._worker(), self._worker()]
 
     def kill_one(self) -> None:
-        """Kill one of them, a worker mostly, and start another one in its place."""
+        """Kill one process, mostly a worker, and start a replacement."""
         place = self._rng.choice((0, 1, 2, 1, 2))
         victim = self.living[place]
         self._crew.kill_at_random(victim, self._rng, LINES_MAX)
         self.living[place] = self._sender() if place == 0 else self._worker()
 
     def _sender(self) -> Worker:
-        """It continues behind the last token that was acknowledged: the next one may be stored already."""
+        """The sender continues after the last acknowledged token; the next one may be stored already."""
         before = [line for worker in self._crew.workers if worker.name == "sender" for line in worker.lines]
         first = number_of(before[-1].split(" ")[0]) + 1 if before else 0
         return self._crew.start(
@@ -143,7 +143,7 @@ def records_of(engine: Engine) -> list[Record]:
 
 
 def judge(engine: Engine, folder: Path, accepted: dict[str, str], tally: Tally) -> None:
-    """Compare what is stored with what was accepted, and what happened outside with what is stored."""
+    """Compare the stored messages with the accepted ones, and the effects with the stored messages."""
     happened = (
         Counter(effects_file(folder).read_text().split()) if effects_file(folder).exists() else Counter()
     )
@@ -188,5 +188,5 @@ def _judge_events(engine: Engine, tally: Tally) -> None:
         completed[event.message_id] += event.kind == "execution_completed"
     tally.doubled += sum(times - 1 for times in completed.values() if times > 1)
     for violation in history.verdict().violations:
-        if violation.rule != "order":  # the order of a key is another one than that of a priority
+        if violation.rule != "order":  # the order of a key differs from the order of a priority
             tally.breaks(f"{violation.rule}: {violation.sentence}")

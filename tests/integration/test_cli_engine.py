@@ -17,7 +17,7 @@ from postroom.cli.engine.operate import progress_line
 from tests.integration.commandline import HANG_GUARD_S, Result, isolate, postroom, run_on_terminal
 from tests.waiting import until
 
-# With this lease no message runs again because its lease ends: only a noticed crash puts it back.
+# With this lease no message runs again because its lease ends: only a noticed crash requeues it.
 APP = """
 import asyncio, os, time
 from pathlib import Path
@@ -207,7 +207,7 @@ def test_a_pause_holds_messages_back() -> None:
     assert engine("status").line["pauses"] == []
 
 
-def test_resume_names_the_pauses_that_are_left() -> None:
+def test_resume_names_the_remaining_pauses() -> None:
     submit()
     engine("pause", "--org", "acme", "--type", "tool_call")
     engine("pause", "--org", "zen")
@@ -269,7 +269,7 @@ def test_workers_run_messages_and_a_submit_can_wait() -> None:
     assert engine("status").line["workers"] == {}
 
 
-def test_a_submit_that_waits_in_vain_fails() -> None:
+def test_a_submit_without_a_result_in_time_fails() -> None:
     result = postroom(
         "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}",
         "--wait-s", "0.01",

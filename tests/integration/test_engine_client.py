@@ -59,7 +59,7 @@ def submit(client: EngineClient, **fields: Any) -> str:
     return client.submit(**{"type": "tool_call", "payload": {}, **fields})
 
 
-def test_a_result_is_waited_for(client: EngineClient, worker: Engine) -> None:
+def test_result_waits_for_the_end(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"say": "x"}, priority=1)
     assert client.result(message_id, timeout_s=30) == {"said": "x"}
     view = client.get(message_id)
@@ -72,14 +72,14 @@ def test_a_result_is_waited_for(client: EngineClient, worker: Engine) -> None:
     assert view.ended_at is not None
 
 
-def test_a_message_that_fails_has_its_errors(client: EngineClient, worker: Engine) -> None:
+def test_a_failed_message_has_its_errors(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"fails": True}, max_retries=0)
     with pytest.raises(MessageFailed, match="no such thing") as failed:
         client.result(message_id, timeout_s=30)
     assert (failed.value.state, failed.value.error_history[0]["error_type"]) == ("DEAD_LETTER", "ValueError")
 
 
-def test_a_wait_has_an_end(client: EngineClient) -> None:
+def test_a_wait_ends_after_its_timeout(client: EngineClient) -> None:
     message_id = submit(client, delay_s=3600)
     with pytest.raises(TimeoutError):
         client.result(message_id, timeout_s=0.01)

@@ -1,4 +1,4 @@
-"""The global queue over real HTTP: messages, streams, dead letters, and who may do what."""
+"""The global queue over real HTTP: messages, streams, dead letters and permissions."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def path_of(message_id: str, rest: str = "") -> str:
 
 
 def held(server: Server, who: str = "caller", /, **fields: Any) -> str:
-    """A message that nobody runs."""
+    """A message that no worker runs."""
     return submit(server, who, **{"delay_s": 3600, **fields})
 
 
@@ -90,7 +90,7 @@ def test_several_messages_are_stored_whole_or_not_at_all(server: Server) -> None
         ({"hop": 0}, 400, "InvalidMessage"),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(
+def test_an_invalid_message_is_refused(
     server: Server, fields: dict[str, Any], status: int, error: str
 ) -> None:
     answer = server.post("caller", "/engine/messages", **{"type": "tool_call", "payload": {}, **fields})
@@ -145,7 +145,7 @@ def test_a_stream_gives_every_part_and_ends(server: Server, worker: Engine) -> N
     assert (parts[4].data["total_chunks"], parts[4].data["result"]) == (3, {"said": "x"})
 
 
-def test_a_stream_continues_behind_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
+def test_a_stream_continues_after_the_last_part(server: Server, worker: Engine, tmp_path: Path) -> None:
     go = tmp_path / "go"
     message_id = submit(server, payload={"chunks": 3, "waits_for": str(go)})
     with server.stream("caller", path_of(message_id, "/stream")) as stream:
@@ -231,8 +231,8 @@ def test_a_foreign_message_is_answered_like_an_unknown_one(
         for message_id in (foreign, UNKNOWN)
     }
     assert [answer.status for answer in answers.values()] == [404, 404]
-    told = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
-    assert len(told) == 1
+    sentences = {answer.json["message"].replace(message_id, "") for message_id, answer in answers.items()}
+    assert len(sentences) == 1
     assert server.get("boss", path_of(foreign)).json["state"] == "DEAD_LETTER"
 
 

@@ -40,7 +40,7 @@ def test_a_claim_is_full_while_messages_wait_and_takes_none_twice(
 
 
 @given(backlogs, weights, limits)
-def test_nobody_waits_longer_than_the_turns_of_the_others(
+def test_no_organization_waits_longer_than_the_turns_of_the_others(
     backlog: dict[str, int], weight: dict[str, float], counts: list[int]
 ) -> None:
     order = served(backlog, weight, counts)
@@ -225,7 +225,7 @@ def test_a_more_urgent_message_and_a_lower_stage_are_never_admitted_less(stage: 
 
 
 @given(st.floats(admission.RATE_MIN, 50), st.lists(st.integers(0, 3_000), min_size=1, max_size=80))
-def test_a_throttle_admits_its_rate_and_says_when_to_return(rate: float, pauses_ms: list[int]) -> None:
+def test_a_throttle_admits_its_rate_and_returns_when_to_retry(rate: float, pauses_ms: list[int]) -> None:
     throttle, now, admitted = Throttle(), NANOS_PER_S, 0
     for pause_ms in pauses_ms:
         now += pause_ms * 1_000_000

@@ -1,6 +1,6 @@
-"""2,000 seeded histories of an engine keep every rule, and each rule is seen to break when the engine does.
+"""2,000 seeded histories of an engine keep every rule, and a mutant of the engine breaks each rule.
 
-`make simulate` does the same for 100,000 seeds. A seed that failed is replayed with
+`make simulate` does the same for 100,000 seeds. A failed seed is replayed with
 `python -m postroom.testing.world --seed N --store sqlite`.
 """
 
@@ -34,7 +34,7 @@ MUTANT_SEEDS = 150
 
 
 def failures(parts: list[Part]) -> tuple[list[str], Counter[str]]:
-    """Run parts on all cores: what failed, and how often each action happened."""
+    """Run parts on all cores. Returns the failures, and how often each action happened."""
     failed: list[str] = []
     actions: Counter[str] = Counter()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -191,7 +191,7 @@ MUTANTS: dict[Patch, set[str]] = {
 
 
 def broken_rules(seeds: int, wanted: set[str]) -> set[str]:
-    """The rules that the first seeds break; it stops when all wanted ones are among them."""
+    """The rules that the first seeds break. Stops when all wanted rules are broken."""
     found: set[str] = set()
     for seed in range(seeds):
         found |= {one.rule for one in World(seed).run().broken}
@@ -266,7 +266,7 @@ def test_effects_of_handlers_happen_once_under_every_fault() -> None:
     }  # fmt: skip
 
 
-def test_handler_world_tells_how_often_handlers_and_effects_ran() -> None:
+def test_handler_world_counts_runs_of_handlers_and_effects() -> None:
     engine, _ = paying_engine(on_unknown="run")
     reports = [HandlerWorld(engine, seed).run(messages("tool_call")) for seed in range(30)]
     engine.close()

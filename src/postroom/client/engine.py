@@ -4,7 +4,7 @@
         message_id = client.submit(type="tool_call", payload={"tool": "search"})
         print(client.result(message_id, timeout_s=30))
 
-Rule 1: the standard library, msgspec and `postroom.errors`, and nothing else of postroom.
+Rule 1: imports only the standard library, msgspec and `postroom.errors`.
 Rule 2: the client makes the id of a message, so that a submit can be repeated when its answer is lost.
 Rule 3: no secret is logged or shown.
 """
@@ -98,7 +98,7 @@ class EngineClient(HttpClient):
         return self._converted(answer, _Submitted).message_ids
 
     def get(self, message_id: str, *, wait_s: float = 0.0) -> MessageView:
-        """Look at a message, or wait up to `wait_s` (at most 30) for its end."""
+        """Return a message, or wait up to `wait_s` (at most 30) for its end."""
         path = _message_path(message_id)
         if arguments.seconds("wait_s", wait_s):
             path += f"?wait_s={min(wait_s, WAIT_S_MAX):.3f}"
@@ -172,7 +172,7 @@ class EngineClient(HttpClient):
         return str(self.request("GET", f"{_message_path(message_id)}/explain")["explanation"])
 
     def cancel(self, message_id: str) -> None:
-        """End a message that nobody needs any more."""
+        """Cancel a message that is no longer needed."""
         self.request("POST", f"{_message_path(message_id)}/cancel")
 
     # ---- the queue -----------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class DeadLetters:
     def purge(
         self, message_ids: Iterable[str] | None = None, *, dry_run: bool = False, **filters: Any
     ) -> Ids:
-        """Forget dead letters; returns their ids."""
+        """Delete dead letters; returns their ids."""
         return self._changed("purge", {**_choice(message_ids, filters), "dry_run": dry_run})
 
     def _changed(self, verb: str, body: dict[str, Any]) -> Ids:

@@ -78,7 +78,9 @@ class AgentPrograms:
         for agent, program in wanted.items():
             if agent not in self._running and len(self._running) < PROGRAMS_MAX:
                 _log.info("agent %s of %s is started", agent[1], agent[0])
-                supervisor = Supervisor(program.command, environment=environment_of(*agent, program))
+                supervisor = Supervisor(
+                    program.command, name=f"agent {agent[1]}", environment=environment_of(*agent, program)
+                )
                 supervisor.start()
                 self._running[agent] = program, supervisor
 

@@ -3,7 +3,7 @@
 Rule 1: a worker that dies is noticed within a second. Its leases end at once, and it is started again.
 Rule 2: the number of workers follows backpressure (`core.admission.wanted_workers`): up at most every 10 s,
         down at most every 60 s.
-Rule 3: at SIGTERM no worker claims any more; what runs has 30 s to finish, and the rest is released.
+Rule 3: at SIGTERM no worker claims any more. Running handlers have 30 s to finish; the rest is released.
 """
 
 import importlib
@@ -30,9 +30,9 @@ _log = logging.getLogger("postroom.engine")
 
 LOOK_S: Final = 0.2
 SCALE_LOOK_S: Final = 1.0
-RESTART_PAUSE_S: Final = 0.5  # doubled at each death that follows soon
+RESTART_PAUSE_S: Final = 0.5  # doubled after each further early death
 RESTART_PAUSE_S_MAX: Final = 30.0
-HEALTHY_S: Final = 10.0  # a worker that lived so long is started again at once
+HEALTHY_S: Final = 10.0  # a worker that ran for at least this long is restarted at once
 KILL_AFTER_S: Final = DRAIN_S + 5.0
 
 
@@ -86,7 +86,7 @@ class WorkerProcesses:
 
     @property
     def count(self) -> int:
-        """How many workers run and are not being ended."""
+        """The number of running workers that are not being stopped."""
         return sum(not child.is_ending for child in self._children)
 
     def stop(self) -> None:

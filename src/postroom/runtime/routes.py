@@ -408,6 +408,12 @@ ROUTES: Sequence[ServedRoute] = (
     ),
     ServedRoute(
         Route(
+            "GET", "/ready", "Whether all parts run", {200: (HealthAnswer,)}, (400, 413, 503), is_open=True
+        ),
+        monitoring.ready,
+    ),
+    ServedRoute(
+        Route(
             "GET",
             "/bus/{name}/messages",
             "Messages of a bus",
