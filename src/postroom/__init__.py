@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         SinceIdNotFound,
         StaleLease,
         StreamRestarted,
+        TokensExhausted,
         TopicError,
         Unavailable,
         UnknownTask,
@@ -100,6 +101,7 @@ __all__ = [
     "StaleLease",
     "StreamRestarted",
     "Tasks",
+    "TokensExhausted",
     "TopicError",
     "Unavailable",
     "UnknownTask",
@@ -157,6 +159,7 @@ _HOME = {
     "Rejected": "postroom.errors",
     "SinceIdNotFound": "postroom.errors",
     "TOPICS": "postroom.core.queuewire",
+    "TokensExhausted": "postroom.errors",
     "TopicError": "postroom.errors",
     "Unavailable": "postroom.errors",
 }

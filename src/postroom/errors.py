@@ -23,6 +23,7 @@
     │   ├── EffectUnknown         an effect was begun, and its outcome is unknown
     │   ├── GuardTripped          a goal has used up its hops, messages, tokens or money
     │   ├── MessageFailed         a message ended without a result; has its errors
+    │   │   └── TokensExhausted   no model had the tokens of a message, or its reservation is used up
     │   ├── Bounced               the recipient of a message is unknown or dead, or its inbox is full
     │   ├── AgentReplaced         another registration of the same agent is newer than this one
     │   ├── NotHeld               a client was never given the task, and the call names no lease
@@ -365,6 +366,23 @@ class MessageFailed(Rejected):
         self.error_history = error_history
         last = f": {error_history[-1]['error']}" if error_history else ""
         super().__init__(f"message {message_id} ended as {state}{last}")
+
+
+class TokensExhausted(MessageFailed):
+    """No model had the tokens that a message asked for, or its handler used up its reservation."""
+
+    def __init__(
+        self, message_id: str, state: str, error_history: list[dict[str, Any]], message: str = ""
+    ) -> None:
+        super().__init__(message_id, state, error_history)
+        if message:
+            self.args = (message,)
+
+
+def failure_of(message_id: str, state: str, error_history: list[dict[str, Any]]) -> MessageFailed:
+    """The error of a message that ended without a result."""
+    is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
+    return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
 
 
 class Bounced(Rejected):

@@ -21,12 +21,16 @@ CRASHES_MAX = 10_000  # killed workers must not make a message count as poison
 SLOTS = 4
 ORDERING_KEYS = ("", "", "a", "b")
 EFFECT = "append"
+TOKENS = (0, 50, 120)
+MODEL = {"tokens_per_day": 10**9, "requests_per_minute": 10**9}
+BUDGETS = {"providers": {"p": {"models": {"small": MODEL}}}, "tiers": [0.4, 0.3, 0.2, 0.1]}
+"""Enough for every message: the books are judged, not the shortage."""
 
 OnUnknown = Literal["raise", "run", "probe"]
 
 
 def open_engine(folder: str | Path) -> Engine:
-    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX)
+    policy = Policy(lease_s=LEASE_S, poison_crashes=CRASHES_MAX, tokens=BUDGETS)
     return Engine.open(f"sqlite:///{folder}/queue.db", policy=policy)
 
 
@@ -78,6 +82,7 @@ def register(
         if on_unknown == "probe":
             options = {"probe": lambda: probe(token)}
         outcome = run() if without_effect else await context.effect(EFFECT, run, **options)
+        context.use_tokens(context.tokens // 3)
         die("after the outcome")
         ran(token, context.attempt)
         return {"token": outcome}
@@ -121,6 +126,7 @@ def _message(token: str) -> dict[str, Any]:
         "durability": rng.choice(("os", "os", "group")),
         "idempotency_key": token,
         "ordering_key": rng.choice(ORDERING_KEYS) or None,
+        "tokens": rng.choice(TOKENS),
     }
 
 

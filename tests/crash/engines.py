@@ -1,7 +1,9 @@
 """An engine on one SQLite file whose senders and workers are killed -9.
 
 `kills-engine`: at the end, every accepted message is stored and has ended once. Every effect happened once,
-unless its message ended with `EffectUnknown`: then it happened at most once.
+unless its message ended with `EffectUnknown`: then it happened at most once. After each kill, the
+reserved tokens of the model are those of the live leases, and with the used and free ones they are its limit.
+At the end none is reserved.
 """
 
 import asyncio
@@ -18,11 +20,14 @@ from random import Random
 import msgspec
 
 from postroom import Engine
+from postroom.contracts.engine.messages import decode_body
+from postroom.contracts.engine.token_status import ModelTokens, status_of
 from postroom.core import lifecycle
 from postroom.core.events import of_store
 from postroom.core.history_checker import History
 from postroom.message import Record, Stored
 from postroom.stores.base import Listing
+from postroom.stores.transaction import Transaction
 from postroom.testing import check_consistency
 from tests.crash import engineprograms
 from tests.crash.engineprograms import effects_file, open_engine, register
@@ -105,11 +110,12 @@ class Cast:
 
 
 def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -> None:
-    with Crew() as crew:
+    with Crew() as crew, open_engine(folder) as reader:
         cast = Cast(folder, crew, rng, sabotage)
         for _ in range(kills):
             cast.kill_one()
             tally.count("kills")
+            judge_tokens(reader, tally)
         crew.kill_all()
         accepted = dict(
             line.split(" ") for worker in crew.workers if worker.name == "sender" for line in worker.lines
@@ -119,6 +125,9 @@ def _round(folder: Path, kills: int, rng: Random, tally: Tally, sabotage: str) -
         register(engine, folder, without_effect=sabotage == "plain")
         finish(engine)
         judge(engine, folder, accepted, tally)
+        if judge_tokens(engine, tally).reserved:
+            tally.breaks("tokens are reserved, and no message runs")
+        judge_settlements(engine, tally)
 
 
 def finish(engine: Engine) -> None:
@@ -155,6 +164,39 @@ def judge(engine: Engine, folder: Path, accepted: dict[str, str], tally: Tally) 
             _judge_message(stored, happened, tally)
     tally.count("attempts", sum(record.attempt for record in records_of(engine)))
     _judge_events(engine, tally)
+
+
+def judge_tokens(engine: Engine, tally: Tally) -> ModelTokens:
+    """Compare the books of the model with the live leases, at one instant."""
+
+    def look(transaction: Transaction) -> tuple[ModelTokens, int]:
+        held = 0
+        for record in transaction.find(Listing(state="PROCESSING", limit=RECORDS_MAX)):
+            stored = transaction.load(record.message_id)
+            if stored is not None and record.lease_until > transaction.steady_ns:
+                held += decode_body(stored.envelope.payload).tokens
+        return status_of(transaction, engine.policy.token_rules).providers["p"].models["small"], held
+
+    model, held = engine.store.read(look)
+    tally.count("reserved", model.reserved)
+    if model.used + model.reserved + model.free != model.limit:
+        tally.breaks(f"the books of the model do not add up: {model}")
+    if model.reserved != held:
+        tally.breaks(f"{model.reserved} tokens are reserved, and live leases hold {held}")
+    return model
+
+
+def judge_settlements(engine: Engine, tally: Tally) -> None:
+    """Every reservation was settled once."""
+    reserved: Counter[int] = Counter()
+    for event in engine.store.events(0, EVENTS_MAX):
+        if event.kind == "tokens_reserved":
+            reserved[event.lease] += event.detail["tokens"]
+        elif event.kind == "tokens_returned":
+            reserved[event.lease] -= event.detail["tokens"] + event.detail["used"]
+            tally.count("tokens", event.detail["used"])
+    if any(reserved.values()):
+        tally.breaks(f"reservations of {sum(map(bool, reserved.values()))} leases were not settled once")
 
 
 def _judge_message(stored: Stored, happened: Counter[str], tally: Tally) -> None:

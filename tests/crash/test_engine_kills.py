@@ -27,6 +27,8 @@ def test_kills_lose_nothing_accepted_and_repeat_no_effect() -> None:
     tally = engines.run(KILLS, seed)
     assert tally.facts["kills"] == KILLS
     assert tally.facts["attempts"] > tally.acknowledged > 0
+    assert tally.facts["tokens"] > 0
+    assert tally.facts["reserved"] > 0, "no look met a reservation"
     assert tally.ok, tally
 
 

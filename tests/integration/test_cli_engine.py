@@ -23,7 +23,8 @@ import asyncio, os, time
 from pathlib import Path
 from postroom import Engine, Policy
 
-engine = Engine.open("sqlite:///run/queue.db", policy=Policy(lease_s=3600.0))
+budgets = {"providers": {"openai": {"models": {"small": {"tokens_per_day": 1000}}}}}
+engine = Engine.open("sqlite:///run/queue.db", policy=Policy(lease_s=3600.0, tokens=budgets))
 here = Path("run")
 
 @engine.handler("tool_call")
@@ -107,6 +108,25 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def test_budgets_are_shown_as_a_table_and_as_json() -> None:
+    assert engine("tokens").code == 1, "there is no store yet"
+    submit("--tokens", 300, "--model", "small", "--app", "app:engine")
+    assert engine("tokens").line == {"providers": {}}, "without the app, nobody knows the budgets yet"
+    small = engine("tokens", "--app", "app:engine").line["providers"]["openai"]["models"]["small"]
+    figures = {name: small[name] for name in ("limit", "used", "reserved", "free", "borrowed")}
+    assert figures == {"limit": 1000, "used": 0, "reserved": 0, "free": 1000, "borrowed": 0}
+    table = run_on_terminal("postroom", "engine", "tokens", "--data", "run", "--app", "app:engine")
+    assert b"tokens_per_day" in table.raw
+    refused = postroom(
+        "engine", "submit", "--data", "run", "--type", "tool_call", "--org", "acme", "--payload", "{}",
+        "--tokens", "3000", "--app", "app:engine",
+    )  # fmt: skip
+    assert (refused.code, "would never run: its models give at most 1000" in refused.error) == (2, True)
 
 
 # ---- messages --------------------------------------------------------------------------------------

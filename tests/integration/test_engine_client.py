@@ -72,6 +72,13 @@ def test_result_waits_for_the_end(client: EngineClient, worker: Engine) -> None:
     assert view.ended_at is not None
 
 
+def test_the_client_shows_budgets(client: EngineClient, worker: Engine) -> None:
+    client.result(submit(client, tokens=10), timeout_s=30)
+    model = client.tokens()["providers"]["p"]["models"]["small"]
+    assert model["used"] + model["reserved"] + model["free"] == model["limit"] == 1_000_000
+    assert model["organizations"]["acme"]["used"] >= 5
+
+
 def test_a_failed_message_has_its_errors(client: EngineClient, worker: Engine) -> None:
     message_id = submit(client, payload={"fails": True}, max_retries=0)
     with pytest.raises(MessageFailed, match="no such thing") as failed:

@@ -56,6 +56,20 @@ def dead(server: Server, who: str = "caller", /, **fields: Any) -> str:
     return message_id
 
 
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+def test_budgets_are_shown_without_what_other_organizations_do(server: Server, worker: Engine) -> None:
+    message_id = submit(server, tokens=100, models=["small"])
+    assert server.get("caller", path_of(message_id, "?wait_s=30")).json["state"] == "COMPLETED"
+    seen = {who: server.get(who, "/engine/tokens").json for who in ("boss", "caller", "spy")}
+    models = {who: facts["providers"]["p"]["models"]["small"] for who, facts in seen.items()}
+    assert (models["boss"]["limit"], models["boss"]["used"], models["boss"]["reserved"]) == (1_000_000, 50, 0)
+    use = {"used": 50, "reserved": 0, "borrowed": 0, "refused": 0}
+    assert models["boss"]["organizations"] == models["caller"]["organizations"] == {"acme": use}
+    assert models["spy"]["organizations"] == {}
+
+
 # ---- messages --------------------------------------------------------------------------------------
 
 
@@ -88,6 +102,8 @@ def test_several_messages_are_stored_whole_or_not_at_all(server: Server) -> None
         ({"expires_at": "2020-01-01T00:00:00Z"}, 400, "InvalidExpiry"),
         ({"what": 1}, 400, "InvalidMessage"),
         ({"hop": 0}, 400, "InvalidMessage"),
+        ({"tokens": -1}, 400, "InvalidMessage"),
+        ({"tokens": 5, "models": "small"}, 400, "InvalidMessage"),
     ],
 )
 def test_an_invalid_message_is_refused(

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from postroom import Engine
 from postroom.contracts.engine import ordering
+from postroom.contracts.engine import tokens as token_books
 from postroom.contracts.engine.cells import EFFECTS, KEYS
 from postroom.contracts.engine.claims import Claims
 from postroom.contracts.engine.operations import Operations
-from postroom.core import lifecycle
+from postroom.core import lifecycle, tokens
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import MemoryTransaction
 from postroom.testing import HandlerWorld, World
@@ -170,6 +171,31 @@ def keep_what_was_rolled_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryTransaction, "undo", MemoryTransaction.commit)
 
 
+def keep_unused_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The account forgets to take back what a lease had reserved."""
+    settle = tokens.settle
+
+    def keep(account: tokens.Account, grant: tokens.Grant, used: int, *, ran: bool) -> tokens.Account:
+        return replace(settle(account, grant, used, ran=ran), tokens=account.tokens - used)
+
+    patch.setattr(tokens, "settle", keep)
+
+
+def forget_what_was_used(patch: pytest.MonkeyPatch) -> None:
+    settle = tokens.settle
+
+    def forget(account: tokens.Account, grant: tokens.Grant, used: int, *, ran: bool) -> tokens.Account:
+        return settle(account, grant, 0, ran=ran)
+
+    patch.setattr(tokens, "settle", forget)
+
+
+def keep_reservations_of_failures(patch: pytest.MonkeyPatch) -> None:
+    """The lease of a failed attempt goes on holding its tokens, and its message is claimed again."""
+    patch.setattr(Operations, "_settle_failure", lambda *_: None)
+    patch.setattr(token_books, "is_live", lambda *_: True)
+
+
 MUTANTS: dict[Patch, set[str]] = {
     accept_any_token: {"stale", "history"},
     ignore_the_end_of_a_lease: {"stale"},
@@ -187,6 +213,9 @@ MUTANTS: dict[Patch, set[str]] = {
     revive_the_cancelled: {"terminal"},
     miscount: {"books"},
     keep_what_was_rolled_back: {"unknown"},
+    keep_unused_tokens: {"tokens"},
+    forget_what_was_used: {"tokens"},
+    keep_reservations_of_failures: {"tokens"},
 }
 
 

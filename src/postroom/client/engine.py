@@ -24,7 +24,7 @@ from postroom.client import arguments
 from postroom.client.agent import RemoteAgent
 from postroom.client.calls import HttpClient
 from postroom.client.connections import Call, pause_s
-from postroom.errors import InvalidMessage, MessageFailed, Unreachable
+from postroom.errors import InvalidMessage, Unreachable, failure_of
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
 STREAM_SILENCE_S = 45.0  # after which a stream is taken for lost; the server sends something every 15 s
@@ -119,7 +119,7 @@ class EngineClient(HttpClient):
             if message.succeeded:
                 return message.result
             if message.ended:
-                raise MessageFailed(message_id, message.state, message.errors)
+                raise failure_of(message_id, message.state, message.errors)
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"message {message_id} has not ended within {timeout_s:g} s")
 
@@ -180,6 +180,10 @@ class EngineClient(HttpClient):
     def status(self) -> dict[str, Any]:
         """Depths, stages, workers, breakers and pauses; with an agent's token, of its organization."""
         return dict(self.request("GET", "/engine/status"))
+
+    def tokens(self) -> dict[str, Any]:
+        """The token budgets; with an agent's token, without what other organizations do."""
+        return dict(self.request("GET", "/engine/tokens"))
 
     def pause(self, *, org_id: str = "", type: str = "", kill: bool = False) -> None:  # noqa: A002
         """Stop deliveries of an organization, of a type, of both together, or all of them."""

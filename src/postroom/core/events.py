@@ -87,7 +87,9 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "too many crashes": ("quarantined", "alert"),
         "replay": ("replayed", "enqueued"),
         "a breaker": ("breaker_opened", "breaker_closed"),
-        "a token budget": ("tokens_reserved", "tokens_returned"),
+        "claim of a message with tokens": ("tokens_reserved", "tokens_borrowed", "tokens_refused"),
+        "the end of its lease": ("tokens_returned",),
+        "the beginning of a window of a model": ("tokens_rebalanced",),
         "a response that its agent has": ("delivered",),
         "an agent registers, is heard of, is late, is dead or leaves": ("agent_health",),
         "a message between agents": ("receipt",),
@@ -209,11 +211,11 @@ _LIFTED: Final = frozenset(
 def of_store(event: Event, source: str, contract: Contract, payload: str = "") -> AuditEvent:
     """An event of a store, in the stream.
 
-    The queue of an agent belongs to `contract`. Organizations and breakers belong to the engine.
+    The queue of an agent belongs to `contract`. Organizations, breakers and budgets belong to the engine.
     """
     org_id = org_of(event.queue)
     detail = event.detail
-    if org_id or event.kind in ("breaker_opened", "breaker_closed"):
+    if org_id or event.kind in ("breaker_opened", "breaker_closed", "tokens_rebalanced"):
         contract = "engine"
         names = _lifted(detail)
         detail = {name: value for name, value in detail.items() if name not in _LIFTED}

@@ -18,6 +18,7 @@ from postroom.contracts.engine.inspection import EngineStatus, info_of, status_o
 from postroom.contracts.engine.messages import CreatedBy, Prepared
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.parts import Position, parse_position, read_on
+from postroom.contracts.engine.token_status import status_of as token_status_of
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.task_operations import TaskOperations
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, UnknownTask
@@ -298,6 +299,14 @@ def _status_for(identity: Identity, found: EngineStatus, services: set[str]) -> 
         breakers={name: each for name, each in found.breakers.items() if name in services},
         pauses=[pause for pause in found.pauses if pause["org_id"] in ("", identity.org)],
     )
+
+
+async def tokens(server: TaskServer, request: HttpRequest) -> HttpReply:
+    rules, identity = server.engine.policy.token_rules, request.identity
+    found = await server.read_for(
+        request, lambda: _read(server, lambda operations: token_status_of(operations.transaction, rules))
+    )
+    return HttpReply(200, _encode(found if identity.is_operator else found.of_organization(identity.org)))
 
 
 async def pause(server: TaskServer, request: HttpRequest) -> HttpReply:

@@ -6,6 +6,7 @@ from typing import Any
 
 from postroom.contracts.engine.dlq import DeadLetter
 from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
+from postroom.contracts.engine.token_status import TokenStatus
 from postroom.contracts.task_views import TaskInfo
 from postroom.runtime import agent_handlers, engine_handlers, event_streams, handlers, monitoring
 from postroom.runtime.endpoint import ServedRoute
@@ -366,6 +367,10 @@ ROUTES: Sequence[ServedRoute] = (
     ServedRoute(
         Route("GET", "/engine/status", "The state of the global queue", {200: (EngineStatus,)}, _READ),
         engine_handlers.status,
+    ),
+    ServedRoute(
+        Route("GET", "/engine/tokens", "The token budgets of models", {200: (TokenStatus,)}, _READ),
+        engine_handlers.tokens,
     ),
     ServedRoute(
         Route(

@@ -15,7 +15,7 @@ import msgspec
 from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.errors import InvalidMessage, QueueFull, UnknownTask
-from postroom.message import Envelope, Event, EventKind, Moment, Record, State, Step, org_of
+from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, State, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -116,6 +116,8 @@ class Transaction(Ledger, Lanes):
     """Whether the commit needs an fsync."""
     ended = False
     """Whether a record ended."""
+    lapsed: Sequence[int] = ()
+    """The leases that `put_back` ended."""
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
@@ -318,6 +320,7 @@ class Transaction(Ledger, Lanes):
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
+        self.lapsed = [*self.lapsed, *(step.events[0].lease for step in steps)]
         steps += self.apply(Ending("delay", self.steady_ns, limit), lifecycle.wake)
         return len(steps)
 
@@ -389,6 +392,11 @@ class Transaction(Ledger, Lanes):
     def emit(self, kind: EventKind, queue: str = "", **facts: Any) -> None:
         """Emit an event that is about no message."""
         self._emit(lifecycle.occurrence(self._moment(self.take_numbers(1)), kind, queue, **facts))
+
+    def note(self, noted: Sequence[Noted]) -> None:
+        """Emit events that change no record."""
+        first = self.take_numbers(len(noted))
+        self.save((), [one.event(seq, self.wall_us) for seq, one in enumerate(noted, first)])
 
     def limits(self, queue: str) -> Limits:
         """The limits of a queue."""

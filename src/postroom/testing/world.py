@@ -29,6 +29,7 @@ from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Outcome, OutcomeKind, Submitted, Usage
 from postroom.contracts.engine.policy import REQUEST_TYPES, Guard, Organization, Policy
+from postroom.contracts.engine.token_status import status_of
 from postroom.core import breaker, lifecycle
 from postroom.core.admission import Backpressure
 from postroom.core.breaker import Breaker, Circuit
@@ -38,6 +39,7 @@ from postroom.core.history_checker import History
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
 from postroom.core.times import EPOCH, MICROSECOND
+from postroom.core.tokens import WINDOW_NS, WINDOWS, Observed
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -72,6 +74,12 @@ TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
 KEYS: Final = ("", "", "", "a", "b")
 GOALS_OF_THE_WORLD: Final = ("g1", "g2")
+MODELS: Final[dict[str, Any]] = {
+    "large": {"tokens_per_minute": 200, "requests_per_minute": 6},
+    "small": {"tokens_per_minute": 100, "tokens_per_day": 1_000},
+}
+MODELS_ASKED: Final[tuple[list[str], ...]] = ([], ["small"], ["large"], ["small", "large"])
+TOKENS_ASKED_MAX: Final = 50  # P3 can get them of every model
 _ENDS: Final[dict[str, State]] = {
     "dead_letter": "DEAD_LETTER",
     "expired": "EXPIRED",
@@ -204,6 +212,7 @@ class World:
             self._replay: 3,
             self._purge: 1,
             self._outage: 3,
+            self._throttle: 1,
             self._sweep: 3,
             self._wait: 9,
             self._step_wall: 1,
@@ -214,6 +223,7 @@ class World:
         self._counts[name] = self._counts.get(name, 0) + 1
         action()
         self._hear()
+        self._check_tokens()
 
     def _note(self, *words: object) -> None:
         self._trace.append(f"{self._now_ns() / NANOS_PER_S:9.3f}  {' '.join(map(str, words))}")
@@ -297,7 +307,11 @@ class World:
             "ordering_key": chance.choice(KEYS) or None,
             "on_dead": chance.choice(("continue", "continue", "stop")),
             "idempotency_key": f"k{chance.getrandbits(40)}" if chance.random() < 0.5 else None,
+            "tokens": chance.choice((0, chance.randint(1, TOKENS_ASKED_MAX))),
+            "models": chance.choice(MODELS_ASKED),
         }
+        if self.checker.accepted and chance.random() < 0.5:
+            fields["parent_message_id"] = chance.choice(self.checker.accepted[-4:])
         if chance.random() < 0.15:
             lives = timedelta(seconds=delay_s + chance.uniform(1, 40))
             fields["expires_at"] = EPOCH + self.clock.wall_us() * MICROSECOND + lives
@@ -371,6 +385,9 @@ class World:
         held = [_Held(one, worker) for one in claimed]
         for one in held:
             self._note(worker, "claimed", one.message_id, "lease", one.lease)
+            if (grant := one.claimed.grant) is not None:
+                self._note("  with", grant.tokens, "tokens of", grant.model, f"({grant.borrowed} borrowed)")
+                self.checker.reserved(one.message_id, one.lease, grant.model, grant.tokens)
         self._held += held
         return held
 
@@ -421,7 +438,7 @@ class World:
             retry_in_s=chance.choice((None, None, 0.0, 5.0)), spread=chance.random(),
             delay_s=chance.uniform(0, 10), counts_for_breaker=bool(service),
             usage=Usage(tokens_in=chance.randrange(50)) if chance.random() < 0.3 else None,
-            keeps_priority=chance.random() < 0.3,
+            keeps_priority=chance.random() < 0.3, grant=claimed.grant,
         )  # fmt: skip
 
     def _commit(self, outcomes: list[Outcome]) -> None:
@@ -601,6 +618,12 @@ class World:
         self._down ^= {service}
         self._note("service", service, "is down" if service in self._down else "is up")
 
+    def _throttle(self) -> None:
+        """A provider asks for a pause."""
+        model = self._random.choice([*MODELS])
+        self._write(lambda operations: operations.observe("p", model, Observed(retry_after_s=5.0)))
+        self._note("the provider of", model, "asks for a pause")
+
     def _sweep(self) -> None:
         self._write(lambda operations: operations.sweep())
 
@@ -667,6 +690,24 @@ class World:
                     "priority", record.message_id, f"it waits in class {lane} while P{max(lanes)} was claimed"
                 )
 
+    # ---- what must hold at every instant -------------------------------------------------------
+
+    def _check_tokens(self) -> None:
+        rules = self.policy.token_rules
+        if rules is None:
+            return
+        status = self._store.read(lambda transaction: status_of(transaction, rules))
+        for name, model in status.providers["p"].models.items():
+            for window, found in model.windows.items():
+                is_whole = found.used + found.reserved + found.free == found.limit == MODELS[name][window]
+                if not is_whole or min(found.used, found.reserved, found.free) < 0:
+                    self.checker.report("tokens", "", f"{window} of {name} does not add up: {found}")
+            begun_ns = self._now_ns() + round(model.resets_in_s * NANOS_PER_S)
+            begun_ns -= WINDOW_NS[WINDOWS.index(model.window)]
+            self.checker.books(name, model.used, model.reserved, self._now_ns(), begun_ns)
+            if sum(tier.limit for tier in model.tiers) != model.limit:
+                self.checker.report("tokens", "", f"the pools of {name} are not its limit: {model.tiers}")
+
     # ---- the end -------------------------------------------------------------------------------
 
     def _drain(self) -> None:
@@ -712,6 +753,7 @@ class World:
         for record in self._records():
             records[record.message_id] = (record.state, self._loaded(record.message_id).result)
         self.checker.drained(records)
+        self._check_tokens()
         self._check_books()
         if self.policy.guard.is_set:
             for key, use in self._store.read(GOALS.scan):
@@ -747,12 +789,21 @@ def _policy(chance: random.Random) -> Policy:
             on_open=chance.choice(("defer", "defer", "fail")),
         ),
         guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(messages=20))),
+        tokens=chance.choice(({}, _budgets(chance))),
         organizations={
             "acme": Organization(weight=chance.choice((0.5, 1.0, 3.0))),
             "bolt": Organization(max_depth=chance.choice((None, 5))),
             "crux": Organization(rate_per_s=chance.choice((None, 2.0))),
         },
     )
+
+
+def _budgets(chance: random.Random) -> dict[str, Any]:
+    return {
+        "providers": {"p": {"models": MODELS}},
+        "tiers": chance.choice(([0.4, 0.3, 0.2, 0.1], [0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.0, 0.0])),
+        "shortage": chance.choice(("defer", "queue", "degrade")),
+    }
 
 
 def _then(result: T, *, fails: bool) -> T:

@@ -37,6 +37,9 @@ class Folder:
     def agents(self, org_id: str | None) -> list[dict[str, Any]]:
         return [_builtins(info) for info in self._blocking.agents(org_id)]
 
+    def tokens(self) -> dict[str, Any]:
+        return _builtins(self._blocking.tokens.status())
+
     def explain(self, message_id: str) -> str:
         return self._blocking.explain(message_id)
 
@@ -83,6 +86,9 @@ class Remote:
 
     def agents(self, org_id: str | None) -> list[dict[str, Any]]:
         return self._client.agents(org_id)
+
+    def tokens(self) -> dict[str, Any]:
+        return self._client.tokens()
 
     def explain(self, message_id: str) -> str:
         return self._client.explain(message_id)

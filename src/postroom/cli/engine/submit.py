@@ -25,6 +25,8 @@ from postroom.errors import MessageFailed, UnknownType
 @click.option("--delay-s", type=parse_wait, metavar="S", help="Hold the message back for S seconds.")
 @click.option("--ordering-key", metavar="TEXT", help="Messages with the same key run one after the other.")
 @click.option("--max-retries", type=click.IntRange(0, 1000), metavar="N", help="[default: by the type]")
+@click.option("--tokens", type=click.IntRange(0), metavar="N", help="Tokens to reserve when it is claimed.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="A model it may use; repeatable.")
 @click.option("--app", metavar="MODULE:ENGINE", help="With --data: an app whose types and rules hold.")
 @click.option("--wait-s", type=parse_wait, metavar="S", help="Wait up to S seconds for the result, too.")
 @click.pass_obj
@@ -52,7 +54,7 @@ def submit(
       postroom engine submit --data run --type model_call --org acme --priority 0 --payload-file call.json
       postroom engine submit --url http://127.0.0.1:8800 --type tool_call --payload '{}' --wait-s 30
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     if data is not None and "org_id" not in given:
         raise click.UsageError("--data needs --org, the organization of the message")
     fields = {"type": type_name, "payload": read_json("--payload", payload, payload_file), **given}

@@ -11,6 +11,7 @@ import msgspec
 from postroom.core.admission import Throttle
 from postroom.core.agents import Health, Receipt
 from postroom.core.breaker import Circuit
+from postroom.core.tokens import Account, Grant
 from postroom.stores.base import CHUNKS
 from postroom.stores.transaction import Transaction
 
@@ -222,6 +223,25 @@ class WantedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: tuple[str, ...] = ()
 
 
+class Hold(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Tokens that are reserved for an attempt, until its lease ends."""
+
+    message_id: str
+    lease: int
+    attempt: int
+    org_id: str
+    grant: Grant
+
+
+class TokenUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What an organization used of a model in the window that ends at `until_ns`."""
+
+    until_ns: int = 0
+    used: int = 0
+    borrowed: int = 0
+    refused: int = 0
+
+
 KEYS: Final = Kind("engine.key", UsedKey)
 CIRCUITS: Final = Kind("engine.breaker", Circuit)
 PRESSURES: Final = Kind("engine.pressure", Pressure)
@@ -253,6 +273,14 @@ PROGRAMS: Final = Kind("engine.program", WantedProgram)
 WORKERS: Final = Kind("engine.worker", WorkerInfo)
 GOALS: Final = Kind("engine.goal", GoalUse)
 RATES: Final = Kind("engine.rate", Bucket)
+ACCOUNTS: Final = Kind("engine.tokens", Account)
+"""Provider, model -> the books of the model."""
+HOLDS: Final = Kind("engine.token_holds", list[Hold])
+"""The complement of the first lease of a claim -> what the claim has reserved and still holds."""
+TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
+"""Provider, model, organization -> its use."""
+DEPENDANTS: Final = Kind("engine.dependant", bool)
+"""Parent, child -> True, while an engine has budgets: messages that a message holds up."""
 BODY_USES: Final = Kind("engine.body_use", bool)
 """Digest, message id -> True: the messages that refer to a large payload."""
 BODIES: Final = "engine.body"

@@ -116,6 +116,13 @@ class EngineCore:
             lambda transaction: work(Operations(transaction, policy)), makes_room=makes_room
         )
 
+    async def write_at(self, work: Callable[[Operations, int], T]) -> T:
+        """As `write`, with the time of the commit for people."""
+        policy = self.policy
+        return await self._commits.write(
+            lambda transaction: work(Operations(transaction, policy), transaction.wall_us), makes_room=True
+        )
+
     async def add_parts(self, message_id: str, lease: int, parts: list[Part], first: int) -> None:
         """Store parts of a running handler, and wake who reads them."""
         await self.write(

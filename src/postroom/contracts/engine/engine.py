@@ -20,6 +20,7 @@ from postroom.contracts.engine.inspection import EngineStatus, MessageInfo
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.parts import joined_answer
 from postroom.contracts.engine.policy import Policy
+from postroom.contracts.engine.token_status import Tokens
 from postroom.contracts.engine.worker import DRAIN_S, Worker
 from postroom.contracts.task_input import checked_text
 from postroom.core.names import is_name
@@ -42,6 +43,7 @@ class Engine(Closing):
     def __init__(self, store: Store, policy: Policy | None = None) -> None:
         self._core = self._new_core(store, Policy() if policy is None else policy)
         self.dlq = DeadLetters(self._core)
+        self.tokens = Tokens(self._core)
         self.blocking = Blocking(self)
         self.drain_s = DRAIN_S
         """How long `stop` waits for running handlers."""
@@ -122,7 +124,8 @@ class Engine(Closing):
 
         Also: priority (0 to 3), agent_id, user_id, goal_id, task_id, parent_message_id, created_by,
         idempotency_key, ordering_key, on_dead, delay_s, expires_at, max_retries, service, context, metadata,
-        resource_limits, token_needs, model_preferences, traceparent, tracestate, version, durability.
+        resource_limits, tokens, models, token_needs, model_preferences, traceparent, tracestate, version,
+        durability.
         """
         [handle] = await self.submit_many([fields])
         return handle

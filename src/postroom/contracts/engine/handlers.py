@@ -21,13 +21,14 @@ from postroom.errors import (
     InvalidSetting,
     Overloaded,
     RateLimited,
+    TokensExhausted,
     ValidationError,
 )
 from postroom.message import org_of
 
 TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
-_FINAL = (ValidationError, EffectUnknown, GuardTripped, Bounced)
+_FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced)
 """Errors that another attempt would meet again."""
 
 Pool = Literal["thread", "process"]
@@ -150,6 +151,10 @@ def completed(claimed: Claimed, handler: Handler, result: Any, usage: Usage | No
     )  # fmt: skip
 
 
+CUT: Final = {"cut_at": "tokens"}
+"""The result of a stream that used up its reservation."""
+
+
 def _check_size(data: bytes) -> None:
     if len(data) > RESULT_BYTES_MAX:
         raise InvalidMessage(f"the result has {len(data)} bytes, and at most {RESULT_BYTES_MAX} are kept")
@@ -163,6 +168,7 @@ def failed(
     spread: float = 0.0,
     keeps_priority: bool = False,
     error_type: str = "",
+    usage: Usage | None = None,
 ) -> Outcome:
     """The handler raised."""
     record = claimed.record
@@ -187,6 +193,8 @@ def failed(
         service="" if handler is None else service_of(claimed, handler),
         counts_for_breaker=not isinstance(error, (*_FINAL, RateLimited, Overloaded)),
         body=claimed.body,
+        usage=usage,
+        grant=claimed.grant,
     )
 
 

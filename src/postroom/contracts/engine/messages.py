@@ -29,6 +29,7 @@ from postroom.core import versions
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, epoch_ns_of, parse_utc
+from postroom.core.tokens import TOKENS_MAX, TokenRules
 from postroom.core.versions import Migration
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, UnknownType, ValidationError
 from postroom.message import ENGINE_PREFIX, Durability, Envelope, Record
@@ -94,6 +95,10 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}
     model_preferences: list[str] = []
+    tokens: int = 0
+    """Tokens that are reserved when it is claimed."""
+    models: list[str] = []
+    """The models that it may use, the preferred one first; empty for any."""
     service: str = ""
     idempotency_key: str = ""
     ordering_key: str = ""
@@ -131,6 +136,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: ResourceLimits | None = None
     token_needs: dict[str, Any] = {}
     model_preferences: list[str] = []
+    tokens: int = 0
+    models: list[str] = []
     service: str = ""
     idempotency_key: str = ""
     ordering_key: str = ""
@@ -163,6 +170,8 @@ class NewMessage(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: Any = None
     token_needs: Any = None
     model_preferences: Any = None
+    tokens: Any = 0
+    models: Any = None
     service: Any = ""
     idempotency_key: Any = None
     ordering_key: Any = None
@@ -242,6 +251,8 @@ class Registry:
         body = _body(new, extra, expires_us, payload, new.version or policy.version)
         check_durability(new.durability)
         priority = _priority(new.priority)
+        if policy.token_rules is not None and (body.tokens or body.models):
+            _check_budget(policy.token_rules, body, priority)
         durability: Durability = new.durability or ("os" if priority == 0 else "group")
         envelope = Envelope(
             queue=ENGINE_PREFIX + org_id,
@@ -320,6 +331,8 @@ def message_of(record: Record, type_name: str, parent: str, body: Body, payload:
         resource_limits=body.resource_limits,
         token_needs=body.token_needs,
         model_preferences=body.model_preferences,
+        tokens=body.tokens,
+        models=body.models,
         service=body.service,
         idempotency_key=body.idempotency_key,
         ordering_key=body.ordering_key,
@@ -426,6 +439,8 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         resource_limits=_resource_limits(new.resource_limits),
         token_needs=_object("token_needs", new.token_needs),
         model_preferences=_texts("model_preferences", new.model_preferences),
+        tokens=_tokens(new.tokens),
+        models=_texts("models", new.models),
         service=_text("service", new.service),
         idempotency_key=_key("idempotency_key", new.idempotency_key),
         ordering_key=_key("ordering_key", new.ordering_key),
@@ -435,6 +450,26 @@ def _body(new: NewMessage, extra: dict[str, Any], expires_us: int, payload: byte
         hop=_hop(new.hop),
         extra=extra,
     )
+
+
+def _tokens(tokens: object) -> int:
+    if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
+        raise InvalidMessage(f"tokens must be a whole number from 0 to {TOKENS_MAX}, not {tokens!r}")
+    return tokens
+
+
+def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
+    """Refuse models without a budget, and more tokens than any of the models can ever give."""
+    unknown = [name for name in body.models if name not in rules.named]
+    if unknown:
+        known = ", ".join(sorted({rule.name for rule in rules.models}))
+        raise InvalidMessage(f"there is no model {unknown[0]!r}: the models with a budget are {known}")
+    most = max(rule.reach[priority] for rule in rules.candidates(body.models))
+    if body.tokens > most:
+        raise InvalidMessage(
+            f"a message of P{priority} that asks for {body.tokens} tokens would never run: "
+            f"its models give at most {most}"
+        )
 
 
 def _hop(hop: object) -> int:

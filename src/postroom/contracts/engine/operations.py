@@ -16,6 +16,7 @@ from postroom.contracts.engine.cells import (
     BODIES,
     BODY_USES,
     CIRCUITS,
+    DEPENDANTS,
     EFFECTS,
     GOALS,
     KEYS,
@@ -37,10 +38,12 @@ from postroom.contracts.engine.cells import (
 )
 from postroom.contracts.engine.messages import Body, Prepared, decode_body, digest_of, stored
 from postroom.contracts.engine.policy import FAILED_KEPT_FACTOR, Policy
+from postroom.contracts.engine.tokens import NOTHING, Spent, TokenBooks, note_dependant
 from postroom.contracts.task_input import checked_id
 from postroom.core import breaker, lifecycle
 from postroom.core.ids import number_in_uuid, store_tag
 from postroom.core.retry import demoted
+from postroom.core.tokens import Grant, Observed, TokenRules
 from postroom.errors import (
     EffectUnknown,
     InvalidMessage,
@@ -105,6 +108,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     counts_for_breaker: bool = False
     body: Body | None = None
     usage: Usage | None = None
+    grant: Grant | None = None
+    """The tokens that were reserved for the attempt."""
 
 
 class Operations:
@@ -113,6 +118,7 @@ class Operations:
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self.transaction = transaction
         self._policy = policy
+        self._books = None if policy.token_rules is None else TokenBooks(transaction, policy.token_rules)
 
     # ---- submitting ----------------------------------------------------------------------------
 
@@ -218,6 +224,8 @@ class Operations:
         transaction, body = self.transaction, message.body
         if len(message.payload) > self._policy.body_inline_bytes_max:
             self._store_body(message.digest, message.payload, message_id)
+        if self._books is not None and message.envelope.parent_message_id:
+            note_dependant(transaction, message.envelope.parent_message_id, message_id)
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
@@ -238,12 +246,15 @@ class Operations:
                     self._finish(outcome)
                 except (StaleLease, UnknownTask, WrongState):
                     stale.append(outcome.message_id)
+        if self._books is not None:
+            self._books.flush()
         return stale
 
     def _complete(self, outcomes: Sequence[Outcome]) -> list[str]:
         together = {one.message_id: one for one in outcomes}
         repeated = [one for one in outcomes if together[one.message_id] is not one]
-        details = {one.message_id: _spent(one) for one in outcomes if one.usage is not None}
+        rules = self._policy.token_rules
+        details = {one.message_id: _spent(one, rules) for one in outcomes if one.usage is not None}
         try:
             new = self.transaction.complete(
                 {message_id: (one.lease, one.result) for message_id, one in together.items()}, details
@@ -257,7 +268,8 @@ class Operations:
         """Complete one message; False when the lease was over."""
         result = {outcome.message_id: (outcome.lease, outcome.result)}
         try:
-            new = self.transaction.complete(result, {outcome.message_id: _spent(outcome)})
+            details = {outcome.message_id: _spent(outcome, self._policy.token_rules)}
+            new = self.transaction.complete(result, details)
         except (StaleLease, UnknownTask):
             return False
         self._after_success([outcome], new)
@@ -275,6 +287,10 @@ class Operations:
                 circuits[outcome.service] = after
             if outcome.body is not None and outcome.body.ordering_key:
                 self._ended(outcome.message_id)
+        if self._books is not None:
+            for outcome in outcomes:
+                if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
+                    self._settle(outcome, Spent(_tokens_of(outcome), ran=True))
         if self._policy.guard.is_set:
             self._count_usage([one for one in outcomes if one.message_id in new])
 
@@ -298,11 +314,13 @@ class Operations:
                 self._fail(outcome)
             case "released":
                 self._apply(outcome, lambda record, moment: lifecycle.release(record, moment, outcome.lease))
+                self._settle(outcome, NOTHING)
             case "crashed":
                 self._apply(
                     outcome,
                     lambda record, moment: lifecycle.crash(record, moment, outcome.lease, outcome.error),
                 )
+                self._settle(outcome, NOTHING)
             case "deferred":
                 delay_ns = round(outcome.delay_s * lifecycle.NANOS_PER_S)
                 self._apply(
@@ -311,6 +329,12 @@ class Operations:
                         record, moment, delay_ns, outcome.error, outcome.lease
                     ),
                 )
+                self._settle(outcome, NOTHING)
+
+    def _settle(self, outcome: Outcome, spent: Spent) -> None:
+        """Book what an attempt used of its reservation, and return the rest."""
+        if self._books is not None:
+            self._books.settle(outcome.lease, spent)
 
     def _fail(self, outcome: Outcome) -> None:
         rule = self._policy.retry_of(outcome.type)
@@ -328,12 +352,31 @@ class Operations:
             )  # fmt: skip
 
         is_first = self._apply(outcome, decide)
+        self._settle_failure(outcome)
         if is_first and outcome.counts_for_breaker and outcome.service:
             circuit = CIRCUITS.get(self.transaction, outcome.service) or breaker.CLOSED
             rule_of_service = self._policy.breaker_of(outcome.service)
             now = self.transaction.steady_ns
             after = breaker.failed(circuit, rule_of_service, outcome.message_id, now)
             self._set_circuit(outcome.service, circuit, after)
+
+    def _settle_failure(self, outcome: Outcome) -> None:
+        """Book what a failed attempt used. A provider that limits the rate is left alone for a while."""
+        if self._books is None:
+            return
+        if outcome.grant is not None and outcome.error_type == "RateLimited":
+            said = Observed(retry_after_s=outcome.retry_in_s)
+            self._books.observe(outcome.grant.provider, outcome.grant.model, said)
+        self._settle(
+            outcome,
+            Spent(_tokens_of(outcome), ran=True, facts=_spent(outcome, self._policy.token_rules)),
+        )
+
+    def observe(self, provider: str, model: str, said: Observed) -> None:
+        """Follow what the headers of a provider say about a model."""
+        if self._books is not None:
+            self._books.observe(provider, model, said)
+            self._books.flush()
 
     def _apply(self, outcome: Outcome, decide: Decide) -> bool:
         """Apply an outcome; False when it was applied before."""
@@ -445,6 +488,8 @@ class Operations:
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
             ordering.ended(self.transaction, step.record)
+            if self._books is not None:
+                self._books.settle_all(event.lease for event in step.events if event.lease)
 
     def replay(self, message_id: str, priority: int | None) -> None:
         """Queue a dead letter again, as a new attempt with all its retries."""
@@ -501,6 +546,8 @@ class Operations:
         ]
         for record in held:
             self.transaction.apply(ByIds((record.message_id,)), lifecycle.lapse)
+        if self._books is not None:
+            self._books.settle_all(record.lease for record in held)
         return len(held)
 
     # ---- sweeping ------------------------------------------------------------------------------
@@ -510,7 +557,10 @@ class Operations:
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
             ordering.ended(self.transaction, step.record)
-        return self.transaction.put_back(limit) + len(steps)
+        count = self.transaction.put_back(limit) + len(steps)
+        if self._books is not None:
+            self._books.sweep()
+        return count
 
     def purge(self, after: int, limit: int = PURGE_BATCH_MAX) -> int:
         """Look at `limit` records behind `after`, and forget messages that have been kept long enough.
@@ -534,6 +584,8 @@ class Operations:
                     transaction.put_cell(BODIES, body.payload_ref, None)
             EFFECTS.drop_under(transaction, record.message_id)
             PARTS.drop_under(transaction, record.message_id)
+            if self._books is not None:
+                DEPENDANTS.drop_under(transaction, record.message_id)
             RECEIPTS.put(transaction, None, record.message_id)
             ordering.leave(transaction, record)
         if records:
@@ -620,11 +672,17 @@ def _renewal(lease: int) -> Decide:
     return lambda record, moment: lifecycle.renew(record, moment, lease)
 
 
-def _spent(outcome: Outcome) -> dict[str, Any]:
-    """What the completion says for the audit stream."""
+def _tokens_of(outcome: Outcome) -> int:
+    return 0 if outcome.usage is None else outcome.usage.tokens_in + outcome.usage.tokens_out
+
+
+def _spent(outcome: Outcome, rules: TokenRules | None) -> dict[str, Any]:
+    """What the end of an attempt says for the audit stream."""
     if outcome.usage is None:
         return {}
     facts: dict[str, Any] = msgspec.to_builtins(outcome.usage)
+    if rules is not None and not outcome.usage.cost_usd:
+        facts["cost_usd"] = rules.cost_usd(outcome.usage.model, _tokens_of(outcome))
     if outcome.body is not None:
         facts |= {"goal_id": outcome.body.goal_id, "agent_id": outcome.body.agent_id}
     if outcome.service:

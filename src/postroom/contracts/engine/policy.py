@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from postroom.core.admission import Backpressure
 from postroom.core.agents import AGENTS_AN_ORGANIZATION_MAX, AgentRules
@@ -11,6 +12,7 @@ from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.retry import Retry
+from postroom.core.tokens import TokenRules, token_rules
 from postroom.core.versions import CURRENT_VERSION
 from postroom.errors import InvalidSetting
 
@@ -116,12 +118,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     agents: AgentRules = AgentRules()
     keep_priority: KeepPriority | None = None
     """Asked before a retry is demoted; None demotes every retry."""
+    tokens: Mapping[str, Any] = {}
+    """Budgets of models: providers with their limits, the shares of the tiers, and what a shortage does."""
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
     version: str = CURRENT_VERSION
+    token_rules: TokenRules | None = None
+    """Made of `tokens`; None without budgets."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Mapping):
+            raise InvalidSetting(f"tokens must be an object with providers, not {self.tokens!r}")
+        force_setattr(self, "token_rules", token_rules(self.tokens))
         if len(self.promote_after_s) != 3 or any(seconds <= 0 for seconds in self.promote_after_s):  # noqa: PLR2004
             raise InvalidSetting(
                 "promote_after_s must be three positive numbers: P1 to P0, P2 to P1, P3 to P2"

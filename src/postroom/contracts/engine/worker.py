@@ -26,6 +26,7 @@ from postroom.contracts.engine.cells import WorkerInfo
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.context import Context, ThreadContext
 from postroom.contracts.engine.handlers import (
+    CUT,
     Handler,
     awaited,
     called,
@@ -40,7 +41,7 @@ from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
 from postroom.core import poison
 from postroom.core.fairness import Rotation
-from postroom.errors import PostroomError, Unavailable, ValidationError
+from postroom.errors import PostroomError, TokensExhausted, Unavailable, ValidationError
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -327,7 +328,9 @@ class Worker:
             shaped = self._core.registry.shaped(claimed.type, payload or bytes(claimed.body.payload))
             record = claimed.record
             message = message_of(record, claimed.type, claimed.parent_message_id, claimed.body, shaped)
-            context = running.context = Context(self._core, message, record.lease, record.attempt)
+            context = running.context = Context(
+                self._core, message, record.lease, record.attempt, claimed.grant
+            )
             if poison.runs_alone(record) or handler.pool == "process":
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
@@ -337,16 +340,24 @@ class Worker:
             await context.flush()
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
-            return self._failure(claimed, handler, message, error)
+            return self._failure(claimed, handler, message, error, running.context)
 
     def _failure(
-        self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
+        self,
+        claimed: Claimed,
+        handler: Handler,
+        message: Message | None,
+        error: Exception,
+        context: Context | None = None,
     ) -> Outcome:
+        if isinstance(error, TokensExhausted) and context is not None and context.chunks:
+            return completed(claimed, handler, CUT, context.used)  # a stream is cut at its reservation
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
         outcome = failed(
             claimed, handler, error, spread=self._random.random(),
             keeps_priority=bool(keeps and keep is not None and keep(message, error)),
+            usage=None if context is None else context.used,
         )  # fmt: skip
         said = "message %s failed: %s: %s"
         _log.info(said, outcome.message_id, outcome.error_type, outcome.error, exc_info=error)
@@ -413,7 +424,7 @@ class Worker:
                 result = only_result(result)
             outcome = completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - as in `_outcome`
-            outcome = self._failure(claimed, handler, message, error)
+            outcome = self._failure(claimed, handler, message, error, context)
         return msgspec.structs.replace(outcome, body=None)
 
     def _drop(self, running: _Running) -> None:
