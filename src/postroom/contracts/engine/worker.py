@@ -340,7 +340,8 @@ class Worker:
             await context.flush()
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
-            return self._failure(claimed, handler, message, error, running.context)
+            failure = await _after_parts(running.context, error)
+            return self._failure(claimed, handler, message, failure, running.context)
 
     def _failure(
         self,
@@ -514,6 +515,16 @@ class Worker:
                     self._purged = now
                     await self._core.purge()
             await asyncio.sleep(REPORT_S if self._core.policy.lease_s >= REPORT_S else SWEEP_S)
+
+
+async def _after_parts(context: Context | None, error: Exception) -> Exception:
+    """The error of a handler, once its parts are stored. A stream that is cut needs them all."""
+    try:
+        if context is not None:
+            await context.flush()
+    except Exception as lost:  # noqa: BLE001 - of the store, or of the lease
+        return lost if isinstance(error, TokensExhausted) else error
+    return error
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
