@@ -265,6 +265,17 @@ def test_a_slow_reader_gets_every_chunk_in_order(url: str) -> None:
     soon(scenario())
 
 
+def test_agents_of_a_testing_engine_get_answers() -> None:
+    async def scenario() -> None:
+        engine = Engine.open("memory://")
+        handlers(engine)
+        async with engine.testing() as testing, Coordinator(testing) as coordinator:
+            agent = await coordinator.register("planner", "acme")
+            assert await agent.request(type="model_call", payload={"words": "ab"}, timeout_s=WAIT_S) == "1a1b"
+
+    soon(scenario())
+
+
 def test_blocking_request_waits_for_the_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with working(f"sqlite:///{tmp_path}/queue.db") as engine:

@@ -136,12 +136,14 @@ class Agent:
         core = self.coordinator.core
         prepared = core.registry.prepare(message, core.policy, core.store.wall_us())
         try:
-            return await self.coordinator.write_new(
+            submitted = await self.coordinator.write_new(
                 lambda agents: agents.request(self.agent_id, self.session, prepared, timeout_s)
             )
         except (Overloaded, GuardTripped) as error:
             await core.note_refusal(prepared, error)
             raise
+        await core.after_submit()
+        return submitted
 
     async def resume(self) -> AsyncIterator[Part]:
         """The parts of every open request that nobody in this process reads, until all of them have ended.

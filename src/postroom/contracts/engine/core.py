@@ -85,6 +85,9 @@ class EngineCore:
             await self.note_refusal(prepared[0], error)
             raise
 
+    async def after_submit(self) -> None:
+        """Messages were stored past `submit`. An engine for tests runs them now."""
+
     async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
         now = time.monotonic()

@@ -55,6 +55,9 @@ class InlineCore(EngineCore):
         await self.drain()
         return submitted
 
+    async def after_submit(self) -> None:
+        await self.drain()
+
     async def drain(self) -> None:
         """Run handlers until nothing can run without moving the clock."""
         if not self.workers:  # else a handler submits: its worker runs the child after it
