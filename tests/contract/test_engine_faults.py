@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Breaker, Guard, Organization, Policy
+from postroom.contracts.engine.breakers import Service
 from postroom.contracts.engine.cells import CIRCUITS, GOALS
 from postroom.contracts.engine.claims import Claimed
 from postroom.contracts.engine.operations import Outcome, Usage
@@ -54,11 +55,11 @@ def test_repeated_failure_counts_once_for_the_breaker(world: EngineUnderTest) ->
     [claimed] = world.claim()
     outcome = Outcome(
         kind="failed", message_id=claimed.record.message_id, lease=claimed.record.lease, error="x",
-        service="search", counts_for_breaker=True,
+        service=Service("acme", "search"), counts_for_breaker=True,
     )  # fmt: skip
     for _ in range(3):
         world.finish(outcome)
-    circuit = world.engine.store.read(lambda transaction: CIRCUITS.get(transaction, "search"))
+    circuit = world.engine.store.read(lambda transaction: CIRCUITS.get(transaction, "acme", "search"))
     assert circuit is not None
     assert circuit.state == "closed"
 

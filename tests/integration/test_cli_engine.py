@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from postroom import Coordinator, Engine
@@ -179,7 +181,7 @@ def test_options_of_a_submit_reach_the_message() -> None:
     ("arguments", "error"),
     [
         (["submit", "--type", "tool_call", "--org", "acme", "--payload", "{}"], "say where the messages are"),
-        (["submit", "--data", "run", "--type", "tool_call", "--payload", "{}"], "--data needs --org"),
+        (["submit", "--data", "run", "--type", "tool_call", "--payload", "{}"], "need --org"),
         (["submit", "--data", "run", "--type", "x", "--org", "a", "--payload", "{}"], "no message type 'x'"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "[]"], "JSON object"),
         (["submit", "--data", "run", "--type", "tool_call", "--org", "a", "--payload", "{"], "is not JSON"),
@@ -216,6 +218,15 @@ def test_an_app_brings_its_types() -> None:
     )  # fmt: skip
     assert result.code == 0, result.errors
     assert states() == {"QUEUED": 1}
+
+
+def test_an_app_names_its_own_store() -> None:
+    Path("shop.py").write_text(APP)
+    result = postroom(
+        "engine", "submit", "--app", "shop:engine", "--type", "own_type", "--org", "acme", "--payload", "{}"
+    )
+    assert result.code == 0, result.errors
+    assert engine("explain", result.line["message_id"]).code == 0
 
 
 def test_a_pause_holds_messages_back() -> None:
@@ -321,9 +332,10 @@ def test_sigterm_lets_running_messages_finish_and_claims_no_more() -> None:
         with opened() as store:  # a stopping worker takes nothing new
             later = submit(say="later")
             Path("go").touch()
-            supervisor.communicate(timeout=HANG_GUARD_S)
+            said, _ = supervisor.communicate(timeout=HANG_GUARD_S)
             assert store.blocking.get(later).state == "QUEUED"
     assert supervisor.returncode == 0
+    assert json.loads(said) == {"said": "drain", "in_flight": 1, "at_most_s": 30.0}
     assert states() == {"COMPLETED": 1, "QUEUED": 1}
 
 
@@ -377,6 +389,25 @@ def test_dead_letters_are_listed_replayed_and_purged(dead: list[str]) -> None:
     assert engine("dlq", "show", third).code == 1
     wrong = engine("dlq", "show", first)
     assert (wrong.code, "it is QUEUED" in wrong.error) == (1, True)
+
+
+def test_dead_letters_fit_into_80_columns() -> None:
+    with opened() as store:
+
+        @store.handler("own_type")
+        async def fail(_message: Any, _ctx: Any) -> None:
+            raise ValueError("a reason that is much longer than the rest of a line of a small terminal")
+
+        store.blocking.submit(type="own_type", org_id="acme", payload={}, max_retries=0)
+        thread = threading.Thread(target=store.blocking.run)
+        thread.start()
+        until(store.blocking.dlq.list)
+        store.blocking.stop()
+        thread.join(HANG_GUARD_S)
+    shown = run_on_terminal("postroom", "engine", "dlq", "list", "--data", "run", env={"COLUMNS": "80"})
+    lines = click.unstyle(shown.raw.decode()).splitlines()
+    assert [len(line) for line in lines if len(line) > 80] == []
+    assert "ValueError: a reason" in lines[1]
 
 
 # ---- load ------------------------------------------------------------------------------------------

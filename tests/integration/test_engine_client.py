@@ -18,6 +18,7 @@ from postroom.client import (
     NotAllowed,
     Overloaded,
     UnknownTask,
+    UnknownType,
     Unreachable,
     WrongState,
 )
@@ -143,7 +144,7 @@ def test_errors_are_those_of_the_library(client: EngineClient, boss: EngineClien
             call("0190163d-8694-739b-aea5-966c26f8ad92")
     with pytest.raises(UnknownTask):
         list(client.stream("0190163d-8694-739b-aea5-966c26f8ad92"))
-    with pytest.raises(InvalidMessage, match="no message type"):
+    with pytest.raises(UnknownType, match="no message type"):
         submit(client, type="nothing")
     submit(client, idempotency_key="k", delay_s=3600)
     with pytest.raises(KeyReused, match="another content"):

@@ -26,7 +26,10 @@ from postroom.errors import (
     StreamRestarted,
     Unavailable,
     UnknownTask,
+    UnknownType,
     Unreachable,
+    UnsupportedVersion,
+    ValidationError,
     WrongState,
 )
 
@@ -58,6 +61,9 @@ __all__ = [
     "TaskView",
     "Unavailable",
     "UnknownTask",
+    "UnknownType",
     "Unreachable",
+    "UnsupportedVersion",
+    "ValidationError",
     "WrongState",
 ]

@@ -22,7 +22,10 @@ from postroom.errors import (
     Bounced,
     GuardTripped,
     HarnessRefused,
+    InvalidExpiry,
     InvalidMessage,
+    InvalidParent,
+    InvalidPriority,
     KeyReused,
     NotAllowed,
     Overloaded,
@@ -30,7 +33,10 @@ from postroom.errors import (
     ResultGone,
     StaleLease,
     UnknownTask,
+    UnknownType,
     Unreachable,
+    UnsupportedVersion,
+    ValidationError,
     WrongState,
 )
 
@@ -39,6 +45,9 @@ PAUSE_S_MAX = 2.0
 RETRY_AFTER_S_MAX = 30.0  # a longer `Retry-After` is cut to this
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 IDLE_CONNECTIONS_MAX = 64
+
+_ONLY_SENTENCES = (InvalidExpiry, InvalidParent, InvalidPriority, ValidationError)
+"""Errors that have no facts besides their sentence."""
 
 _SUCCESS_BELOW = 300
 _WRONG_ARGUMENT = (400, 413)
@@ -249,6 +258,9 @@ def refusal(call: Call, status: int, headers: http.client.HTTPMessage, body: byt
         "GuardTripped": GuardTripped("", "", 0, 0, message),
         "Bounced": Bounced("", message, message),
         "AgentReplaced": AgentReplaced("", message),
+        "UnknownType": UnknownType("", (), message),
+        "UnsupportedVersion": UnsupportedVersion("", "", message),
+        **{kind.__name__: kind(message) for kind in _ONLY_SENTENCES},
     }
     other = InvalidMessage(message) if status in _WRONG_ARGUMENT else HarnessRefused(status, message)
     return named.get(answer.error, other)

@@ -172,7 +172,7 @@ class EngineClient(HttpClient):
         return str(self.request("GET", f"{_message_path(message_id)}/explain")["explanation"])
 
     def cancel(self, message_id: str) -> None:
-        """Cancel a message that is no longer needed."""
+        """Cancel a message. Its running handler is cancelled within a second."""
         self.request("POST", f"{_message_path(message_id)}/cancel")
 
     # ---- the queue -----------------------------------------------------------------------------

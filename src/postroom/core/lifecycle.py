@@ -75,8 +75,23 @@ def _kind_of(verb: str, record: Record, target: State) -> EventKind:
     """The kind of event of a transition. Raises `WrongState` when the table has no such transition."""
     kind = _KINDS.get((verb, record.state, target))
     if kind is None:
-        raise WrongState(record.message_id, "retry" if verb == "replay" else verb, record.state)
+        raise _wrong_state(record, "retry" if verb == "replay" else verb)
     return kind
+
+
+def _wrong_state(record: Record, verb: str) -> WrongState:
+    if not org_of(record.queue):
+        return WrongState(record.message_id, verb, record.state)
+    text = f"cannot {verb} message {record.message_id!r}: it is {record.state}"
+    return WrongState(record.message_id, verb, record.state, text)
+
+
+def stale(record: Record, token: int) -> StaleLease:
+    """The error for a call under a lease that is over."""
+    if not org_of(record.queue):
+        return StaleLease(record.message_id, token)
+    text = f"lease {token} of message {record.message_id!r} is no longer valid: stop working on it"
+    return StaleLease(record.message_id, token, text)
 
 
 def _event(kind: EventKind, record: Record, moment: Moment, offset: int = 0, **facts: Any) -> Event:
@@ -100,13 +115,13 @@ def _holds(record: Record, moment: Moment, token: int, ended_in: tuple[State, ..
     to a late call would depend on when the next claim or sweep runs.
     """
     if record.lease != token or not token:
-        raise StaleLease(record.message_id, token)
+        raise stale(record, token)
     if record.state == "PROCESSING":
         if record.lease_until <= moment.steady_ns:
-            raise StaleLease(record.message_id, token)
+            raise stale(record, token)
         return True
     if record.state not in ended_in:
-        raise StaleLease(record.message_id, token)
+        raise stale(record, token)
     return False
 
 
@@ -200,7 +215,7 @@ def lease(record: Record, moment: Moment, worker_id: str, lease_ns: int, lane: i
     `lane` is the effective lane. A promotion is an event of its own and does not change the record.
     """
     if record.state != "QUEUED":
-        raise WrongState(record.message_id, "lease", record.state)
+        raise _wrong_state(record, "lease")
     promoted = () if lane is None or lane == record.lane else (_promoted(record, moment, lane),)
     number, now, wall_us = moment.number + len(promoted), moment.steady_ns, moment.wall_us
     attempt = record.attempt + 1

@@ -41,6 +41,7 @@ from postroom.stores.base import (
 
 NUMBER_MAX: Final = 2**63 - 1
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
+EVENTS_LOOKED_MAX: Final = 1_000_000  # of one purge
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 LIMITS, OUTBOX, KEY = "limits", "outbox", "key"  # kinds of cells
 
@@ -368,10 +369,19 @@ class Transaction(Ledger, Lanes):
         outbox = self.outbox()
         if outbox is not None:
             up_to = min(up_to, outbox.shipped)
+        old = self._events_before(up_to, before_us, limit)
+        while old:
+            self.forget((), old[-1].seq)
+            is_stuck = len(old) == limit <= EVENTS_LOOKED_MAX and self.events(0, 1) == old[:1]
+            if not is_stuck:
+                return
+            limit *= 4  # the events of one commit may be stored together: they go only as a whole
+            old = self._events_before(up_to, before_us, limit)
+
+    def _events_before(self, up_to: int, before_us: int, limit: int) -> list[Event]:
         old = [event for event in self.events(0, limit) if event.seq <= up_to]
         young = next((index for index, event in enumerate(old) if event.ts_us >= before_us), len(old))
-        if young:
-            self.forget((), old[young - 1].seq)
+        return old[:young]
 
     # ---- other facts ---------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 
 from postroom.contracts.engine.admission import ALL
+from postroom.contracts.engine.breakers import Service, service_called
 from postroom.contracts.engine.cells import CIRCUITS, GOALS, SEPARATOR, Part
 from postroom.contracts.engine.claims import Claimed, Claims
 from postroom.contracts.engine.messages import Prepared, Registry
@@ -72,6 +73,8 @@ CLAIM_MAX: Final = 4
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
+HANDLER_SERVICES: Final = {"model_call": "model"}
+"""Model calls that name no service call the one that their handler declares."""
 KEYS: Final = ("", "", "", "a", "b")
 GOALS_OF_THE_WORLD: Final = ("g1", "g2")
 MODELS: Final[dict[str, Any]] = {
@@ -294,6 +297,7 @@ class World:
     def _message(self) -> Prepared:
         chance = self._random
         delay_s = chance.choice((0, 0, 0, 0, chance.uniform(0, 20)))
+        key = chance.choice(KEYS) or None
         fields: dict[str, Any] = {
             "type": chance.choice(TYPES),
             "org_id": chance.choice(ORGANIZATIONS),
@@ -304,8 +308,8 @@ class World:
             "delay_s": delay_s,
             "max_retries": chance.randrange(4),
             "service": chance.choice(SERVICES),
-            "ordering_key": chance.choice(KEYS) or None,
-            "on_dead": chance.choice(("continue", "continue", "stop")),
+            "ordering_key": key,
+            "on_dead": chance.choice(("continue", "continue", "stop")) if key else "continue",
             "idempotency_key": f"k{chance.getrandbits(40)}" if chance.random() < 0.5 else None,
             "tokens": chance.choice((0, chance.randint(1, TOKENS_ASKED_MAX))),
             "models": chance.choice(MODELS_ASKED),
@@ -375,7 +379,7 @@ class World:
         circuits = self._open_circuits()
 
         def work(transaction: Transaction) -> list[Claimed]:
-            return Claims(transaction, policy, worker, rotation, {}).claim(limit)
+            return Claims(transaction, policy, worker, rotation, HANDLER_SERVICES).claim(limit)
 
         claimed = self._store.write(work)
         self._hear({one.record.message_id: one for one in claimed})
@@ -426,9 +430,9 @@ class World:
 
     def _outcome(self, held: _Held) -> Outcome:
         claimed, chance = held.claimed, self._random
-        service = claimed.body.service if claimed.body else ""
+        service = _service_of(claimed)
         kind: OutcomeKind = "failed"
-        if service not in self._down:
+        if service is None or service.name not in self._down:
             kind = chance.choices(_OUTCOMES, (60, 18, 8, 8, 6))[0]
         return Outcome(
             kind=kind, message_id=held.message_id, lease=held.lease, type=claimed.type, service=service,
@@ -436,7 +440,7 @@ class World:
             result=msgspec.json.encode(f"{held.worker} under {held.lease}"), body=claimed.body,
             error="the call failed", error_type="Failed", is_final=chance.random() < 0.1,
             retry_in_s=chance.choice((None, None, 0.0, 5.0)), spread=chance.random(),
-            delay_s=chance.uniform(0, 10), counts_for_breaker=bool(service),
+            delay_s=chance.uniform(0, 10), counts_for_breaker=service is not None,
             usage=Usage(tokens_in=chance.randrange(50)) if chance.random() < 0.3 else None,
             keeps_priority=chance.random() < 0.3, grant=claimed.grant,
         )  # fmt: skip
@@ -641,12 +645,12 @@ class World:
 
     # ---- what a claim must not return ----------------------------------------------------------
 
-    def _open_circuits(self) -> dict[str, tuple[Circuit, int]]:
-        """The services whose breaker is not closed, each with the time of the store."""
+    def _open_circuits(self) -> dict[tuple[str, str], tuple[Circuit, int]]:
+        """The breakers that are not closed, by organization and service, each with the time of the store."""
         return self._store.read(
             lambda transaction: {
-                service: (circuit, transaction.steady_ns)
-                for service, circuit in CIRCUITS.scan(transaction)
+                _scope_of(key): (circuit, transaction.steady_ns)
+                for key, circuit in CIRCUITS.scan(transaction)
                 if circuit.state != breaker.CLOSED.state
             }
         )
@@ -660,15 +664,17 @@ class World:
         scopes = {(ALL, ALL), (org_id, ALL), (ALL, type_name), (org_id, type_name)}
         return not scopes.isdisjoint(self._paused)
 
-    def _check_services(self, claimed: list[Claimed], circuits: dict[str, tuple[Circuit, int]]) -> None:
+    def _check_services(
+        self, claimed: list[Claimed], circuits: dict[tuple[str, str], tuple[Circuit, int]]
+    ) -> None:
         """One message probes a service after the cooldown, and another one when the probe is overdue."""
-        for service, (circuit, now_ns) in circuits.items():
-            reached = [one for one in claimed if one.body is not None and one.body.service == service]
+        for (org_id, name), (circuit, now_ns) in circuits.items():
+            reached = [one for one in claimed if _holds_for(org_id, name, _service_of(one))]
             may_probe = now_ns >= max(circuit.open_until, circuit.probe_until)
             for number, one in enumerate(reached):
                 is_probe = one.record.message_id == circuit.probe
                 if number or not (may_probe or is_probe):
-                    self.checker.report("breaker", one.record.message_id, f"the breaker of {service} is open")
+                    self.checker.report("breaker", one.record.message_id, f"the breaker of {name} is open")
 
     def _check_priority(self, claimed: list[Claimed]) -> None:
         """No message of a more urgent class is left behind by a claim that took a less urgent one."""
@@ -679,7 +685,7 @@ class World:
         for record in self._records("QUEUED"):
             stored = self._loaded(record.message_id)
             body = msgspec.json.decode(stored.envelope.payload)
-            if "service" in body or "ordering_key" in body:
+            if "service" in body or stored.envelope.type in HANDLER_SERVICES or "ordering_key" in body:
                 continue
             if self._is_paused(org_of(record.queue), stored.envelope.type):
                 continue
@@ -729,7 +735,7 @@ class World:
         body = held.claimed.body
         return Outcome(
             kind="completed", message_id=held.message_id, lease=held.lease, type=held.claimed.type,
-            service=body.service if body else "", body=body,
+            service=_service_of(held.claimed), body=body,
         )  # fmt: skip
 
     def _move_on(self) -> bool:
@@ -804,6 +810,21 @@ def _budgets(chance: random.Random) -> dict[str, Any]:
         "tiers": chance.choice(([0.4, 0.3, 0.2, 0.1], [0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.0, 0.0])),
         "shortage": chance.choice(("defer", "queue", "degrade")),
     }
+
+
+def _service_of(claimed: Claimed) -> Service | None:
+    named = claimed.body.service if claimed.body else ""
+    return service_called(org_of(claimed.record.queue), named, HANDLER_SERVICES.get(claimed.type, ""))
+
+
+def _scope_of(key: str) -> tuple[str, str]:
+    """The organization and the service of a breaker."""
+    org_id, _, service = key.partition(SEPARATOR)
+    return org_id, service
+
+
+def _holds_for(org_id: str, name: str, service: Service | None) -> bool:
+    return service is not None and service.name == name and org_id in service.scopes
 
 
 def _then(result: T, *, fails: bool) -> T:

@@ -91,7 +91,7 @@ class World:
         """Three failures open the breaker. The rest is deferred, and one message dies of its last retry."""
         self.engine.submit_many(3, type="tool_call", org_id="zen", goal_id="g4")
         self.engine.run_all()
-        self.engine.submit_many(2, type="tool_call", org_id="acme", goal_id="g4", max_retries=0)
+        self.engine.submit_many(2, type="tool_call", org_id="zen", goal_id="g4", max_retries=0)
         self.engine.clock.advance(5)
         self.engine.run_all()
         self.engine.clock.advance(60)

@@ -74,12 +74,19 @@ class Kind(Generic[T]):
             after, size = own[-1][0], 4 * size
         return found
 
-    def drop_under(self, transaction: Transaction, *parts: str | int) -> None:
-        """Remove every key that begins with these parts and has more."""
+    def drop_under(self, transaction: Transaction, *parts: str | int, limit: int | None = None) -> int:
+        """Remove keys that begin with these parts and have more, at most `limit`; how many."""
         prefix = joined(*parts) + SEPARATOR
-        while found := [key for key, _ in transaction.cells(self.name, prefix) if key.startswith(prefix)]:
+        dropped = 0
+        while limit is None or dropped < limit:
+            page = SCAN_MAX if limit is None else min(SCAN_MAX, limit - dropped)
+            found = [key for key, _ in transaction.cells(self.name, prefix, page) if key.startswith(prefix)]
             for key in found:
                 transaction.put_cell(self.name, key, None)
+            dropped += len(found)
+            if len(found) < page:
+                break
+        return dropped
 
 
 class UsedKey(msgspec.Struct, frozen=True):
@@ -144,6 +151,15 @@ class GoalUse(msgspec.Struct, frozen=True, omit_defaults=True):
     messages: int = 0
     tokens: int = 0
     usd: float = 0.0
+    seen_us: int = 0
+    """When the goal was used last."""
+
+
+class PurgeTurn(msgspec.Struct, frozen=True):
+    """The process that purges the store, and until when others leave it to that one."""
+
+    name: str
+    until_ns: int
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -243,7 +259,10 @@ class TokenUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 KEYS: Final = Kind("engine.key", UsedKey)
+KEY_ENDS: Final = Kind("engine.key_end", bool)
+"""Keys whose message is forgotten: time of use, organization, key -> True."""
 CIRCUITS: Final = Kind("engine.breaker", Circuit)
+"""Breakers: organization, service -> circuit. An empty organization stands for all of them."""
 PRESSURES: Final = Kind("engine.pressure", Pressure)
 PAUSES: Final = Kind("engine.pause", Pause)
 PARKED: Final = Kind("engine.parked", str)
@@ -281,6 +300,7 @@ TOKEN_USES: Final = Kind("engine.token_use", TokenUse)
 """Provider, model, organization -> its use."""
 DEPENDANTS: Final = Kind("engine.dependant", bool)
 """Parent, child -> True, while an engine has budgets: messages that a message holds up."""
+PURGES: Final = Kind("engine.purge", PurgeTurn)
 BODY_USES: Final = Kind("engine.body_use", bool)
 """Digest, message id -> True: the messages that refer to a large payload."""
 BODIES: Final = "engine.body"

@@ -11,12 +11,12 @@ from math import ceil
 import msgspec
 
 from postroom.contracts.engine import ordering
-from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SEPARATOR
+from postroom.contracts.engine.breakers import Breakers, Service, service_called
+from postroom.contracts.engine.cells import PARKED, PAUSES, SEPARATOR
 from postroom.contracts.engine.messages import Body, decode_body
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.tokens import TokenBooks, short_text
 from postroom.core import breaker, lifecycle, poison
-from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.tokens import QUEUE_LOOK_NS, Grant, Short, TokenRules
@@ -71,10 +71,7 @@ class Claims:
         self._held_back = 0
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
-        self._has_circuits = False
-        """Whether any service has failed lately. Without one, no message is decoded here."""
-        self._circuits: dict[str, Circuit | None] = {}
-        """The breakers that were looked up: messages name services, so there may be very many breakers."""
+        self._breakers = Breakers(transaction, policy)
         self._counts: Mapping[Counted, int] = {}
         """The counters of all organizations together, before the claim."""
         self._filled: list[int] = []
@@ -120,7 +117,7 @@ class Claims:
         self._oldest = {lane: self._transaction.oldest(lane) for lane in self._filled if lane}
 
     def _look_at_rules(self) -> bool:
-        """Read pauses, and whether there are breakers; False when everything is paused."""
+        """Read pauses; False when everything is paused."""
         for key, _ in PAUSES.all(self._transaction):
             org_id, _, type_name = key.partition(SEPARATOR)
             if not org_id and not type_name:
@@ -129,7 +126,6 @@ class Claims:
                 self._paused_types.add((org_id, type_name))
             else:
                 self._paused_orgs.add(org_id)
-        self._has_circuits = bool(CIRCUITS.scan(self._transaction, limit=1))
         return True
 
     # ---- choosing ------------------------------------------------------------------------------
@@ -277,7 +273,7 @@ class Claims:
         if not isinstance(found, Grant):
             self._hold_back(head, body, found)
             return False
-        if self._has_circuits and not self._service_admits(head):
+        if not self._service_admits(head):
             self._books.give_back(found)
             return False
         self._grants[head.record.message_id] = found, body
@@ -317,34 +313,27 @@ class Claims:
         )
 
     def _service_admits(self, head: Head) -> bool:
-        if not self._has_circuits:
+        if not self._breakers.any:  # then no message has to be decoded here
             return True
         service = self._service_of(head)
-        circuit = self._circuit(service)
-        if circuit is None or circuit.state == "closed":
+        if service is None:
             return True
-        transaction, record, now = self._transaction, head.record, self._transaction.steady_ns
-        if breaker.admits(circuit, record.message_id, now):
-            circuit = breaker.probed(circuit, record.message_id, now, self._lease_ns)
-            CIRCUITS.put(transaction, circuit, service)
-            self._circuits[service] = circuit
+        record = head.record
+        circuit = self._breakers.held_by(service, record.message_id)
+        if circuit is None:
+            self._breakers.let_through(service, record.message_id, self._lease_ns)
             return True
-        reason = f"the breaker of service {service} is open"
-        if self._policy.breaker_of(service).on_open == "fail":
+        reason = f"the breaker of service {service.name} is open"
+        if self._policy.breaker_of(service.name).on_open == "fail":
             self._fail(head, reason, "BreakerOpen")
             return False
-        self._defer(record, breaker.wait_ns(circuit, now), reason)
+        self._defer(record, breaker.wait_ns(circuit, self._transaction.steady_ns), reason)
         return False
 
-    def _circuit(self, service: str) -> Circuit | None:
-        if service not in self._circuits:
-            self._circuits[service] = CIRCUITS.get(self._transaction, service) if service else None
-        return self._circuits[service]
-
-    def _service_of(self, head: Head) -> str:
+    def _service_of(self, head: Head) -> Service | None:
         body = _decoded(head.payload)
         named = "" if body is None else body.service
-        return named or self._services.get(head.type, "")
+        return service_called(org_of(head.record.queue), named, self._services.get(head.type, ""))
 
     # ---- leasing -------------------------------------------------------------------------------
 

@@ -8,15 +8,16 @@ from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import Operations, Usage
 from postroom.contracts.engine.part_writer import PartWriter
-from postroom.contracts.task_input import checked_text
+from postroom.contracts.task_input import checked_text, encoded
 from postroom.core import tokens
 from postroom.core.tokens import Grant
-from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted
+from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
 if TYPE_CHECKING:
     from postroom.contracts.engine.core import EngineCore
 
 EFFECT_KEY_CHARS_MAX = 512
+EFFECT_BYTES_MAX = 64 * 1024
 USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
@@ -73,9 +74,9 @@ class Context:
         checked_text("model", model)
         for name, value in (("tokens_in", tokens_in), ("tokens_out", tokens_out)):
             if type(value) is not int or not 0 <= value <= USAGE_MAX:
-                raise InvalidMessage(f"{name} must be a whole number from 0 to {USAGE_MAX}, not {value!r}")
+                raise InvalidMessage(f"{name} must be a whole number up to {USAGE_MAX}, not {shown(value)}")
         if type(cost_usd) not in (int, float) or not 0 <= cost_usd <= USAGE_MAX:
-            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {cost_usd!r}")
+            raise InvalidMessage(f"cost_usd must be a number from 0 to {USAGE_MAX}, not {shown(cost_usd)}")
         used = self.used or Usage()
         self.used = Usage(
             model or used.model,
@@ -113,7 +114,7 @@ class Context:
         Raises `TokensExhausted` when the reservation does not hold them: it is used up then.
         """
         if type(n) is not int or not 0 <= n <= USAGE_MAX:
-            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {n!r}")
+            raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {shown(n)}")
         is_over = self._grant is not None and n > self.tokens
         self.usage(model=self.model, tokens_out=self.tokens if is_over else n)
         if is_over and self._grant is not None:
@@ -178,6 +179,7 @@ class Context:
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
             )
+        _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
         try:
             known = await self._begin(key, reversal, runs_unknown=runs_unknown)
@@ -195,9 +197,7 @@ class Context:
         except _UNCERTAIN:
             raise
         except Exception:
-            await self._write(
-                lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
-            )
+            await self._drop(key)
             raise
         return await self._end(key, outcome)
 
@@ -209,13 +209,32 @@ class Context:
         )
 
     async def _end(self, key: str, outcome: Any) -> Any:
+        _check_size("the outcome", key, outcome)
         await self._write(
             lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
         )
         return outcome
 
+    async def _drop(self, key: str) -> None:
+        await self._write(
+            lambda operations: operations.drop_effect(self.message.message_id, self._lease, key)
+        )
+
     async def _write(self, work: Callable[[Operations], Any]) -> Any:
         return await self._core.write(work, makes_room=True)
+
+
+def _check_size(what: str, key: str, value: Any) -> None:
+    """Refuse a value that the store cannot hold. An outcome that is refused leaves the intent behind."""
+    name = f"{what} of effect {shown(key)}"
+    try:
+        size = len(encoded(name, value))
+    except InvalidMessage as error:
+        raise ValidationError(str(error)) from None
+    if size > EFFECT_BYTES_MAX:
+        raise ValidationError(
+            f"{name} has {size} bytes, and at most {EFFECT_BYTES_MAX} are kept: return less, such as an id"
+        )
 
 
 async def _called(call: Callable[[], Any]) -> Any:

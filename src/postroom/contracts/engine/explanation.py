@@ -6,7 +6,8 @@ import msgspec
 
 from postroom.contracts.engine import ordering
 from postroom.contracts.engine.admission import ALL
-from postroom.contracts.engine.cells import CIRCUITS, PAUSES, SEPARATOR
+from postroom.contracts.engine.breakers import Breakers, service_called
+from postroom.contracts.engine.cells import PAUSES, SEPARATOR
 from postroom.contracts.engine.messages import Body, decode_body
 from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
@@ -58,7 +59,7 @@ def _why_ended(stored: Stored) -> str:
         case "EXPIRED":
             return ": it waited longer than its expires_at allowed."
         case "CANCELLED":
-            return ": somebody cancelled it."
+            return ": it was cancelled."
         case _:
             return f" since {EPOCH + record.ended_us * MICROSECOND:%Y-%m-%d %H:%M:%S} UTC: it is done."
 
@@ -100,11 +101,14 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
     if poison.is_poison(record, policy.poison_crashes):
         return ": it crashed too often while it ran alone (poison). The next claim quarantines it."
     body = _body(stored)
-    service = (body.service if body else "") or services.get(kind, "")
-    circuit = CIRCUITS.get(transaction, service) if service else None
-    if circuit is not None and circuit.state != "closed":
+    service = service_called(org_id, body.service if body else "", services.get(kind, ""))
+    circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None
+    if circuit is not None and service is not None:
         left_s = max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S
-        return f": the breaker of service {service} is {circuit.state}. A probe is allowed in {left_s:.0f} s."
+        return (
+            f": the breaker of service {service.name} is {circuit.state}. "
+            f"A probe is allowed in {left_s:.0f} s."
+        )
     short = _why_short(transaction, policy, record, body)
     if short:
         return short
