@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from postroom.contracts.audit import Audit
     from postroom.contracts.bus import Bus
     from postroom.contracts.engine import (
+        AgentRules,
         Backpressure,
         Breaker,
+        Coordinator,
         Engine,
         Guard,
         Handle,
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from postroom.contracts.tasks import Tasks
     from postroom.core.queuewire import TOPICS
     from postroom.errors import (
+        AgentReplaced,
+        Bounced,
+        CoordinatorStopped,
         EffectUnknown,
         GuardTripped,
         KeyReused,
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
         ResultGone,
         SinceIdNotFound,
         StaleLease,
+        StreamRestarted,
         TokensExhausted,
         TopicError,
         Unavailable,
@@ -58,11 +64,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BODY_THRESHOLD",
     "TOPICS",
+    "AgentReplaced",
+    "AgentRules",
     "Audit",
     "Backpressure",
+    "Bounced",
     "Breaker",
     "Bus",
     "BusMessage",
+    "Coordinator",
+    "CoordinatorStopped",
     "EffectUnknown",
     "Engine",
     "Guard",
@@ -88,6 +99,7 @@ __all__ = [
     "Retry",
     "SinceIdNotFound",
     "StaleLease",
+    "StreamRestarted",
     "Tasks",
     "TokensExhausted",
     "TopicError",
@@ -102,6 +114,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Coordinator": "postroom.contracts.engine",
+    "AgentRules": "postroom.contracts.engine",
+    "AgentReplaced": "postroom.errors",
+    "Bounced": "postroom.errors",
+    "CoordinatorStopped": "postroom.errors",
+    "StreamRestarted": "postroom.errors",
     "Retry": "postroom.contracts.engine",
     "Policy": "postroom.contracts.engine",
     "Organization": "postroom.contracts.engine",

@@ -30,12 +30,12 @@ from typing import IO, Any
 import msgspec
 
 from postroom.message import Durability
-from tests.crash import auditing, engines, flips, kills, mailing, powercuts, syscalls, tasks
+from tests.crash import auditing, coordinators, engines, flips, kills, mailing, powercuts, syscalls, tasks
 from tests.crash.ledger import Tally
 from tests.crash.workers import die_with_parent
 from tests.smalldisk import NotPermitted
 
-KILLS = 21_000
+KILLS = 23_000
 CUTS = 1_000
 STOPS = 1_000
 CYCLES = 1_000_000
@@ -61,10 +61,12 @@ KILL_SHARES = {
     "kills-audit": 0.1,
     "kills-mail": 0.2,
     "kills-engine": 0.3,
+    "kills-coordinator": 0.2,
 }
 """The five updates of files have equal shares: three forms of append, rotation, side files, cursors, expiry.
 
-Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3.
+Task queues together have half as much, the audit stream a tenth, mail a fifth, the engine 0.3, coordinators a
+fifth.
 """
 SIDES = ("bus", "queue")
 TASK_RUNS = ("stops-tasks", "mix-tasks", "soak-tasks")
@@ -105,6 +107,7 @@ COUNTED: dict[str, Run] = {
     "histories-audit": auditing.check_histories,
     "kills-mail": mailing.run,
     "kills-engine": engines.run,
+    "kills-coordinator": coordinators.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
 }

@@ -24,6 +24,9 @@ MAX_DEPTH_DEFAULT = 1_000_000
 MAX_PAYLOAD_BYTES_DEFAULT = 1024 * 1024
 RETRY_AFTER_S = 1.0
 BACKLOG_MAX_DEFAULT = 1_000_000
+CHUNKS = "engine.chunk"
+"""The kind of cells that hold streamed answers. A backend may keep them in a table of their own: they are
+many and large."""
 LIVE_EVENTS = 10_000  # shipped events that stay for readers that follow the store itself
 
 Deadline: TypeAlias = Literal["lease", "delay", "expiry"]

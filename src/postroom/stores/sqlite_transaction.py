@@ -19,6 +19,7 @@ from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.message import Envelope, Event, Noted, Record, Stored, org_of
 from postroom.stores.base import (
+    CHUNKS,
     FOREVER_NS,
     LANE_COUNTS,
     LANES,
@@ -406,18 +407,18 @@ class SqliteTransaction(Transaction):
     # ---- cells and lanes -----------------------------------------------------------------------
 
     def cell(self, kind: str, key: str) -> bytes | None:
-        rows = ask(self._cursor, sql.CELL, (kind, key))
+        rows = ask(self._cursor, sql.CHUNK if kind == CHUNKS else sql.CELL, (kind, key))
         return bytes(rows[0][0]) if rows else None
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
         self.changes += 1
         if value is None:
-            self._cursor.execute(sql.DROP_CELL, (kind, key))
+            self._cursor.execute(sql.DROP_CHUNK if kind == CHUNKS else sql.DROP_CELL, (kind, key))
         else:
-            self._cursor.execute(sql.PUT_CELL, (kind, key, value))
+            self._cursor.execute(sql.PUT_CHUNK if kind == CHUNKS else sql.PUT_CELL, (kind, key, value))
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return ask(self._cursor, sql.CELLS, (kind, after, limit))
+        return ask(self._cursor, sql.CHUNKS if kind == CHUNKS else sql.CELLS, (kind, after, limit))
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
         rows = ask(self._cursor, sql.PULL, (_line(self._queue(queue), lane), limit))

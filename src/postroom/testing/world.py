@@ -565,7 +565,7 @@ class World:
         part = Part(held.message_id, "progress", "now", progress=0.5)
         accepted = True
         try:
-            self._write(lambda one: one.add_part(held.message_id, held.lease, part, 0))
+            self._write(lambda one: one.add_parts(held.message_id, held.lease, [part], 0))
         except (StaleLease, LookupError):
             accepted = False
         if accepted != self.checker.is_live(held.message_id, held.lease, self._now_ns()):

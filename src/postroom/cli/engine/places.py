@@ -34,6 +34,9 @@ class Folder:
     def status(self) -> dict[str, Any]:
         return _builtins(self._blocking.status())
 
+    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
+        return [_builtins(info) for info in self._blocking.agents(org_id)]
+
     def tokens(self) -> dict[str, Any]:
         return _builtins(self._blocking.tokens.status())
 
@@ -80,6 +83,9 @@ class Remote:
 
     def status(self) -> dict[str, Any]:
         return self._client.status()
+
+    def agents(self, org_id: str | None) -> list[dict[str, Any]]:
+        return self._client.agents(org_id)
 
     def tokens(self) -> dict[str, Any]:
         return self._client.tokens()

@@ -36,6 +36,11 @@ CONCURRENCY_DEFAULT = 4
     help="The port; 0 takes a free one.",
 )
 @click.option(
+    "--overlap",
+    is_flag=True,
+    help="Let another server with --overlap listen on the same port: an upgrade without downtime.",
+)
+@click.option(
     "--execute",
     metavar="CMD",
     help="A shell command that acts on each decision. It gets JSON with task_id, agent, payload and decision "

@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.commits import Commits
+from postroom.contracts.engine.default_handlers import default_handlers
 from postroom.contracts.engine.endings import Endings
 from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry, checked_message_id, unknown_message
@@ -28,6 +30,7 @@ from postroom.stores.transaction import Transaction
 T = TypeVar("T")
 
 READY = ".engine"  # no agent has a name that begins with a dot
+PARTS_ADDED = ".parts"
 REFUSALS_NOTED_S = 1.0  # refused submits of one organization become at most one event in this time
 
 
@@ -39,6 +42,7 @@ class EngineCore:
         self.policy = policy
         self.registry = Registry(REQUEST_TYPES)
         self.handlers: dict[str, Handler] = {}
+        self._default_handlers = default_handlers(self)
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
         self._commits = Commits(store)
@@ -56,6 +60,10 @@ class EngineCore:
     def share(self, other: "EngineCore") -> None:
         """Use the types, handlers and services of another engine, also those registered later."""
         self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
+
+    def handler_of(self, type_name: str) -> Handler | None:
+        """The handler of a message type: the registered one, or the default one of the type."""
+        return self.handlers.get(type_name) or self._default_handlers.get(type_name)
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""
@@ -78,6 +86,9 @@ class EngineCore:
         except (Overloaded, GuardTripped) as error:
             await self.note_refusal(prepared[0], error)
             raise
+
+    async def after_submit(self) -> None:
+        """Messages were stored past `submit`. An engine for tests runs them now."""
 
     async def note_refusal(self, message: Prepared, error: PostroomError) -> None:
         """Emit an event about refused submits, at most one a second for each organization."""
@@ -117,6 +128,14 @@ class EngineCore:
             lambda transaction: work(Operations(transaction, policy), transaction.wall_us), makes_room=True
         )
 
+    async def add_parts(self, message_id: str, lease: int, parts: list[Part], first: int) -> None:
+        """Store parts of a running handler, and wake who reads them."""
+        await self.write(
+            lambda operations: operations.add_parts(message_id, lease, parts, first), makes_room=True
+        )
+        self._endings.ring([message_id])
+        self._notifier.notify_rarely_awaited(PARTS_ADDED)
+
     async def write_raw(self, work: Callable[[Transaction], T], *, makes_room: bool = False) -> T:
         return await self._commits.write(work, makes_room=makes_room)
 
@@ -148,9 +167,27 @@ class EngineCore:
         with self._notifier.subscribed(READY, listener):
             yield
 
+    def ring_answers(self) -> None:
+        """Wake who reads answers: something else came for an agent."""
+        self._notifier.notify_rarely_awaited(PARTS_ADDED)
+
+    @contextmanager
+    def answers_heard(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener`, from any thread, when messages may have ended or parts may have been stored."""
+        with (
+            self._notifier.subscribed(TASK_ENDED, listener),
+            self._notifier.subscribed(PARTS_ADDED, listener),
+        ):
+            yield
+
+    @property
+    def look_again_s(self) -> float:
+        """How often a reader looks, wake-ups aside."""
+        return LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+
     async def pause_s(self) -> float:
         """How long a worker may rest without missing a deadline, rings aside."""
-        longest = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+        longest = self.look_again_s
 
         def next_ns(transaction: Transaction) -> int | None:
             ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
@@ -184,7 +221,7 @@ class EngineCore:
                     await asyncio.wait([future], timeout=pause_s if left_s is None else min(pause_s, left_s))
                 finally:
                     self._endings.remove(message_id, future)
-                pause_s = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+                pause_s = self.look_again_s
 
     async def has_ended(self, message_id: str) -> bool:
         record = await self._commits.read(lambda transaction: transaction.record(message_id))

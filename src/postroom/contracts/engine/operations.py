@@ -24,6 +24,7 @@ from postroom.contracts.engine.cells import (
     PARKED,
     PARTS,
     PAUSES,
+    RECEIPTS,
     SEPARATOR,
     WORKERS,
     Effect,
@@ -69,6 +70,7 @@ WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
 HELD_LOOKED_MAX = 10_000  # messages in flight among which those of one worker are looked for
 PARTS_MAX = 100_000  # of one attempt
+STREAM_BYTES_MAX = 16 * 1024 * 1024  # of the chunks of one attempt; those of earlier attempts are removed
 
 OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
 
@@ -447,10 +449,15 @@ class Operations:
         self._sync(self._held(message_id, lease))
         EFFECTS.put(self.transaction, None, message_id, key)
 
-    def add_part(self, message_id: str, lease: int, part: Part, index: int) -> None:
-        """Store a response of a running handler."""
+    def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
+        """Store consecutive parts of a running handler, the first of them with this index.
+
+        The first parts of an attempt replace those of earlier attempts.
+        """
         record = self._held(message_id, lease)
-        PARTS.put(self.transaction, part, message_id, record.attempt, index)
+        if not first and record.attempt > 1:
+            PARTS.drop_under(self.transaction, message_id)
+        PARTS.put(self.transaction, list(parts), message_id, record.attempt, first + len(parts) - 1)
 
     def _held(self, message_id: str, lease: int) -> Record:
         """A record under a live lease."""
@@ -566,6 +573,7 @@ class Operations:
             PARTS.drop_under(transaction, record.message_id)
             if self._books is not None:
                 DEPENDANTS.drop_under(transaction, record.message_id)
+            RECEIPTS.put(transaction, None, record.message_id)
             ordering.leave(transaction, record)
         if records:
             transaction.forget(records)

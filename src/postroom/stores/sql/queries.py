@@ -158,4 +158,7 @@ SET_DEPTHS = "UPDATE queues SET depths = ? WHERE queue = ?"
 CELL = "SELECT value FROM cells WHERE kind = ? AND key = ?"
 PUT_CELL = "INSERT INTO cells VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value"
 DROP_CELL = "DELETE FROM cells WHERE kind = ? AND key = ?"
+# Cells of one kind, in a table of their own: streamed answers are many and large.
+CHUNK, PUT_CHUNK, DROP_CHUNK = (text.replace("cells", "chunks") for text in (CELL, PUT_CELL, DROP_CELL))
 CELLS = "SELECT key, value FROM cells WHERE kind = ? AND key > ? ORDER BY key LIMIT ?"
+CHUNKS = CELLS.replace("cells", "chunks")
