@@ -400,5 +400,6 @@ class Tasks(Closing):
 
 def notifier_folder(url: str) -> Path | None:
     """The folder beside the database; None for a store in memory, which one process uses."""
-    path = url.removeprefix("sqlite:///")
-    return None if path == url else Path(f"{path}.bells")
+    ledger = url.partition("ledger=")[2] or url
+    path = ledger.removeprefix("sqlite:///")
+    return None if path == ledger else Path(f"{path}.bells")

@@ -422,6 +422,16 @@ class SqliteTransaction(Transaction):
         rows = ask(self._cursor, sql.PULL, (_line(self._queue(queue), lane), limit))
         return [Head(self._record(row), *row[23:]) for row in rows]
 
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        numbers = [self._known.own_number(message_id) for message_id in message_ids]
+        if not all(numbers):
+            return super().heads(message_ids)
+        found = {row[0]: row for row in ask(self._cursor, sql.HEADS_BY_SEQ, (_numbers(numbers),))}
+        rows = [found[number] for number in numbers if number in found]
+        heads = [Head(self._record(row), *row[23:]) for row in rows]
+        wanted = set(message_ids)
+        return [head for head in heads if head.record.message_id in wanted]
+
     # ---- events --------------------------------------------------------------------------------
 
     def events(self, after: int, limit: int) -> list[Event]:

@@ -1,7 +1,8 @@
 """The interface of a store for its users: write transactions and consistent reads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from postroom.message import Event, Record, Stored
@@ -83,6 +84,14 @@ class Store(ABC):
     @abstractmethod
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent committed state. `work` must not write."""
+
+    @contextmanager
+    def receiving(self, wake: Callable[[], None]) -> Iterator[None]:  # noqa: ARG002 - for a broker
+        """A worker claims during the block. `wake` is called, from any thread, when a broker delivers."""
+        yield
+
+    def promote_after(self, promote_after_ns: tuple[int, ...]) -> None:  # noqa: B027 - for a broker
+        """How long the messages of organizations wait in a lane until they count as of the lane above."""
 
     def wall_us(self) -> int:
         """UTC, as transactions of this store see it."""

@@ -424,6 +424,14 @@ class Transaction(Ledger, Lanes):
         found = {message_id: self.load(message_id) for message_id in message_ids}
         return {message_id: stored.envelope.payload for message_id, stored in found.items() if stored}
 
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        """Records with the parts of their messages that a worker receives, without unknown ids."""
+        found = [stored for message_id in message_ids if (stored := self.load(message_id)) is not None]
+        return [
+            Head(one.record, one.envelope.payload, one.envelope.type, one.envelope.parent_message_id)
+            for one in found
+        ]
+
     def newest_event(self) -> int:
         """The position of the last event; 0 before the first one."""
         return next((event.seq for event in self.events(NEWEST, 1)), 0)
@@ -440,6 +448,10 @@ class Transaction(Ledger, Lanes):
         """
         if any(self.pull(queue, lane, 1) for lane in range(LANES)):
             return 0
+        return self.next_deadline_ns()
+
+    def next_deadline_ns(self) -> int | None:
+        """The time until the first delay or lease of any queue ends; None when there is none."""
         ends = [record.due for record in self.find(Ending("delay", FOREVER_NS, 1))]
         ends += [record.lease_until for record in self.find(Ending("lease", FOREVER_NS, 1))]
         return max(0, min(ends) - self.steady_ns) if ends else None

@@ -21,7 +21,7 @@ from postroom.core.times import checked_seconds
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError, UnknownTask
 from postroom.message import Stored, org_of
 from postroom.nudges.notifier import QUIET_S, Notifier
-from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
+from postroom.stores.base import PURGE_BATCH_MAX, ByIds
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -49,6 +49,7 @@ class EngineCore:
         self._purged_to = 0
         self._keys_purged_to = ""
         self._cells_purged_to: dict[str, str] = {}
+        store.promote_after(policy.promote_after_ns)
         store.add_commit_listener(self._committed)
 
     def share(self, other: "EngineCore") -> None:
@@ -153,20 +154,15 @@ class EngineCore:
 
     @contextmanager
     def heard(self, listener: Callable[[], None]) -> Iterator[None]:
-        with self._notifier.subscribed(READY, listener):
+        with self._notifier.subscribed(READY, listener), self.store.receiving(listener):
             yield
 
     async def pause_s(self) -> float:
         """How long a worker may rest without missing a deadline, rings aside."""
         longest = LOOK_AGAIN_S if self._notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
 
-        def next_ns(transaction: Transaction) -> int | None:
-            ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-            ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
-            return max(0, min(ends) - transaction.steady_ns) if ends else None
-
         try:
-            due_ns = await self._commits.read(next_ns)
+            due_ns = await self._commits.read(lambda transaction: transaction.next_deadline_ns())
         except PostroomError:
             return longest
         return longest if due_ns is None else min(longest, due_ns / NANOS_PER_S + 0.001)

@@ -1,0 +1,199 @@
+"""The lanes of a broker: their names and arguments, and the deliveries that wait in this process.
+
+Rule 1: a home is the set of lanes of one organization, or of a shard that many organizations share.
+Rule 2: a delivery names a record. Only the ledger says whether the record can be claimed.
+Rule 3: a message that waits too long moves to the lane above by dead-lettering. What was promoted to P0 has a
+        queue of its own, so that it never stands in front of messages that were accepted as P0.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from postroom.core.lifecycle import NANOS_PER_S
+from postroom.message import ENGINE_PREFIX, Envelope
+from postroom.stores.base import LANES
+
+OWN_LANES_MAX = 200  # organizations with lanes of their own
+SHARDS = 64
+SHARD_PREFIX = "shard-"
+PROMOTED = LANES
+"""The queue of messages that were promoted to P0."""
+NANOS_PER_MS = NANOS_PER_S // 1_000
+PROMOTE_AFTER_NS = (5 * NANOS_PER_S, 15 * NANOS_PER_S, 30 * NANOS_PER_S)
+DELAY_STEP_MS = 100  # the precision of a delay queue up to DELAY_EXACT_MS_MAX
+DELAY_EXACT_MS_MAX = 10_000
+DELAY_MS_MAX = 20 * 24 * 3_600_000  # of one queue; the broker's limit is 2**32 ms for twice the delay
+DELAY_EXPIRY_FACTOR = 2
+DELAY_EXPIRY_MS_MIN = 60_000
+SILENCE_S = 1.0  # without deliveries for this time, a worker claims from the ledger itself
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The content of a message in a lane."""
+
+    message_id: str
+    lane: int
+    """The lane of the record. The broker may have moved the message to a lane above."""
+    envelope: Envelope | None = None
+    """The whole message, when the ledger does not have it (`p0=broker-only`)."""
+
+
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
+    """A message to publish."""
+
+    home: str
+    note: Note
+    delay_ms: int = 0
+
+
+class Delivery(msgspec.Struct, frozen=True, gc=False):
+    """A message that the broker delivered and that is not acknowledged yet."""
+
+    home: str
+    note: Note
+    tag: int
+    epoch: int
+    """The connection that delivered it. The tag means nothing on another connection."""
+    arrived: float
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """The names and arguments of queues and exchanges."""
+
+    prefix: str
+    promote_after_ns: tuple[int, ...] = PROMOTE_AFTER_NS
+    is_quorum: bool = False
+
+    def lane(self, home: str, lane: int) -> str:
+        """The name of a queue of a home."""
+        name = home.removeprefix(ENGINE_PREFIX) if home.startswith(ENGINE_PREFIX) else f"~{home}"
+        return f"{self.prefix}.{name}.{'promoted' if lane == PROMOTED else f'p{lane}'}"
+
+    def lanes(self, home: str) -> list[tuple[str, dict[str, Any]]]:
+        """The queues of a home with their arguments; those that others dead-letter into come first."""
+        order = (0, PROMOTED, *range(1, LANES))
+        return [(self.lane(home, lane), self._arguments(home, lane)) for lane in order]
+
+    def _arguments(self, home: str, lane: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"x-queue-type": "quorum"} if self.is_quorum else {}
+        if 0 < lane < PROMOTED:
+            arguments |= {
+                "x-message-ttl": self.promote_after_ns[lane - 1] // NANOS_PER_MS,
+                "x-dead-letter-exchange": "",
+                "x-dead-letter-routing-key": self.lane(home, lane - 1 if lane > 1 else PROMOTED),
+            }
+        return arguments
+
+    def delay(self, delay_ms: int) -> tuple[str, dict[str, Any]]:
+        """The queue of a delay, which is also the name of its exchange, with its arguments.
+
+        A message keeps its routing key, the name of its lane, and returns there after the delay.
+        """
+        arguments: dict[str, Any] = {"x-queue-type": "quorum"} if self.is_quorum else {}
+        return f"{self.prefix}.delay.{delay_ms}", arguments | {
+            "x-message-ttl": delay_ms,
+            "x-expires": max(DELAY_EXPIRY_MS_MIN, DELAY_EXPIRY_FACTOR * delay_ms),
+            "x-dead-letter-exchange": "",
+        }
+
+
+def shard_of(queue: str) -> str:
+    """The shard of an organization without lanes of its own."""
+    return f"{SHARD_PREFIX}{int.from_bytes(blake2b(queue.encode(), digest_size=2).digest()) % SHARDS}"
+
+
+def delay_step_ms(delay_ms: int) -> int:
+    """The delay of the queue in which a message waits next.
+
+    A short delay is rounded up. A longer one is rounded down to two digits: the rest is waited for in another
+    queue. So there are few delay queues, and a message is at most `DELAY_STEP_MS` late.
+    """
+    if delay_ms <= DELAY_EXACT_MS_MAX:
+        return -(-delay_ms // DELAY_STEP_MS) * DELAY_STEP_MS
+    unit = int(10 ** (len(str(delay_ms)) - 2))
+    return min(delay_ms // unit * unit, DELAY_MS_MAX)
+
+
+class Deliveries:
+    """What the broker has delivered to this process, by home and lane of the record."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._mutex = threading.Lock()
+        self._waiting: dict[tuple[str, int], deque[Delivery]] = {}
+        self._last_arrival = time.monotonic()
+
+    def add(self, delivery: Delivery) -> None:
+        """A delivery arrived."""
+        with self._mutex:
+            key = delivery.home, delivery.note.lane
+            self._waiting.setdefault(key, deque()).append(delivery)
+            self._last_arrival = delivery.arrived
+        self._wake()
+
+    def take(self, home: str, lane: int, limit: int) -> list[Delivery]:
+        """Take out up to `limit` deliveries, the first ones first."""
+        with self._mutex:
+            waiting = self._waiting.get((home, lane))
+            if not waiting:
+                return []
+            taken = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
+            if not waiting:
+                del self._waiting[home, lane]
+            return taken
+
+    def take_old(self, before: float) -> list[Delivery]:
+        """Take out every delivery that arrived before a time."""
+        with self._mutex:
+            old: list[Delivery] = []
+            for key, waiting in list(self._waiting.items()):
+                old += [each for each in waiting if each.arrived < before]
+                self._waiting[key] = deque(each for each in waiting if each.arrived >= before)
+                if not self._waiting[key]:
+                    del self._waiting[key]
+            return old
+
+    def put_back(self, taken: Sequence[Delivery]) -> None:
+        """Put deliveries back in front of the others."""
+        with self._mutex:
+            for delivery in reversed(taken):
+                key = delivery.home, delivery.note.lane
+                self._waiting.setdefault(key, deque()).appendleft(delivery)
+
+    def count(self, home: str, lane: int) -> int:
+        """How many deliveries of a lane wait."""
+        return len(self._waiting.get((home, lane), ()))
+
+    def homes(self, lane: int) -> list[str]:
+        """Homes with deliveries of a lane."""
+        with self._mutex:
+            return [home for home, each in self._waiting if each == lane]
+
+    def clear(self) -> None:
+        """Forget everything: the connection is gone, and the broker delivers it again."""
+        with self._mutex:
+            self._waiting.clear()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing waits and nothing has arrived for a while."""
+        return not self._waiting and time.monotonic() - self._last_arrival > SILENCE_S
+
+
+def is_shard(home: str) -> bool:
+    """Whether organizations share a home."""
+    return home.startswith(SHARD_PREFIX)
+
+
+def tags_by_epoch(deliveries: Iterable[Delivery]) -> dict[int, list[int]]:
+    """The tags to acknowledge on each connection."""
+    tags: dict[int, list[int]] = {}
+    for delivery in deliveries:
+        tags.setdefault(delivery.epoch, []).append(delivery.tag)
+    return tags
