@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -50,6 +52,7 @@ RECONCILE_S = 30.0
 REPUBLISHED_A_SWEEP_MAX = 10_000  # records of one home; the next sweep continues
 START_S = 5.0  # how long the first call waits for the broker
 HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
+LOOK, STOP = "look for new homes", "stop"
 SWEEP_CELL = "amqp-sweep"
 OPTIONS = ("p0", "prefetch", "queues")
 
@@ -131,7 +134,8 @@ class RabbitStore(Store):
         self._mutex = threading.Lock()
         self._broker: Broker | None = None
         self._wakes: list[Callable[[], None]] = []
-        self._stopping = threading.Event()
+        self._repairs: SimpleQueue[str] = SimpleQueue()
+        """What the thread that repairs lanes has to do besides."""
         self.homes: dict[str, str] = {}
         self.deliveries = Deliveries(self._wake)
 
@@ -206,7 +210,14 @@ class RabbitStore(Store):
             node.socket_timeout = node.stack_timeout = START_S
         is_file = self._ledger.url.startswith("sqlite:")
         host = SystemClock().boot_id() if is_file else ""
-        broker = Broker(nodes, self._topology(), self.deliveries, prefetch=self._address.prefetch, host=host)
+        broker = Broker(
+            nodes,
+            self._topology(),
+            self.deliveries,
+            prefetch=self._address.prefetch,
+            host=host,
+            follows_news=lambda: self._repairs.put(LOOK),
+        )
         try:
             broker.await_first_answer(START_S)
         except InvalidSetting:
@@ -230,21 +241,17 @@ class RabbitStore(Store):
         with self._mutex:
             self._wakes = [*self._wakes, wake]
             if len(self._wakes) == 1:
-                self._stopping = threading.Event()
-                broker.receive(self._ledger.read(self._known_homes))
-                threading.Thread(
-                    target=self._keep_reconciling,
-                    args=(self._stopping,),
-                    name="postroom-reconcile",
-                    daemon=True,
-                ).start()
+                self._repairs = SimpleQueue()
+                repair = partial(self._keep_reconciling, self._repairs)
+                threading.Thread(target=repair, name="postroom-reconcile", daemon=True).start()
+                broker.receive(())
         try:
             yield
         finally:
             with self._mutex:
                 self._wakes = [each for each in self._wakes if each is not wake]
                 if not self._wakes:
-                    self._stopping.set()
+                    self._repairs.put(STOP)
                     broker.stop_receiving()
 
     def _known_homes(self, transaction: Transaction) -> set[str]:
@@ -255,12 +262,22 @@ class RabbitStore(Store):
 
     # ---- repairing -----------------------------------------------------------------------------
 
-    def _keep_reconciling(self, stopping: threading.Event) -> None:
-        while not stopping.wait(RECONCILE_S):
+    def _keep_reconciling(self, repairs: "SimpleQueue[str]") -> None:
+        due = time.monotonic() + RECONCILE_S
+        while True:
             try:
-                self._return_old(time.monotonic() - RECONCILE_S)
-                if self._ledger.write(self._take_sweep, makes_room=True):
-                    self.reconcile()
+                what = repairs.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                what, due = "", time.monotonic() + RECONCILE_S
+            if what == STOP:
+                return
+            try:
+                if what == LOOK:
+                    self._started().receive(self._ledger.read(self._known_homes))
+                else:
+                    self._return_old(time.monotonic() - RECONCILE_S)
+                    if self._ledger.write(self._take_sweep, makes_room=True):
+                        self.reconcile()
             except Exception as error:  # noqa: BLE001 - whatever it is, the next sweep must come
                 _log.warning("the lanes were not compared with the ledger: %s", error)
 

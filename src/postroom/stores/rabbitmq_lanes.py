@@ -40,8 +40,15 @@ class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
     message_id: str
     lane: int
     """The lane of the record. The broker may have moved the message to a lane above."""
+    is_delayed: bool = False
+    """Whether the message comes from a delay queue, so that its record is not QUEUED yet."""
     envelope: Envelope | None = None
     """The whole message, when the ledger does not have it (`p0=broker-only`)."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the ledger has something to do before the record can be claimed."""
+        return self.is_delayed or self.envelope is not None
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
@@ -127,15 +134,25 @@ class Deliveries:
         self._wake = wake
         self._mutex = threading.Lock()
         self._waiting: dict[tuple[str, int], deque[Delivery]] = {}
+        self._pending: deque[Delivery] = deque()
         self._last_arrival = time.monotonic()
 
     def add(self, delivery: Delivery) -> None:
         """A delivery arrived."""
         with self._mutex:
-            key = delivery.home, delivery.note.lane
-            self._waiting.setdefault(key, deque()).append(delivery)
+            self._line_of(delivery).append(delivery)
             self._last_arrival = delivery.arrived
         self._wake()
+
+    def _line_of(self, delivery: Delivery) -> deque[Delivery]:
+        if delivery.note.is_pending:
+            return self._pending
+        return self._waiting.setdefault((delivery.home, delivery.note.lane), deque())
+
+    def take_pending(self, limit: int) -> list[Delivery]:
+        """Take out deliveries that need the ledger before they can be claimed."""
+        with self._mutex:
+            return [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
 
     def take(self, home: str, lane: int, limit: int) -> list[Delivery]:
         """Take out up to `limit` deliveries, the first ones first."""
@@ -163,8 +180,7 @@ class Deliveries:
         """Put deliveries back in front of the others."""
         with self._mutex:
             for delivery in reversed(taken):
-                key = delivery.home, delivery.note.lane
-                self._waiting.setdefault(key, deque()).appendleft(delivery)
+                self._line_of(delivery).appendleft(delivery)
 
     def count(self, home: str, lane: int) -> int:
         """How many deliveries of a lane wait."""
@@ -179,11 +195,12 @@ class Deliveries:
         """Forget everything: the connection is gone, and the broker delivers it again."""
         with self._mutex:
             self._waiting.clear()
+            self._pending.clear()
 
     @property
     def is_silent(self) -> bool:
         """Whether nothing waits and nothing has arrived for a while."""
-        return not self._waiting and time.monotonic() - self._last_arrival > SILENCE_S
+        return not self._waiting and not self._pending and time.monotonic() - self._last_arrival > SILENCE_S
 
 
 def is_shard(home: str) -> bool:

@@ -182,6 +182,7 @@ class Broker:
         *,
         prefetch: int,
         host: str,
+        follows_news: Callable[[], None],
     ) -> None:
         self._nodes = nodes
         self._topology = topology
@@ -189,6 +190,8 @@ class Broker:
         self._prefetch = prefetch
         self._host = host
         """The only host of the ledger; empty when the ledger may be used from several."""
+        self._follows_news = follows_news
+        """Called when new homes are heard of from now on, so that earlier ones are looked up once more."""
         self._loop = IOLoop()
         self._todo: deque[Callable[[], None]] = deque()
         self._is_scheduled = False
@@ -440,11 +443,15 @@ class Broker:
 
     def _follow_news(self, channel: Any, frame: Any) -> None:
         name = frame.method.queue
-        channel.queue_bind(name, self._news)
-        channel.basic_consume(name, self._on_news, auto_ack=True)
-        self._channel = channel
-        self._receiving.works()
-        self._consume()
+
+        def bound(_frame: Any) -> None:
+            channel.basic_consume(name, self._on_news, auto_ack=True)
+            self._channel = channel
+            self._receiving.works()
+            self._consume()
+            self._follows_news()
+
+        channel.queue_bind(name, self._news, callback=bound)
 
     def _on_news(self, _channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
         self._receive({body.decode()})

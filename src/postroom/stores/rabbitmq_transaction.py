@@ -69,6 +69,8 @@ class RabbitTransaction(Transaction):
         self._taken: list[Delivery] = []
         self._stale: set[int] = set()
         """The tags of deliveries to acknowledge whatever becomes of their records."""
+        self._seen: set[str] = set()
+        """The messages of those deliveries. Another delivery of such a message is a double."""
         self._held: dict[tuple[str, int], list[Head]] = {}
         """Records of the deliveries that were taken, by home and lane."""
         self.outgoing: dict[str, Outgoing] = {}
@@ -200,7 +202,8 @@ class RabbitTransaction(Transaction):
 
     def _send(self, queue: str, message_id: str, lane: int, delay_ns: int = 0) -> None:
         delay_ms = delay_step_ms(-(-delay_ns // NANOS_PER_MS)) if delay_ns else 0
-        self.outgoing[message_id] = Outgoing(self.home_of(queue), Note(message_id, lane), delay_ms)
+        note = Note(message_id, lane, is_delayed=bool(delay_ms))
+        self.outgoing[message_id] = Outgoing(self.home_of(queue), note, delay_ms)
 
     def home_of(self, queue: str) -> str:
         """The lanes of an organization. The first organizations get their own, the others share shards."""
@@ -246,15 +249,17 @@ class RabbitTransaction(Transaction):
         for delivery in taken:
             if delivery.note.envelope is not None:
                 self._accept_from_broker(delivery.note.envelope)
-        found = {
+        loaded = {
             head.record.message_id: head for head in self.heads([each.note.message_id for each in taken])
         }
-        heads, known = [], set(found)
+        found = {each: head for each, head in loaded.items() if each not in self._seen}
+        heads: list[Head] = []
         for delivery in taken:
             head = self._claimable(found.pop(delivery.note.message_id, None), delivery.note)
             if head is not None:
+                self._seen.add(head.record.message_id)
                 heads.append(head)
-            elif delivery.note.envelope is None or delivery.note.message_id in known:
+            elif delivery.note.envelope is None or delivery.note.message_id in loaded:
                 self._stale.add(delivery.tag)
         return heads
 
@@ -318,15 +323,17 @@ class RabbitTransaction(Transaction):
             record = head.record
             self._changed.add(record.message_id)
             self._gone.add(record.message_id)
-            self.outgoing.pop(record.message_id, None)
             home = self.home_of(record.queue)
-            if is_shard(home) and not self.is_direct:
+            if self.outgoing.pop(record.message_id, None) is None and is_shard(home) and not self.is_direct:
                 self._use_tokens(home, record.lane, 1)
         return leased
 
     # ---- deadlines -----------------------------------------------------------------------------
 
     def put_back(self, limit: int) -> int:
+        if not self.is_direct:
+            for delivery in self._deliveries.take_pending(limit):
+                self._left(delivery.home, delivery.note.lane).extend(self._heads_of([delivery]))
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         due = [
             record.message_id
@@ -353,7 +360,7 @@ class RabbitTransaction(Transaction):
     def _publish_only(self, envelope: Envelope) -> Accepted:
         """Accept a message without the ledger: the broker has it, or nobody has it."""
         message_id = str(uuid4())
-        note = Note(message_id, envelope.priority, replace(envelope, message_id=message_id))
+        note = Note(message_id, envelope.priority, envelope=replace(envelope, message_id=message_id))
         self.outgoing[message_id] = Outgoing(self.home_of(envelope.queue), note)
         return Accepted(message_id, duplicate=False)
 
