@@ -1,4 +1,4 @@
-"""One PostgreSQL server for all tests of a run, and an empty database for each test that asks for one."""
+"""One PostgreSQL server for all tests of a run, and an empty store for each test that asks for one."""
 
 from collections.abc import Iterator
 
@@ -15,5 +15,5 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def database(postgres: PostgresServer) -> str:
-    """The address of an empty database."""
-    return postgres.new_database()
+    """The address of an empty store."""
+    return postgres.new_store()

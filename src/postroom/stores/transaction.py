@@ -372,6 +372,13 @@ class Transaction(Ledger, Lanes):
 
     # ---- other facts ---------------------------------------------------------------------------
 
+    def exclusive(self, name: str) -> None:
+        """Let no other transaction that asks for the same name run until this one ends.
+
+        For decisions about several cells or records together. What is read after this call is current. A
+        store that runs one transaction at a time does nothing.
+        """
+
     def record(self, message_id: str) -> Record | None:
         """One record; None when it is unknown."""
         with suppress(UnknownTask):

@@ -74,6 +74,11 @@ class PostgresServer:
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')  # type: ignore[arg-type, unused-ignore]
         return self.url(name)
 
+    def new_store(self) -> str:
+        """The address of an empty store in a schema of its own, which is made faster than a database."""
+        self._databases += 1
+        return f"{self.url()}?schema=s{os.getpid()}_{self._databases}"
+
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self) -> "PostgresServer":
