@@ -21,7 +21,9 @@ def open_store(url: str, *, clock: Clock | None = None) -> Store:
         return PostgresStore(url, clock=clock)
     path = url.removeprefix(SQLITE)
     if path == url or not path or "\0" in path:
-        raise InvalidMessage(f"{url!r} is not a store: use sqlite:///path/to/queue.db, postgres://user@host/db or memory://")
+        raise InvalidMessage(
+            f"{url!r} is not a store: use sqlite:///path/to/queue.db, postgres://user@host/db or memory://"
+        )
     from postroom.stores.sqlite import SqliteStore
 
     return SqliteStore(path, clock=clock)

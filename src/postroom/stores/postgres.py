@@ -73,7 +73,7 @@ _LOST = (
     psycopg.InterfaceError,
     sql_errors.ReadOnlySqlTransaction,
 )
-"""The server stopped, fails over, does not answer or has become a standby: another try can reach the new one."""
+"""The server stopped, does not answer or has become a standby: another try can reach the new primary."""
 
 
 class PostgresStore(Store):
@@ -256,7 +256,12 @@ class PostgresStore(Store):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
-        for part in (b"BEGIN", b"SET LOCAL synchronous_commit = off", self._writing["fold_counts"].encode(), b"COMMIT"):
+        for part in (
+            b"BEGIN",
+            b"SET LOCAL synchronous_commit = off",
+            self._writing["fold_counts"].encode(),
+            b"COMMIT",
+        ):
             _check(connection, connection.pgconn.exec_(part))
 
     # ---- reading -------------------------------------------------------------------------------
@@ -293,6 +298,9 @@ class PostgresStore(Store):
 
     def identity(self) -> str:
         return self._persist(lambda _: self._opened().store_id)
+
+    def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
+        return (self.address.connect, f"{self.address.schema}_nudge") if self.address.listens else None
 
     # ---- life ----------------------------------------------------------------------------------
 

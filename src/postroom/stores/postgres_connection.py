@@ -36,6 +36,7 @@ CONNECT_TIMEOUT_S = 3
 STATEMENT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 12.0
 WATCH_S = 0.5
+IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for so many looks
 OLDEST_SERVER = 140_000  # version 14
 _OWN_OPTIONS = ("schema", "listen", "prepare")
 _SECRETS = ("password", "sslpassword", "passfile")
@@ -66,13 +67,17 @@ class Address:
             self._secrets += [password, unquote(password)]
         shown = [(name, value) for name, value in options if name not in _SECRETS]
         self.url = urlunsplit(("postgres", f"{name}{at}{hosts}", parts.path, urlencode(shown), ""))
-        self._conninfo = urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(rest, quote_via=quote), ""))
+        self._conninfo = urlunsplit(
+            ("postgresql", parts.netloc, parts.path, urlencode(rest, quote_via=quote), "")
+        )
         if not _SCHEMA.fullmatch(self.schema):
             raise InvalidMessage(f"schema must be small letters, digits and underscores, not {self.schema!r}")
         try:
             conninfo_to_dict(self._conninfo)
         except psycopg.Error as error:
-            raise InvalidMessage(f"{self.url} is not the address of a database: {self.hidden(error)}") from None
+            raise InvalidMessage(
+                f"{self.url} is not the address of a database: {self.hidden(error)}"
+            ) from None
 
     def hidden(self, error: object) -> str:
         """The text of an error as one line, without the password."""
@@ -89,8 +94,8 @@ class Address:
         )  # fmt: skip
         milliseconds = round(STATEMENT_TIMEOUT_S * 1000)
         connection.pgconn.exec_(
-            f"SET statement_timeout = {milliseconds}; SET idle_in_transaction_session_timeout = {milliseconds}; "
-            "SET timezone = 'UTC'".encode()
+            f"SET statement_timeout = {milliseconds}; SET timezone = 'UTC'; "
+            f"SET idle_in_transaction_session_timeout = {milliseconds}".encode()
         )
         return connection
 
@@ -124,7 +129,7 @@ class Watchdog:
 
     def _run(self) -> None:
         idle = 0
-        while idle < 20:  # the thread ends when nothing is watched for a while
+        while idle < IDLE_WATCHES_MAX:
             time.sleep(WATCH_S)
             now = time.monotonic()
             with self._mutex:
@@ -133,7 +138,7 @@ class Watchdog:
                     if now > deadline:
                         del self._watched[key]
                         _shut(fd)
-                if idle >= 20:
+                if idle >= IDLE_WATCHES_MAX:
                     self._runs = False
 
 
@@ -216,13 +221,17 @@ def migrate(connection: Connection, address: Address) -> None:
     """Bring the schema to the current version, one script per transaction. Other workers may be at work."""
     schema = address.schema
     if connection.info.server_version < OLDEST_SERVER:
-        raise StoreDamaged(f"{address.url} is PostgreSQL {connection.info.server_version // 10_000}: use 14 or newer")
+        raise StoreDamaged(
+            f"{address.url} is PostgreSQL {connection.info.server_version // 10_000}: use 14 or newer"
+        )
     if connection.info.parameter_status("server_encoding") != "UTF8":
         raise StoreDamaged(f"the database {address.url} is not encoded in UTF8: create one that is")
     scripts = migrations(schema)
     version = _version(connection, schema)
     if version > max(scripts):
-        raise StoreDamaged(f"{address.url} was written by a newer postroom (its version {version}): upgrade this one")
+        raise StoreDamaged(
+            f"{address.url} was written by a newer postroom (its version {version}): upgrade this one"
+        )
     for number, script in scripts.items():
         if number > version:
             with connection.transaction():
@@ -247,9 +256,13 @@ def _apply(connection: Connection, schema: str, number: int, script: str) -> Non
         f"CREATE TABLE IF NOT EXISTS {schema}.migrations "
         "(version int PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
     )
-    done = connection.pgconn.exec_(f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})".encode())
+    done = connection.pgconn.exec_(
+        f"{head};\n{script};\nINSERT INTO {schema}.migrations VALUES ({number})".encode()
+    )
     if done.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
-        raise StoreDamaged(f"migration {number} failed: {done.error_message.decode(errors='replace').strip()}")
+        raise StoreDamaged(
+            f"migration {number} failed: {done.error_message.decode(errors='replace').strip()}"
+        )
 
 
 def unreachable(address: Address, error: object, *, rolled_back: bool) -> StoreUnreachable:

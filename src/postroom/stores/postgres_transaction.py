@@ -10,19 +10,16 @@ Rule 3: a faster form covers the common case. Everything else goes to the verb o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
 import msgspec
-import psycopg
 
 from postroom.core import lifecycle
 from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.message import Envelope, Event, Record, Step, Stored, org_of
 from postroom.stores.base import (
     FOREVER_NS,
-    LANE_COUNTS,
     NEWEST,
     ByIds,
     Change,
@@ -36,22 +33,18 @@ from postroom.stores.base import (
     unknown,
     waiting,
 )
-from postroom.stores.event_runs import CompletedRun, LeasedRun, NewRun, Part, pack, unpack
+from postroom.stores.event_runs import Part, pack, unpack
 from postroom.stores.postgres_connection import Connection
 from postroom.stores.transaction import (
-    NO_DETAILS,
-    Accepted,
-    Claim,
     Decide,
-    Delivery,
     LimitsCache,
     Transaction,
 )
 
 RECORD_COLUMNS = (
-    "seq, name, queue, state, priority, lane, place, attempt, retries, crashes, max_retries, lease, worker_id, "
-    "lease_ns, lease_until, due, ready_at, expires, durability, created_us, claimed_us, heartbeat_us, ended_us, "
-    "sender"
+    "seq, name, queue, state, priority, lane, place, attempt, retries, crashes, max_retries, lease, "
+    "worker_id, lease_ns, lease_until, due, ready_at, expires, durability, created_us, claimed_us, "
+    "heartbeat_us, ended_us, sender"
 )
 TRAIL_BYTES_MAX = 256 * 1024  # of one record; later events are only in the audit stream
 EVENTS_A_STEP_MAX = 4
@@ -73,8 +66,8 @@ _decode_event = msgspec.json.Decoder(Event).decode
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
 _traits = attrgetter(
-    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns", "ttl_ns",
-    "durability", "sender",
+    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
+    "ttl_ns", "durability", "sender",
 )  # fmt: skip
 _queue_and_lane = attrgetter("queue", "lane")
 
@@ -241,7 +234,9 @@ class PostgresTransaction(Transaction):
     def _record(self, row: Sequence[Any]) -> Record:
         seq, name, queue = row[0], row[1], from_sql(row[2])
         message_id = new_id(self.store_id, queue, seq, row[19]) if name is None else from_sql(name)
-        return _record_from(seq, message_id, queue, *row[3:12], from_sql(row[12]), *row[13:23], from_sql(row[23]))
+        return _record_from(
+            seq, message_id, queue, *row[3:12], from_sql(row[12]), *row[13:23], from_sql(row[23])
+        )
 
     def load(self, message_id: str) -> Stored | None:
         record = self.record(message_id)
@@ -538,8 +533,9 @@ class PostgresReading(PostgresTransaction):
 def _new_row(r: Record, e: Envelope) -> tuple[Any, ...]:
     return (
         r.seq, to_sql(e.message_id) if e.message_id else None, to_sql(r.queue), r.state, r.priority, r.lane,
-        r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, r.worker_id, r.lease_ns, r.lease_until,
-        r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us, r.heartbeat_us, r.ended_us,
+        r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, r.worker_id, r.lease_ns,
+        r.lease_until, r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us,
+        r.heartbeat_us, r.ended_us,
         to_sql(r.sender), to_sql(e.type), to_sql(e.parent_message_id), to_sql(e.key), e.delay_ns, e.ttl_ns,
         e.payload,
     )  # fmt: skip

@@ -179,7 +179,7 @@ class PostgresServer:
 
     def remove(self) -> None:
         """Stop the server and delete its folder."""
-        self.stop()
+        self._end(signal.SIGQUIT)  # no checkpoint: the data is deleted
         if self._owned:
             shutil.rmtree(self.folder, ignore_errors=True)
 
