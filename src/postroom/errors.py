@@ -32,6 +32,7 @@
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
+    │   ├── StoreUnreachable      the database of a store does not answer
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
@@ -141,6 +142,16 @@ class HandleDead(Unavailable):
     def __init__(self, path: Path | str) -> None:
         self.path = path
         super().__init__(f"an earlier fsync of {path} failed: call reopen() before writing again")
+
+
+class StoreUnreachable(Unavailable):
+    """The database of a store does not answer. `rolled_back` says whether the work is surely not stored."""
+
+    def __init__(self, url: str, reason: str, *, rolled_back: bool) -> None:
+        self.url = url
+        self.rolled_back = rolled_back
+        rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
+        super().__init__(f"{url} does not answer: {reason}; {rest}")
 
 
 class TopicError(QueueError, Rejected, ValueError):

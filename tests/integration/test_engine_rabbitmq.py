@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import pika
+import pika  # type: ignore[import-untyped]
 import pytest
 
 from postroom import Engine, Policy
@@ -20,7 +20,10 @@ from postroom.message import ENGINE_PREFIX
 from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
 from postroom.stores.rabbitmq import RabbitStore
 from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Note, Outgoing, is_shard, shard_of
+from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqserver import RabbitServer
+
+__all__ = ["database", "postgres"]
 
 PATIENCE_S = 20.0
 TYPE = "tool_call"
@@ -47,6 +50,12 @@ def broker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def url(rabbit: RabbitServer, tmp_path: Path) -> str:
     return rabbit.url(f"sqlite:///{tmp_path}/queue.db")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def any_url(rabbit: RabbitServer, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A store over each kind of ledger."""
+    return rabbit.url(store_url(request, tmp_path))
 
 
 def store_of(engine: Engine) -> RabbitStore:
@@ -117,8 +126,8 @@ def echo(engine: Engine) -> list[tuple[str, int]]:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_messages_of_every_priority_and_two_organizations_are_delivered_once(url: str) -> None:
-    with Engine.open(url) as engine:
+async def test_messages_of_every_priority_and_two_organizations_are_delivered_once(any_url: str) -> None:
+    with Engine.open(any_url) as engine:
         seen = echo(engine)
         async with working(engine):
             handles = []
@@ -146,8 +155,8 @@ async def test_messages_wait_in_the_broker_until_a_worker_starts(url: str) -> No
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_two_workers_share_the_messages(url: str) -> None:
-    with Engine.open(url) as one, Engine.open(url) as other:
+async def test_two_workers_share_the_messages(any_url: str) -> None:
+    with Engine.open(any_url) as one, Engine.open(any_url) as other:
         seen = [echo(one), echo(other)]
         async with working(one, concurrency=2), working(other, concurrency=2):
             await until(
@@ -160,8 +169,8 @@ async def test_two_workers_share_the_messages(url: str) -> None:
 
 
 @in_loop
-async def test_a_second_delivery_of_a_message_is_dropped(url: str, broker_alone: None) -> None:
-    with Engine.open(url) as engine:
+async def test_a_second_delivery_of_a_message_is_dropped(any_url: str, broker_alone: None) -> None:
+    with Engine.open(any_url) as engine:
         seen = echo(engine)
         handles = await submit(engine, 5)
         store = store_of(engine)
@@ -182,9 +191,9 @@ async def test_a_second_delivery_of_a_message_is_dropped(url: str, broker_alone:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(url: str) -> None:
+async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_url: str) -> None:
     policy = Policy(retries={TYPE: Retry(delay_s=0.2)})
-    with Engine.open(url, policy) as engine:
+    with Engine.open(any_url, policy) as engine:
         attempts: list[float] = []
 
         @engine.handler(TYPE)
@@ -283,11 +292,14 @@ async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit:
                 raise RuntimeError("again")
             return int(context.attempt)
 
+        def has_failed(times: int) -> bool:
+            return failed >= times
+
         handles = await submit(engine, count, priority=3)
         for turn in range(rounds + 1):
             await until_promoted(engine, rabbit, count)
             async with working(engine):
-                await until(lambda turn=turn: failed >= count * min(turn + 1, rounds))
+                await until(partial(has_failed, count * min(turn + 1, rounds)))
                 if turn == rounds:
                     assert await results(handles) == [rounds + 1] * count
         assert failed == count * rounds
@@ -299,11 +311,11 @@ async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit:
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 5)
     monkeypatch.setattr("postroom.stores.rabbitmq.OWN_LANES_MAX", 5)
-    with Engine.open(url) as engine:
+    with Engine.open(any_url) as engine:
         seen = echo(engine)
         for number in range(5):
             await submit(engine, 1, org_id=f"own{number}")
@@ -342,8 +354,8 @@ async def test_250_organizations_are_served(url: str) -> None:
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_the_sweep_publishes_what_the_broker_lost(url: str, rabbit: RabbitServer) -> None:
-    with Engine.open(url) as engine:
+async def test_the_sweep_publishes_what_the_broker_lost(any_url: str, rabbit: RabbitServer) -> None:
+    with Engine.open(any_url) as engine:
         echo(engine)
         handles = await submit(engine, 20) + await submit(engine, 5, priority=0, org_id="beta")
         store = store_of(engine)

@@ -9,19 +9,19 @@ Rule 3: a worker whose broker is silent claims from the ledger itself.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import InvalidSetting
-from postroom.message import Record, org_of
-from postroom.stores.base import Listing, ready
+from postroom.message import Event, Record, org_of
+from postroom.stores.base import Counted, Listing, ready
 from postroom.stores.rabbitmq_lanes import (
     OWN_LANES_MAX,
     PROMOTE_AFTER_NS,
@@ -180,8 +180,7 @@ class RabbitStore(Store):
     @property
     def is_direct(self) -> bool:
         """Whether claims go to the ledger, because the broker delivers nothing."""
-        broker = self._broker
-        return broker is None or not self._wakes or not broker.is_receiving or self.deliveries.is_silent
+        return not self._wakes or self.deliveries.is_silent
 
     # ---- the broker ----------------------------------------------------------------------------
 
@@ -241,6 +240,7 @@ class RabbitStore(Store):
         with self._mutex:
             self._wakes = [*self._wakes, wake]
             if len(self._wakes) == 1:
+                self.deliveries.restart()
                 self._repairs = SimpleQueue()
                 repair = partial(self._keep_reconciling, self._repairs)
                 threading.Thread(target=repair, name="postroom-reconcile", daemon=True).start()
@@ -366,6 +366,18 @@ class RabbitStore(Store):
 
     def identity(self) -> str:
         return self._ledger.identity()
+
+    def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
+        return self._ledger.nudge_channel()
+
+    def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
+        return self._ledger.events(after, limit)
+
+    def newest_event(self) -> int:
+        return self._ledger.newest_event()
+
+    def depths(self) -> dict[str, Mapping[Counted, int]]:
+        return self._ledger.depths()
 
     def sync(self) -> None:
         self._ledger.sync()

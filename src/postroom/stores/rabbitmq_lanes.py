@@ -197,6 +197,10 @@ class Deliveries:
             self._waiting.clear()
             self._pending.clear()
 
+    def restart(self) -> None:
+        """Expect deliveries from now on."""
+        self._last_arrival = time.monotonic()
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing waits and nothing has arrived for a while."""

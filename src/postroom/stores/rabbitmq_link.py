@@ -77,7 +77,10 @@ class _Link:
 
     def _opened(self, connection: Any) -> None:
         self.trouble = ""
-        self._on_open(connection)
+        if self._closing:
+            self.drop()
+        else:
+            self._on_open(connection)
 
     def works(self) -> None:
         """The connection is in use: the next loss is a first one."""

@@ -51,6 +51,10 @@ class Context(Protocol):
     def is_direct(self) -> bool:
         """Whether claims go to the ledger, because the broker delivers nothing."""
 
+    @property
+    def broker_trouble(self) -> str:
+        """Why the broker cannot be used; empty when it can."""
+
 
 class RabbitTransaction(Transaction):
     """One transaction of the ledger."""
@@ -97,7 +101,7 @@ class RabbitTransaction(Transaction):
 
     def _ready_directly(self) -> set[str]:
         """Queues of organizations whose workers have to be woken, because no delivery will wake them."""
-        return {queue for queue in self.ready if org_of(queue)} if self._context.is_direct else set()
+        return {queue for queue in self.ready if org_of(queue)} if self._context.broker_trouble else set()
 
     def settled(self) -> list[Delivery]:
         """After the commit: the deliveries to acknowledge. The others can be claimed again."""
@@ -135,6 +139,9 @@ class RabbitTransaction(Transaction):
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self._inner.forget(records, events_up_to)
+
+    def exclusive(self, name: str) -> None:
+        self._inner.exclusive(name)
 
     def cell(self, kind: str, key: str) -> bytes | None:
         return self._inner.cell(kind, key)
@@ -334,6 +341,8 @@ class RabbitTransaction(Transaction):
         if not self.is_direct:
             for delivery in self._deliveries.take_pending(limit):
                 self._left(delivery.home, delivery.note.lane).extend(self._heads_of([delivery]))
+        if not self._inner.has_overdue():
+            return 0
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
         due = [
             record.message_id

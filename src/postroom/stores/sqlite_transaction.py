@@ -669,8 +669,10 @@ class SqliteTransaction(Transaction):
     # ---- the claims of an engine ---------------------------------------------------------------
 
     def put_back(self, limit: int) -> int:
-        is_due = self.steady_ns >= self._known.deadline_ns and self._first_deadline() <= self.steady_ns
-        return super().put_back(limit) if is_due else 0
+        return super().put_back(limit) if self.has_overdue() else 0
+
+    def has_overdue(self) -> bool:
+        return self.steady_ns >= self._known.deadline_ns and self._first_deadline() <= self.steady_ns
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
         lanes_before = ENGINE_LINES * (lane + 1)

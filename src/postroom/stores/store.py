@@ -105,6 +105,10 @@ class Store(ABC):
     def close(self) -> None:
         """Release files and connections. The next call opens them again."""
 
+    def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
+        """How wake-ups reach other machines: what connects to the database, and the name of a channel."""
+        return None
+
     def reopen(self) -> None:  # noqa: B027 - only for a backend with a disk
         """Use the store again after a disk error."""
 

@@ -315,6 +315,10 @@ class Transaction(Ledger, Lanes):
         heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
         return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
 
+    def has_overdue(self) -> bool:
+        """Whether a lease or delay may be over; False saves a search for them."""
+        return True
+
     def put_back(self, limit: int) -> int:
         """Handle leases and delays that are over, in any queue; how many."""
         steps = self.apply(Ending("lease", self.steady_ns, limit), lifecycle.lapse)
@@ -371,6 +375,13 @@ class Transaction(Ledger, Lanes):
             self.forget((), old[young - 1].seq)
 
     # ---- other facts ---------------------------------------------------------------------------
+
+    def exclusive(self, name: str) -> None:
+        """Let no other transaction that asks for the same name run until this one ends.
+
+        For decisions about several cells or records together. What is read after this call is current. A
+        store that runs one transaction at a time does nothing.
+        """
 
     def record(self, message_id: str) -> Record | None:
         """One record; None when it is unknown."""

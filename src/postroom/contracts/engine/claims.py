@@ -227,13 +227,21 @@ class Claims:
             self._end(record, lifecycle.expire)
         elif poison.is_poison(record, self._policy.poison_crashes):
             self._quarantine(record)
-        elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
+        elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
         elif self._is_next(head) and self._service_admits(head):
             return True
         self._held_back += 1
         return False
+
+    def _is_paused(self, org_id: str, type_name: str) -> bool:
+        """Whether a type is paused. A pause that another transaction is about to end counts no more."""
+        scopes = self._paused_types.intersection({(org_id, type_name), ("", type_name)})
+        if not scopes:
+            return False
+        self._transaction.exclusive(PAUSES.name)
+        return any(PAUSES.get(self._transaction, *scope) is not None for scope in scopes)
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)

@@ -14,13 +14,13 @@ from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.task_input import checked_id
-from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError, UnknownTask
 from postroom.message import Stored, org_of
-from postroom.nudges.notifier import QUIET_S, Notifier
+from postroom.nudges.notifier import QUIET_S
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
@@ -44,7 +44,7 @@ class EngineCore:
         """The service that the handler of each type calls."""
         self._commits = Commits(store)
         self._endings = Endings()
-        self._notifier = Notifier(notifier_folder(store.url))
+        self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purged_to = 0
         self._keys_purged_to = ""

@@ -1,0 +1,562 @@
+"""A transaction of PostgreSQL: the methods of `Ledger` and `Lanes`, and faster forms of the hot verbs.
+
+Rule 1: a writing transaction locks every record that it decides about. Claims and sweeps skip records that
+        other transactions have locked.
+Rule 2: writes are kept until the commit or until a query needs them. A cell that was read and then written is
+        compared with what was read: when another transaction changed it meanwhile, all of this one's work is
+        done again.
+Rule 3: a faster form covers the common case. Everything else goes to the verb of `Transaction`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from postroom.core import lifecycle
+from postroom.core.ids import new_id, number_in_uuid, store_tag
+from postroom.message import Envelope, Event, Record, Step, Stored, org_of
+from postroom.stores.base import (
+    FOREVER_NS,
+    NEWEST,
+    ByIds,
+    Change,
+    Counted,
+    Ending,
+    Head,
+    Listing,
+    Pick,
+    count_changes,
+    counted_as,
+    unknown,
+    waiting,
+)
+from postroom.stores.event_runs import Part, pack, unpack
+from postroom.stores.postgres_connection import Connection
+from postroom.stores.transaction import (
+    Decide,
+    LimitsCache,
+    Transaction,
+)
+
+RECORD_COLUMNS = (
+    "seq, name, queue, state, priority, lane, place, attempt, retries, crashes, max_retries, lease, "
+    "worker_id, lease_ns, lease_until, due, ready_at, expires, durability, created_us, claimed_us, "
+    "heartbeat_us, ended_us, sender"
+)
+TRAIL_BYTES_MAX = 256 * 1024  # of one record; later events are only in the audit stream
+EVENTS_A_STEP_MAX = 4
+NUMBERS_AT_ONCE = 16  # taken with the first number of a transaction
+ALIKE_ROWS_MAX = 1_000
+ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
+EVENT_ROWS_A_READ = 256
+PLACED_A_READ_MAX = 10_000  # commits whose events get their positions in one call
+DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
+DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
+FAR_FROM_FULL = 0.5
+DEPTH_KNOWN_MIN = 10_000  # a queue with a smaller limit is always counted
+NUMBER_DIGITS_MAX = 18
+UUID_CHARS = 36
+ESCAPE = "\x1a"
+
+_STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED"})
+_decode_event = msgspec.json.Decoder(Event).decode
+_encode = msgspec.json.Encoder().encode
+_record_from: Callable[..., Record] = Record  # columns are in the order of the fields
+_traits = attrgetter(
+    "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
+    "ttl_ns", "durability", "sender",
+)  # fmt: skip
+_queue_and_lane = attrgetter("queue", "lane")
+
+
+class ConflictError(Exception):
+    """Another transaction changed what this one has read: its work must be done again."""
+
+
+def to_sql(text: str) -> str:
+    """Text as PostgreSQL can hold it, which knows no NUL."""
+    if "\0" in text or ESCAPE in text:
+        return text.replace(ESCAPE, f"{ESCAPE}1").replace("\0", f"{ESCAPE}0")
+    return text
+
+
+def from_sql(text: str) -> str:
+    """The inverse of `to_sql`."""
+    if ESCAPE in text:
+        return text.replace(f"{ESCAPE}0", "\0").replace(f"{ESCAPE}1", ESCAPE)
+    return text
+
+
+class Known:
+    """What a handle knows between two transactions."""
+
+    def __init__(self, store_id: str) -> None:
+        self.store_id = store_id
+        self.prefix = f"{store_id}-"
+        self.limits = LimitsCache()
+        self.spare: tuple[int, int] = (1, 0)
+        """Numbers that were taken and not used: the first and the last."""
+        self.deadlines: tuple[int, int] = (0, 0)
+        """The first lease or delay that ends, and when it was read."""
+        self.depths: dict[str, tuple[int, int]] = {}
+        """How many records wait in a queue that is far from its limit, and when it was read."""
+
+    def own_number(self, message_id: str) -> int:
+        """The number in an id that the store gave; 0 for any other id."""
+        number = message_id.removeprefix(self.prefix)
+        if len(number) == UUID_CHARS:
+            return number_in_uuid(number, store_tag(self.store_id))
+        is_own = (
+            len(number) != len(message_id)
+            and number.isdigit()
+            and number.isascii()
+            and number[0] != "0"
+            and len(number) <= NUMBER_DIGITS_MAX
+        )
+        return int(number) if is_own else 0
+
+
+class PostgresTransaction(Transaction):
+    """One transaction of a connection."""
+
+    is_reading = False
+
+    def __init__(
+        self, known: Known, connection: Connection, queries: Mapping[str, str], steady_ns: int, wall_us: int
+    ) -> None:
+        super().__init__(known.store_id, known.limits, steady_ns, wall_us)
+        self._known = known
+        self._connection = connection
+        self._queries = queries
+        self._cursor = connection.cursor(binary=True)
+        self._number, self._number_end = known.spare[0], known.spare[0] - 1
+        """The next number to give, and the last one that was taken."""
+        self._first_number = 0
+        self.parts: list[Part] = []
+        """The events, in order."""
+        self.event_count = 0
+        self.counts: dict[tuple[str, Counted], int] = {}
+        """What the transaction did to the counters."""
+        self._depths: dict[str, dict[Counted, int]] = {}
+        self._total: dict[Counted, int] | None = None
+        self._inserts: list[tuple[Any, ...]] = []
+        self._updates: list[tuple[Any, ...]] = []
+        self._cells: dict[tuple[str, str], bytes | None] = {}
+        self._cells_read: dict[tuple[str, str], bytes | None] = {}
+        self._saved: set[int] = set()
+        self.xid = 0
+        """The database's number of the transaction, once it was flushed."""
+
+    # ---- queries -------------------------------------------------------------------------------
+
+    def _ask(self, name: str, values: Any = ()) -> list[Any]:
+        """All rows of a query about something else than records."""
+        return self._cursor.execute(self._queries[name], values).fetchall()  # type: ignore[arg-type, unused-ignore]
+
+    def _ask_records(self, name: str, values: Any) -> list[Any]:
+        """All rows of a query about records, changes of this transaction included."""
+        self._write_records()
+        return self._ask(name, values)
+
+    def _tell(self, name: str, values: Any) -> int:
+        """Run a statement; how many rows it changed."""
+        return self._cursor.execute(self._queries[name], values).rowcount  # type: ignore[arg-type, unused-ignore]
+
+    def exclusive(self, name: str) -> None:
+        if not self.is_reading:
+            self._cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [to_sql(name)])
+
+    # ---- numbers -------------------------------------------------------------------------------
+
+    def take_numbers(self, count: int) -> int:
+        self._reserve(max(count, 1))
+        first = self._number
+        if count:
+            self.changes += 1
+            self._number = first + count
+        return first
+
+    def _reserve(self, count: int) -> None:
+        """Have at least `count` consecutive numbers at hand."""
+        if self._number_end - self._number + 1 >= count:
+            return
+        wanted = max(count, NUMBERS_AT_ONCE)
+        spare = (self._number, self._number_end) if self._first_number else self._known.spare
+        [(first,)] = self._cursor.execute(self._queries["take_numbers"], (wanted, *spare)).fetchall()  # type: ignore[arg-type, unused-ignore]
+        self._known.spare = (1, 0)
+        if first != self._number or not self._first_number:
+            self._first_number = first
+        self._number, self._number_end = first, first + wanted - 1
+
+    def spare_numbers(self, *, committed: bool) -> None:
+        """Remember the numbers that were not used, for the next transaction."""
+        first = self._number if committed else self._first_number
+        if self._first_number and first <= self._number_end:
+            self._known.spare = (first, self._number_end)
+
+    # ---- records -------------------------------------------------------------------------------
+
+    def find(self, pick: Pick) -> list[Record]:
+        match pick:
+            case ByIds(message_ids):
+                return self._by_ids(message_ids)
+            case Ending(deadline, until_ns, limit):
+                rows = self._ask_records(f"ending_{deadline}", (until_ns, limit))
+            case Listing(queue, state, after, limit):
+                name = "listing"
+                if state in _STATES_WITH_INDEX:
+                    name = "listing_of_state"
+                elif state == "PROCESSING":
+                    name = "listing_leased"
+                queue = None if queue is None else to_sql(queue)
+                values = {"queue": queue, "state": state, "after": after, "limit": limit}
+                rows = self._ask_records(name, values)
+            case _:
+                raise TypeError(pick)
+        return [self._record(row) for row in rows]
+
+    def _by_ids(self, message_ids: Sequence[str]) -> list[Record]:
+        numbers = [self._known.own_number(message_id) for message_id in message_ids]
+        own = [number for number in numbers if number]
+        rows = self._ask_records("by_seqs", (own,)) if own else []
+        names = [to_sql(each) for each, number in zip(message_ids, numbers, strict=True) if not number]
+        if names:
+            rows += self._ask_records("by_names", (names,))
+        found = {record.message_id: record for record in map(self._record, rows)}
+        for message_id in message_ids:
+            if message_id not in found:
+                raise unknown(message_id)
+        return [found[message_id] for message_id in message_ids]
+
+    def _record(self, row: Sequence[Any]) -> Record:
+        seq, name, queue = row[0], row[1], from_sql(row[2])
+        message_id = new_id(self.store_id, queue, seq, row[19]) if name is None else from_sql(name)
+        return _record_from(
+            seq, message_id, queue, *row[3:12], from_sql(row[12]), *row[13:23], from_sql(row[23])
+        )
+
+    def load(self, message_id: str) -> Stored | None:
+        record = self.record(message_id)
+        if record is None:
+            return None
+        kind, parent, key, delay_ns, ttl_ns, payload, result, trail = self._ask("stored", (record.seq,))[0]
+        envelope = Envelope(
+            message_id=message_id,
+            queue=record.queue,
+            payload=payload,
+            type=from_sql(kind),
+            parent_message_id=from_sql(parent),
+            key=from_sql(key),
+            priority=record.priority,
+            max_retries=record.max_retries,
+            delay_ns=delay_ns,
+            ttl_ns=ttl_ns,
+            durability=record.durability,
+            sender=record.sender,
+        )
+        first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
+        later = [_decode_event(line) for line in (trail or b"").split(b"\n") if line]
+        return Stored(record, envelope, result, lifecycle.history(record, first, later))
+
+    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        own = {number: each for each in message_ids if (number := self._known.own_number(each))}
+        found = {own[seq]: payload for seq, payload in self._ask_records("payloads", ([*own],))}
+        return found | super().payloads([each for each in message_ids if not self._known.own_number(each)])
+
+    def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        self.changes += 1
+        for change in changes:
+            step, r = change.step, change.step.record
+            if (e := change.envelope) is not None:
+                self._saved.add(r.seq)
+                if r.due:
+                    self._ends_at(r.due)
+                self._inserts.append(_new_row(r, e))
+                continue
+            if r.seq in self._saved:  # an earlier change of the record must reach the table first
+                self._write_records()
+            self._saved.add(r.seq)
+            trail = [] if change.before is None else lifecycle.trail(change.before, step)
+            if deadline_ns := r.lease_until or r.due:
+                self._ends_at(deadline_ns)
+            lines = b"".join(_encode(event) + b"\n" for event in trail) or None
+            self._updates.append(_changed_row(r, step.result, lines))
+        for (queue, what), n in count_changes(changes, events).items():
+            self._count(queue, what, n)
+        self._append(events, len(events))
+
+    def _append(self, parts: Sequence[Part], count: int) -> None:
+        self.parts += parts
+        self.event_count += count
+
+    def _write_records(self) -> None:
+        """Send the changed records that are kept."""
+        if not self._saved:
+            return
+        inserts, updates = self._inserts, self._updates
+        self._inserts, self._updates, self._saved = [], [], set()
+        if inserts:
+            self._cursor.executemany(self._queries["insert"], inserts)  # type: ignore[arg-type, unused-ignore]
+        if updates:
+            self._cursor.executemany(self._queries["update"], updates)  # type: ignore[arg-type, unused-ignore]
+
+    def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
+        self.changes += 1
+        self._write_records()
+        if records:
+            seen = [(record.seq, record.place, record.state) for record in records]
+            if self._tell("forget", tuple(map(list, zip(*seen, strict=True)))) != len(records):
+                raise ConflictError
+        for record in records:
+            self._count(record.queue, counted_as(record), -1)
+        if events_up_to:
+            self._tell("forget_events", (events_up_to,))
+
+    def apply(self, pick: Pick, decide: Decide) -> list[Step]:
+        """As in `Transaction`: the numbers are taken once it is known that there are records."""
+        records = self._found_to_change(pick)
+        if not records:
+            return []
+        self._reserve(EVENTS_A_STEP_MAX * len(records))
+        number = first = self._number
+        changes: list[Change] = []
+        for record in records:
+            step = decide(record, self._moment(number))
+            if step is not None:
+                number += len(step.events)
+                changes.append(Change(record, step))
+            elif record.durability != "os":
+                self.synced = True  # a repeated call is acknowledged like the first call
+        if number > first:
+            self.take_numbers(number - first)
+        self._save(changes)
+        return [change.step for change in changes]
+
+    def _found_to_change(self, pick: Pick) -> list[Record]:
+        """The picked records, locked."""
+        records = self.find(pick)
+        if isinstance(pick, Listing) and records:
+            by_id = ByIds(tuple(record.message_id for record in records))
+            records = [one for one in self.find(by_id) if pick.state in (None, one.state)]
+        return records
+
+    # ---- counters ------------------------------------------------------------------------------
+
+    def _count(self, queue: str, what: Counted, change: int) -> None:
+        self.counts[queue, what] = self.counts.get((queue, what), 0) + change
+        if queue in self._depths:
+            self._depths[queue][what] = self._depths[queue].get(what, 0) + change
+        if self._total is not None and org_of(queue):
+            self._total[what] = self._total.get(what, 0) + change
+
+    def depth(self, queue: str) -> Mapping[Counted, int]:
+        counts = self._depths.get(queue)
+        if counts is None:
+            counts = self._depths[queue] = dict(self._ask("depth", {"queue": to_sql(queue)}))
+            for (name, what), change in self.counts.items():
+                if name == queue:
+                    counts[what] = counts.get(what, 0) + change
+        return {what: n for what, n in counts.items() if n}
+
+    def total(self) -> dict[Counted, int]:
+        if self._total is None:
+            self._total = dict(self._ask("total"))
+            for (name, what), change in self.counts.items():
+                if org_of(name):
+                    self._total[what] = self._total.get(what, 0) + change
+        return {what: n for what, n in self._total.items() if n}
+
+    def queues(self) -> list[str]:
+        return sorted(queue for queue, counts in self.depths().items() if counts)
+
+    def depths(self) -> dict[str, dict[Counted, int]]:
+        """The counters of every queue."""
+        found: dict[str, dict[Counted, int]] = {}
+        for queue, what, n in self._ask("depths"):
+            found.setdefault(from_sql(queue), {})[what] = n
+        for (queue, what), change in self.counts.items():
+            counts = found.setdefault(queue, {})
+            counts[what] = counts.get(what, 0) + change
+        return {queue: {what: n for what, n in counts.items() if n} for queue, counts in found.items()}
+
+    def _check_depths(self, envelopes: Sequence[Envelope]) -> None:
+        """As in `Transaction`. Transactions that insert into a queue near its limit take turns."""
+        for queue, count in Counter(envelope.queue for envelope in envelopes).items():
+            most, now = self.limits(queue).max_depth, self.steady_ns
+            depth, read_ns = self._known.depths.get(queue, (0, -DEPTH_KNOWN_NS))
+            if not read_ns <= now < read_ns + DEPTH_KNOWN_NS:
+                depth = waiting(self.depth(queue))
+            if depth + count > most * FAR_FROM_FULL or most < DEPTH_KNOWN_MIN:
+                self._known.depths.pop(queue, None)
+                self.exclusive(f"depth {queue}")
+                self._depths.pop(queue, None)
+                super()._check_depths([each for each in envelopes if each.queue == queue])
+            elif read_ns <= now < read_ns + DEPTH_KNOWN_NS:
+                self._known.depths[queue] = depth + count, read_ns
+            else:
+                self._known.depths[queue] = depth + count, now
+
+    # ---- cells ---------------------------------------------------------------------------------
+
+    def cell(self, kind: str, key: str) -> bytes | None:
+        name = kind, key
+        if name in self._cells:
+            return self._cells[name]
+        rows = self._ask("cell", (to_sql(kind), to_sql(key)))
+        value = bytes(rows[0][0]) if rows else None
+        self._cells_read[name] = value
+        return value
+
+    def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
+        self.changes += 1
+        self._cells[kind, key] = value
+
+    def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
+        mine = {key: value for (name, key), value in self._cells.items() if name == kind and key > after}
+        more = sum(value is None for value in mine.values())  # removed here, and perhaps in the table
+        rows = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
+        found: dict[str, bytes] = {}
+        for sql_key, value in rows:
+            key = from_sql(sql_key)
+            self._cells_read.setdefault((kind, key), bytes(value))
+            found[key] = bytes(value)
+        last = from_sql(rows[-1][0]) if len(rows) == limit + more else None
+        for key, own in mine.items():
+            if own is None:
+                found.pop(key, None)
+            elif last is None or key <= last:
+                found[key] = own
+        return sorted(found.items())[:limit]
+
+    def _write_cells(self) -> None:
+        """Send the changed cells, in the order of their keys. Raises `ConflictError`."""
+        groups: dict[str, list[tuple[Any, ...]]] = {}
+        for name in sorted(self._cells):
+            value, key = self._cells[name], tuple(map(to_sql, name))
+            before = self._cells_read.get(name)
+            if name not in self._cells_read:
+                query, row = ("drop_cells", key) if value is None else ("put_cells", (*key, value))
+            elif before is None:
+                query, row = ("drop_cells", key) if value is None else ("add_cells", (*key, value))
+            elif value is None:
+                query, row = "drop_known_cells", (*key, before)
+            else:
+                query, row = "change_cells", (*key, value, before)
+            groups.setdefault(query, []).append(row)
+        for query, rows in groups.items():
+            changed = self._tell(query, tuple(map(list, zip(*rows, strict=True))))
+            if query not in ("put_cells", "drop_cells") and changed != len(rows):
+                raise ConflictError
+        self._cells = {}
+
+    # ---- lanes ---------------------------------------------------------------------------------
+
+    def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
+        rows = self._ask_records("pull", (lane, to_sql(queue), limit))
+        return [Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26])) for row in rows]
+
+    def heads(self, message_ids: Sequence[str]) -> list[Head]:
+        numbers = [self._known.own_number(message_id) for message_id in message_ids]
+        if not all(numbers):
+            return super().heads(message_ids)
+        rows = self._ask_records("heads_by_seq", (numbers,))
+        found = {
+            row[0]: Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26]))
+            for row in rows
+        }
+        wanted = set(message_ids)
+        heads = [found[number] for number in numbers if number in found]
+        return [head for head in heads if head.record.message_id in wanted]
+
+    def active(self, lane: int, after: str, limit: int) -> list[str]:
+        values = {"lane": lane, "after": to_sql(after), "limit": limit}
+        return [from_sql(queue) for (queue,) in self._ask_records("active", values)]
+
+    def oldest(self, lane: int) -> Record | None:
+        rows = self._ask_records("oldest", (lane,))
+        return self._record(rows[0]) if rows else None
+
+    def put_back(self, limit: int) -> int:
+        return super().put_back(limit) if self.has_overdue() else 0
+
+    def has_overdue(self) -> bool:
+        """Whether a lease or delay is over, as far as was known a moment ago."""
+        first_ns, read_ns = self._known.deadlines
+        now = self.steady_ns
+        if first_ns <= now or not read_ns <= now < read_ns + DEADLINES_KNOWN_NS:
+            ends = self._ask_records("first_deadlines", ())[0]
+            first_ns = min((end for end in ends if end is not None), default=FOREVER_NS)
+            self._known.deadlines = first_ns, now
+        return first_ns <= now
+
+    def _ends_at(self, deadline_ns: int) -> int:
+        first_ns, read_ns = self._known.deadlines
+        self._known.deadlines = min(first_ns, deadline_ns), read_ns
+        return deadline_ns
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def events(self, after: int, limit: int) -> list[Event]:
+        if not self.is_reading:  # a purge; readings place events before they begin
+            self._cursor.execute(self._queries["place_events"], (PLACED_A_READ_MAX,))  # type: ignore[arg-type, unused-ignore]
+        if after == NEWEST:
+            return [event for row in self._ask("newest_events") for event in self._unpacked(row)][-1:]
+        found: list[Event] = []
+        at = after
+        while len(found) < limit:
+            rows = self._ask("events_after", (at, min(limit, EVENT_ROWS_A_READ)))
+            if not rows:
+                break
+            at = rows[-1][0]
+            found += [event for row in rows for event in self._unpacked(row) if event.seq > after]
+        return found[:limit]
+
+    def _unpacked(self, row: tuple[int, int, bytes]) -> Iterator[Event]:
+        """The events of a commit, with their positions as numbers."""
+        position, count, batch = row
+        for seq, event in enumerate(unpack(bytes(batch).decode(), self.store_id), position - count + 1):
+            yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
+
+    def flush(self, writer: int) -> None:
+        """Send everything that is kept. `writer` marks the commit."""
+        self._write_records()
+        if self._cells:
+            self._write_cells()
+        changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
+        with self._connection.pipeline():
+            if changes:
+                self._cursor.execute(self._queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
+            batch = pack(self.parts).encode()
+            number = self._first_number or self._number
+            self._cursor.execute(self._queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
+            if not self.synced:
+                self._connection.execute("SET LOCAL synchronous_commit = off")
+            [(self.xid,)] = self._cursor.execute("SELECT pg_current_xact_id()::text::bigint").fetchall()
+
+
+class PostgresReading(PostgresTransaction):
+    """One state of the database."""
+
+    is_reading = True
+
+
+def _new_row(r: Record, e: Envelope) -> tuple[Any, ...]:
+    return (
+        r.seq, to_sql(e.message_id) if e.message_id else None, to_sql(r.queue), r.state, r.priority, r.lane,
+        r.place, r.attempt, r.retries, r.crashes, r.max_retries, r.lease, r.worker_id, r.lease_ns,
+        r.lease_until, r.due, r.ready_at, r.expires, r.durability, r.created_us, r.claimed_us,
+        r.heartbeat_us, r.ended_us,
+        to_sql(r.sender), to_sql(e.type), to_sql(e.parent_message_id), to_sql(e.key), e.delay_ns, e.ttl_ns,
+        e.payload,
+    )  # fmt: skip
+
+
+def _changed_row(r: Record, result: bytes | None, trail: bytes | None) -> tuple[Any, ...]:
+    return (
+        r.state, r.lane, r.place, r.attempt, r.retries, r.crashes, r.lease, to_sql(r.worker_id), r.lease_ns,
+        r.lease_until, r.due, r.ready_at, r.expires, r.claimed_us, r.heartbeat_us, r.ended_us, result, trail,
+        trail, r.seq,
+    )  # fmt: skip
