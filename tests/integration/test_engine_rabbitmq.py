@@ -439,8 +439,11 @@ async def test_p0_that_only_the_broker_has_is_stored_when_a_worker_gets_it(
 async def test_the_password_is_in_no_log(
     rabbit: RabbitServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rabbit.ctl("add_user", "agent", SECRET)
-    rabbit.ctl("set_permissions", "agent", ".*", ".*", ".*")
+    rabbit.ctl(
+        "eval",
+        f'rabbit_auth_backend_internal:add_user(<<"agent">>, <<"{SECRET}">>, <<"test">>), '
+        'rabbit_auth_backend_internal:set_permissions(<<"agent">>, <<"/">>, <<".*">>, <<".*">>, <<".*">>, <<"test">>).',
+    )
     url = rabbit.url(f"sqlite:///{tmp_path}/queue.db").replace("guest:guest", f"agent:{SECRET}")
     with caplog.at_level(logging.DEBUG):
         with Engine.open(url) as engine:

@@ -371,6 +371,8 @@ class Broker:
         self._flush()
 
     def _lost_publishing(self) -> None:
+        if not self._checked.done():
+            self._checked.set_result(None)
         if self._safe is not None:  # not confirmed: publish again; a doubled delivery does no harm
             self._outbox.extendleft(reversed(self._safe.unconfirmed.values()))
         self._fast = self._safe = self._asking = None
