@@ -183,6 +183,7 @@ class PostgresStore(Store):
                 job.finish()
                 return None
         if not transaction.changes:
+            transaction.spare_numbers(committed=False)
             connection.pgconn.exec_(b"ROLLBACK")
             return transaction
         writer = self._random.getrandbits(63)
@@ -344,8 +345,17 @@ class PostgresStore(Store):
 
     def close(self) -> None:
         with self._group.leading:
+            self._return_numbers()
             self._pool.close()
             self._known = None
+
+    def _return_numbers(self) -> None:
+        """Give back the numbers that were taken and not used. When that fails, they are never used."""
+        known = self._known
+        if known is not None and known.spare[0] <= known.spare[1]:
+            spare, known.spare = known.spare, (1, 0)
+            with suppress(psycopg.Error, PostroomError):
+                self._with_connection(lambda one: one.execute(self._writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
 
     def reopen(self) -> None:
         self.close()
@@ -371,9 +381,10 @@ class PostgresStore(Store):
 
 
 def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
-    """Raise the error of a result."""
+    """Raise the error of a result. One without a code comes from the connection."""
     if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
-        raise sql_errors.error_from_result(result, connection.info.encoding)
+        error = sql_errors.error_from_result(result, connection.info.encoding)
+        raise error if error.sqlstate else psycopg.OperationalError(str(error))
 
 
 def _state_of(connection: Connection, xid: int) -> str:
