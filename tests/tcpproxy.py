@@ -3,11 +3,13 @@
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
 CHUNK_BYTES = 65_536
+ANSWER_S = 0.05  # the server's time to do what nobody waits for any more
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 Watch = Callable[[bytes], str]
@@ -71,7 +73,8 @@ class TcpProxy:
                 target.sendall(chunk)
                 if wish == "reset-after":
                     _reset(source)  # the server goes on, and nobody hears its answer
-                    return
+                    time.sleep(ANSWER_S)
+                    break
         _reset(source, target)
 
 
