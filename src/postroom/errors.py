@@ -26,6 +26,7 @@
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
     │   ├── SinkAhead             the audit stream holds more events of a source than the source
+    │   ├── StoreMoved            the store was moved to another address, and takes no more writes
     │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
     │   └── MailRefused           a mail server refuses a call; has its code
     ├── Unavailable               postroom's or the machine's fault: trying again can work
@@ -401,6 +402,14 @@ class BusFull(Unavailable):
 
 class ShippedElsewhere(Rejected):
     """The store ships its events to another stream, or the stream belongs to another store."""
+
+
+class StoreMoved(Rejected):
+    """The store was moved. What it holds can still be read."""
+
+    def __init__(self, url: str, to: str) -> None:
+        self.to = to
+        super().__init__(f"{url} was moved to {to}, and takes no more writes: use that address")
 
 
 class AuditBehind(Unavailable):

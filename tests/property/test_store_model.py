@@ -133,7 +133,7 @@ class BothStores(RuleBasedStateMachine):
 
     def _both(self, call: Callable[[Store], Any]) -> Any:
         first, *answers = [_answer(call, store) for store in (self.memory, self.sqlite, *self.others)]
-        assert answers == [first] * len(answers)
+        assert answers == [first] * len(answers), (first, answers[-1])
         return first
 
     def _write(self, work: Callable[[Transaction], Any]) -> Any:

@@ -55,6 +55,7 @@ CONFLICTS_MAX = 50  # times that the work of a commit is done again because of o
 CONFLICT_PAUSE_S = 0.002
 FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
 NANOS_PER_US = 1_000
+OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
 
 _NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 _BEGIN = "BEGIN"
@@ -100,7 +101,7 @@ class PostgresStore(Store):
         self._newest_ns = 0
         self._commits = 0
         self._random = random.SystemRandom()
-        self._writing, self._reading = _both_forms(self.address.schema)
+        self.writing, self._read_only = _both_forms(self.address.schema)
         self._fresh_threads()
         reset_after_fork(self)
 
@@ -175,7 +176,7 @@ class PostgresStore(Store):
     def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
         """Run and commit jobs; None when they must be rolled back."""
         steady_ns, wall_us = self._begin(connection, _BEGIN)
-        transaction = PostgresTransaction(self._opened(), connection, self._writing, steady_ns, wall_us)
+        transaction = PostgresTransaction(self._opened(), connection, self.writing, steady_ns, wall_us)
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
                 transaction.spare_numbers(committed=False)
@@ -183,6 +184,7 @@ class PostgresStore(Store):
                 job.finish()
                 return None
         if not transaction.changes:
+            transaction.spare_numbers(committed=False)
             connection.pgconn.exec_(b"ROLLBACK")
             return transaction
         writer = self._random.getrandbits(63)
@@ -216,9 +218,9 @@ class PostgresStore(Store):
         deadline = time.monotonic() + self._reconnect_s
         while time.monotonic() < deadline:
             try:
-                with self._address_connected() as connection:
+                with self.connected() as connection:
                     state = _state_of(connection, xid)  # before the mark: else it could end in between
-                    if connection.execute(self._writing["was_committed"], [writer]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
+                    if connection.execute(self.writing["was_committed"], [writer]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
                         return True
                     if state != "in progress":
                         return False
@@ -228,12 +230,11 @@ class PostgresStore(Store):
         raise unreachable(self.address, error, rolled_back=False) from error
 
     @contextmanager
-    def _address_connected(self) -> Iterator[Connection]:
-        """A connection of its own, watched."""
+    def connected(self) -> Iterator[Connection]:
+        """A connection of its own, for what is no transaction of a caller."""
         connection = self.address.connect()
         try:
-            with self._pool.watchdog.watching(connection):
-                yield connection
+            yield connection
         finally:
             self._pool.drop(connection)
 
@@ -245,7 +246,8 @@ class PostgresStore(Store):
         found = connection.pgconn.exec_(f"{how}; {_NOW}".encode())
         _check(connection, found)
         wall_us = int(found.get_value(0, 0) or 0)
-        self._newest_ns = max(self._newest_ns, wall_us * NANOS_PER_US)  # it never steps back
+        now_ns = wall_us * NANOS_PER_US + self._offset_ns
+        self._newest_ns = max(self._newest_ns, now_ns)  # it never steps back
         return self._newest_ns, wall_us
 
     def _fold_if_due(self) -> None:
@@ -259,7 +261,7 @@ class PostgresStore(Store):
         for part in (
             b"BEGIN",
             b"SET LOCAL synchronous_commit = off",
-            self._writing["fold_counts"].encode(),
+            self.writing["fold_counts"].encode(),
             b"COMMIT",
         ):
             _check(connection, connection.pgconn.exec_(part))
@@ -269,7 +271,7 @@ class PostgresStore(Store):
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
             steady_ns, wall_us = self._begin(connection, _BEGIN_READING)
-            reading = PostgresReading(self._opened(), connection, self._reading, steady_ns, wall_us)
+            reading = PostgresReading(self._opened(), connection, self._read_only, steady_ns, wall_us)
             try:
                 return work(reading)
             finally:
@@ -289,7 +291,7 @@ class PostgresStore(Store):
         """Give positions to the events that were committed since the last call."""
 
         def attempt(connection: Connection) -> None:
-            connection.execute(self._writing["place_events"], [PLACED_A_READ_MAX])  # type: ignore[arg-type, unused-ignore]
+            connection.execute(self.writing["place_events"], [PLACED_A_READ_MAX])  # type: ignore[arg-type, unused-ignore]
 
         self._persist(attempt)
 
@@ -315,20 +317,22 @@ class PostgresStore(Store):
         with self._opening:
             if self._known is not None:
                 return
-            with self._address_connected() as connection:
+            with self.connected() as connection:
                 migrate(connection, self.address)
-                connection.execute(self._writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
+                connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
                 with connection.transaction():
                     connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 3)", [self.address.schema])
                     store_id = self._fact(connection, "store_id", self._new_store_id)
-                    if self._clock is not None:
+                    if self._clock is None:
+                        self._offset_ns = int(self._fact(connection, OFFSET, "0"))
+                    else:
                         self._set_clock(connection, self._clock)
             self._known = Known(store_id)
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
         """A fact, which is set when it is unknown."""
-        connection.execute(self._writing["add_fact"], [name, default])  # type: ignore[arg-type, unused-ignore]
-        [(value,)] = connection.execute(self._writing["fact"], [name]).fetchall()  # type: ignore[arg-type, unused-ignore]
+        connection.execute(self.writing["add_fact"], [name, default])  # type: ignore[arg-type, unused-ignore]
+        [(value,)] = connection.execute(self.writing["fact"], [name]).fetchall()  # type: ignore[arg-type, unused-ignore]
         return str(value)
 
     def _set_clock(self, connection: Connection, clock: Clock) -> None:
@@ -336,16 +340,25 @@ class PostgresStore(Store):
         if self._fact(connection, "clock_boot_id", "") == clock.boot_id():
             self._offset_ns = int(self._fact(connection, "clock_offset_ns", "0"))
             return
-        [(newest,)] = connection.execute(self._writing["newest_time"]).fetchall()  # type: ignore[arg-type, unused-ignore]
+        [(newest,)] = connection.execute(self.writing["newest_time"]).fetchall()  # type: ignore[arg-type, unused-ignore]
         self._offset_ns = newest - clock.boot_ns()
-        connection.execute(self._writing["restart_leases"], [newest])  # type: ignore[arg-type, unused-ignore]
+        connection.execute(self.writing["restart_leases"], [newest])  # type: ignore[arg-type, unused-ignore]
         for name, value in (("clock_boot_id", clock.boot_id()), ("clock_offset_ns", str(self._offset_ns))):
-            connection.execute(self._writing["set_fact"], [name, value])  # type: ignore[arg-type, unused-ignore]
+            connection.execute(self.writing["set_fact"], [name, value])  # type: ignore[arg-type, unused-ignore]
 
     def close(self) -> None:
         with self._group.leading:
+            self._return_numbers()
             self._pool.close()
             self._known = None
+
+    def _return_numbers(self) -> None:
+        """Give back the numbers that were taken and not used. When that fails, they are never used."""
+        known = self._known
+        if known is not None and known.spare[0] <= known.spare[1]:
+            spare, known.spare = known.spare, (1, 0)
+            with suppress(psycopg.Error, PostroomError):
+                self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
 
     def reopen(self) -> None:
         self.close()
@@ -371,9 +384,10 @@ class PostgresStore(Store):
 
 
 def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
-    """Raise the error of a result."""
+    """Raise the error of a result. One without a code comes from the connection."""
     if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
-        raise sql_errors.error_from_result(result, connection.info.encoding)
+        error = sql_errors.error_from_result(result, connection.info.encoding)
+        raise error if error.sqlstate else psycopg.OperationalError(str(error))
 
 
 def _state_of(connection: Connection, xid: int) -> str:

@@ -241,9 +241,16 @@ def migrate(connection: Connection, address: Address) -> None:
 
 
 def _version(connection: Connection, schema: str) -> int:
-    """The version of the schema; 0 when there is none."""
-    found = connection.execute("SELECT to_regclass(%s)", [f"{schema}.migrations"]).fetchone()
-    if found is None or found[0] is None:
+    """The version of the schema; 0 when there is none.
+
+    The catalog is asked, because `to_regclass` may not see a table that another session has just made.
+    """
+    found = connection.execute(
+        "SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = %s AND c.relname = 'migrations'",
+        [schema],
+    )
+    if found.fetchone() is None:
         return 0
     rows = connection.execute(f"SELECT max(version) FROM {schema}.migrations").fetchone()  # type: ignore[arg-type, unused-ignore]
     return int(rows[0]) if rows and rows[0] is not None else 0

@@ -26,6 +26,7 @@ from postroom.stores.base import (
     Counted,
     Ending,
     Head,
+    Kept,
     Listing,
     Pick,
     count_changes,
@@ -260,6 +261,13 @@ class PostgresTransaction(Transaction):
         first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
         later = [_decode_event(line) for line in (trail or b"").split(b"\n") if line]
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
+
+    def kept(self, record: Record) -> Kept:
+        kind, parent, key, *facts, trail = self._ask("stored", (record.seq,))[0]
+        return Kept(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
+
+    def kinds(self) -> list[str]:
+        return [from_sql(kind) for (kind,) in self._ask("kinds")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}

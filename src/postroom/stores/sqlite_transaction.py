@@ -28,6 +28,7 @@ from postroom.stores.base import (
     Counted,
     Ending,
     Head,
+    Kept,
     Limits,
     Listing,
     Pick,
@@ -340,6 +341,13 @@ class SqliteTransaction(Transaction):
         first = lifecycle.created(envelope, message_id, record.seq, record.created_us)
         later = [_decode_event(line) for line in (trail or "").split("\n") if line]
         return Stored(record, envelope, result, lifecycle.history(record, first, later))
+
+    def kept(self, record: Record) -> Kept:
+        *facts, trail = ask(self._cursor, sql.STORED, (record.seq,))[0]
+        return Kept(*facts, (trail or "").encode())
+
+    def kinds(self) -> list[str]:
+        return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]
 
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         own = {number: each for each in message_ids if (number := self._known.own_number(each))}

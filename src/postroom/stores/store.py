@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from postroom.errors import InvalidMessage
 from postroom.message import Event, Record, Stored
 from postroom.stores.base import Counted, Pick, by_state
 from postroom.stores.transaction import Transaction
@@ -104,6 +105,10 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release files and connections. The next call opens them again."""
+
+    def set_moved(self, to: str) -> None:  # noqa: ARG002
+        """Refuse every write of every process from now on with `StoreMoved`; an empty `to` ends that."""
+        raise InvalidMessage(f"{self.url} cannot be moved: only stores in SQLite files can")
 
     def nudge_channel(self) -> tuple[Callable[[], Any], str] | None:
         """How wake-ups reach other machines: what connects to the database, and the name of a channel."""

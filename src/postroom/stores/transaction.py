@@ -30,6 +30,7 @@ from postroom.stores.base import (
     Counted,
     Ending,
     Head,
+    Kept,
     Lanes,
     Ledger,
     Limits,
@@ -382,6 +383,14 @@ class Transaction(Ledger, Lanes):
         For decisions about several cells or records together. What is read after this call is current. A
         store that runs one transaction at a time does nothing.
         """
+
+    def kept(self, record: Record) -> Kept:  # noqa: ARG002
+        """What the store keeps beside a record. Only stores that can be moved implement it, and `kinds`."""
+        raise InvalidMessage("this kind of store cannot be moved")
+
+    def kinds(self) -> list[str]:
+        """Every kind of cells."""
+        raise InvalidMessage("this kind of store cannot be moved")
 
     def record(self, message_id: str) -> Record | None:
         """One record; None when it is unknown."""

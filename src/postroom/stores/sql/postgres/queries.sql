@@ -213,3 +213,28 @@ INSERT INTO postroom.facts VALUES (%s, %s) ON CONFLICT DO NOTHING
 
 -- name: set_fact
 INSERT INTO postroom.facts VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value
+
+-- name: kinds
+SELECT DISTINCT kind FROM postroom.cells ORDER BY kind
+
+-- name: is_used
+SELECT EXISTS (SELECT 1 FROM postroom.records) OR EXISTS (SELECT 1 FROM postroom.events)
+    OR EXISTS (SELECT 1 FROM postroom.cells)
+
+-- name: copy_records
+COPY postroom.records ({record}, type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail) FROM STDIN
+
+-- name: copy_events
+COPY postroom.events (number, writer, count, position, batch) FROM STDIN
+
+-- name: copy_cells
+COPY postroom.cells (kind, key, value) FROM STDIN
+
+-- name: copy_counts
+COPY postroom.count_changes (queue, counter, change) FROM STDIN
+
+-- name: set_number
+SELECT setval('postroom.numbers', %s)
+
+-- name: set_feed
+UPDATE postroom.feed SET position = %s
