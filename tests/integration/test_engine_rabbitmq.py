@@ -442,7 +442,8 @@ async def test_the_password_is_in_no_log(
     rabbit.ctl(
         "eval",
         f'rabbit_auth_backend_internal:add_user(<<"agent">>, <<"{SECRET}">>, <<"test">>), '
-        'rabbit_auth_backend_internal:set_permissions(<<"agent">>, <<"/">>, <<".*">>, <<".*">>, <<".*">>, <<"test">>).',
+        'All = <<".*">>, '
+        'rabbit_auth_backend_internal:set_permissions(<<"agent">>, <<"/">>, All, All, All, <<"test">>).',
     )
     url = rabbit.url(f"sqlite:///{tmp_path}/queue.db").replace("guest:guest", f"agent:{SECRET}")
     with caplog.at_level(logging.DEBUG):

@@ -195,11 +195,9 @@ class Broker:
         """The only host of the ledger; empty when the ledger may be used from several."""
         self._follows_news = follows_news
         """Called when new homes are heard of from now on, so that earlier ones are looked up once more."""
-        self._loop = IOLoop()
         self._todo: deque[Callable[[], None]] = deque()
-        self._is_scheduled = False
-        self._publishing = _Link(self._loop, nodes, self._open_publishing, self._lost_publishing)
-        self._receiving = _Link(self._loop, nodes, self._open_receiving, self._lost_receiving)
+        self._is_stopping = False
+        self._renew()
         self._urgent: deque[Outgoing] = deque()
         self._outbox: deque[Outgoing] = deque()
         self._fast: _PublishingChannel | None = None
@@ -224,10 +222,9 @@ class Broker:
     def publish(self, outgoing: Iterable[Outgoing], new_homes: Iterable[str] = ()) -> None:
         """Publish messages, and tell receivers about new lanes."""
         for one in outgoing:
-            if one.note.lane == 0 and not one.delay_ms:
-                self._urgent.append(one)
-            elif len(self._outbox) < OUTBOX_MAX:
-                self._outbox.append(one)
+            waiting = self._urgent if one.note.lane == 0 and not one.delay_ms else self._outbox
+            if len(waiting) < OUTBOX_MAX:
+                waiting.append(one)
         self._announced.extend(new_homes)
         self._soon(self._flush)
 
@@ -286,14 +283,35 @@ class Broker:
         self._todo.append(what)
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.add_callback_threadsafe(self._work)
+            with suppress(ValueError, OSError):  # the loop is closed: the next one does it
+                self._loop.add_callback_threadsafe(self._work)
 
     # ---- in the thread -------------------------------------------------------------------------
 
+    def _renew(self) -> None:
+        """Make a loop without connections."""
+        self._loop = IOLoop()
+        self._is_scheduled: bool = False
+        self._publishing = _Link(self._loop, self._nodes, self._open_publishing, self._lost_publishing)
+        self._receiving = _Link(self._loop, self._nodes, self._open_receiving, self._lost_receiving)
+
     def _run(self) -> None:
-        self._publishing.open()
-        self._loop.start()
-        self._loop.close()
+        while not self._is_stopping:
+            self._publishing.open()
+            if self._wants_to_receive:
+                self._receiving.open()
+            try:
+                self._loop.add_callback_threadsafe(self._work)  # what was meant for an earlier loop, too
+                self._loop.start()
+            except Exception as error:  # noqa: BLE001 - pika fails in its loop when a new connection is reset
+                _log.warning("the connections to the broker are opened again: %s", type(error).__name__)
+                self._lost_publishing()
+                self._lost_receiving()
+            loop = self._loop
+            if not self._is_stopping:
+                time.sleep(RECONNECT_S)
+                self._renew()
+            loop.close()
 
     def _work(self) -> None:
         self._is_scheduled = False
@@ -304,6 +322,7 @@ class Broker:
                 _log.debug("the broker is not usable at present: %s", type(error).__name__)
 
     def _stop(self) -> None:
+        self._is_stopping = True
         self._publishing.close()
         self._receiving.close()
         self._stop_when_closed(time.monotonic() + CLOSE_TIMEOUT_S / 2)

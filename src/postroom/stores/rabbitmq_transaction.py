@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
-from postroom.errors import QueueFull
+from postroom.errors import QueueFull, Unavailable
 from postroom.message import Envelope, Event, Record, Stored, org_of
 from postroom.stores.base import FOREVER_NS, ByIds, Change, Counted, Ending, Head, Limits, Pick
 from postroom.stores.rabbitmq_lanes import (
@@ -368,6 +368,8 @@ class RabbitTransaction(Transaction):
 
     def _publish_only(self, envelope: Envelope) -> Accepted:
         """Accept a message without the ledger: the broker has it, or nobody has it."""
+        if self._context.broker_trouble:
+            raise Unavailable(f"{self._context.broker_trouble}, and p0=broker-only keeps P0 nowhere else")
         message_id = str(uuid4())
         note = Note(message_id, envelope.priority, envelope=replace(envelope, message_id=message_id))
         self.outgoing[message_id] = Outgoing(self.home_of(envelope.queue), note)
