@@ -177,6 +177,9 @@ class _PublishingChannel:
 class Broker:
     """Publishes and receives. Every public method may be called from any thread."""
 
+    _is_scheduled = False
+    """Whether the loop is about to look at what other threads want."""
+
     def __init__(
         self,
         nodes: Sequence[pika.ConnectionParameters],
@@ -291,7 +294,7 @@ class Broker:
     def _renew(self) -> None:
         """Make a loop without connections."""
         self._loop = IOLoop()
-        self._is_scheduled: bool = False
+        self._is_scheduled = False
         self._publishing = _Link(self._loop, self._nodes, self._open_publishing, self._lost_publishing)
         self._receiving = _Link(self._loop, self._nodes, self._open_receiving, self._lost_receiving)
 

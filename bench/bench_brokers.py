@@ -1,0 +1,25 @@
+"""The speed of stores on servers, beside the peers of the same server."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from brokersbench import rabbit
+from figures import REPEATS, Report, machine, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--only", choices=["rabbit"], help="one part")
+    options = parser.parse_args()
+    report = Report(f"Brokers: {machine()}; medians of {REPEATS}")
+    report.begin()
+    with tempfile.TemporaryDirectory(prefix="postroom-bench-") as folder:
+        for figure in rabbit.figures(Path(folder), rabbit.QUICK if options.quick else rabbit.Sizes()):
+            report.add(figure)
+    report.end()
+
+
+if __name__ == "__main__":
+    run(main)
