@@ -9,8 +9,8 @@ import json
 import sys
 
 import aio_pika
-
 from enginebench import finish
+
 from postroom.stores.rabbitmq import PREFETCH_DEFAULT
 
 QUEUE = "aiopika"

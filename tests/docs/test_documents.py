@@ -288,6 +288,9 @@ LIMITED = (
     ),
     *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",
+    "stores.rabbitmq",
+    "stores.rabbitmq_lanes",
+    "stores.rabbitmq_link",
     *(f"runtime.{module.stem}" for module in sorted((ROOT / "src/postroom/runtime").glob("[a-z]*.py"))),
 )
 INTERNAL = {"after_fork"}  # called by postroom.system.handles only

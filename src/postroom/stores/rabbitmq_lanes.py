@@ -9,7 +9,7 @@ Rule 3: a message that waits too long moves to the lane above by dead-lettering.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -31,6 +31,7 @@ DELAY_EXACT_MS_MAX = 10_000
 DELAY_MS_MAX = 20 * 24 * 3_600_000  # of one queue; the broker's limit is 2**32 ms for twice the delay
 DELAY_EXPIRY_FACTOR = 2
 DELAY_EXPIRY_MS_MIN = 60_000
+WAKE_S = 0.002  # a worker that has deliveries is woken by further ones after this time
 SILENCE_S = 1.0  # without deliveries for this time, a worker claims from the ledger itself
 
 
@@ -136,13 +137,17 @@ class Deliveries:
         self._waiting: dict[tuple[str, int], deque[Delivery]] = {}
         self._pending: deque[Delivery] = deque()
         self._last_arrival = time.monotonic()
+        self._last_wake = 0.0
 
     def add(self, delivery: Delivery) -> None:
         """A delivery arrived."""
         with self._mutex:
+            is_first = not self._waiting and not self._pending
             self._line_of(delivery).append(delivery)
             self._last_arrival = delivery.arrived
-        self._wake()
+        if is_first or delivery.arrived > self._last_wake + WAKE_S:
+            self._last_wake = delivery.arrived
+            self._wake()
 
     def _line_of(self, delivery: Delivery) -> deque[Delivery]:
         if delivery.note.is_pending:
@@ -210,11 +215,3 @@ class Deliveries:
 def is_shard(home: str) -> bool:
     """Whether organizations share a home."""
     return home.startswith(SHARD_PREFIX)
-
-
-def tags_by_epoch(deliveries: Iterable[Delivery]) -> dict[int, list[int]]:
-    """The tags to acknowledge on each connection."""
-    tags: dict[int, list[int]] = {}
-    for delivery in deliveries:
-        tags.setdefault(delivery.epoch, []).append(delivery.tag)
-    return tags
