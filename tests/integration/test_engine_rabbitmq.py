@@ -446,7 +446,7 @@ async def test_the_password_is_in_no_log(
         'rabbit_auth_backend_internal:set_permissions(<<"agent">>, <<"/">>, All, All, All, <<"test">>).',
     )
     url = rabbit.url(f"sqlite:///{tmp_path}/queue.db").replace("guest:guest", f"agent:{SECRET}")
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "pika"):
         with Engine.open(url) as engine:
             echo(engine)
             async with working(engine):

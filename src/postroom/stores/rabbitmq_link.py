@@ -35,6 +35,8 @@ HOST_REFUSED = 406  # PRECONDITION_FAILED
 NO_TAG = 2**64
 
 _log = logging.getLogger("postroom.store")
+if logging.getLogger("pika").level == logging.NOTSET:
+    logging.getLogger("pika").setLevel(logging.CRITICAL)  # seven errors for each try; `_Link` says it once
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Note).decode
 
