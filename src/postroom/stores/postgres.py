@@ -58,7 +58,6 @@ NANOS_PER_US = 1_000
 OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
 
 _NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-_BEGIN = "BEGIN"
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _log = logging.getLogger("postroom.store")
 
@@ -175,7 +174,8 @@ class PostgresStore(Store):
 
     def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
         """Run and commit jobs; None when they must be rolled back."""
-        steady_ns, wall_us = self._begin(connection, _BEGIN)
+        writer = self._random.getrandbits(63)
+        steady_ns, wall_us = self._begin(connection, f"BEGIN; SELECT pg_advisory_xact_lock({writer})")
         transaction = PostgresTransaction(self._opened(), connection, self.writing, steady_ns, wall_us)
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
@@ -187,12 +187,11 @@ class PostgresStore(Store):
             transaction.spare_numbers(committed=False)
             connection.pgconn.exec_(b"ROLLBACK")
             return transaction
-        writer = self._random.getrandbits(63)
-        transaction.flush(writer)
+        transaction.flush()
         for job in jobs:
             job.sealed = True
         try:
-            self._commit(connection, writer, transaction.xid)
+            self._commit(connection, transaction, writer)
         except BaseException:
             for job in jobs:
                 job.sealed = False
@@ -200,30 +199,28 @@ class PostgresStore(Store):
         transaction.spare_numbers(committed=True)
         return transaction
 
-    def _commit(self, connection: Connection, writer: int, xid: int) -> None:
+    def _commit(self, connection: Connection, transaction: PostgresTransaction, writer: int) -> None:
         try:
-            _check(connection, connection.pgconn.exec_(b"COMMIT"))
+            transaction.commit(writer)
         except _LOST as error:
             _log.warning("%s: the connection was lost during a commit; looking whether it happened", self.url)
-            if not self._was_committed(writer, xid, error):
-                raise
             self._pool.drop(connection)
+            if not self._was_committed(writer, error):
+                raise
 
-    def _was_committed(self, writer: int, xid: int, error: Exception) -> bool:
+    def _was_committed(self, writer: int, error: Exception) -> bool:
         """Whether a commit happened whose answer was lost. Raises when that cannot be found out.
 
-        The mark decides: after a fail-over, the number of the transaction may belong to another one. The
-        state of the transaction tells whether the server may still be at work on it.
+        Every transaction holds a lock of its own. While a server still works on a lost one, the lock is
+        taken. Afterwards, its row of events tells whether it was committed.
         """
         deadline = time.monotonic() + self._reconnect_s
         while time.monotonic() < deadline:
             try:
                 with self.connected() as connection:
-                    state = _state_of(connection, xid)  # before the mark: else it could end in between
-                    if connection.execute(self.writing["was_committed"], [writer]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
-                        return True
-                    if state != "in progress":
-                        return False
+                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [writer]).fetchone() == (True,):
+                        found = connection.execute(self.writing["was_committed"], [writer])  # type: ignore[arg-type, unused-ignore]
+                        return found.fetchone() == (True,)
             except _LOST:
                 pass
             time.sleep(RECONNECT_PAUSE_S)
@@ -388,14 +385,6 @@ def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
     if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
         error = sql_errors.error_from_result(result, connection.info.encoding)
         raise error if error.sqlstate else psycopg.OperationalError(str(error))
-
-
-def _state_of(connection: Connection, xid: int) -> str:
-    """The state of a transaction; empty when the server does not know it."""
-    with suppress(psycopg.DataError):  # a number of the future: this server took over without it
-        found = connection.execute("SELECT pg_xact_status(%s::text::xid8)", [str(xid)]).fetchone()
-        return str(found[0] or "") if found else ""
-    return ""
 
 
 def _both_forms(schema: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -10,7 +10,8 @@ Rule 3: a faster form covers the common case. Everything else goes to the verb o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.message import Envelope, Event, Record, Step, Stored, org_of
 from postroom.stores.base import (
     FOREVER_NS,
+    LANE_COUNTS,
     NEWEST,
     ByIds,
     Change,
@@ -34,10 +36,14 @@ from postroom.stores.base import (
     unknown,
     waiting,
 )
-from postroom.stores.event_runs import Part, pack, unpack
+from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, LeasedRun, NewRun, Part, pack, unpack
 from postroom.stores.postgres_connection import Connection
 from postroom.stores.transaction import (
+    NO_DETAILS,
+    Accepted,
+    Claim,
     Decide,
+    Delivery,
     LimitsCache,
     Transaction,
 )
@@ -66,6 +72,7 @@ _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRE
 _decode_event = msgspec.json.Decoder(Event).decode
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
+_kept_from: Callable[..., Kept] = Kept
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
     "ttl_ns", "durability", "sender",
@@ -143,13 +150,14 @@ class PostgresTransaction(Transaction):
         """What the transaction did to the counters."""
         self._depths: dict[str, dict[Counted, int]] = {}
         self._total: dict[Counted, int] | None = None
+        self._new: list[Envelope] = []
+        """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
+        self._new_first = 0
         self._inserts: list[tuple[Any, ...]] = []
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
         self._saved: set[int] = set()
-        self.xid = 0
-        """The database's number of the transaction, once it was flushed."""
 
     # ---- queries -------------------------------------------------------------------------------
 
@@ -264,7 +272,7 @@ class PostgresTransaction(Transaction):
 
     def kept(self, record: Record) -> Kept:
         kind, parent, key, *facts, trail = self._ask("stored", (record.seq,))[0]
-        return Kept(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
+        return _kept_from(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
 
     def kinds(self) -> list[str]:
         return [from_sql(kind) for (kind,) in self._ask("kinds")]
@@ -297,11 +305,15 @@ class PostgresTransaction(Transaction):
         self._append(events, len(events))
 
     def _append(self, parts: Sequence[Part], count: int) -> None:
+        if self._new:
+            self._write_new()  # their numbers come first
         self.parts += parts
         self.event_count += count
 
     def _write_records(self) -> None:
         """Send the changed records that are kept."""
+        if self._new:
+            self._write_new()
         if not self._saved:
             return
         inserts, updates = self._inserts, self._updates
@@ -310,6 +322,188 @@ class PostgresTransaction(Transaction):
             self._cursor.executemany(self._queries["insert"], inserts)  # type: ignore[arg-type, unused-ignore]
         if updates:
             self._cursor.executemany(self._queries["update"], updates)  # type: ignore[arg-type, unused-ignore]
+
+    # ---- insert --------------------------------------------------------------------------------
+
+    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        for envelope in envelopes:
+            limits = self.limits(envelope.queue)
+            if envelope.message_id or envelope.key or len(envelope.payload) > limits.max_payload_bytes:
+                return super().insert(envelopes)
+        self._check_depths(envelopes)
+        accepted: list[Accepted] = []
+        for _, neighbours in groupby(envelopes, _traits):
+            run = list(neighbours)
+            for first in range(0, len(run), ALIKE_ROWS_MAX):
+                accepted += self._insert_alike(run[first : first + ALIKE_ROWS_MAX])
+        return accepted
+
+    def _insert_alike(self, run: list[Envelope]) -> list[Accepted]:
+        """Number and count new records that differ in their payloads only. They are written with the next."""
+        e = run[0]
+        step = 1 if e.delay_ns else EVENTS_PER_NEW
+        if self._number_end - self._number + 1 < step * len(run):
+            self._reserve(step * len(run))
+        if self._new and not self._is_next_of_new(run, step):
+            self._write_new()
+        if not self._new:
+            self._new_first = self._number
+        self._new += run
+        first = self.take_numbers(step * len(run))
+        what: Counted = "SCHEDULED" if e.delay_ns else LANE_COUNTS[e.priority]
+        self._count(e.queue, what, len(run))
+        if not e.delay_ns:
+            self.ready.add(e.queue)
+        if e.durability != "os":
+            self.synced = True
+        numbers = range(first, first + step * len(run), step)
+        return [Accepted(new_id(self.store_id, e.queue, n, self.wall_us), duplicate=False) for n in numbers]
+
+    def _is_next_of_new(self, run: list[Envelope], step: int) -> bool:
+        new = self._new
+        return (
+            self._number == self._new_first + step * len(new)
+            and len(new) + len(run) <= ALIKE_ROWS_MAX
+            and len(run[0].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(new[-1].payload)
+            and _traits(new[0]) == _traits(run[0])
+        )
+
+    def _write_new(self) -> None:
+        """Send new records, and keep their events."""
+        run, first, self._new = self._new, self._new_first, []
+        e, now = run[0], self.steady_ns
+        values = {
+            "first": first, "step": 1 if e.delay_ns else EVENTS_PER_NEW, "queue": to_sql(e.queue),
+            "state": "SCHEDULED" if e.delay_ns else "QUEUED", "priority": e.priority,
+            "max_retries": e.max_retries, "due": self._ends_at(now + e.delay_ns) if e.delay_ns else 0,
+            "now": now, "expires": now + e.ttl_ns if e.ttl_ns else 0, "durability": e.durability,
+            "wall_us": self.wall_us, "sender": to_sql(e.sender), "type": to_sql(e.type),
+            "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
+            "payloads": [each.payload for each in run],
+        }  # fmt: skip
+        self._tell("insert_alike", values)
+        sizes = [len(each.payload) for each in run]
+        facts = [each.facts for each in run] if any(each.facts for each in run) else ()
+        self.parts.append(
+            NewRun(
+                first,
+                self.wall_us,
+                e.queue,
+                e.priority,
+                e.type,
+                e.parent_message_id,
+                e.delay_ns,
+                sizes,
+                facts,
+            )
+        )
+        self.event_count += len(run) * (1 if e.delay_ns else EVENTS_PER_NEW)
+
+    # ---- lease and complete --------------------------------------------------------------------
+
+    def claim(self, terms: Claim) -> list[Delivery]:
+        if terms.promote_after_ns or self._is_any_overdue():
+            return super().claim(terms)
+        heads: list[Head] = []
+        for lane in sorted(terms.lanes):
+            if len(heads) < terms.limit:
+                heads += self.pull(terms.queue, lane, terms.limit - len(heads))
+        if any(head.record.expires for head in heads):
+            return super().claim(terms)
+        if not heads:
+            return []
+        leased = self.lease([(head, head.record.lane) for head in heads], terms.worker_id, terms.lease_ns)
+        return [
+            Delivery(
+                record.message_id, record.queue, head.payload, head.type, head.parent_message_id,
+                record.attempt, record.lease, record.lease_ns,
+            )
+            for head, record in zip(heads, leased, strict=True)
+        ]  # fmt: skip
+
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        if not heads or any(lane != head.record.lane for head, lane in heads):
+            return super().lease(heads, worker_id, lease_ns)
+        self._write_records()
+        first, now = self.take_numbers(len(heads)), self.steady_ns
+        leased = [
+            lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns).record
+            for number, (head, _) in enumerate(heads, first)
+        ]
+        values = {
+            "first": first, "worker": to_sql(worker_id), "lease_ns": lease_ns,
+            "until": self._ends_at(now + lease_ns), "wall_us": self.wall_us,
+            "seqs": [one.seq for one in leased],
+        }  # fmt: skip
+        self._tell("lease_many", values)
+        for _, neighbours in groupby(leased, _queue_and_lane):
+            self._note_leased(list(neighbours))
+        return leased
+
+    def _note_leased(self, leased: list[Record]) -> None:
+        """Count leased records of one queue and lane, and keep their events."""
+        one, now = leased[0], self.steady_ns
+        self._count(one.queue, LANE_COUNTS[one.lane], -len(leased))
+        self._count(one.queue, "PROCESSING", len(leased))
+        names = [each.message_id for each in leased]
+        run = LeasedRun(
+            one.lease, self.wall_us, one.queue, one.lane, one.worker_id, names,
+            [each.attempt for each in leased], [(now - each.ready_at) // 1000 for each in leased],
+        )  # fmt: skip
+        self._append([run], len(leased))
+        if any(each.durability != "os" for each in leased):
+            self.synced = True
+
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
+        numbers = {self._known.own_number(message_id): message_id for message_id in results}
+        if 0 in numbers:
+            return super().complete(results, details)  # ids that callers gave
+        rows = {row[0]: row for row in self._ask_records("leased", ([*numbers], self.steady_ns))}
+        if len(rows) < len(results) or any(
+            rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
+        ):
+            return super().complete(results, details)  # repeats, stale leases
+        first = self.take_numbers(len(numbers))
+        self._send_results(numbers, results, first)
+        ordered = [rows[number] for number in numbers]
+        place = first
+        for _, neighbours in groupby(ordered, itemgetter(2, 3, 4)):
+            same = list(neighbours)
+            self._note_completed(place, same, [numbers[row[0]] for row in same], details)
+            place += len(same)
+        self.ended = True
+        return [*results]
+
+    def _send_results(
+        self, numbers: Mapping[int, str], results: Mapping[str, tuple[int, bytes]], first: int
+    ) -> None:
+        values: dict[str, Any] = {
+            "wall_us": self.wall_us, "seqs": [*numbers], "places": [*range(first, first + len(numbers))]
+        }  # fmt: skip
+        contents = [results[message_id][1] for message_id in numbers.values()]
+        if len(set(contents)) == 1:  # most often they are all null
+            self._tell("complete_alike", {**values, "result": contents[0]})
+        else:
+            self._tell("complete_many", {**values, "results": contents})
+
+    def _note_completed(
+        self, first: int, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """Count completed records of one queue, lane and worker, and keep their events."""
+        _, leases, queues, lanes, workers, attempts, begins, durabilities = zip(*rows, strict=True)
+        queue, now = from_sql(queues[0]), self.steady_ns
+        run = CompletedRun(
+            first, self.wall_us, queue, lanes[0], from_sql(workers[0]), message_ids, attempts, leases,
+            [(now - begin) // 1000 for begin in begins],
+            [details.get(each, {}) for each in message_ids] if details else (),
+        )  # fmt: skip
+        self._append([run], len(rows))
+        self._count(queue, "PROCESSING", -len(rows))
+        self._count(queue, "COMPLETED", len(rows))
+        if any(durability != "os" for durability in durabilities):
+            self.synced = True
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self.changes += 1
@@ -515,21 +709,25 @@ class PostgresTransaction(Transaction):
         for seq, event in enumerate(unpack(bytes(batch).decode(), self.store_id), position - count + 1):
             yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
 
-    def flush(self, writer: int) -> None:
-        """Send everything that is kept. `writer` marks the commit."""
+    def flush(self) -> None:
+        """Send the records and cells that are kept."""
         self._write_records()
         if self._cells:
             self._write_cells()
+
+    def commit(self, writer: int) -> None:
+        """Send the counters and events, and commit. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
+        batch = pack(self.parts).encode()
+        number = self._first_number or self._number
+        execute, queries = self._cursor.execute, self._queries
         with self._connection.pipeline():
             if changes:
-                self._cursor.execute(self._queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
-            batch = pack(self.parts).encode()
-            number = self._first_number or self._number
-            self._cursor.execute(self._queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
+                execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
+            execute(queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
             if not self.synced:
-                self._connection.execute("SET LOCAL synchronous_commit = off")
-            [(self.xid,)] = self._cursor.execute("SELECT pg_current_xact_id()::text::bigint").fetchall()
+                execute("SET LOCAL synchronous_commit = off", prepare=False)
+            execute("COMMIT", prepare=False)
 
 
 class PostgresReading(PostgresTransaction):

@@ -90,8 +90,8 @@ UPDATE postroom.records AS r SET state = 'PROCESSING', attempt = r.attempt + 1,
     FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS new(seq, ordinality) WHERE r.seq = new.seq
 
 -- name: leased
-SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt, r.lease_until - r.lease_ns, r.durability,
-    r.claimed_us
+SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt,
+    r.lease_until - r.lease_ns - 1000 * greatest(0, r.heartbeat_us - r.claimed_us), r.durability
     FROM postroom.records r WHERE r.seq = ANY(%s) AND r.state = 'PROCESSING' AND r.name IS NULL
     AND r.lease_until > %s ORDER BY r.seq FOR NO KEY UPDATE
 
