@@ -57,7 +57,7 @@ FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
 NANOS_PER_US = 1_000
 OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
 
-_NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+_NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _log = logging.getLogger("postroom.store")
 
@@ -175,8 +175,7 @@ class PostgresStore(Store):
     def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
         """Run and commit jobs; None when they must be rolled back."""
         writer = self._random.getrandbits(63)
-        steady_ns, wall_us = self._begin(connection, f"BEGIN; SELECT pg_advisory_xact_lock({writer})")
-        transaction = PostgresTransaction(self._opened(), connection, self.writing, steady_ns, wall_us)
+        transaction = self._begin(connection, writer)
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
                 transaction.spare_numbers(committed=False)
@@ -235,17 +234,28 @@ class PostgresStore(Store):
         finally:
             self._pool.drop(connection)
 
-    def _begin(self, connection: Connection, how: str) -> tuple[int, int]:
-        """Begin a transaction; its time by the steady clock and by the wall clock."""
-        if self._clock is not None:
-            _check(connection, connection.pgconn.exec_(how.encode()))
-            return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
-        found = connection.pgconn.exec_(f"{how}; {_NOW}".encode())
+    def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
+        """Begin a transaction, lock its mark, and take numbers when the last one needed some: in one trip."""
+        known = self._opened()
+        wanted, spare = known.usual, known.spare
+        asked = [f"pg_advisory_xact_lock({writer})"]
+        if wanted:
+            asked.append(f"{self.address.schema}.take_numbers({wanted}, {spare[0]}, {spare[1]})")
+            known.spare = (1, 0)
+        found = connection.pgconn.exec_(f"BEGIN; SELECT {_NOW}, {', '.join(reversed(asked))}".encode())
         _check(connection, found)
-        wall_us = int(found.get_value(0, 0) or 0)
-        now_ns = wall_us * NANOS_PER_US + self._offset_ns
+        now = self._time(int(found.get_value(0, 0) or 0))
+        first = int(found.get_value(0, 1) or 0) if wanted else 0
+        taken = (first, first + wanted - 1) if wanted else None
+        return PostgresTransaction(known, connection, self.writing, now, taken)
+
+    def _time(self, database_us: int) -> tuple[int, int]:
+        """The time by the steady clock and by the wall clock."""
+        if self._clock is not None:
+            return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
+        now_ns = database_us * NANOS_PER_US + self._offset_ns
         self._newest_ns = max(self._newest_ns, now_ns)  # it never steps back
-        return self._newest_ns, wall_us
+        return self._newest_ns, database_us
 
     def _fold_if_due(self) -> None:
         """Fold the counters now and then. When it fails, the next fold does it."""
@@ -267,8 +277,10 @@ class PostgresStore(Store):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
-            steady_ns, wall_us = self._begin(connection, _BEGIN_READING)
-            reading = PostgresReading(self._opened(), connection, self._read_only, steady_ns, wall_us)
+            found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
+            _check(connection, found)
+            now = self._time(int(found.get_value(0, 0) or 0))
+            reading = PostgresReading(self._opened(), connection, self._read_only, now)
             try:
                 return work(reading)
             finally:

@@ -107,6 +107,8 @@ class Known:
         self.limits = LimitsCache()
         self.spare: tuple[int, int] = (1, 0)
         """Numbers that were taken and not used: the first and the last."""
+        self.usual = 0
+        """How many numbers the last transaction used: the next one takes as many when it begins."""
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
         self.depths: dict[str, tuple[int, int]] = {}
@@ -133,16 +135,22 @@ class PostgresTransaction(Transaction):
     is_reading = False
 
     def __init__(
-        self, known: Known, connection: Connection, queries: Mapping[str, str], steady_ns: int, wall_us: int
+        self,
+        known: Known,
+        connection: Connection,
+        queries: Mapping[str, str],
+        now: tuple[int, int],
+        taken: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(known.store_id, known.limits, steady_ns, wall_us)
+        """`now` is the time by the steady and by the wall clock, `taken` the first and the last number."""
+        super().__init__(known.store_id, known.limits, *now)
         self._known = known
         self._connection = connection
         self._queries = queries
         self._cursor = connection.cursor(binary=True)
-        self._number, self._number_end = known.spare[0], known.spare[0] - 1
+        self._number, self._number_end = taken or (1, 0)
         """The next number to give, and the last one that was taken."""
-        self._first_number = 0
+        self._first_number = taken[0] if taken else 0
         self.parts: list[Part] = []
         """The events, in order."""
         self.event_count = 0
@@ -153,6 +161,8 @@ class PostgresTransaction(Transaction):
         self._new: list[Envelope] = []
         """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
         self._new_first = 0
+        self._pending: list[tuple[str, Any]] = []
+        """Statements about records that are not sent yet; a list of values runs once for each of them."""
         self._inserts: list[tuple[Any, ...]] = []
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
@@ -201,7 +211,8 @@ class PostgresTransaction(Transaction):
         self._number, self._number_end = first, first + wanted - 1
 
     def spare_numbers(self, *, committed: bool) -> None:
-        """Remember the numbers that were not used, for the next transaction."""
+        """Remember how many numbers were used, and those that were not, for the next transaction."""
+        self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
         if self._first_number and first <= self._number_end:
             self._known.spare = (first, self._number_end)
@@ -310,18 +321,32 @@ class PostgresTransaction(Transaction):
         self.parts += parts
         self.event_count += count
 
-    def _write_records(self) -> None:
-        """Send the changed records that are kept."""
+    def _queue_records(self) -> None:
+        """Put changed records into the line of statements."""
         if self._new:
             self._write_new()
-        if not self._saved:
-            return
-        inserts, updates = self._inserts, self._updates
-        self._inserts, self._updates, self._saved = [], [], set()
-        if inserts:
-            self._cursor.executemany(self._queries["insert"], inserts)  # type: ignore[arg-type, unused-ignore]
-        if updates:
-            self._cursor.executemany(self._queries["update"], updates)  # type: ignore[arg-type, unused-ignore]
+        if self._saved:
+            inserts, updates = self._inserts, self._updates
+            self._inserts, self._updates, self._saved = [], [], set()
+            if inserts:
+                self._pending.append(("insert", inserts))
+            if updates:
+                self._pending.append(("update", updates))
+
+    def _write_records(self) -> None:
+        """Send the changed records that are kept."""
+        self._queue_records()
+        if self._pending:
+            with self._connection.pipeline():
+                self._send_pending()
+
+    def _send_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for name, values in pending:
+            if isinstance(values, list):
+                self._cursor.executemany(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+            else:
+                self._cursor.execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
 
     # ---- insert --------------------------------------------------------------------------------
 
@@ -381,7 +406,7 @@ class PostgresTransaction(Transaction):
             "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
             "payloads": [each.payload for each in run],
         }  # fmt: skip
-        self._tell("insert_alike", values)
+        self._pending.append(("insert_alike", values))
         sizes = [len(each.payload) for each in run]
         facts = [each.facts for each in run] if any(each.facts for each in run) else ()
         self.parts.append(
@@ -424,7 +449,7 @@ class PostgresTransaction(Transaction):
     def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
         if not heads or any(lane != head.record.lane for head, lane in heads):
             return super().lease(heads, worker_id, lease_ns)
-        self._write_records()
+        self._queue_records()
         first, now = self.take_numbers(len(heads)), self.steady_ns
         leased = [
             lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns).record
@@ -435,7 +460,7 @@ class PostgresTransaction(Transaction):
             "until": self._ends_at(now + lease_ns), "wall_us": self.wall_us,
             "seqs": [one.seq for one in leased],
         }  # fmt: skip
-        self._tell("lease_many", values)
+        self._pending.append(("lease_many", values))
         for _, neighbours in groupby(leased, _queue_and_lane):
             self._note_leased(list(neighbours))
         return leased
@@ -484,9 +509,9 @@ class PostgresTransaction(Transaction):
         }  # fmt: skip
         contents = [results[message_id][1] for message_id in numbers.values()]
         if len(set(contents)) == 1:  # most often they are all null
-            self._tell("complete_alike", {**values, "result": contents[0]})
+            self._pending.append(("complete_alike", {**values, "result": contents[0]}))
         else:
-            self._tell("complete_many", {**values, "results": contents})
+            self._pending.append(("complete_many", {**values, "results": contents}))
 
     def _note_completed(
         self, first: int, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
@@ -710,18 +735,20 @@ class PostgresTransaction(Transaction):
             yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
 
     def flush(self) -> None:
-        """Send the records and cells that are kept."""
-        self._write_records()
+        """Send what can meet a conflict: the cells, after the records."""
+        self._queue_records()
         if self._cells:
+            self._write_records()
             self._write_cells()
 
     def commit(self, writer: int) -> None:
-        """Send the counters and events, and commit. `writer` marks the commit."""
+        """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
         batch = pack(self.parts).encode()
         number = self._first_number or self._number
         execute, queries = self._cursor.execute, self._queries
         with self._connection.pipeline():
+            self._send_pending()
             if changes:
                 execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
             execute(queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]

@@ -81,13 +81,13 @@ INSERT INTO postroom.records ({record}, type, parent_message_id, key, delay_ns, 
         %(first)s + (ordinality - 1) * %(step)s, 0, 0, 0, %(max_retries)s, 0, '', 0, 0, %(due)s, %(now)s,
         %(expires)s, %(durability)s, %(wall_us)s, 0, 0, 0, %(sender)s, %(type)s, %(parent)s, '', %(delay_ns)s,
         %(ttl_ns)s, payload
-    FROM unnest(%(payloads)s::bytea[]) WITH ORDINALITY AS new(payload, ordinality)
+    FROM unnest(%(payloads)b::bytea[]) WITH ORDINALITY AS new(payload, ordinality)
 
 -- name: lease_many
 UPDATE postroom.records AS r SET state = 'PROCESSING', attempt = r.attempt + 1,
     lease = %(first)s + new.ordinality - 1, worker_id = %(worker)s, lease_ns = %(lease_ns)s,
     lease_until = %(until)s, due = 0, claimed_us = %(wall_us)s, heartbeat_us = %(wall_us)s, ended_us = 0
-    FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS new(seq, ordinality) WHERE r.seq = new.seq
+    FROM unnest(%(seqs)b::bigint[]) WITH ORDINALITY AS new(seq, ordinality) WHERE r.seq = new.seq
 
 -- name: leased
 SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt,
@@ -98,16 +98,16 @@ SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt,
 -- name: complete_many
 UPDATE postroom.records AS r SET state = 'COMPLETED', place = new.place, lease_until = 0, due = 0,
     ended_us = %(wall_us)s, result = new.result
-    FROM unnest(%(seqs)s::bigint[], %(places)s::bigint[], %(results)s::bytea[]) AS new(seq, place, result)
+    FROM unnest(%(seqs)b::bigint[], %(places)b::bigint[], %(results)b::bytea[]) AS new(seq, place, result)
     WHERE r.seq = new.seq
 
 -- name: complete_alike
 UPDATE postroom.records AS r SET state = 'COMPLETED', place = new.place, lease_until = 0, due = 0,
     ended_us = %(wall_us)s, result = %(result)s
-    FROM unnest(%(seqs)s::bigint[], %(places)s::bigint[]) AS new(seq, place) WHERE r.seq = new.seq
+    FROM unnest(%(seqs)b::bigint[], %(places)b::bigint[]) AS new(seq, place) WHERE r.seq = new.seq
 
 -- name: forget
-DELETE FROM postroom.records AS r USING unnest(%s::bigint[], %s::bigint[], %s::text[]) AS old(seq, place, state)
+DELETE FROM postroom.records AS r USING unnest(%b::bigint[], %b::bigint[], %s::text[]) AS old(seq, place, state)
     WHERE r.seq = old.seq AND r.place = old.place AND r.state = old.state
 
 -- name: append_events
@@ -135,16 +135,16 @@ SELECT value FROM postroom.cells WHERE kind = %s AND key = %s
 SELECT key, value FROM postroom.cells WHERE kind = %s AND key > %s ORDER BY key LIMIT %s
 
 -- name: put_cells
-INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])
+INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %b::bytea[])
     ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value
 
 -- name: add_cells
-INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])
+INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %b::bytea[])
     ON CONFLICT (kind, key) DO NOTHING
 
 -- name: change_cells
 UPDATE postroom.cells AS c SET value = new.value
-    FROM unnest(%s::text[], %s::text[], %s::bytea[], %s::bytea[]) AS new(kind, key, value, before)
+    FROM unnest(%s::text[], %s::text[], %b::bytea[], %b::bytea[]) AS new(kind, key, value, before)
     WHERE c.kind = new.kind AND c.key = new.key AND c.value = new.before
 
 -- name: drop_cells
@@ -152,12 +152,12 @@ DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[]) AS old(kind
     WHERE c.kind = old.kind AND c.key = old.key
 
 -- name: drop_known_cells
-DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %s::bytea[]) AS old(kind, key, value)
+DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %b::bytea[]) AS old(kind, key, value)
     WHERE c.kind = old.kind AND c.key = old.key AND c.value = old.value
 
 -- name: count
 INSERT INTO postroom.count_changes (queue, counter, change)
-    SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[])
+    SELECT * FROM unnest(%s::text[], %s::text[], %b::bigint[])
 
 -- name: depth
 SELECT counter, sum(n)::bigint FROM (
