@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,7 @@ ALIKE_ROWS_MAX = 1_000
 ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
 EVENT_ROWS_A_READ = 256
 PLACED_A_READ_MAX = 10_000  # commits whose events get their positions in one call
+ACTIVE_MAX = 100  # lanes of organizations that are read together, as in `all_active`
 DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
 FAR_FROM_FULL = 0.5
@@ -129,6 +130,17 @@ class Known:
         return int(number) if is_own else 0
 
 
+class _Lanes(NamedTuple):
+    """The lanes of all organizations, as they were read together."""
+
+    has_all: bool
+    """Whether `active` has every queue; otherwise there are too many."""
+    active: dict[int, list[str]]
+    """The queues that have QUEUED records in a lane, in order."""
+    oldest: dict[int, Record]
+    """The record that has waited longest in a lane."""
+
+
 class PostgresTransaction(Transaction):
     """One transaction of a connection."""
 
@@ -167,6 +179,11 @@ class PostgresTransaction(Transaction):
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
+        self._scans: dict[tuple[str, str, int], list[Any]] = {}
+        """Cells that were read together: kind, after and limit -> rows."""
+        self._lanes: _Lanes | None = None
+        self._pulled: dict[tuple[str, int, int], list[Head]] = {}
+        """Heads that were read ahead, by queue, lane and limit."""
         self._saved: set[int] = set()
 
     # ---- queries -------------------------------------------------------------------------------
@@ -184,8 +201,66 @@ class PostgresTransaction(Transaction):
         """Run a statement; how many rows it changed."""
         return self._cursor.execute(self._queries[name], values).rowcount  # type: ignore[arg-type, unused-ignore]
 
+    def _ask_all(self, asked: Sequence[tuple[str, Any]]) -> list[list[Any]]:
+        """The rows of several queries, in one trip."""
+        with self._connection.pipeline():
+            cursors = [
+                self._connection.cursor(binary=True).execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+                for name, values in asked
+            ]
+        return [cursor.fetchall() for cursor in cursors]
+
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+    ) -> None:
+        scans = [(kind, "", limit) for kind, limit in cells if (kind, "", limit) not in self._scans]
+        depths = [queue for queue in queues if queue not in self._depths]
+        asked: list[tuple[str, Any]] = [("cells", (to_sql(kind), "", limit)) for kind, _, limit in scans]
+        asked += [("depth", {"queue": to_sql(queue)}) for queue in depths]
+        asks_total = (lanes or bool(queues)) and self._total is None
+        asked += [("total", ())] if asks_total else []
+        asks_lanes = lanes and self._lanes is None and not self._has_unsent()
+        asked += [("all_active", ()), ("all_oldest", ())] if asks_lanes else []
+        if len(asked) <= 1:  # one question takes one trip anyway
+            return
+        answers = iter(self._ask_all(asked))
+        for scan in scans:
+            self._scans[scan] = next(answers)
+        for queue in depths:
+            self._depths[queue] = self._with_own_counts(dict(next(answers)), queue)
+        if asks_total:
+            self._set_total(next(answers))
+        if asks_lanes:
+            self._lanes = self._lanes_from(next(answers), next(answers))
+
+    def _lanes_from(self, active: list[Any], oldest: list[Any]) -> "_Lanes":
+        """The lanes of all organizations."""
+        queues: dict[int, list[str]] = {}
+        for lane, queue in active:
+            queues.setdefault(lane, []).append(from_sql(queue))
+        by_lane = {record.lane: record for record in map(self._record, oldest)}
+        return _Lanes(len(active) < ACTIVE_MAX, queues, by_lane)
+
+    def _has_unsent(self) -> bool:
+        return bool(self._new or self._saved or self._pending)
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        names, lanes, limits = zip(
+            *((to_sql(queue), lane, limit) for queue, lane, limit in pulls), strict=True
+        )
+        rows = self._ask_records("pull_many", ([*names], [*lanes], [*limits]))
+        found: dict[tuple[str, int], list[Head]] = {pull[:2]: [] for pull in pulls}
+        for row in rows:
+            head = self._head(row)
+            found[head.record.queue, head.record.lane].append(head)
+        self._pulled = {(queue, lane, limit): found[queue, lane] for queue, lane, limit in pulls}
+
     def exclusive(self, name: str) -> None:
+        self._scans.clear()  # what is read from now on is current
         if not self.is_reading:
+            self._cells_read = {
+                name: value for name, value in self._cells_read.items() if name in self._cells
+            }
             self._cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [to_sql(name)])
 
     # ---- numbers -------------------------------------------------------------------------------
@@ -573,6 +648,7 @@ class PostgresTransaction(Transaction):
     # ---- counters ------------------------------------------------------------------------------
 
     def _count(self, queue: str, what: Counted, change: int) -> None:
+        self._lanes, self._pulled = None, {}  # they show the records before this change
         self.counts[queue, what] = self.counts.get((queue, what), 0) + change
         if queue in self._depths:
             self._depths[queue][what] = self._depths[queue].get(what, 0) + change
@@ -582,19 +658,26 @@ class PostgresTransaction(Transaction):
     def depth(self, queue: str) -> Mapping[Counted, int]:
         counts = self._depths.get(queue)
         if counts is None:
-            counts = self._depths[queue] = dict(self._ask("depth", {"queue": to_sql(queue)}))
-            for (name, what), change in self.counts.items():
-                if name == queue:
-                    counts[what] = counts.get(what, 0) + change
+            found = dict(self._ask("depth", {"queue": to_sql(queue)}))
+            counts = self._depths[queue] = self._with_own_counts(found, queue)
         return {what: n for what, n in counts.items() if n}
+
+    def _with_own_counts(self, counts: dict[Counted, int], queue: str) -> dict[Counted, int]:
+        for (name, what), change in self.counts.items():
+            if name == queue:
+                counts[what] = counts.get(what, 0) + change
+        return counts
 
     def total(self) -> dict[Counted, int]:
         if self._total is None:
-            self._total = dict(self._ask("total"))
-            for (name, what), change in self.counts.items():
-                if org_of(name):
-                    self._total[what] = self._total.get(what, 0) + change
-        return {what: n for what, n in self._total.items() if n}
+            self._set_total(self._ask("total"))
+        return {what: n for what, n in (self._total or {}).items() if n}
+
+    def _set_total(self, rows: list[Any]) -> None:
+        self._total = dict(rows)
+        for (name, what), change in self.counts.items():
+            if org_of(name):
+                self._total[what] = self._total.get(what, 0) + change
 
     def queues(self) -> list[str]:
         return sorted(queue for queue, counts in self.depths().items() if counts)
@@ -632,6 +715,8 @@ class PostgresTransaction(Transaction):
         name = kind, key
         if name in self._cells:
             return self._cells[name]
+        if name in self._cells_read:
+            return self._cells_read[name]
         rows = self._ask("cell", (to_sql(kind), to_sql(key)))
         value = bytes(rows[0][0]) if rows else None
         self._cells_read[name] = value
@@ -644,7 +729,10 @@ class PostgresTransaction(Transaction):
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         mine = {key: value for (name, key), value in self._cells.items() if name == kind and key > after}
         more = sum(value is None for value in mine.values())  # removed here, and perhaps in the table
-        rows = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
+        scan = kind, after, limit + more
+        rows = self._scans.get(scan)
+        if rows is None:
+            rows = self._scans[scan] = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
         found: dict[str, bytes] = {}
         for sql_key, value in rows:
             key = from_sql(sql_key)
@@ -682,16 +770,25 @@ class PostgresTransaction(Transaction):
     # ---- lanes ---------------------------------------------------------------------------------
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
-        rows = self._ask_records("pull", (lane, to_sql(queue), limit))
-        return [Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26])) for row in rows]
+        pulled = self._pulled.pop((queue, lane, limit), None)
+        if pulled is not None:
+            return pulled
+        return [self._head(row) for row in self._ask_records("pull", (lane, to_sql(queue), limit))]
+
+    def _head(self, row: Sequence[Any]) -> Head:
+        return Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26]))
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
+        if self._lanes is not None and self._lanes.has_all:
+            return [queue for queue in self._lanes.active.get(lane, ()) if queue > after][:limit]
         values = {"lane": lane, "after": to_sql(after), "limit": limit}
         return [from_sql(queue) for (queue,) in self._ask_records("active", values)]
 
     def oldest(self, lane: int) -> Record | None:
-        rows = self._ask_records("oldest", (lane,))
-        return self._record(rows[0]) if rows else None
+        if self._lanes is None:
+            self._write_records()
+            self._lanes = self._lanes_from(*self._ask_all([("all_active", ()), ("all_oldest", ())]))
+        return self._lanes.oldest.get(lane)
 
     def put_back(self, limit: int) -> int:
         return super().put_back(limit) if self._is_any_overdue() else 0

@@ -41,6 +41,32 @@ SELECT (SELECT min(lease_until) FROM postroom.records WHERE state = 'PROCESSING'
 SELECT {record}, payload, type, parent_message_id FROM postroom.records
     WHERE state = 'QUEUED' AND lane = %s AND queue = %s ORDER BY place LIMIT %s {skip}
 
+-- name: pull_many
+SELECT found.* FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS wanted(queue, lane, most)
+    CROSS JOIN LATERAL (
+        SELECT {record}, payload, type, parent_message_id FROM postroom.records r
+        WHERE r.state = 'QUEUED' AND r.lane = wanted.lane AND r.queue = wanted.queue
+        ORDER BY place LIMIT wanted.most {skip}
+    ) AS found
+
+-- name: all_active
+SELECT lanes.lane, one.queue FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
+    WITH RECURSIVE found(queue) AS (
+        (SELECT queue FROM postroom.records WHERE state = 'QUEUED' AND lane = lanes.lane
+            AND queue >= 'org:' AND queue < 'org;' ORDER BY queue LIMIT 1)
+        UNION ALL
+        SELECT (SELECT r.queue FROM postroom.records r WHERE r.state = 'QUEUED' AND r.lane = lanes.lane
+            AND r.queue > found.queue AND r.queue < 'org;' ORDER BY r.queue LIMIT 1)
+        FROM found WHERE found.queue IS NOT NULL
+    ) SELECT queue FROM found WHERE queue IS NOT NULL LIMIT 100
+) AS one LIMIT 100
+
+-- name: all_oldest
+SELECT one.* FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
+    SELECT {record} FROM postroom.records WHERE state = 'QUEUED' AND left(queue, 4) = 'org:'
+    AND lane = lanes.lane ORDER BY ready_at, seq LIMIT 1
+) AS one
+
 -- name: active
 WITH RECURSIVE found(queue) AS (
     (SELECT queue FROM postroom.records WHERE state = 'QUEUED' AND lane = %(lane)s AND queue > %(after)s
@@ -50,10 +76,6 @@ WITH RECURSIVE found(queue) AS (
         AND r.queue > found.queue AND r.queue < 'org;' ORDER BY r.queue LIMIT 1)
     FROM found WHERE found.queue IS NOT NULL
 ) SELECT queue FROM found WHERE queue IS NOT NULL LIMIT %(limit)s
-
--- name: oldest
-SELECT {record} FROM postroom.records WHERE state = 'QUEUED' AND left(queue, 4) = 'org:' AND lane = %s
-    ORDER BY ready_at, seq LIMIT 1
 
 -- name: stored
 SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FROM postroom.records
