@@ -105,7 +105,7 @@ def _throughput(
     name: str, folder: Path, broker: str, url: str, goal: float, sizes: Sizes
 ) -> Iterator[Figure]:
     sides: tuple[tuple[str, peers.Opener, float], ...] = (
-        ("aio-pika", bare, goal),  # type: ignore[arg-type]
+        ("aio-pika", bare, goal),
         ("dramatiq", peers.dramatiq_as_it_comes, 1.5),
         ("Celery", peers.celery, 3.0),
     )

@@ -57,8 +57,7 @@ FOLD_COMMITS = 100  # commits of a handle between two folds of the counters
 NANOS_PER_US = 1_000
 OFFSET = "offset_ns"  # the fact by how much the steady clock differs from the database's clock
 
-_NOW = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-_BEGIN = "BEGIN"
+_NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 _BEGIN_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _log = logging.getLogger("postroom.store")
 
@@ -175,8 +174,8 @@ class PostgresStore(Store):
 
     def _run(self, connection: Connection, jobs: list[Job[Any]]) -> PostgresTransaction | None:
         """Run and commit jobs; None when they must be rolled back."""
-        steady_ns, wall_us = self._begin(connection, _BEGIN)
-        transaction = PostgresTransaction(self._opened(), connection, self.writing, steady_ns, wall_us)
+        writer = self._random.getrandbits(63)
+        transaction = self._begin(connection, writer)
         for job in jobs:
             if not job.finished and not job.run(transaction, self.fatal_errors):
                 transaction.spare_numbers(committed=False)
@@ -187,12 +186,11 @@ class PostgresStore(Store):
             transaction.spare_numbers(committed=False)
             connection.pgconn.exec_(b"ROLLBACK")
             return transaction
-        writer = self._random.getrandbits(63)
-        transaction.flush(writer)
+        transaction.flush()
         for job in jobs:
             job.sealed = True
         try:
-            self._commit(connection, writer, transaction.xid)
+            self._commit(connection, transaction, writer)
         except BaseException:
             for job in jobs:
                 job.sealed = False
@@ -200,30 +198,28 @@ class PostgresStore(Store):
         transaction.spare_numbers(committed=True)
         return transaction
 
-    def _commit(self, connection: Connection, writer: int, xid: int) -> None:
+    def _commit(self, connection: Connection, transaction: PostgresTransaction, writer: int) -> None:
         try:
-            _check(connection, connection.pgconn.exec_(b"COMMIT"))
+            transaction.commit(writer)
         except _LOST as error:
             _log.warning("%s: the connection was lost during a commit; looking whether it happened", self.url)
-            if not self._was_committed(writer, xid, error):
-                raise
             self._pool.drop(connection)
+            if not self._was_committed(writer, error):
+                raise
 
-    def _was_committed(self, writer: int, xid: int, error: Exception) -> bool:
+    def _was_committed(self, writer: int, error: Exception) -> bool:
         """Whether a commit happened whose answer was lost. Raises when that cannot be found out.
 
-        The mark decides: after a fail-over, the number of the transaction may belong to another one. The
-        state of the transaction tells whether the server may still be at work on it.
+        Every transaction holds a lock of its own. While a server still works on a lost one, the lock is
+        taken. Afterwards, its row of events tells whether it was committed.
         """
         deadline = time.monotonic() + self._reconnect_s
         while time.monotonic() < deadline:
             try:
                 with self.connected() as connection:
-                    state = _state_of(connection, xid)  # before the mark: else it could end in between
-                    if connection.execute(self.writing["was_committed"], [writer]).fetchone() == (True,):  # type: ignore[arg-type, unused-ignore]
-                        return True
-                    if state != "in progress":
-                        return False
+                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [writer]).fetchone() == (True,):
+                        found = connection.execute(self.writing["was_committed"], [writer])  # type: ignore[arg-type, unused-ignore]
+                        return found.fetchone() == (True,)
             except _LOST:
                 pass
             time.sleep(RECONNECT_PAUSE_S)
@@ -238,17 +234,28 @@ class PostgresStore(Store):
         finally:
             self._pool.drop(connection)
 
-    def _begin(self, connection: Connection, how: str) -> tuple[int, int]:
-        """Begin a transaction; its time by the steady clock and by the wall clock."""
-        if self._clock is not None:
-            _check(connection, connection.pgconn.exec_(how.encode()))
-            return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
-        found = connection.pgconn.exec_(f"{how}; {_NOW}".encode())
+    def _begin(self, connection: Connection, writer: int) -> PostgresTransaction:
+        """Begin a transaction, lock its mark, and take numbers when the last one needed some: in one trip."""
+        known = self._opened()
+        wanted, spare = known.usual, known.spare
+        asked = [f"pg_advisory_xact_lock({writer})"]
+        if wanted:
+            asked.append(f"{self.address.schema}.take_numbers({wanted}, {spare[0]}, {spare[1]})")
+            known.spare = (1, 0)
+        found = connection.pgconn.exec_(f"BEGIN; SELECT {_NOW}, {', '.join(reversed(asked))}".encode())
         _check(connection, found)
-        wall_us = int(found.get_value(0, 0) or 0)
-        now_ns = wall_us * NANOS_PER_US + self._offset_ns
+        now = self._time(int(found.get_value(0, 0) or 0))
+        first = int(found.get_value(0, 1) or 0) if wanted else 0
+        taken = (first, first + wanted - 1) if wanted else None
+        return PostgresTransaction(known, connection, self.writing, now, taken)
+
+    def _time(self, database_us: int) -> tuple[int, int]:
+        """The time by the steady clock and by the wall clock."""
+        if self._clock is not None:
+            return self._offset_ns + self._clock.boot_ns(), self._clock.wall_us()
+        now_ns = database_us * NANOS_PER_US + self._offset_ns
         self._newest_ns = max(self._newest_ns, now_ns)  # it never steps back
-        return self._newest_ns, wall_us
+        return self._newest_ns, database_us
 
     def _fold_if_due(self) -> None:
         """Fold the counters now and then. When it fails, the next fold does it."""
@@ -270,8 +277,10 @@ class PostgresStore(Store):
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         def attempt(connection: Connection) -> T:
-            steady_ns, wall_us = self._begin(connection, _BEGIN_READING)
-            reading = PostgresReading(self._opened(), connection, self._read_only, steady_ns, wall_us)
+            found = connection.pgconn.exec_(f"{_BEGIN_READING}; SELECT {_NOW}".encode())
+            _check(connection, found)
+            now = self._time(int(found.get_value(0, 0) or 0))
+            reading = PostgresReading(self._opened(), connection, self._read_only, now)
             try:
                 return work(reading)
             finally:
@@ -388,14 +397,6 @@ def _check(connection: Connection, result: psycopg.pq.abc.PGresult) -> None:
     if result.status not in (psycopg.pq.ExecStatus.COMMAND_OK, psycopg.pq.ExecStatus.TUPLES_OK):
         error = sql_errors.error_from_result(result, connection.info.encoding)
         raise error if error.sqlstate else psycopg.OperationalError(str(error))
-
-
-def _state_of(connection: Connection, xid: int) -> str:
-    """The state of a transaction; empty when the server does not know it."""
-    with suppress(psycopg.DataError):  # a number of the future: this server took over without it
-        found = connection.execute("SELECT pg_xact_status(%s::text::xid8)", [str(xid)]).fetchone()
-        return str(found[0] or "") if found else ""
-    return ""
 
 
 def _both_forms(schema: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -42,6 +42,16 @@ _OWN_OPTIONS = ("schema", "listen", "prepare")
 _SECRETS = ("password", "sslpassword", "passfile")
 _SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,40}")
 
+_SESSION = (
+    f"SET statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
+    f"SET idle_in_transaction_session_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
+    "SET timezone = 'UTC'; SET jit = off; "
+    # Every query has its index. Plans are made while a store is empty and are kept, so the planner must not
+    # be led to read whole tables.
+    "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
+    "SET enable_mergejoin = off"
+)
+
 Connection = psycopg.Connection[Any]
 
 
@@ -92,11 +102,7 @@ class Address:
             self._conninfo, autocommit=True, prepare_threshold=0 if self.prepares else None,
             connect_timeout=CONNECT_TIMEOUT_S, application_name="postroom", client_encoding="UTF8",
         )  # fmt: skip
-        milliseconds = round(STATEMENT_TIMEOUT_S * 1000)
-        connection.pgconn.exec_(
-            f"SET statement_timeout = {milliseconds}; SET timezone = 'UTC'; "
-            f"SET idle_in_transaction_session_timeout = {milliseconds}".encode()
-        )
+        connection.pgconn.exec_(_SESSION.encode())
         return connection
 
 

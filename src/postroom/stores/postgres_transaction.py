@@ -10,8 +10,9 @@ Rule 3: a faster form covers the common case. Everything else goes to the verb o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,7 @@ from postroom.core.ids import new_id, number_in_uuid, store_tag
 from postroom.message import Envelope, Event, Record, Step, Stored, org_of
 from postroom.stores.base import (
     FOREVER_NS,
+    LANE_COUNTS,
     NEWEST,
     ByIds,
     Change,
@@ -34,10 +36,14 @@ from postroom.stores.base import (
     unknown,
     waiting,
 )
-from postroom.stores.event_runs import Part, pack, unpack
+from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, LeasedRun, NewRun, Part, pack, unpack
 from postroom.stores.postgres_connection import Connection
 from postroom.stores.transaction import (
+    NO_DETAILS,
+    Accepted,
+    Claim,
     Decide,
+    Delivery,
     LimitsCache,
     Transaction,
 )
@@ -54,6 +60,7 @@ ALIKE_ROWS_MAX = 1_000
 ALIKE_PAYLOAD_BYTES_MAX = 64 * 1024
 EVENT_ROWS_A_READ = 256
 PLACED_A_READ_MAX = 10_000  # commits whose events get their positions in one call
+ACTIVE_MAX = 100  # lanes of organizations that are read together, as in `all_active`
 DEADLINES_KNOWN_NS = 50_000_000  # for how long a handle trusts the first deadline that it read
 DEPTH_KNOWN_NS = 100_000_000  # for how long a handle trusts the depth of a queue that is far from its limit
 FAR_FROM_FULL = 0.5
@@ -66,6 +73,7 @@ _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRE
 _decode_event = msgspec.json.Decoder(Event).decode
 _encode = msgspec.json.Encoder().encode
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
+_kept_from: Callable[..., Kept] = Kept
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
     "ttl_ns", "durability", "sender",
@@ -100,6 +108,8 @@ class Known:
         self.limits = LimitsCache()
         self.spare: tuple[int, int] = (1, 0)
         """Numbers that were taken and not used: the first and the last."""
+        self.usual = 0
+        """How many numbers the last transaction used: the next one takes as many when it begins."""
         self.deadlines: tuple[int, int] = (0, 0)
         """The first lease or delay that ends, and when it was read."""
         self.depths: dict[str, tuple[int, int]] = {}
@@ -120,22 +130,39 @@ class Known:
         return int(number) if is_own else 0
 
 
+class _Lanes(NamedTuple):
+    """The lanes of all organizations, as they were read together."""
+
+    has_all: bool
+    """Whether `active` has every queue; otherwise there are too many."""
+    active: dict[int, list[str]]
+    """The queues that have QUEUED records in a lane, in order."""
+    oldest: dict[int, Record]
+    """The record that has waited longest in a lane."""
+
+
 class PostgresTransaction(Transaction):
     """One transaction of a connection."""
 
     is_reading = False
 
     def __init__(
-        self, known: Known, connection: Connection, queries: Mapping[str, str], steady_ns: int, wall_us: int
+        self,
+        known: Known,
+        connection: Connection,
+        queries: Mapping[str, str],
+        now: tuple[int, int],
+        taken: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(known.store_id, known.limits, steady_ns, wall_us)
+        """`now` is the time by the steady and by the wall clock, `taken` the first and the last number."""
+        super().__init__(known.store_id, known.limits, *now)
         self._known = known
         self._connection = connection
         self._queries = queries
         self._cursor = connection.cursor(binary=True)
-        self._number, self._number_end = known.spare[0], known.spare[0] - 1
+        self._number, self._number_end = taken or (1, 0)
         """The next number to give, and the last one that was taken."""
-        self._first_number = 0
+        self._first_number = taken[0] if taken else 0
         self.parts: list[Part] = []
         """The events, in order."""
         self.event_count = 0
@@ -143,13 +170,21 @@ class PostgresTransaction(Transaction):
         """What the transaction did to the counters."""
         self._depths: dict[str, dict[Counted, int]] = {}
         self._total: dict[Counted, int] | None = None
+        self._new: list[Envelope] = []
+        """New records that are not written yet: alike but for their payloads, with consecutive numbers."""
+        self._new_first = 0
+        self._pending: list[tuple[str, Any]] = []
+        """Statements about records that are not sent yet; a list of values runs once for each of them."""
         self._inserts: list[tuple[Any, ...]] = []
         self._updates: list[tuple[Any, ...]] = []
         self._cells: dict[tuple[str, str], bytes | None] = {}
         self._cells_read: dict[tuple[str, str], bytes | None] = {}
+        self._scans: dict[tuple[str, str, int], list[Any]] = {}
+        """Cells that were read together: kind, after and limit -> rows."""
+        self._lanes: _Lanes | None = None
+        self._pulled: dict[tuple[str, int, int], list[Head]] = {}
+        """Heads that were read ahead, by queue, lane and limit."""
         self._saved: set[int] = set()
-        self.xid = 0
-        """The database's number of the transaction, once it was flushed."""
 
     # ---- queries -------------------------------------------------------------------------------
 
@@ -166,8 +201,66 @@ class PostgresTransaction(Transaction):
         """Run a statement; how many rows it changed."""
         return self._cursor.execute(self._queries[name], values).rowcount  # type: ignore[arg-type, unused-ignore]
 
+    def _ask_all(self, asked: Sequence[tuple[str, Any]]) -> list[list[Any]]:
+        """The rows of several queries, in one trip."""
+        with self._connection.pipeline():
+            cursors = [
+                self._connection.cursor(binary=True).execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+                for name, values in asked
+            ]
+        return [cursor.fetchall() for cursor in cursors]
+
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+    ) -> None:
+        scans = [(kind, "", limit) for kind, limit in cells if (kind, "", limit) not in self._scans]
+        depths = [queue for queue in queues if queue not in self._depths]
+        asked: list[tuple[str, Any]] = [("cells", (to_sql(kind), "", limit)) for kind, _, limit in scans]
+        asked += [("depth", {"queue": to_sql(queue)}) for queue in depths]
+        asks_total = (lanes or bool(queues)) and self._total is None
+        asked += [("total", ())] if asks_total else []
+        asks_lanes = lanes and self._lanes is None and not self._has_unsent()
+        asked += [("all_active", ()), ("all_oldest", ())] if asks_lanes else []
+        if len(asked) <= 1:  # one question takes one trip anyway
+            return
+        answers = iter(self._ask_all(asked))
+        for scan in scans:
+            self._scans[scan] = next(answers)
+        for queue in depths:
+            self._depths[queue] = self._with_own_counts(dict(next(answers)), queue)
+        if asks_total:
+            self._set_total(next(answers))
+        if asks_lanes:
+            self._lanes = self._lanes_from(next(answers), next(answers))
+
+    def _lanes_from(self, active: list[Any], oldest: list[Any]) -> "_Lanes":
+        """The lanes of all organizations."""
+        queues: dict[int, list[str]] = {}
+        for lane, queue in active:
+            queues.setdefault(lane, []).append(from_sql(queue))
+        by_lane = {record.lane: record for record in map(self._record, oldest)}
+        return _Lanes(len(active) < ACTIVE_MAX, queues, by_lane)
+
+    def _has_unsent(self) -> bool:
+        return bool(self._new or self._saved or self._pending)
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        names, lanes, limits = zip(
+            *((to_sql(queue), lane, limit) for queue, lane, limit in pulls), strict=True
+        )
+        rows = self._ask_records("pull_many", ([*names], [*lanes], [*limits]))
+        found: dict[tuple[str, int], list[Head]] = {pull[:2]: [] for pull in pulls}
+        for row in rows:
+            head = self._head(row)
+            found[head.record.queue, head.record.lane].append(head)
+        self._pulled = {(queue, lane, limit): found[queue, lane] for queue, lane, limit in pulls}
+
     def exclusive(self, name: str) -> None:
+        self._scans.clear()  # what is read from now on is current
         if not self.is_reading:
+            self._cells_read = {
+                name: value for name, value in self._cells_read.items() if name in self._cells
+            }
             self._cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [to_sql(name)])
 
     # ---- numbers -------------------------------------------------------------------------------
@@ -193,7 +286,8 @@ class PostgresTransaction(Transaction):
         self._number, self._number_end = first, first + wanted - 1
 
     def spare_numbers(self, *, committed: bool) -> None:
-        """Remember the numbers that were not used, for the next transaction."""
+        """Remember how many numbers were used, and those that were not, for the next transaction."""
+        self._known.usual = self._number - self._first_number if committed and self._first_number else 0
         first = self._number if committed else self._first_number
         if self._first_number and first <= self._number_end:
             self._known.spare = (first, self._number_end)
@@ -264,7 +358,7 @@ class PostgresTransaction(Transaction):
 
     def kept(self, record: Record) -> Kept:
         kind, parent, key, *facts, trail = self._ask("stored", (record.seq,))[0]
-        return Kept(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
+        return _kept_from(from_sql(kind), from_sql(parent), from_sql(key), *facts, trail or b"")
 
     def kinds(self) -> list[str]:
         return [from_sql(kind) for (kind,) in self._ask("kinds")]
@@ -297,19 +391,219 @@ class PostgresTransaction(Transaction):
         self._append(events, len(events))
 
     def _append(self, parts: Sequence[Part], count: int) -> None:
+        if self._new:
+            self._write_new()  # their numbers come first
         self.parts += parts
         self.event_count += count
 
+    def _queue_records(self) -> None:
+        """Put changed records into the line of statements."""
+        if self._new:
+            self._write_new()
+        if self._saved:
+            inserts, updates = self._inserts, self._updates
+            self._inserts, self._updates, self._saved = [], [], set()
+            if inserts:
+                self._pending.append(("insert", inserts))
+            if updates:
+                self._pending.append(("update", updates))
+
     def _write_records(self) -> None:
         """Send the changed records that are kept."""
-        if not self._saved:
-            return
-        inserts, updates = self._inserts, self._updates
-        self._inserts, self._updates, self._saved = [], [], set()
-        if inserts:
-            self._cursor.executemany(self._queries["insert"], inserts)  # type: ignore[arg-type, unused-ignore]
-        if updates:
-            self._cursor.executemany(self._queries["update"], updates)  # type: ignore[arg-type, unused-ignore]
+        self._queue_records()
+        if self._pending:
+            with self._connection.pipeline():
+                self._send_pending()
+
+    def _send_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for name, values in pending:
+            if isinstance(values, list):
+                self._cursor.executemany(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+            else:
+                self._cursor.execute(self._queries[name], values)  # type: ignore[arg-type, unused-ignore]
+
+    # ---- insert --------------------------------------------------------------------------------
+
+    def insert(self, envelopes: Sequence[Envelope]) -> list[Accepted]:
+        for envelope in envelopes:
+            limits = self.limits(envelope.queue)
+            if envelope.message_id or envelope.key or len(envelope.payload) > limits.max_payload_bytes:
+                return super().insert(envelopes)
+        self._check_depths(envelopes)
+        accepted: list[Accepted] = []
+        for _, neighbours in groupby(envelopes, _traits):
+            run = list(neighbours)
+            for first in range(0, len(run), ALIKE_ROWS_MAX):
+                accepted += self._insert_alike(run[first : first + ALIKE_ROWS_MAX])
+        return accepted
+
+    def _insert_alike(self, run: list[Envelope]) -> list[Accepted]:
+        """Number and count new records that differ in their payloads only. They are written with the next."""
+        e = run[0]
+        step = 1 if e.delay_ns else EVENTS_PER_NEW
+        if self._number_end - self._number + 1 < step * len(run):
+            self._reserve(step * len(run))
+        if self._new and not self._is_next_of_new(run, step):
+            self._write_new()
+        if not self._new:
+            self._new_first = self._number
+        self._new += run
+        first = self.take_numbers(step * len(run))
+        what: Counted = "SCHEDULED" if e.delay_ns else LANE_COUNTS[e.priority]
+        self._count(e.queue, what, len(run))
+        if not e.delay_ns:
+            self.ready.add(e.queue)
+        if e.durability != "os":
+            self.synced = True
+        numbers = range(first, first + step * len(run), step)
+        return [Accepted(new_id(self.store_id, e.queue, n, self.wall_us), duplicate=False) for n in numbers]
+
+    def _is_next_of_new(self, run: list[Envelope], step: int) -> bool:
+        new = self._new
+        return (
+            self._number == self._new_first + step * len(new)
+            and len(new) + len(run) <= ALIKE_ROWS_MAX
+            and len(run[0].payload) <= ALIKE_PAYLOAD_BYTES_MAX >= len(new[-1].payload)
+            and _traits(new[0]) == _traits(run[0])
+        )
+
+    def _write_new(self) -> None:
+        """Send new records, and keep their events."""
+        run, first, self._new = self._new, self._new_first, []
+        e, now = run[0], self.steady_ns
+        values = {
+            "first": first, "step": 1 if e.delay_ns else EVENTS_PER_NEW, "queue": to_sql(e.queue),
+            "state": "SCHEDULED" if e.delay_ns else "QUEUED", "priority": e.priority,
+            "max_retries": e.max_retries, "due": self._ends_at(now + e.delay_ns) if e.delay_ns else 0,
+            "now": now, "expires": now + e.ttl_ns if e.ttl_ns else 0, "durability": e.durability,
+            "wall_us": self.wall_us, "sender": to_sql(e.sender), "type": to_sql(e.type),
+            "parent": to_sql(e.parent_message_id), "delay_ns": e.delay_ns, "ttl_ns": e.ttl_ns,
+            "payloads": [each.payload for each in run],
+        }  # fmt: skip
+        self._pending.append(("insert_alike", values))
+        sizes = [len(each.payload) for each in run]
+        facts = [each.facts for each in run] if any(each.facts for each in run) else ()
+        self.parts.append(
+            NewRun(
+                first,
+                self.wall_us,
+                e.queue,
+                e.priority,
+                e.type,
+                e.parent_message_id,
+                e.delay_ns,
+                sizes,
+                facts,
+            )
+        )
+        self.event_count += len(run) * (1 if e.delay_ns else EVENTS_PER_NEW)
+
+    # ---- lease and complete --------------------------------------------------------------------
+
+    def claim(self, terms: Claim) -> list[Delivery]:
+        if terms.promote_after_ns or self.has_overdue():
+            return super().claim(terms)
+        heads: list[Head] = []
+        for lane in sorted(terms.lanes):
+            if len(heads) < terms.limit:
+                heads += self.pull(terms.queue, lane, terms.limit - len(heads))
+        if any(head.record.expires for head in heads):
+            return super().claim(terms)
+        if not heads:
+            return []
+        leased = self.lease([(head, head.record.lane) for head in heads], terms.worker_id, terms.lease_ns)
+        return [
+            Delivery(
+                record.message_id, record.queue, head.payload, head.type, head.parent_message_id,
+                record.attempt, record.lease, record.lease_ns,
+            )
+            for head, record in zip(heads, leased, strict=True)
+        ]  # fmt: skip
+
+    def lease(self, heads: Sequence[tuple[Head, int]], worker_id: str, lease_ns: int) -> list[Record]:
+        if not heads or any(lane != head.record.lane for head, lane in heads):
+            return super().lease(heads, worker_id, lease_ns)
+        self._queue_records()
+        first, now = self.take_numbers(len(heads)), self.steady_ns
+        leased = [
+            lifecycle.lease(head.record, self._moment(number), worker_id, lease_ns).record
+            for number, (head, _) in enumerate(heads, first)
+        ]
+        values = {
+            "first": first, "worker": to_sql(worker_id), "lease_ns": lease_ns,
+            "until": self._ends_at(now + lease_ns), "wall_us": self.wall_us,
+            "seqs": [one.seq for one in leased],
+        }  # fmt: skip
+        self._pending.append(("lease_many", values))
+        for _, neighbours in groupby(leased, _queue_and_lane):
+            self._note_leased(list(neighbours))
+        return leased
+
+    def _note_leased(self, leased: list[Record]) -> None:
+        """Count leased records of one queue and lane, and keep their events."""
+        one, now = leased[0], self.steady_ns
+        self._count(one.queue, LANE_COUNTS[one.lane], -len(leased))
+        self._count(one.queue, "PROCESSING", len(leased))
+        names = [each.message_id for each in leased]
+        run = LeasedRun(
+            one.lease, self.wall_us, one.queue, one.lane, one.worker_id, names,
+            [each.attempt for each in leased], [(now - each.ready_at) // 1000 for each in leased],
+        )  # fmt: skip
+        self._append([run], len(leased))
+        if any(each.durability != "os" for each in leased):
+            self.synced = True
+
+    def complete(
+        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+    ) -> Sequence[str]:
+        numbers = {self._known.own_number(message_id): message_id for message_id in results}
+        if 0 in numbers:
+            return super().complete(results, details)  # ids that callers gave
+        rows = {row[0]: row for row in self._ask_records("leased", ([*numbers], self.steady_ns))}
+        if len(rows) < len(results) or any(
+            rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
+        ):
+            return super().complete(results, details)  # repeats, stale leases
+        first = self.take_numbers(len(numbers))
+        self._send_results(numbers, results, first)
+        ordered = [rows[number] for number in numbers]
+        place = first
+        for _, neighbours in groupby(ordered, itemgetter(2, 3, 4)):
+            same = list(neighbours)
+            self._note_completed(place, same, [numbers[row[0]] for row in same], details)
+            place += len(same)
+        self.ended = True
+        return [*results]
+
+    def _send_results(
+        self, numbers: Mapping[int, str], results: Mapping[str, tuple[int, bytes]], first: int
+    ) -> None:
+        values: dict[str, Any] = {
+            "wall_us": self.wall_us, "seqs": [*numbers], "places": [*range(first, first + len(numbers))]
+        }  # fmt: skip
+        contents = [results[message_id][1] for message_id in numbers.values()]
+        if len(set(contents)) == 1:  # most often they are all null
+            self._pending.append(("complete_alike", {**values, "result": contents[0]}))
+        else:
+            self._pending.append(("complete_many", {**values, "results": contents}))
+
+    def _note_completed(
+        self, first: int, rows: list[Any], message_ids: list[str], details: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """Count completed records of one queue, lane and worker, and keep their events."""
+        _, leases, queues, lanes, workers, attempts, begins, durabilities = zip(*rows, strict=True)
+        queue, now = from_sql(queues[0]), self.steady_ns
+        run = CompletedRun(
+            first, self.wall_us, queue, lanes[0], from_sql(workers[0]), message_ids, attempts, leases,
+            [(now - begin) // 1000 for begin in begins],
+            [details.get(each, {}) for each in message_ids] if details else (),
+        )  # fmt: skip
+        self._append([run], len(rows))
+        self._count(queue, "PROCESSING", -len(rows))
+        self._count(queue, "COMPLETED", len(rows))
+        if any(durability != "os" for durability in durabilities):
+            self.synced = True
 
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         self.changes += 1
@@ -354,6 +648,7 @@ class PostgresTransaction(Transaction):
     # ---- counters ------------------------------------------------------------------------------
 
     def _count(self, queue: str, what: Counted, change: int) -> None:
+        self._lanes, self._pulled = None, {}  # they show the records before this change
         self.counts[queue, what] = self.counts.get((queue, what), 0) + change
         if queue in self._depths:
             self._depths[queue][what] = self._depths[queue].get(what, 0) + change
@@ -363,19 +658,26 @@ class PostgresTransaction(Transaction):
     def depth(self, queue: str) -> Mapping[Counted, int]:
         counts = self._depths.get(queue)
         if counts is None:
-            counts = self._depths[queue] = dict(self._ask("depth", {"queue": to_sql(queue)}))
-            for (name, what), change in self.counts.items():
-                if name == queue:
-                    counts[what] = counts.get(what, 0) + change
+            found = dict(self._ask("depth", {"queue": to_sql(queue)}))
+            counts = self._depths[queue] = self._with_own_counts(found, queue)
         return {what: n for what, n in counts.items() if n}
+
+    def _with_own_counts(self, counts: dict[Counted, int], queue: str) -> dict[Counted, int]:
+        for (name, what), change in self.counts.items():
+            if name == queue:
+                counts[what] = counts.get(what, 0) + change
+        return counts
 
     def total(self) -> dict[Counted, int]:
         if self._total is None:
-            self._total = dict(self._ask("total"))
-            for (name, what), change in self.counts.items():
-                if org_of(name):
-                    self._total[what] = self._total.get(what, 0) + change
-        return {what: n for what, n in self._total.items() if n}
+            self._set_total(self._ask("total"))
+        return {what: n for what, n in (self._total or {}).items() if n}
+
+    def _set_total(self, rows: list[Any]) -> None:
+        self._total = dict(rows)
+        for (name, what), change in self.counts.items():
+            if org_of(name):
+                self._total[what] = self._total.get(what, 0) + change
 
     def queues(self) -> list[str]:
         return sorted(queue for queue, counts in self.depths().items() if counts)
@@ -413,6 +715,8 @@ class PostgresTransaction(Transaction):
         name = kind, key
         if name in self._cells:
             return self._cells[name]
+        if name in self._cells_read:
+            return self._cells_read[name]
         rows = self._ask("cell", (to_sql(kind), to_sql(key)))
         value = bytes(rows[0][0]) if rows else None
         self._cells_read[name] = value
@@ -425,7 +729,10 @@ class PostgresTransaction(Transaction):
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
         mine = {key: value for (name, key), value in self._cells.items() if name == kind and key > after}
         more = sum(value is None for value in mine.values())  # removed here, and perhaps in the table
-        rows = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
+        scan = kind, after, limit + more
+        rows = self._scans.get(scan)
+        if rows is None:
+            rows = self._scans[scan] = self._ask("cells", (to_sql(kind), to_sql(after), limit + more))
         found: dict[str, bytes] = {}
         for sql_key, value in rows:
             key = from_sql(sql_key)
@@ -463,8 +770,13 @@ class PostgresTransaction(Transaction):
     # ---- lanes ---------------------------------------------------------------------------------
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
-        rows = self._ask_records("pull", (lane, to_sql(queue), limit))
-        return [Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26])) for row in rows]
+        pulled = self._pulled.pop((queue, lane, limit), None)
+        if pulled is not None:
+            return pulled
+        return [self._head(row) for row in self._ask_records("pull", (lane, to_sql(queue), limit))]
+
+    def _head(self, row: Sequence[Any]) -> Head:
+        return Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26]))
 
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
         numbers = [self._known.own_number(message_id) for message_id in message_ids]
@@ -480,12 +792,16 @@ class PostgresTransaction(Transaction):
         return [head for head in heads if head.record.message_id in wanted]
 
     def active(self, lane: int, after: str, limit: int) -> list[str]:
+        if self._lanes is not None and self._lanes.has_all:
+            return [queue for queue in self._lanes.active.get(lane, ()) if queue > after][:limit]
         values = {"lane": lane, "after": to_sql(after), "limit": limit}
         return [from_sql(queue) for (queue,) in self._ask_records("active", values)]
 
     def oldest(self, lane: int) -> Record | None:
-        rows = self._ask_records("oldest", (lane,))
-        return self._record(rows[0]) if rows else None
+        if self._lanes is None:
+            self._write_records()
+            self._lanes = self._lanes_from(*self._ask_all([("all_active", ()), ("all_oldest", ())]))
+        return self._lanes.oldest.get(lane)
 
     def put_back(self, limit: int) -> int:
         return super().put_back(limit) if self.has_overdue() else 0
@@ -528,21 +844,27 @@ class PostgresTransaction(Transaction):
         for seq, event in enumerate(unpack(bytes(batch).decode(), self.store_id), position - count + 1):
             yield event if event.seq == seq else msgspec.structs.replace(event, seq=seq)
 
-    def flush(self, writer: int) -> None:
-        """Send everything that is kept. `writer` marks the commit."""
-        self._write_records()
+    def flush(self) -> None:
+        """Send what can meet a conflict: the cells, after the records."""
+        self._queue_records()
         if self._cells:
+            self._write_records()
             self._write_cells()
+
+    def commit(self, writer: int) -> None:
+        """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
+        batch = pack(self.parts).encode()
+        number = self._first_number or self._number
+        execute, queries = self._cursor.execute, self._queries
         with self._connection.pipeline():
+            self._send_pending()
             if changes:
-                self._cursor.execute(self._queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
-            batch = pack(self.parts).encode()
-            number = self._first_number or self._number
-            self._cursor.execute(self._queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
+                execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
+            execute(queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
             if not self.synced:
-                self._connection.execute("SET LOCAL synchronous_commit = off")
-            [(self.xid,)] = self._cursor.execute("SELECT pg_current_xact_id()::text::bigint").fetchall()
+                execute("SET LOCAL synchronous_commit = off", prepare=False)
+            execute("COMMIT", prepare=False)
 
 
 class PostgresReading(PostgresTransaction):

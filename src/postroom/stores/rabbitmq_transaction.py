@@ -143,6 +143,15 @@ class RabbitTransaction(Transaction):
     def exclusive(self, name: str) -> None:
         self._inner.exclusive(name)
 
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+    ) -> None:
+        self._inner.look_ahead(cells, queues, lanes=lanes)
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        if self.is_direct:
+            self._inner.look_ahead_pulls(pulls)
+
     def cell(self, kind: str, key: str) -> bytes | None:
         return self._inner.cell(kind, key)
 

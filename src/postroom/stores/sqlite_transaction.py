@@ -73,6 +73,7 @@ Depths = defaultdict[int, dict[Counted, int]]
 """The counters, by the number of the queue."""
 
 _record_from: Callable[..., Record] = Record  # columns are in the order of the fields
+_kept_from: Callable[..., Kept] = Kept
 _traits = attrgetter(
     "queue", "message_id", "key", "type", "parent_message_id", "priority", "max_retries", "delay_ns",
     "ttl_ns", "durability", "sender",
@@ -344,7 +345,7 @@ class SqliteTransaction(Transaction):
 
     def kept(self, record: Record) -> Kept:
         *facts, trail = ask(self._cursor, sql.STORED, (record.seq,))[0]
-        return Kept(*facts, (trail or "").encode())
+        return _kept_from(*facts, (trail or "").encode())
 
     def kinds(self) -> list[str]:
         return [kind for (kind,) in ask(self._cursor, "SELECT DISTINCT kind FROM cells ORDER BY kind")]

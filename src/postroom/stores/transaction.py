@@ -384,6 +384,18 @@ class Transaction(Ledger, Lanes):
         store that runs one transaction at a time does nothing.
         """
 
+    def look_ahead(
+        self, cells: Sequence[tuple[str, int]] = (), queues: Sequence[str] = (), *, lanes: bool = False
+    ) -> None:
+        """Say what will be asked next. A store across a network reads it all in one trip.
+
+        Cells are given by kind and limit. `queues` are those whose counters are asked, and their total.
+        `lanes` means the lanes of all organizations.
+        """
+
+    def look_ahead_pulls(self, pulls: Sequence[tuple[str, int, int]]) -> None:
+        """Say which (queue, lane, limit) will be pulled next."""
+
     def kept(self, record: Record) -> Kept:  # noqa: ARG002
         """What the store keeps beside a record. Only stores that can be moved implement it, and `kinds`."""
         raise InvalidMessage("this kind of store cannot be moved")

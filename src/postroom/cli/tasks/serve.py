@@ -26,6 +26,10 @@ CONCURRENCY_DEFAULT = 4
 
 @click.command()
 @needed_data_option
+@click.option(
+    "--store", metavar="URL",
+    help="The store of the tasks, such as postgres://user@host/db.  [default: DIR/queue.db]",
+)  # fmt: skip
 @click.option("--host", default=HOST_DEFAULT, show_default=True, metavar="HOST", help="Where to listen.")
 @click.option(
     "--port",
@@ -81,6 +85,7 @@ def serve(
     shell: Shell,
     /,
     data: Path,
+    store: str | None,
     host: str,
     port: int,
     execute: str | None,
@@ -115,21 +120,22 @@ def serve(
 
     from postroom.contracts.tasks import Tasks
 
-    with Tasks.open(f"sqlite:///{data / DATABASE}") as store:  # opens no file before its first use
-        act = None if execute is None else executor(store, execute)
+    address = store or f"sqlite:///{data / DATABASE}"
+    with Tasks.open(address) as tasks:  # opens no file before its first use
+        act = None if execute is None else executor(tasks, execute)
         try:
             run_server(
-                data, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts, ready=print_address,
-                durability=durability or "group", bus_max_bytes=bus_max_bytes,
-                beside=shipping(shell, data, audit), app_engine=None if app is None else load_engine(app),
-                **terms,
+                data, store=store, host=host, port=port, execute=act, allowed_nudge_hosts=nudge_hosts,
+                ready=print_address, durability=durability or "group", bus_max_bytes=bus_max_bytes,
+                beside=shipping(shell, data, store, audit),
+                app_engine=None if app is None else load_engine(app), **terms,
             )  # fmt: skip
         finally:
             end_programs()
 
 
 @contextmanager
-def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
+def shipping(shell: Shell, data: Path, store: str | None, folder: Path | None) -> Iterator[None]:
     """Run the audit shipper beside the harness. It ends after the harness."""
     from postroom.runtime.supervisor import Supervisor
 
@@ -137,7 +143,8 @@ def shipping(shell: Shell, data: Path, folder: Path | None) -> Iterator[None]:
         yield
         return
     config = [] if shell.config is None else ["--config", str(shell.config)]
-    what = ["audit", "ship", "--data", str(data), "--to", str(folder), "--while-stdin"]
+    where = ["--data", str(data)] if store is None else ["--store", store]
+    what = ["audit", "ship", *where, "--to", str(folder), "--while-stdin"]
     shipper = Supervisor([sys.executable, "-m", "postroom.cli.main", *config, *what])
     shipper.start()
     try:

@@ -11,7 +11,7 @@ from math import ceil
 import msgspec
 
 from postroom.contracts.engine import ordering
-from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SEPARATOR
+from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.contracts.engine.messages import Body, decode_body
 from postroom.contracts.engine.policy import Policy
 from postroom.core import breaker, lifecycle, poison
@@ -76,6 +76,7 @@ class Claims:
     def claim(self, limit: int) -> list[Claimed]:
         """Lease up to `limit` messages."""
         transaction = self._transaction
+        transaction.look_ahead(((PAUSES.name, SCAN_MAX), (CIRCUITS.name, 1)), lanes=True)
         transaction.put_back(OVERDUE_A_CLAIM_MAX)
         if not limit or not self._look_at_rules():
             return []
@@ -124,7 +125,11 @@ class Claims:
         accepted: dict[str, list[Head]] = {}
         promoted: dict[str, list[Head]] = {}
         queues = self._organizations(lane, aged, limit)
-        for queue, count in self._shares(queues, limit):
+        shares = self._shares(queues, limit)
+        if len(shares) > 1:
+            wanted = [lane, *aged] if lane in self._filled else aged
+            self._transaction.look_ahead_pulls([(queue, n, count) for queue, count in shares for n in wanted])
+        for queue, count in shares:
             own = self._transaction.pull(queue, lane, count) if lane in self._filled else []
             older = [
                 head

@@ -45,6 +45,32 @@ SELECT {record}, payload, type, parent_message_id FROM postroom.records
 SELECT {record}, payload, type, parent_message_id FROM postroom.records WHERE seq = ANY(%s) AND name IS NULL
     ORDER BY seq {lock}
 
+-- name: pull_many
+SELECT found.* FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS wanted(queue, lane, most)
+    CROSS JOIN LATERAL (
+        SELECT {record}, payload, type, parent_message_id FROM postroom.records r
+        WHERE r.state = 'QUEUED' AND r.lane = wanted.lane AND r.queue = wanted.queue
+        ORDER BY place LIMIT wanted.most {skip}
+    ) AS found
+
+-- name: all_active
+SELECT lanes.lane, one.queue FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
+    WITH RECURSIVE found(queue) AS (
+        (SELECT queue FROM postroom.records WHERE state = 'QUEUED' AND lane = lanes.lane
+            AND queue >= 'org:' AND queue < 'org;' ORDER BY queue LIMIT 1)
+        UNION ALL
+        SELECT (SELECT r.queue FROM postroom.records r WHERE r.state = 'QUEUED' AND r.lane = lanes.lane
+            AND r.queue > found.queue AND r.queue < 'org;' ORDER BY r.queue LIMIT 1)
+        FROM found WHERE found.queue IS NOT NULL
+    ) SELECT queue FROM found WHERE queue IS NOT NULL LIMIT 100
+) AS one LIMIT 100
+
+-- name: all_oldest
+SELECT one.* FROM generate_series(0, 3) AS lanes(lane) CROSS JOIN LATERAL (
+    SELECT {record} FROM postroom.records WHERE state = 'QUEUED' AND left(queue, 4) = 'org:'
+    AND lane = lanes.lane ORDER BY ready_at, seq LIMIT 1
+) AS one
+
 -- name: active
 WITH RECURSIVE found(queue) AS (
     (SELECT queue FROM postroom.records WHERE state = 'QUEUED' AND lane = %(lane)s AND queue > %(after)s
@@ -54,10 +80,6 @@ WITH RECURSIVE found(queue) AS (
         AND r.queue > found.queue AND r.queue < 'org;' ORDER BY r.queue LIMIT 1)
     FROM found WHERE found.queue IS NOT NULL
 ) SELECT queue FROM found WHERE queue IS NOT NULL LIMIT %(limit)s
-
--- name: oldest
-SELECT {record} FROM postroom.records WHERE state = 'QUEUED' AND left(queue, 4) = 'org:' AND lane = %s
-    ORDER BY ready_at, seq LIMIT 1
 
 -- name: stored
 SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FROM postroom.records
@@ -85,33 +107,33 @@ INSERT INTO postroom.records ({record}, type, parent_message_id, key, delay_ns, 
         %(first)s + (ordinality - 1) * %(step)s, 0, 0, 0, %(max_retries)s, 0, '', 0, 0, %(due)s, %(now)s,
         %(expires)s, %(durability)s, %(wall_us)s, 0, 0, 0, %(sender)s, %(type)s, %(parent)s, '', %(delay_ns)s,
         %(ttl_ns)s, payload
-    FROM unnest(%(payloads)s::bytea[]) WITH ORDINALITY AS new(payload, ordinality)
+    FROM unnest(%(payloads)b::bytea[]) WITH ORDINALITY AS new(payload, ordinality)
 
 -- name: lease_many
 UPDATE postroom.records AS r SET state = 'PROCESSING', attempt = r.attempt + 1,
     lease = %(first)s + new.ordinality - 1, worker_id = %(worker)s, lease_ns = %(lease_ns)s,
     lease_until = %(until)s, due = 0, claimed_us = %(wall_us)s, heartbeat_us = %(wall_us)s, ended_us = 0
-    FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS new(seq, ordinality) WHERE r.seq = new.seq
+    FROM unnest(%(seqs)b::bigint[]) WITH ORDINALITY AS new(seq, ordinality) WHERE r.seq = new.seq
 
 -- name: leased
-SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt, r.lease_until - r.lease_ns, r.durability,
-    r.claimed_us
+SELECT r.seq, r.lease, r.queue, r.lane, r.worker_id, r.attempt,
+    r.lease_until - r.lease_ns - 1000 * greatest(0, r.heartbeat_us - r.claimed_us), r.durability
     FROM postroom.records r WHERE r.seq = ANY(%s) AND r.state = 'PROCESSING' AND r.name IS NULL
     AND r.lease_until > %s ORDER BY r.seq FOR NO KEY UPDATE
 
 -- name: complete_many
 UPDATE postroom.records AS r SET state = 'COMPLETED', place = new.place, lease_until = 0, due = 0,
     ended_us = %(wall_us)s, result = new.result
-    FROM unnest(%(seqs)s::bigint[], %(places)s::bigint[], %(results)s::bytea[]) AS new(seq, place, result)
+    FROM unnest(%(seqs)b::bigint[], %(places)b::bigint[], %(results)b::bytea[]) AS new(seq, place, result)
     WHERE r.seq = new.seq
 
 -- name: complete_alike
 UPDATE postroom.records AS r SET state = 'COMPLETED', place = new.place, lease_until = 0, due = 0,
     ended_us = %(wall_us)s, result = %(result)s
-    FROM unnest(%(seqs)s::bigint[], %(places)s::bigint[]) AS new(seq, place) WHERE r.seq = new.seq
+    FROM unnest(%(seqs)b::bigint[], %(places)b::bigint[]) AS new(seq, place) WHERE r.seq = new.seq
 
 -- name: forget
-DELETE FROM postroom.records AS r USING unnest(%s::bigint[], %s::bigint[], %s::text[]) AS old(seq, place, state)
+DELETE FROM postroom.records AS r USING unnest(%b::bigint[], %b::bigint[], %s::text[]) AS old(seq, place, state)
     WHERE r.seq = old.seq AND r.place = old.place AND r.state = old.state
 
 -- name: append_events
@@ -139,16 +161,16 @@ SELECT value FROM postroom.cells WHERE kind = %s AND key = %s
 SELECT key, value FROM postroom.cells WHERE kind = %s AND key > %s ORDER BY key LIMIT %s
 
 -- name: put_cells
-INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])
+INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %b::bytea[])
     ON CONFLICT (kind, key) DO UPDATE SET value = excluded.value
 
 -- name: add_cells
-INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])
+INSERT INTO postroom.cells (kind, key, value) SELECT * FROM unnest(%s::text[], %s::text[], %b::bytea[])
     ON CONFLICT (kind, key) DO NOTHING
 
 -- name: change_cells
 UPDATE postroom.cells AS c SET value = new.value
-    FROM unnest(%s::text[], %s::text[], %s::bytea[], %s::bytea[]) AS new(kind, key, value, before)
+    FROM unnest(%s::text[], %s::text[], %b::bytea[], %b::bytea[]) AS new(kind, key, value, before)
     WHERE c.kind = new.kind AND c.key = new.key AND c.value = new.before
 
 -- name: drop_cells
@@ -156,12 +178,12 @@ DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[]) AS old(kind
     WHERE c.kind = old.kind AND c.key = old.key
 
 -- name: drop_known_cells
-DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %s::bytea[]) AS old(kind, key, value)
+DELETE FROM postroom.cells AS c USING unnest(%s::text[], %s::text[], %b::bytea[]) AS old(kind, key, value)
     WHERE c.kind = old.kind AND c.key = old.key AND c.value = old.value
 
 -- name: count
 INSERT INTO postroom.count_changes (queue, counter, change)
-    SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[])
+    SELECT * FROM unnest(%s::text[], %s::text[], %b::bigint[])
 
 -- name: depth
 SELECT counter, sum(n)::bigint FROM (
