@@ -77,7 +77,7 @@ bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB
 	@$(PYTHON) bench/bench_pipeline.py
 
 crash: $(STAMP) ## kills, stops, flipped bits, failing system calls, power cuts, full disks, soak (long)
-	@$(PYTHON) tools/setup.py --system $(JAVA) strace mkfs.ext4=e2fsprogs
+	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROKERS) strace mkfs.ext4=e2fsprogs
 	@$(PYTHON) -m tests.crash.run
 
 simulate: $(STAMP) ## 100,000 seeded histories of an engine, on all cores (long)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class RabbitServer:
         self.port = free_port()
         self.node = f"{name}{self.port}@localhost"
         folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "rabbitmq.conf"
+        config = self._config = folder / "rabbitmq.conf"
         config.write_text(f"listeners.tcp.default = {HOST}:{self.port}\nloopback_users = none\n")
         (folder / ".erlang.cookie").write_text("postroom-tests")
         (folder / ".erlang.cookie").chmod(0o400)
@@ -59,6 +59,12 @@ class RabbitServer:
         return (
             f"amqp://guest:guest@{HOST}:{port or self.port}/?{options}{'&' if options else ''}ledger={ledger}"
         )
+
+    def join(self, nodes: Sequence[str]) -> None:
+        """Form a cluster with these nodes at the first start."""
+        lines = ["cluster_formation.peer_discovery_backend = classic_config"]
+        lines += [f"cluster_formation.classic_config.nodes.{n} = {node}" for n, node in enumerate(nodes, 1)]
+        self._config.write_text(self._config.read_text() + "\n".join(lines) + "\n")
 
     def start(self) -> None:
         """Start the node and wait until it listens."""

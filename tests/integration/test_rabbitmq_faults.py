@@ -2,104 +2,27 @@
 
 import asyncio
 import gc
-import itertools
 import struct
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from postroom import Engine
 from postroom.errors import Unavailable
 from postroom.stores import rabbitmq_link
+from tests.rabbitmqload import TYPE, Load, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
 from tests.tcpproxy import TcpProxy
 
-TYPE = "tool_call"
 PATIENCE_S = 40.0
-LOAD_PAUSE_S = 0.01
 HOW = ("reset", "reset-after")
 
 
-class Load:
-    """Submits to two organizations in every priority while something goes wrong."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.accepted: list[str] = []
-        self.refused = 0
-        self.done: Counter[str] = Counter()
-        self._times: list[float] = []
-        self._stopping = False
-
-        @engine.handler(TYPE)
-        async def handle(message: Any, _context: Any) -> None:
-            self.done[message.message_id] += 1
-            self._times.append(time.monotonic())
-
-    async def submit(self) -> None:
-        for number in itertools.count():
-            if self._stopping:
-                return
-            try:
-                handle = await self._engine.submit(
-                    type=TYPE, org_id=f"org{number % 2}", payload={}, priority=number % 4
-                )
-                self.accepted.append(handle.message_id)
-            except Unavailable:
-                self.refused += 1
-            await asyncio.sleep(LOAD_PAUSE_S)
-
-    async def finish(self) -> None:
-        """Stop submitting, and wait until everything accepted is done."""
-        self._stopping = True
-        deadline = time.monotonic() + PATIENCE_S
-        while set(self.accepted) - set(self.done) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-    def report(self, name: str, healed: float | None = None) -> str:
-        lost = len(set(self.accepted) - set(self.done))
-        doubled = sum(times - 1 for times in self.done.values())
-        pause_s = max((b - a for a, b in itertools.pairwise(self._times)), default=0.0)
-        text = (
-            f"{name}: accepted {len(self.accepted)}, refused {self.refused}, lost {lost}, doubled {doubled}"
-        )
-        text += f", longest pause {pause_s:.1f} s"
-        if healed is not None:
-            first = next((at for at in self._times if at > healed), None)
-            text += (
-                f", first delivery {'never' if first is None else f'{first - healed:.2f} s'} after the heal"
-            )
-        return text
-
-
-async def under_load(
-    url: str, name: str, fault: Callable[[Load], Awaitable[float | None]]
-) -> tuple[Load, Engine]:
-    """Run a fault while messages are submitted and worked on."""
-    engine = Engine.open(url)
-    load = Load(engine)
-    worker = asyncio.create_task(engine.run())
-    submitting = asyncio.create_task(load.submit())
-    try:
-        await asyncio.sleep(0.5)
-        healed = await fault(load)
-        await asyncio.sleep(0.5)
-        await load.finish()
-        print(load.report(name, healed))
-    finally:
-        submitting.cancel()
-        await engine.stop()
-        await worker
-        engine.close()
-    return load, engine
-
-
-def check(load: Load) -> None:
+def check(load: Load, name: str) -> None:
+    print(load.report(name))
     assert load.accepted
     assert not load.refused  # the ledger accepts without the broker
     assert not set(load.accepted) - set(load.done), "accepted messages are lost"
@@ -126,8 +49,8 @@ def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, t
         return time.monotonic()
 
     url = own_rabbit.url(f"sqlite:///{tmp_path}/queue.db")
-    load, _ = asyncio.run(under_load(url, "broker killed and restarted", kill))
-    check(load)
+    load = asyncio.run(under_load(url, kill))
+    check(load, "broker killed and restarted")
 
 
 def method(class_id: int, method_id: int) -> bytes:
@@ -167,10 +90,10 @@ def test_connections_that_are_reset_at_every_phase_lose_nothing(rabbit: RabbitSe
             return time.monotonic()
 
         url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", port=proxy.port)
-        load, _ = asyncio.run(under_load(url, f"{len(left)} resets", reset))
+        load = asyncio.run(under_load(url, reset))
         assert not left
     gc.collect()
-    check(load)
+    check(load, "resets at every phase")
 
 
 def test_a_black_hole_between_engine_and_broker_loses_nothing(rabbit: RabbitServer, tmp_path: Path) -> None:
@@ -184,8 +107,8 @@ def test_a_black_hole_between_engine_and_broker_loses_nothing(rabbit: RabbitServ
             return time.monotonic()
 
         url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", port=proxy.port)
-        load, _ = asyncio.run(under_load(url, "black hole of 3 s", hole))
-    check(load)
+        load = asyncio.run(under_load(url, hole))
+    check(load, "black hole of 3 s")
 
 
 def test_a_broker_with_a_memory_alarm_delays_nothing_for_good(
@@ -198,8 +121,8 @@ def test_a_broker_with_a_memory_alarm_delays_nothing_for_good(
         return time.monotonic()
 
     url = own_rabbit.url(f"sqlite:///{tmp_path}/queue.db")
-    load, _ = asyncio.run(under_load(url, "memory alarm", alarm))
-    check(load)
+    load = asyncio.run(under_load(url, alarm))
+    check(load, "memory alarm")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
@@ -217,9 +140,9 @@ def test_a_broker_that_is_away_from_the_beginning_is_used_when_it_comes(
             return time.monotonic()
 
         url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", port=proxy.port)
-        load, _ = asyncio.run(under_load(url, "broker away at first", come))
+        load = asyncio.run(under_load(url, come))
     gc.collect()
-    check(load)
+    check(load, "broker away at first")
 
 
 def test_p0_of_broker_only_may_be_lost_and_goes_on_after_a_restart(
