@@ -19,7 +19,7 @@ from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX
 from postroom.stores import rabbitmq_lanes, rabbitmq_transaction
 from postroom.stores.rabbitmq import RabbitStore
-from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Note, Outgoing, is_shard, shard_of
+from postroom.stores.rabbitmq_lanes import OWN_LANES_MAX, Deliveries, Note, Outgoing, is_shard, shard_of
 from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqserver import RabbitServer
 
@@ -44,6 +44,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def broker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is claimed from the ledger itself, so that only the broker can deliver."""
     monkeypatch.setattr(rabbitmq_lanes, "SILENCE_S", 3_600.0)
+    monkeypatch.setattr(Deliveries, "take_new_home", lambda _self: False)
     monkeypatch.setattr(rabbitmq_transaction, "LATE_NS", 3_600 * 10**9)
 
 

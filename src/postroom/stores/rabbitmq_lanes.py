@@ -138,6 +138,7 @@ class Deliveries:
         self._pending: deque[Delivery] = deque()
         self._last_arrival = time.monotonic()
         self._last_wake = 0.0
+        self._has_new_home = False
 
     def add(self, delivery: Delivery) -> None:
         """A delivery arrived."""
@@ -201,6 +202,16 @@ class Deliveries:
         with self._mutex:
             self._waiting.clear()
             self._pending.clear()
+
+    def note_new_home(self) -> None:
+        """An organization has got lanes. Its first messages are not delivered before they are set up."""
+        self._has_new_home = True
+        self._wake()
+
+    def take_new_home(self) -> bool:
+        """Whether there is a new home since the last call, so that a look into the ledger is due."""
+        found, self._has_new_home = self._has_new_home, False
+        return found
 
     def restart(self) -> None:
         """Expect deliveries from now on."""

@@ -500,7 +500,10 @@ class Broker:
         channel.queue_bind(name, self._news, callback=bound)
 
     def _on_news(self, _channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
-        self._receive({body.decode()})
+        home = body.decode()
+        if home not in self._homes:
+            self._deliveries.note_new_home()
+        self._receive({home})
 
     def _consume(self) -> None:
         channel, epoch = self._channel, self._epoch

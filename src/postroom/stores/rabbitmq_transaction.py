@@ -238,7 +238,7 @@ class RabbitTransaction(Transaction):
     def is_direct(self) -> bool:
         """Whether this transaction claims from the ledger itself."""
         if self._direct is None:
-            self._direct = self._context.is_direct
+            self._direct = self._context.is_direct or self._deliveries.take_new_home()
         return self._direct
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
