@@ -12,6 +12,9 @@ from postroom.stores.rabbitmq_lanes import (
     DELAY_MS_MAX,
     DELAY_STEP_MS,
     SHARDS,
+    Deliveries,
+    Delivery,
+    Note,
     Topology,
     delay_step_ms,
     shard_of,
@@ -115,3 +118,35 @@ def test_shards_are_used_evenly() -> None:
         counts[shard] = counts.get(shard, 0) + 1
     assert len(counts) == SHARDS
     assert max(counts.values()) < 3 * min(counts.values())
+
+
+# ---- deliveries ------------------------------------------------------------------------------------------
+
+
+def delivery(message_id: str, tag: int, lane: int = 2, arrived: float = 0.0) -> Delivery:
+    return Delivery("org:acme", Note(message_id, lane), tag, 1, arrived)
+
+
+def test_deliveries_of_messages_that_were_claimed_without_them_are_refused() -> None:
+    deliveries = Deliveries(lambda: None)
+    assert deliveries.add(delivery("a", 1))
+    assert [each.tag for each in deliveries.forget({"a", "b"})] == [1]
+    assert not deliveries.add(delivery("b", 2))
+    assert deliveries.add(delivery("b", 3))  # published again, after a retry
+    deliveries.forget({"c"})
+    deliveries.expect(["c"])
+    assert deliveries.add(delivery("c", 4))
+    assert [each.tag for each in deliveries.take("org:acme", 2, 10)] == [3, 4]
+
+
+def test_deliveries_keep_their_order_when_they_are_put_back() -> None:
+    deliveries = Deliveries(lambda: None)
+    for tag in range(1, 5):
+        deliveries.add(delivery(f"m{tag}", tag, lane=tag % 2))
+    taken = deliveries.take("org:acme", 1, 5)
+    deliveries.put_back(taken)
+    assert [each.tag for each in deliveries.take("org:acme", 1, 1)] == [1]
+    assert deliveries.homes(0) == ["org:acme"]
+    assert [each.tag for each in deliveries.take_old(1.0, lane=0)] == [2, 4]
+    assert [each.tag for each in deliveries.take_old(1.0)] == [3]
+    assert deliveries.is_silent is False  # something arrived a moment ago

@@ -170,6 +170,7 @@ class RabbitStore(Store):
         self.homes.update(transaction.new_homes)
         broker.acknowledge(transaction.settled())
         if transaction.outgoing:
+            self.deliveries.expect(transaction.outgoing)
             broker.publish(transaction.outgoing.values(), set(transaction.new_homes.values()))
         if self.on_commit is not None:
             self.on_commit(transaction)

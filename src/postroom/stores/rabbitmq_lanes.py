@@ -9,7 +9,7 @@ Rule 3: a message that waits too long moves to the lane above by dead-lettering.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -31,6 +31,8 @@ DELAY_EXACT_MS_MAX = 10_000
 DELAY_MS_MAX = 20 * 24 * 3_600_000  # of one queue; the broker's limit is 2**32 ms for twice the delay
 DELAY_EXPIRY_FACTOR = 2
 DELAY_EXPIRY_MS_MIN = 60_000
+CLAIMED_KNOWN_MAX = 10_000  # messages claimed from the ledger whose deliveries are refused at once
+STALE_S = 0.1  # a delivery of a lane that is empty in the ledger is dropped after this time
 WAKE_S = 0.002  # a worker that has deliveries is woken by further ones after this time
 SILENCE_S = 1.0  # without deliveries for this time, a worker claims from the ledger itself
 
@@ -136,19 +138,54 @@ class Deliveries:
         self._mutex = threading.Lock()
         self._waiting: dict[tuple[str, int], deque[Delivery]] = {}
         self._pending: deque[Delivery] = deque()
+        self._claimed: dict[str, None] = {}
+        """Messages that were claimed without a delivery, which may still come."""
         self._last_arrival = time.monotonic()
         self._last_wake = 0.0
         self._has_new_home = False
 
-    def add(self, delivery: Delivery) -> None:
-        """A delivery arrived."""
+    def add(self, delivery: Delivery) -> bool:
+        """A delivery arrived. Returns False when its message was claimed without it."""
         with self._mutex:
+            if delivery.note.message_id in self._claimed:
+                del self._claimed[delivery.note.message_id]
+                return False
             is_first = not self._waiting and not self._pending
             self._line_of(delivery).append(delivery)
             self._last_arrival = delivery.arrived
         if is_first or delivery.arrived > self._last_wake + WAKE_S:
             self._last_wake = delivery.arrived
             self._wake()
+        return True
+
+    def forget(self, message_ids: set[str]) -> list[Delivery]:
+        """These messages were claimed from the ledger: take out their deliveries, and refuse later ones."""
+        with self._mutex:
+            self._claimed.update(dict.fromkeys(message_ids))
+            found: list[Delivery] = []
+            for key, waiting in list(self._waiting.items()):
+                mine = [each for each in waiting if each.note.message_id in message_ids]
+                if mine:
+                    found += mine
+                    self._keep(key, [each for each in waiting if each.note.message_id not in message_ids])
+            for delivery in found:
+                del self._claimed[delivery.note.message_id]
+            while len(self._claimed) > CLAIMED_KNOWN_MAX:
+                del self._claimed[next(iter(self._claimed))]
+            return found
+
+    def expect(self, message_ids: Iterable[str]) -> None:
+        """These messages are published, so that their deliveries count again."""
+        if self._claimed:
+            with self._mutex:
+                for message_id in message_ids:
+                    self._claimed.pop(message_id, None)
+
+    def _keep(self, key: tuple[str, int], waiting: list[Delivery]) -> None:
+        if waiting:
+            self._waiting[key] = deque(waiting)
+        else:
+            del self._waiting[key]
 
     def _line_of(self, delivery: Delivery) -> deque[Delivery]:
         if delivery.note.is_pending:
@@ -171,15 +208,14 @@ class Deliveries:
                 del self._waiting[home, lane]
             return taken
 
-    def take_old(self, before: float) -> list[Delivery]:
-        """Take out every delivery that arrived before a time."""
+    def take_old(self, before: float, lane: int | None = None) -> list[Delivery]:
+        """Take out every delivery, of one lane or of all, that arrived before a time."""
         with self._mutex:
             old: list[Delivery] = []
             for key, waiting in list(self._waiting.items()):
-                old += [each for each in waiting if each.arrived < before]
-                self._waiting[key] = deque(each for each in waiting if each.arrived >= before)
-                if not self._waiting[key]:
-                    del self._waiting[key]
+                if lane in (None, key[1]) and waiting[0].arrived < before:
+                    old += [each for each in waiting if each.arrived < before]
+                    self._keep(key, [each for each in waiting if each.arrived >= before])
             return old
 
     def put_back(self, taken: Sequence[Delivery]) -> None:

@@ -525,8 +525,11 @@ class Broker:
             _log.warning("a message in a lane of %s is none of ours and is dropped", home)
             channel.basic_ack(method.delivery_tag)
             return
-        self._outstanding.add(method.delivery_tag)
-        self._deliveries.add(Delivery(home, note, method.delivery_tag, epoch, time.monotonic()))
+        delivery = Delivery(home, note, method.delivery_tag, epoch, time.monotonic())
+        if self._deliveries.add(delivery):
+            self._outstanding.add(method.delivery_tag)
+        else:
+            channel.basic_ack(method.delivery_tag)
 
     def _lost_receiving(self) -> None:
         self._channel = None

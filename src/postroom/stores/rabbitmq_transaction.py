@@ -6,6 +6,7 @@ Rule 2: messages are published, and deliveries acknowledged, after the commit. W
 Rule 3: only the messages of organizations go through the broker. Tasks of agents use the ledger's own lanes.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -17,10 +18,11 @@ from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.errors import QueueFull, Unavailable
 from postroom.message import Envelope, Event, Record, Stored, org_of
-from postroom.stores.base import FOREVER_NS, ByIds, Change, Counted, Ending, Head, Limits, Pick
+from postroom.stores.base import FOREVER_NS, LANE_COUNTS, ByIds, Change, Counted, Ending, Head, Limits, Pick
 from postroom.stores.rabbitmq_lanes import (
     NANOS_PER_MS,
     OWN_LANES_MAX,
+    STALE_S,
     Deliveries,
     Delivery,
     Note,
@@ -66,6 +68,8 @@ class RabbitTransaction(Transaction):
         self._deliveries = context.deliveries
         self._is_reading = is_reading
         self._direct: bool | None = True if is_reading else None
+        self._is_direct_claim = False
+        """Whether records were leased that the broker may still deliver."""
         self._changed: set[str] = set()
         """Messages of organizations that this transaction changed."""
         self._gone: set[str] = set()
@@ -108,6 +112,8 @@ class RabbitTransaction(Transaction):
         done = [each for each in self._taken if self._is_settled(each)]
         self._deliveries.put_back([each for each in self._taken if not self._is_settled(each)])
         self._taken = []
+        if self._is_direct_claim:
+            done += self._deliveries.forget(self._gone)
         return done
 
     def _is_settled(self, delivery: Delivery) -> bool:
@@ -168,7 +174,14 @@ class RabbitTransaction(Transaction):
         return self._inner.queues()
 
     def total(self) -> dict[Counted, int]:
-        return self._inner.total()
+        counts = self._inner.total()
+        if not self._is_reading:
+            for lane, what in enumerate(LANE_COUNTS):
+                if not counts.get(what):  # the deliveries of the lane are doubles, and fill its prefetch
+                    old = self._deliveries.take_old(time.monotonic() - STALE_S, lane)
+                    self._taken += old
+                    self._stale.update(each.tag for each in old)
+        return counts
 
     def oldest(self, lane: int) -> Record | None:
         return self._inner.oldest(lane)
@@ -340,6 +353,7 @@ class RabbitTransaction(Transaction):
             self._changed.add(record.message_id)
             self._gone.add(record.message_id)
             home = self.home_of(record.queue)
+            self._is_direct_claim = self.is_direct
             if self.outgoing.pop(record.message_id, None) is None and is_shard(home) and not self.is_direct:
                 self._use_tokens(home, record.lane, 1)
         return leased
