@@ -265,6 +265,7 @@ class PostgresStore(Store):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
+        _check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
         for part in (
             b"BEGIN",
             b"SET LOCAL synchronous_commit = off",
