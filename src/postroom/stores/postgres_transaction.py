@@ -869,17 +869,21 @@ class PostgresTransaction(Transaction):
             self._write_records()
             self._write_cells()
 
+    @property
+    def last_number(self) -> int:
+        """The last number that was used: greater than those of all commits that this one has seen."""
+        return self._number - 1
+
     def commit(self, writer: int) -> None:
         """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
         batch = pack(self.parts).encode()
-        number = self._number - 1  # the last one: greater than those of commits that this one has seen
         execute, queries = self._cursor.execute, self._queries
         with self._connection.pipeline():
             self._send_pending()
             if changes:
                 execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
-            execute(queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
+            execute(queries["append_events"], (self.last_number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
             if not self.synced:
                 execute("SET LOCAL synchronous_commit = off", prepare=False)
             execute("COMMIT", prepare=False)

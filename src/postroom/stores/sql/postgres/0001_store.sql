@@ -70,7 +70,7 @@ CREATE TABLE postroom.events (
 
 CREATE INDEX events_by_position ON postroom.events (position);
 CREATE INDEX events_without_position ON postroom.events (number) WHERE position IS NULL;
-CREATE INDEX events_by_writer ON postroom.events (writer);
+CREATE INDEX events_by_number ON postroom.events (number);
 CREATE TABLE postroom.events_other PARTITION OF postroom.events DEFAULT;
 
 -- The last position that was given: one row.
