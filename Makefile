@@ -13,7 +13,7 @@ SETUP = starter=$$(command -v python3 || command -v python3.13 || command -v pyt
 
 SOURCES = $(wildcard src tests bench tools examples)
 
-.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-engine bench-pipeline crash simulate fuzz coverage docs lock clean
+.PHONY: help setup demo test check format bench bench-files bench-tasks bench-audit bench-mail bench-peers bench-brokers bench-engine bench-pipeline crash simulate fuzz coverage docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' \
@@ -67,6 +67,10 @@ bench-mail: $(STAMP) ## the benchmark of Mail beside nats-server
 bench-peers: $(STAMP) ## the benchmark of Tasks beside Celery on Redis and RabbitMQ
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_peers.py
+
+bench-brokers: $(STAMP) ## the benchmark of PostgreSQL and RabbitMQ beside raw clients and other queues
+	@$(PYTHON) tools/setup.py --system $(BROKERS)
+	@$(PYTHON) bench/bench_brokers.py
 
 bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DBOS
 	@$(PYTHON) tools/setup.py --system $(BROKERS)

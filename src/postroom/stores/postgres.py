@@ -204,10 +204,10 @@ class PostgresStore(Store):
         except _LOST as error:
             _log.warning("%s: the connection was lost during a commit; looking whether it happened", self.url)
             self._pool.drop(connection)
-            if not self._was_committed(writer, error):
+            if not self._was_committed((transaction.last_number, writer), error):
                 raise
 
-    def _was_committed(self, writer: int, error: Exception) -> bool:
+    def _was_committed(self, mark: tuple[int, int], error: Exception) -> bool:
         """Whether a commit happened whose answer was lost. Raises when that cannot be found out.
 
         Every transaction holds a lock of its own. While a server still works on a lost one, the lock is
@@ -217,8 +217,8 @@ class PostgresStore(Store):
         while time.monotonic() < deadline:
             try:
                 with self.connected() as connection:
-                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [writer]).fetchone() == (True,):
-                        found = connection.execute(self.writing["was_committed"], [writer])  # type: ignore[arg-type, unused-ignore]
+                    if connection.execute("SELECT pg_try_advisory_lock(%s)", [mark[1]]).fetchone() == (True,):
+                        found = connection.execute(self.writing["was_committed"], mark)  # type: ignore[arg-type, unused-ignore]
                         return found.fetchone() == (True,)
             except _LOST:
                 pass
@@ -265,6 +265,7 @@ class PostgresStore(Store):
                 self._with_connection(self._fold)
 
     def _fold(self, connection: Connection) -> None:
+        _check(connection, connection.pgconn.exec_(self.writing["make_partitions"].encode()))
         for part in (
             b"BEGIN",
             b"SET LOCAL synchronous_commit = off",

@@ -163,6 +163,9 @@ class PostgresTransaction(Transaction):
         self._number, self._number_end = taken or (1, 0)
         """The next number to give, and the last one that was taken."""
         self._first_number = taken[0] if taken else 0
+        self._has_fresh_numbers = True
+        """Whether no record was locked since the numbers were taken. The tokens of a record grow, and its
+        events are placed in the order of their numbers, because numbers are taken after its lock."""
         self.parts: list[Part] = []
         """The events, in order."""
         self.event_count = 0
@@ -195,6 +198,7 @@ class PostgresTransaction(Transaction):
     def _ask_records(self, name: str, values: Any) -> list[Any]:
         """All rows of a query about records, changes of this transaction included."""
         self._write_records()
+        self._has_fresh_numbers = False  # the query may lock records that have changed meanwhile
         return self._ask(name, values)
 
     def _tell(self, name: str, values: Any) -> int:
@@ -248,7 +252,7 @@ class PostgresTransaction(Transaction):
         names, lanes, limits = zip(
             *((to_sql(queue), lane, limit) for queue, lane, limit in pulls), strict=True
         )
-        rows = self._ask_records("pull_many", ([*names], [*lanes], [*limits]))
+        rows = self._ask_to_change("pull_many", ([*names], [*lanes], [*limits]), sum(limits))
         found: dict[tuple[str, int], list[Head]] = {pull[:2]: [] for pull in pulls}
         for row in rows:
             head = self._head(row)
@@ -274,16 +278,36 @@ class PostgresTransaction(Transaction):
         return first
 
     def _reserve(self, count: int) -> None:
-        """Have at least `count` consecutive numbers at hand."""
-        if self._number_end - self._number + 1 >= count:
+        """Have at least `count` consecutive numbers at hand that were taken after the last lock."""
+        if self._has_fresh_numbers and self._number_end - self._number + 1 >= count:
             return
         wanted = max(count, NUMBERS_AT_ONCE)
-        spare = (self._number, self._number_end) if self._first_number else self._known.spare
-        [(first,)] = self._cursor.execute(self._queries["take_numbers"], (wanted, *spare)).fetchall()  # type: ignore[arg-type, unused-ignore]
+        [(first,)] = self._ask("take_numbers", (wanted, *self._spare()))
+        self._took(first, wanted)
+
+    def _spare(self) -> tuple[int, int]:
+        return (self._number, self._number_end) if self._first_number else self._known.spare
+
+    def _took(self, first: int, count: int) -> None:
         self._known.spare = (1, 0)
         if first != self._number or not self._first_number:
             self._first_number = first
-        self._number, self._number_end = first, first + wanted - 1
+        self._number, self._number_end = first, first + count - 1
+        self._has_fresh_numbers = True
+
+    def _ask_to_change(self, name: str, values: Any, numbers: int) -> list[Any]:
+        """The rows of a query that locks records, and numbers for their changes.
+
+        Both are read in one trip, the numbers after the locks. A handle that changed nothing lately asks for
+        the rows alone, so that an idle worker writes nothing.
+        """
+        if not self._known.usual:
+            return self._ask_records(name, values)
+        self._write_records()
+        wanted = max(numbers, NUMBERS_AT_ONCE)
+        rows, [(first,)] = self._ask_all([(name, values), ("take_numbers", (wanted, *self._spare()))])
+        self._took(first, wanted)
+        return rows
 
     def spare_numbers(self, *, committed: bool) -> None:
         """Remember how many numbers were used, and those that were not, for the next transaction."""
@@ -442,8 +466,7 @@ class PostgresTransaction(Transaction):
         """Number and count new records that differ in their payloads only. They are written with the next."""
         e = run[0]
         step = 1 if e.delay_ns else EVENTS_PER_NEW
-        if self._number_end - self._number + 1 < step * len(run):
-            self._reserve(step * len(run))
+        self._reserve(step * len(run))
         if self._new and not self._is_next_of_new(run, step):
             self._write_new()
         if not self._new:
@@ -560,7 +583,8 @@ class PostgresTransaction(Transaction):
         numbers = {self._known.own_number(message_id): message_id for message_id in results}
         if 0 in numbers:
             return super().complete(results, details)  # ids that callers gave
-        rows = {row[0]: row for row in self._ask_records("leased", ([*numbers], self.steady_ns))}
+        values = [*numbers], self.steady_ns
+        rows = {row[0]: row for row in self._ask_to_change("leased", values, len(numbers))}
         if len(rows) < len(results) or any(
             rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
         ):
@@ -615,6 +639,7 @@ class PostgresTransaction(Transaction):
         for record in records:
             self._count(record.queue, counted_as(record), -1)
         if events_up_to:
+            self._ask("drop_partitions", (events_up_to,))
             self._tell("forget_events", (events_up_to,))
 
     def apply(self, pick: Pick, decide: Decide) -> list[Step]:
@@ -773,7 +798,13 @@ class PostgresTransaction(Transaction):
         pulled = self._pulled.pop((queue, lane, limit), None)
         if pulled is not None:
             return pulled
-        return [self._head(row) for row in self._ask_records("pull", (lane, to_sql(queue), limit))]
+        values = lane, to_sql(queue), limit
+        asked = (
+            self._ask_records("pull", values)
+            if self.is_reading
+            else self._ask_to_change("pull", values, limit)
+        )
+        return [self._head(row) for row in asked]
 
     def _head(self, row: Sequence[Any]) -> Head:
         return Head(self._record(row[:24]), row[24], from_sql(row[25]), from_sql(row[26]))
@@ -851,17 +882,21 @@ class PostgresTransaction(Transaction):
             self._write_records()
             self._write_cells()
 
+    @property
+    def last_number(self) -> int:
+        """The last number that was used: greater than those of all commits that this one has seen."""
+        return self._number - 1
+
     def commit(self, writer: int) -> None:
         """Send the rest, and commit, in one trip to the server. `writer` marks the commit."""
         changes = [(to_sql(queue), what, n) for (queue, what), n in self.counts.items() if n]
         batch = pack(self.parts).encode()
-        number = self._first_number or self._number
         execute, queries = self._cursor.execute, self._queries
         with self._connection.pipeline():
             self._send_pending()
             if changes:
                 execute(queries["count"], tuple(map(list, zip(*changes, strict=True))))  # type: ignore[arg-type, unused-ignore]
-            execute(queries["append_events"], (number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
+            execute(queries["append_events"], (self.last_number, writer, self.event_count, batch))  # type: ignore[arg-type, unused-ignore]
             if not self.synced:
                 execute("SET LOCAL synchronous_commit = off", prepare=False)
             execute("COMMIT", prepare=False)

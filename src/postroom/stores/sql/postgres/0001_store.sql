@@ -70,7 +70,7 @@ CREATE TABLE postroom.events (
 
 CREATE INDEX events_by_position ON postroom.events (position);
 CREATE INDEX events_without_position ON postroom.events (number) WHERE position IS NULL;
-CREATE INDEX events_by_writer ON postroom.events (writer);
+CREATE INDEX events_by_number ON postroom.events (number);
 CREATE TABLE postroom.events_other PARTITION OF postroom.events DEFAULT;
 
 -- The last position that was given: one row.
@@ -160,9 +160,10 @@ BEGIN
     ON CONFLICT (queue, counter) DO UPDATE SET n = c.n + excluded.n;
 END $$;
 
--- Make the partitions of events for this month and the next one.
+-- Make the partitions of events for this month and the next one. Events of a month that nobody made a
+-- partition for are in events_other, and stay there.
 CREATE FUNCTION postroom.make_partitions() RETURNS void
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql SET lock_timeout = '200ms' AS $$
 DECLARE
     month timestamptz;
     name text;
@@ -179,17 +180,18 @@ BEGIN
             (month AT TIME ZONE 'UTC' + interval '1 month') AT TIME ZONE 'UTC'
         );
     END LOOP;
+EXCEPTION WHEN check_violation OR duplicate_table OR lock_not_available THEN
+    RETURN;
 END $$;
 
 -- Drop the partitions of past months whose events all have a position up to `up_to`. Returns how many.
 CREATE FUNCTION postroom.drop_partitions(up_to bigint) RETURNS int
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql SET lock_timeout = '200ms' AS $$
 DECLARE
     name text;
     is_needed boolean;
     dropped int := 0;
 BEGIN
-    SET LOCAL lock_timeout = '200ms';
     FOR name IN
         SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
         WHERE i.inhparent = 'postroom.events'::regclass AND c.relname ~ '^events_[0-9]{6}$'

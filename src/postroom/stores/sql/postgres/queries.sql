@@ -140,7 +140,7 @@ DELETE FROM postroom.records AS r USING unnest(%b::bigint[], %b::bigint[], %s::t
 INSERT INTO postroom.events (number, writer, count, batch) VALUES (%s, %s, %s, %s)
 
 -- name: was_committed
-SELECT EXISTS (SELECT 1 FROM postroom.events WHERE writer = %s)
+SELECT EXISTS (SELECT 1 FROM postroom.events WHERE number = %s AND writer = %s)
 
 -- name: events_after
 SELECT position, count, batch FROM postroom.events WHERE position > %s AND count > 0
