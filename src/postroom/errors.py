@@ -33,12 +33,14 @@
     │   ├── HarnessRefused        a harness refuses a call for another reason; has its HTTP status
     │   │   └── NotAllowed        the token is not known, or does not allow the call
     │   ├── SinkAhead             the audit stream holds more events of a source than the source
+    │   ├── StoreMoved            the store was moved to another address, and takes no more writes
     │   ├── ShippedElsewhere      a store's events go to another stream, or it was replaced by another one
     │   └── MailRefused           a mail server refuses a call; has its code
     ├── Unavailable               postroom's or the machine's fault: trying again can work
     │   ├── LockTimeout           another process held the lock for too long
     │   ├── WriteFailed           a write or fsync failed; nothing was acknowledged
     │   ├── HandleDead            an earlier fsync failed: reopen before writing again
+    │   ├── StoreUnreachable      the database of a store does not answer
     │   ├── QueueDisabledError    the kill switch is on                   (also a QueueError)
     │   ├── QueueFull             a queue is at its `max_depth`; says when to try again
     │   ├── TooMany               one caller has used up its share; others are not affected
@@ -180,6 +182,16 @@ class HandleDead(Unavailable):
     def __init__(self, path: Path | str) -> None:
         self.path = path
         super().__init__(f"an earlier fsync of {path} failed: call reopen() before writing again")
+
+
+class StoreUnreachable(Unavailable):
+    """The database of a store does not answer. `rolled_back` says whether the work is surely not stored."""
+
+    def __init__(self, url: str, reason: str, *, rolled_back: bool) -> None:
+        self.url = url
+        self.rolled_back = rolled_back
+        rest = "nothing was stored" if rolled_back else "the data may or may not be stored"
+        super().__init__(f"{url} does not answer: {reason}; {rest}")
 
 
 class TopicError(QueueError, Rejected, ValueError):
@@ -500,6 +512,14 @@ class BusFull(Unavailable):
 
 class ShippedElsewhere(Rejected):
     """The store ships its events to another stream, or the stream belongs to another store."""
+
+
+class StoreMoved(Rejected):
+    """The store was moved. What it holds can still be read."""
+
+    def __init__(self, url: str, to: str) -> None:
+        self.to = to
+        super().__init__(f"{url} was moved to {to}, and takes no more writes: use that address")
 
 
 class AuditBehind(Unavailable):

@@ -102,6 +102,12 @@ ATTACK_RUNS: dict[str, Run] = {
     "attack-pipeline": _from_module("run", "attack_pipeline"),
 }
 """Hostile clients and hostile input against real servers and commands. Facts: memory_mb, refused."""
+BROKER_RUNS: dict[str, Run] = {
+    "restarts-rabbitmq": _from_module("run_kills", "rabbitfaults"),
+    "hole-rabbitmq": _from_module("run_hole", "rabbitfaults"),
+    "cluster-rabbitmq": _from_module("run_cluster", "rabbitfaults"),
+}
+"""Faults of a broker under an engine that works. Facts: longest_pause_ms."""
 COUNTED: dict[str, Run] = {
     "kills-audit": auditing.run,
     "histories-audit": auditing.check_histories,
@@ -110,6 +116,7 @@ COUNTED: dict[str, Run] = {
     "kills-coordinator": coordinators.run,
     **PIPELINE_RUNS,
     **ATTACK_RUNS,
+    **BROKER_RUNS,
 }
 CALL_POINTS = {
     "syscalls-bus": 380,
@@ -177,7 +184,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
     jobs = []
     for name in chosen:
         match name.split("-")[0]:
-            case _ if name in PIPELINE_RUNS or name in ATTACK_RUNS:
+            case _ if name in PIPELINE_RUNS | ATTACK_RUNS | BROKER_RUNS:
                 jobs += _imported_jobs(name, options)
             case "kills":
                 jobs += _split(name, round(options.kills * KILL_SHARES[name] / total), 2, options.seed)
@@ -201,7 +208,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 def beginning_with(only: str) -> list[str]:
     """The scenario of that name, or all whose names begin with it."""
     names = [*KILL_SHARES, *(f"flips-{side}" for side in SIDES), *CALL_POINTS, *TASK_RUNS, "histories-audit"]
-    names += [*PIPELINE_RUNS, *ATTACK_RUNS]
+    names += [*PIPELINE_RUNS, *ATTACK_RUNS, *BROKER_RUNS]
     names += [
         f"powercuts-{side}-{durability}" for side in powercuts.SCENES for durability in syscalls.DURABILITIES
     ]

@@ -169,6 +169,7 @@ def create_app(
 def serve(
     data: Path,
     *,
+    store: str | None = None,
     host: str = HOST,
     port: int = PORT,
     overlap: bool = False,
@@ -189,6 +190,8 @@ def serve(
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
+    The tasks are in `store`, or in the file queue.db of the folder.
+
     `beside` is entered once the server has its port and its folder. A server that cannot start removes the
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
@@ -202,7 +205,7 @@ def serve(
         _listen(host, port, overlap=overlap) as listening,
         _folder(data),
         beside or nullcontext(),
-        Tasks.open(f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
+        Tasks.open(store or f"sqlite:///{data / 'queue.db'}", durability=durability) as tasks,
         _library_logs(server_log),
     ):
         agents = Agents(data)

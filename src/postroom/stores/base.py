@@ -88,6 +88,20 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     parent_message_id: str
 
 
+class Kept(msgspec.Struct, frozen=True, gc=False):
+    """What a store keeps about a message beside its record, for a move to another store."""
+
+    type: str
+    parent_message_id: str
+    key: str
+    delay_ns: int
+    ttl_ns: int
+    payload: bytes
+    result: bytes | None
+    trail: bytes
+    """Events that the record does not imply, as JSON lines."""
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The limits of one queue."""
 

@@ -16,14 +16,13 @@ from postroom.contracts.engine.messages import Prepared, Registry, checked_messa
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
 from postroom.contracts.engine.retention import Purge
-from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
+from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_of
 from postroom.core import lifecycle
 from postroom.core.lifecycle import NANOS_PER_S
 from postroom.core.times import checked_seconds
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError
 from postroom.message import Stored, org_of
-from postroom.nudges.notifier import QUIET_S, Notifier
-from postroom.stores.base import FOREVER_NS, Ending
+from postroom.nudges.notifier import QUIET_S
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 
@@ -47,9 +46,10 @@ class EngineCore:
         """The service that the handler of each type calls."""
         self._commits = Commits(store)
         self._endings = Endings()
-        self._notifier = Notifier(notifier_folder(store.url))
+        self._notifier = notifier_of(store)
         self._refusals: dict[str, tuple[float, int]] = {}
         self._purge = Purge(self)
+        store.promote_after(policy.promote_after_ns)
         store.add_commit_listener(self._committed)
 
     @property
@@ -164,7 +164,7 @@ class EngineCore:
 
     @contextmanager
     def heard(self, listener: Callable[[], None]) -> Iterator[None]:
-        with self._notifier.subscribed(READY, listener):
+        with self._notifier.subscribed(READY, listener), self.store.receiving(listener):
             yield
 
     def ring_answers(self) -> None:
@@ -189,13 +189,8 @@ class EngineCore:
         """How long a worker may rest without missing a deadline, rings aside."""
         longest = self.look_again_s
 
-        def next_ns(transaction: Transaction) -> int | None:
-            ends = [record.due for record in transaction.find(Ending("delay", FOREVER_NS, 1))]
-            ends += [record.lease_until for record in transaction.find(Ending("lease", FOREVER_NS, 1))]
-            return max(0, min(ends) - transaction.steady_ns) if ends else None
-
         try:
-            due_ns = await self._commits.read(next_ns)
+            due_ns = await self._commits.read(lambda transaction: transaction.next_deadline_ns())
         except PostroomError:
             return longest
         return longest if due_ns is None else min(longest, due_ns / NANOS_PER_S + 0.001)

@@ -75,7 +75,7 @@ class Engine(Closing):
 
     @classmethod
     def open(cls, url: str, policy: Policy | None = None, clock: Clock | None = None) -> Self:
-        """The engine of `sqlite:///dir/queue.db`, or of `memory://`."""
+        """The engine of `sqlite:///dir/queue.db`, `postgres://user@host/db` or `memory://`."""
         if not isinstance(url, str):
             raise InvalidMessage(f"a store is named by text such as sqlite:///queue.db, not {shown(url)}")
         return cls(open_store(url, clock=clock), policy)

@@ -225,6 +225,7 @@ class Operations:
             self.transaction.set_limits(queue, Limits(max_depth=most))
 
     def _store_body(self, digest: str, payload: bytes, message_id: str) -> None:
+        self.transaction.exclusive(BODIES + digest)
         if self.transaction.cell(BODIES, digest) is None:
             self.transaction.put_cell(BODIES, digest, payload)
         BODY_USES.put(self.transaction, True, digest, message_id)  # noqa: FBT003
@@ -510,6 +511,7 @@ class Operations:
 
         Returns the key to continue from; None at the end.
         """
+        self.transaction.exclusive(PAUSES.name)  # a claim that parks messages has committed, or sees no pause
         parts = (type_name, org_id) if org_id else (type_name,)
         prefix = joined(*parts) + SEPARATOR
         paused = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(self.transaction)}
@@ -564,6 +566,7 @@ class Operations:
             stored_message = transaction.load(record.message_id)
             body = None if stored_message is None else _body_of(stored_message)
             if body is not None and body.payload_ref:
+                transaction.exclusive(BODIES + body.payload_ref)
                 BODY_USES.put(transaction, None, body.payload_ref, record.message_id)
                 if not BODY_USES.under(transaction, body.payload_ref, limit=1):
                     transaction.put_cell(BODIES, body.payload_ref, None)

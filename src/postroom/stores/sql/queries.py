@@ -54,6 +54,10 @@ PULL = (
     f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
     "WHERE line = ? ORDER BY turn LIMIT ?"
 )
+HEADS_BY_SEQ = (
+    f"SELECT {RECORD_COLUMNS}, payload, type, parent_message_id FROM records "
+    "WHERE seq IN (SELECT value FROM carray(?)) AND message_id IS NULL"
+)
 NEXT_LINES = (
     "WITH RECURSIVE found(line) AS (SELECT min(line) FROM records WHERE line > ?1 AND line < ?2 UNION ALL "
     "SELECT (SELECT min(line) FROM records WHERE line > found.line AND line < ?2) FROM found "
