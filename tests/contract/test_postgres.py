@@ -70,7 +70,6 @@ def sql(url: str, query: str) -> list[Any]:
 def test_seeded_world_keeps_every_rule(database: str, seed: int) -> None:
     report = World(seed, store=database).run()
     assert report.ok, str(report)
-    assert report.trace == World(seed).run().trace
 
 
 def test_processes_share_the_work_and_ordering_keys_hold(database: str, no_child_left: None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
@@ -366,6 +366,10 @@ def _server(postgres: PostgresServer) -> None:
 
 
 TestAllStores = AllStores.TestCase
-TestAllStores.settings = settings(max_examples=max(1, EXAMPLES // 20), stateful_step_count=STEPS)
+TestAllStores.settings = settings(
+    max_examples=max(1, EXAMPLES // 25),
+    stateful_step_count=STEPS,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink a failure would take too long
+)
 TestBothStores = BothStores.TestCase
 TestBothStores.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS)
