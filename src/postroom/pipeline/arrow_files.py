@@ -18,6 +18,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
+FILE: Final = "file"  # the column with the URL of the file of a row
+ROW: Final = "row"  # the column with the number of a row
 NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 COMPRESSION: Final = "zstd"
 COMPRESSION_LEVEL: Final = 1  # nearly as small as the default, for less CPU
@@ -27,10 +29,15 @@ File = tuple[Path, Mapping[str, str | None]]
 
 
 def read_rows(files: Iterable[File], schema: StructType) -> pa.Table:
-    """The rows of files, in their order, with the columns of a table."""
+    """The rows of files, in their order: the columns of a table, their `FILE` and their number (`ROW`)."""
     columns = to_arrow_schema(as_nullable(schema), timezone="UTC")
-    parts = [_with_columns(pq.ParquetFile(path).read(), partition, columns) for path, partition in files]
-    return pa.concat_tables(parts) if parts else columns.empty_table()
+    known = columns.append(pa.field(FILE, pa.string()))
+    parts = [
+        _with_columns(pq.ParquetFile(path).read(), {**partition, FILE: path.as_uri()}, known)
+        for path, partition in files
+    ]
+    rows = pa.concat_tables(parts) if parts else known.empty_table()
+    return rows.append_column(ROW, pa.array(range(len(rows)), pa.int64()))
 
 
 def _with_columns(rows: pa.Table, partition: Mapping[str, str | None], columns: pa.Schema) -> pa.Table:

@@ -31,7 +31,7 @@ from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, TableChanged
 from postroom.pipeline import arrow_files
-from postroom.pipeline.arrow_files import NO_VALUE
+from postroom.pipeline.arrow_files import FILE, NO_VALUE, ROW
 from postroom.pipeline.paths import is_small, local_path
 from postroom.pipeline.schema import REQUIRED
 from postroom.pipeline.session import CONNECTOR
@@ -39,8 +39,6 @@ from postroom.system import lock
 
 WRITER_LOCK: Final = "_writer.lock"
 STAGING: Final = "_staging"
-FILE: Final = "file"  # the column with the URL of the file of a row
-ROW: Final = "row"  # the column with the number of a row
 LOG: Final = "_delta_log"
 INDEXED: Final = ("message_id", "root_message_id", "ts_us", "first_us", "last_us", "hour_us")
 """Columns whose lowest and highest value in each file are in the log, so that a job can skip files."""
@@ -354,17 +352,9 @@ class Tables:
     ) -> DataFrame:
         folder = self.folder / name
         schema = self.schema(name)
-        rows = convert(
-            arrow_files.read_rows([(folder / file.path, file.partition) for file in files], schema)
-        )
-        urls = [(folder / file.path).as_uri() for file in files for _ in range(file.rows)]
+        rows = arrow_files.read_rows([(folder / file.path, file.partition) for file in files], schema)
         columns = arrow_files.as_nullable(schema).add(FILE, "string").add(ROW, "long")
-        return spark.createDataFrame(
-            rows.append_column(FILE, pa.array(urls, pa.string())).append_column(
-                ROW, pa.array(range(len(rows)), pa.int64())
-            ),
-            columns,
-        )
+        return spark.createDataFrame(convert(rows), columns)
 
     def _scan(self, spark: SparkSession, name: str, chosen: list[DataFile]) -> DataFrame:
         schema = self.schema(name)
