@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         ResultGone,
         SinceIdNotFound,
         StaleLease,
+        TokensExhausted,
         TopicError,
         Unavailable,
         UnknownTask,
@@ -88,6 +89,7 @@ __all__ = [
     "SinceIdNotFound",
     "StaleLease",
     "Tasks",
+    "TokensExhausted",
     "TopicError",
     "Unavailable",
     "UnknownTask",
@@ -139,6 +141,7 @@ _HOME = {
     "Rejected": "postroom.errors",
     "SinceIdNotFound": "postroom.errors",
     "TOPICS": "postroom.core.queuewire",
+    "TokensExhausted": "postroom.errors",
     "TopicError": "postroom.errors",
     "Unavailable": "postroom.errors",
 }

@@ -282,6 +282,7 @@ LIMITED = (
     "sinks.index",
     "core.history_checker",
     "core.admission",
+    "core.tokens",
     *(
         f"contracts.engine.{module.stem}"
         for module in sorted((ROOT / "src/postroom/contracts/engine").glob("[a-z]*.py"))

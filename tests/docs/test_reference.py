@@ -41,7 +41,7 @@ def every_command(command: click.Command, path: str) -> Iterator[tuple[str, clic
 
 SPEAK_FOR_THEMSELVES = (
     "NAME", "TASK_ID", "FILE", "MESSAGE", "DIR", "QUERY", "[FOLDER]", "MAIL_ID", "MSG_ID", "MESSAGE_ID",
-    "[MESSAGE_ID]...",
+    "[MESSAGE_ID]...", "TOKEN_ID",
 )  # fmt: skip
 COMMANDS = dict([*every_command(main.cli, "postroom"), *every_command(zosmq.cli, "zos-mq")])
 

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from postroom.contracts.engine.dlq import LETTERS_MAX, DeadLetter
 from postroom.contracts.task_input import DELAY_S_MAX, KEY_CHARS_MAX, RETRIES_MAX
 from postroom.core.names import NAME_CHARS_MAX
+from postroom.core.tokens import TOKENS_MAX
 from postroom.core.versions import CURRENT_VERSION
 from postroom.message import Durability
 from postroom.runtime.schemas import ENQUEUE_MANY_MAX, Id, Name, Text
@@ -53,6 +54,8 @@ class NewMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     resource_limits: dict[str, Any] | None = None
     token_needs: dict[str, Any] | None = None
     model_preferences: list[str] | None = None
+    tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0
+    models: list[str] | None = None
     service: Text = ""
     idempotency_key: Key | None = None
     ordering_key: Key | None = None

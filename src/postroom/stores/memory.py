@@ -9,12 +9,13 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
 
 from postroom.core import lifecycle
-from postroom.message import Envelope, Event, Record, Stored
+from postroom.message import Event, Record, Stored
 from postroom.stores.base import (
     NEWEST,
     ByIds,
@@ -34,56 +35,24 @@ from postroom.system.clock import Clock, SystemClock
 from postroom.system.handles import reset_after_fork
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 EVENTS_KEPT_MAX = 1_000_000  # older events are forgotten, shipped or not
 
 _Index = tuple[str, str | int]
 
 
-class _Row(msgspec.Struct, frozen=True):
-    record: Record
-    envelope: Envelope
-    result: bytes | None
-    trail: tuple[Event, ...]
-
-
 class _Data:
-    """The data of a store."""
+    """The data of a store. The history of a row is its trail: see `lifecycle.trail`."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, _Row] = {}
+        self.rows: dict[str, Stored] = {}
         self.indexes: dict[_Index, list[tuple[int, int, str]]] = {}
         self.counts: dict[str, dict[Counted, int]] = {}
         self.cells: dict[str, dict[str, bytes]] = {}
         self.events: list[Event] = []
         self.number = 1
-
-    def put(self, message_id: str, row: _Row | None) -> _Row | None:
-        """Set or remove a row with its index entries; returns the previous row."""
-        before = self.rows.pop(message_id, None)
-        if before is not None:
-            for index, entry in _entries(before.record):
-                entries = self.indexes[index]
-                del entries[bisect_left(entries, entry)]
-        if row is not None:
-            self.rows[message_id] = row
-            for index, entry in _entries(row.record):
-                insort(self.indexes.setdefault(index, []), entry)
-        return before
-
-    def put_cell(self, kind: str, key: str, value: bytes | None) -> bytes | None:
-        """Set or remove a cell; returns the previous value."""
-        cells = self.cells.setdefault(kind, {})
-        before = cells.pop(key, None)
-        if value is not None:
-            cells[key] = value
-        return before
-
-    def count(self, counts: Mapping[tuple[str, Counted], int], sign: int = 1) -> None:
-        """Change the counters."""
-        for (queue, what), change in counts.items():
-            of_queue = self.counts.setdefault(queue, {})
-            of_queue[what] = of_queue.get(what, 0) + sign * change
 
 
 def _entries(record: Record) -> list[tuple[_Index, tuple[int, int, str]]]:
@@ -134,9 +103,6 @@ class MemoryStore(Store):
         clock = self._clock
         return MemoryTransaction(self.store_id, self._limits, self._data, clock.boot_ns(), clock.wall_us())
 
-    def wall_us(self) -> int:
-        return self._clock.wall_us()
-
     def identity(self) -> str:
         return self.store_id
 
@@ -159,8 +125,8 @@ class MemoryTransaction(Transaction):
         self._undo: list[Callable[[], object]] = []
 
     def undo(self) -> None:
-        """Undo all changes, the last one first."""
-        for step in reversed(self._undo):
+        """Undo all changes, the last one first. To undo a change adds to the log, so a copy is read."""
+        for step in self._undo[::-1]:
             step()
 
     def commit(self) -> None:
@@ -173,8 +139,6 @@ class MemoryTransaction(Transaction):
     def _undo_by(self, step: Callable[[], object]) -> None:
         self.changes += 1
         self._undo.append(step)
-
-    # ---- records and events --------------------------------------------------------------------
 
     def take_numbers(self, count: int) -> int:
         first = self._number
@@ -205,34 +169,48 @@ class MemoryTransaction(Transaction):
         row = self._data.rows.get(message_id)
         if row is None:
             return None
-        first, *later = row.trail
-        return Stored(row.record, row.envelope, row.result, lifecycle.history(row.record, first, later))
+        history = lifecycle.history(row.record, row.history[0], row.history[1:])
+        return msgspec.structs.replace(row, history=history)
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         for change in changes:
             step, message_id = change.step, change.step.record.message_id
             if change.envelope is not None:
                 envelope = msgspec.structs.replace(change.envelope, message_id=message_id)
-                row = _Row(step.record, envelope, None, step.events[:1])
-            else:
+                self._put(message_id, Stored(step.record, envelope, None, [*step.events[:1]]))
+            elif change.before is not None:
                 known = self._data.rows[message_id]
                 result = known.result if step.result is None else step.result
-                assert change.before is not None  # noqa: S101 - for the type checker
-                row = _Row(
-                    step.record, known.envelope, result, (*known.trail, *lifecycle.trail(change.before, step))
-                )
-            self._put(message_id, row)
-        self._count(count_changes(changes, events))
+                trail = [*known.history, *lifecycle.trail(change.before, step)]
+                self._put(message_id, Stored(step.record, known.envelope, result, trail))
+        for (queue, what), n in count_changes(changes, events).items():
+            self._count(queue, what, n)
         self.changes += 1
         self._events += events
 
-    def _put(self, message_id: str, row: _Row | None) -> None:
-        before = self._data.put(message_id, row)
-        self._undo_by(lambda: self._data.put(message_id, before))
+    def _put(self, message_id: str, row: Stored | None) -> None:
+        """Set or remove a row with its index entries."""
+        data = self._data
+        before = data.rows.pop(message_id, None)
+        if before is not None:
+            for index, entry in _entries(before.record):
+                entries = data.indexes[index]
+                del entries[bisect_left(entries, entry)]
+        if row is not None:
+            data.rows[message_id] = row
+            for index, entry in _entries(row.record):
+                insort(data.indexes.setdefault(index, []), entry)
+        self._undo_by(lambda: self._put(message_id, before))
 
-    def _count(self, counts: Mapping[tuple[str, Counted], int]) -> None:
-        self._data.count(counts)
-        self._undo_by(lambda: self._data.count(counts, -1))
+    def _set(self, values: dict[K, V], key: K, value: V | None) -> None:
+        before = values.pop(key, None)
+        if value is not None:
+            values[key] = value
+        self._undo_by(lambda: self._set(values, key, before))
+
+    def _count(self, queue: str, what: Counted, change: int) -> None:
+        counts = self._data.counts.setdefault(queue, {})
+        self._set(counts, what, counts.get(what, 0) + change)
 
     def events(self, after: int, limit: int) -> list[Event]:
         events = self._data.events
@@ -244,35 +222,27 @@ class MemoryTransaction(Transaction):
     def forget(self, records: Sequence[Record], events_up_to: int = 0) -> None:
         for record in records:
             self._put(record.message_id, None)
-            self._count({(record.queue, counted_as(record)): -1})
+            self._count(record.queue, counted_as(record), -1)
         events = self._data.events
         gone = max(0, min(events_up_to - events[0].seq + 1, len(events) - 1)) if events else 0
         removed = events[:gone]
         del events[:gone]
         self._undo_by(lambda: events.__setitem__(slice(0, 0), removed))
 
-    # ---- cells ---------------------------------------------------------------------------------
-
     def cell(self, kind: str, key: str) -> bytes | None:
         return self._data.cells.get(kind, {}).get(key)
 
     def put_cell(self, kind: str, key: str, value: bytes | None) -> None:
-        before = self._data.put_cell(kind, key, value)
-        self._undo_by(lambda: self._data.put_cell(kind, key, before))
+        self._set(self._data.cells.setdefault(kind, {}), key, value)
 
     def cells(self, kind: str, after: str = "", limit: int = 1_000) -> list[tuple[str, bytes]]:
-        return sorted((key, value) for key, value in self._data.cells.get(kind, {}).items() if key > after)[
-            :limit
-        ]
-
-    # ---- lanes ---------------------------------------------------------------------------------
+        found = self._data.cells.get(kind, {})
+        return [(key, found[key]) for key in sorted(found) if key > after][:limit]
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:
-        found = [self._data.rows[entry[2]] for entry in self._data.indexes.get((queue, lane), [])[:limit]]
-        return [
-            Head(row.record, row.envelope.payload, row.envelope.type, row.envelope.parent_message_id)
-            for row in found
-        ]
+        rows = [self._data.rows[entry[2]] for entry in self._data.indexes.get((queue, lane), [])[:limit]]
+        parts = attrgetter("payload", "type", "parent_message_id")
+        return [Head(row.record, *parts(row.envelope)) for row in rows]
 
     def depth(self, queue: str) -> Mapping[Counted, int]:
         return {what: n for what, n in self._data.counts.get(queue, {}).items() if n}
