@@ -201,7 +201,7 @@ class RetentionJob:
 
     def run(self, *, dry_run: bool = False) -> list[Retained]:
         """Delete expired rows from every table; returns the result for each."""
-        with self._tables.lock(), self._tables.profile():
+        with self._tables.lock():
             self._require_up_to_date()
             there = [name for name in ORDER if self._tables.exists(name)]
             if DECIDES not in there:
