@@ -20,8 +20,12 @@ if TYPE_CHECKING:
         Policy,
         Retry,
     )
+    from postroom.contracts.goals.adviser import Adviser, RuleAdviser
+    from postroom.contracts.goals.graph import Graph
+    from postroom.contracts.goals.http_adviser import HttpAdviser
     from postroom.contracts.queue import Queue
     from postroom.contracts.tasks import Tasks
+    from postroom.core.advice import Advice
     from postroom.core.queuewire import TOPICS
     from postroom.errors import (
         EffectUnknown,
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BODY_THRESHOLD",
     "TOPICS",
+    "Advice",
+    "Adviser",
     "Audit",
     "Backpressure",
     "Breaker",
@@ -64,9 +70,11 @@ __all__ = [
     "BusMessage",
     "EffectUnknown",
     "Engine",
+    "Graph",
     "Guard",
     "GuardTripped",
     "Handle",
+    "HttpAdviser",
     "KeyReused",
     "LockTimeout",
     "Mail",
@@ -85,6 +93,7 @@ __all__ = [
     "Rejected",
     "ResultGone",
     "Retry",
+    "RuleAdviser",
     "SinceIdNotFound",
     "StaleLease",
     "Tasks",
@@ -100,6 +109,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "Graph": "postroom.contracts.goals.graph",
+    "Advice": "postroom.core.advice",
+    "HttpAdviser": "postroom.contracts.goals.http_adviser",
+    "RuleAdviser": "postroom.contracts.goals.adviser",
+    "Adviser": "postroom.contracts.goals.adviser",
     "Retry": "postroom.contracts.engine",
     "Policy": "postroom.contracts.engine",
     "Organization": "postroom.contracts.engine",

@@ -10,10 +10,11 @@ from math import ceil
 
 import msgspec
 
-from postroom.contracts.engine import ordering
+from postroom.contracts.engine import ends, ordering
 from postroom.contracts.engine.cells import CIRCUITS, PARKED, PAUSES, SEPARATOR
-from postroom.contracts.engine.messages import Body, decode_body
+from postroom.contracts.engine.messages import Body, body_of
 from postroom.contracts.engine.policy import Policy
+from postroom.contracts.goals.registry import OPERATION, OperationRegistry
 from postroom.core import breaker, lifecycle, poison
 from postroom.core.breaker import Circuit
 from postroom.core.fairness import Rotation
@@ -60,6 +61,7 @@ class Claims:
         self._lease_ns = round(policy.lease_s * NANOS_PER_S)
         self._ages = policy.promote_after_ns
         self._held_back = 0
+        self._operations = OperationRegistry(transaction, policy)
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._has_circuits = False
@@ -230,14 +232,16 @@ class Claims:
         elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._is_next(head) and self._service_admits(head):
+        elif self._is_next(head) and self._operation_admits(head) and self._service_admits(head):
+            if OPERATION in head.payload:
+                self._operations.enter(head, body_of(head.payload))
             return True
         self._held_back += 1
         return False
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)
-        ordering.ended(self._transaction, step.record)
+        ends.ended(self._transaction, self._policy, step.record)
 
     def _quarantine(self, record: Record) -> None:
         said = f"it crashed its worker {poison.own_crashes(record)} times while it ran alone"
@@ -247,6 +251,10 @@ class Claims:
     def _is_next(self, head: Head) -> bool:
         """Whether no older message of the same ordering key is left."""
         return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
+
+    def _operation_admits(self, head: Head) -> bool:
+        """Whether no operation that is under way conflicts with that of a message."""
+        return OPERATION not in head.payload or self._operations.admits(head, body_of(head.payload))
 
     def _service_admits(self, head: Head) -> bool:
         if not self._has_circuits:
@@ -283,7 +291,7 @@ class Claims:
         return self._circuits[service]
 
     def _service_of(self, head: Head) -> str:
-        body = _decoded(head.payload)
+        body = body_of(head.payload)
         named = "" if body is None else body.service
         return named or self._services.get(head.type, "")
 
@@ -296,20 +304,14 @@ class Claims:
         leased = self._transaction.lease(
             [(head, min(lane, head.record.lane)) for head, lane in chosen], self._worker_id, self._lease_ns
         )
+        self._operations.leased(leased)
         return [
             Claimed(
-                record, head.type, head.parent_message_id, _decoded(head.payload), head.payload,
+                record, head.type, head.parent_message_id, body_of(head.payload), head.payload,
                 head.record.lane > lane,
             )
             for (head, lane), record in zip(chosen, leased, strict=True)
         ]  # fmt: skip
-
-
-def _decoded(raw: bytes) -> Body | None:
-    try:
-        return decode_body(raw)
-    except msgspec.DecodeError:
-        return None
 
 
 def _required(step: Step | None) -> Step:

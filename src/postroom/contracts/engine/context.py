@@ -2,13 +2,17 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
+from postroom.contracts.goals.questions import context_of, reversal_class_of
+from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.task_input import checked_text
+from postroom.core.advice import ReversalClass
 from postroom.core.times import utc_text
 from postroom.errors import EffectUnknown, InvalidMessage
 
@@ -109,6 +113,7 @@ class Context:
         run: Callable[[], Any],
         *,
         reversal: Any = None,
+        reversal_class: ReversalClass | None = None,
         probe: Callable[[], Any] | None = None,
         on_unknown: Literal["raise", "run"] = "raise",
     ) -> Any:
@@ -118,21 +123,30 @@ class Context:
         returns it. One that finds an intent alone asks `probe` (the outcome, or None when nothing
         happened), runs again with `on_unknown="run"`, or raises `EffectUnknown`. An ordinary error of `run`
         means that nothing happened; a timeout or a lost connection leaves that open.
+
+        `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
+        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser says.
         """
+        checked_reversal(reversal)
+        if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
+            raise InvalidMessage(f"reversal_class is one of {', '.join(REVERSAL_CLASSES)}")
         if not isinstance(key, str) or not 0 < len(key) <= EFFECT_KEY_CHARS_MAX or not key.isprintable():
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
             )
         runs_unknown = on_unknown == "run"
+        if reversal_class is None:
+            reversal_class = await reversal_class_of(self._core, self.message, key, reversal)
+        begin = partial(self._begin, key, reversal, reversal_class)
         try:
-            known = await self._begin(key, reversal, runs_unknown=runs_unknown)
+            known = await begin(runs_unknown=runs_unknown)
         except EffectUnknown:
             if probe is None:
                 raise
             outcome = await _called(probe)
             if outcome is not None:
                 return await self._end(key, outcome)
-            known = await self._begin(key, reversal, runs_unknown=True)
+            known = await begin(runs_unknown=True)
         if known is not None:
             return known.outcome
         try:
@@ -146,12 +160,23 @@ class Context:
             raise
         return await self._end(key, outcome)
 
-    async def _begin(self, key: str, reversal: Any, *, runs_unknown: bool) -> Any:
+    async def _begin(
+        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+    ) -> Any:
         return await self._write(
             lambda operations: operations.begin_effect(
-                self.message.message_id, self._lease, key, runs_unknown=runs_unknown, reversal=reversal
+                self.message.message_id,
+                self._lease,
+                key,
+                runs_unknown=runs_unknown,
+                reversal=reversal,
+                reversal_class=reversal_class,
             )
         )
+
+    async def goal_context(self) -> tuple[Any, int]:
+        """The context of the goal, and its version: see `engine.goals.context`."""
+        return await context_of(self._core, self.message.goal_id)
 
     async def _end(self, key: str, outcome: Any) -> Any:
         await self._write(
@@ -200,6 +225,11 @@ class ThreadContext:
 
         handle = self._wait(self._context.submit(type=type, payload=payload, **fields))
         return BlockingHandle(handle, self._wait)
+
+    def goal_context(self) -> tuple[Any, int]:
+        """As `Context.goal_context`."""
+        found: tuple[Any, int] = self._wait(self._context.goal_context())
+        return found
 
     def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
         """As `Context.effect`."""

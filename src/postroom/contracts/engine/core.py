@@ -42,6 +42,11 @@ class EngineCore:
         self.handlers: dict[str, Handler] = {}
         self.services: dict[str, str] = {}
         """The service that the handler of each type calls."""
+        self.built_in: dict[str, Handler] = {}
+        """Handlers that the engine brings along. Those of the application go first."""
+        self.hooks: dict[str, dict[str, Callable[..., Any]]] = {}
+        """Functions that run after the completion of messages: type -> name -> function."""
+        self.recovery_tools: dict[str, Callable[..., Any]] = {}
         self._commits = Commits(store)
         self._endings = Endings()
         self._notifier = Notifier(notifier_folder(store.url))
@@ -54,6 +59,11 @@ class EngineCore:
     def share(self, other: "EngineCore") -> None:
         """Use the types, handlers and services of another engine, also those registered later."""
         self.registry, self.handlers, self.services = other.registry, other.handlers, other.services
+        self.hooks, self.recovery_tools = other.hooks, other.recovery_tools
+
+    def handler_of(self, type_name: str) -> Handler | None:
+        """The handler of a message type: the application's, or the one that the engine brings along."""
+        return self.handlers.get(type_name) or self.built_in.get(type_name)
 
     def close(self) -> None:
         """Close files and threads. They are opened again when they are needed."""

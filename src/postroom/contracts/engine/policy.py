@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from postroom.core.admission import Backpressure
+from postroom.core.advice import CONFIDENCE_MIN
 from postroom.core.breaker import Breaker
 from postroom.core.fairness import WEIGHT_DEFAULT, WEIGHT_MIN
 from postroom.core.lifecycle import NANOS_PER_S
@@ -19,6 +20,8 @@ POISON_CRASHES: Final = 3
 BODY_INLINE_BYTES_MAX: Final = 64 * 1024  # a larger payload is stored once and referred to
 KEEP_KEYS_S: Final = 30 * DAY_S
 KEEP_DEAD_S: Final = 90 * DAY_S
+DECISION_TIMEOUT_S: Final = 3_600.0
+RECOVERIES: Final = 3
 FAILED_KEPT_FACTOR: Final = 2  # cancelled and expired messages are kept longer than completed ones
 
 Tier: TypeAlias = Literal["free", "starter", "pro", "custom"]
@@ -55,11 +58,13 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
     messages: int | None = None
     tokens: int | None = None
     usd: float | None = None
+    recoveries: int = RECOVERIES
+    """Recovery tools that a goal may use before a person has to look."""
 
     @property
     def is_set(self) -> bool:
         """Whether anything is limited."""
-        return self != Guard()
+        return self != Guard(recoveries=self.recoveries)
 
 
 class Organization(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +119,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Asked before a retry is demoted; None demotes every retry."""
     keep_keys_s: float = KEEP_KEYS_S
     keep_dead_s: float = KEEP_DEAD_S
+    adviser: Any = None
+    """Who answers the questions of goals and conflicts: an `Adviser`; None means the rules."""
+    adviser_confidence_min: float = CONFIDENCE_MIN
+    """An advice with less confidence is left to a person."""
+    decision_timeout_s: float = DECISION_TIMEOUT_S
+    """How long a person has to decide until the safe default is taken."""
+    capacities: Mapping[str, float] = {}
+    """Resource -> how much of it the operations of an organization may use together."""
     body_inline_bytes_max: int = BODY_INLINE_BYTES_MAX
     version: str = CURRENT_VERSION
 
@@ -124,7 +137,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             )
         if any(each.weight <= 0 for each in (self.organization, *self.organizations.values())):
             raise InvalidSetting("the weight of an organization must be positive")
-        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s"):
+        for name in ("lease_s", "poison_crashes", "keep_keys_s", "keep_dead_s", "decision_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")
 

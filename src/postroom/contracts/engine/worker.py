@@ -38,6 +38,8 @@ from postroom.contracts.engine.handlers import (
 from postroom.contracts.engine.isolation import ProcessDied, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
+from postroom.contracts.goals.hooks import note_completed
+from postroom.contracts.goals.questions import keeps_priority
 from postroom.core import poison
 from postroom.core.fairness import Rotation
 from postroom.errors import PostroomError, Unavailable, ValidationError
@@ -233,12 +235,14 @@ class Worker:
         free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
-        services = self._core.services
+        services, hooks = self._core.services, self._core.hooks
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
             operations = Operations(transaction, policy)
             stale = operations.finish(outcomes) if outcomes else []
+            if hooks:
+                note_completed(transaction, policy, outcomes, stale, hooks)
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
             bodies = [
                 operations.payload_of(one.body) if one.body is not None and one.body.payload_ref else None
@@ -314,7 +318,7 @@ class Worker:
     async def _outcome(self, running: _Running, payload: bytes | None) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
         claimed = running.claimed
-        handler = self._core.handlers.get(claimed.type)
+        handler = self._core.handler_of(claimed.type)
         if handler is None:
             return failed(
                 claimed, None, LookupError(f"no handler for type {claimed.type}"), error_type="NoHandler"
@@ -336,7 +340,16 @@ class Worker:
                 result = await limited(self._call(handler, message, context), timeout_of(handler, message))
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
-            return self._failure(claimed, handler, message, error)
+            return await self._advised(self._failure(claimed, handler, message, error), message, error)
+
+    async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
+        """A failure whose retry keeps its priority when the adviser says so."""
+        if message is None or outcome.kind != "failed" or outcome.is_final or outcome.keeps_priority:
+            return outcome
+        if not message.metadata.get("critical") and self._core.policy.adviser is None:
+            return outcome  # the rules demote every other message
+        keeps = await keeps_priority(self._core, message, error)
+        return msgspec.structs.replace(outcome, keeps_priority=keeps)
 
     def _failure(
         self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
