@@ -9,7 +9,7 @@ from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
-from postroom.contracts.goals.questions import context_of, reversal_class_of
+from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
 from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
 from postroom.contracts.task_input import checked_text
 from postroom.core.advice import ReversalClass
@@ -178,6 +178,10 @@ class Context:
         """The context of the goal, and its version: see `engine.goals.context`."""
         return await context_of(self._core, self.message.goal_id)
 
+    async def prompt_additions(self) -> list[str]:
+        """What recovery has added to the prompt of the message's agent."""
+        return await prompt_additions(self._core, self.message)
+
     async def _end(self, key: str, outcome: Any) -> Any:
         await self._write(
             lambda operations: operations.end_effect(self.message.message_id, self._lease, key, outcome)
@@ -230,6 +234,10 @@ class ThreadContext:
         """As `Context.goal_context`."""
         found: tuple[Any, int] = self._wait(self._context.goal_context())
         return found
+
+    def prompt_additions(self) -> list[str]:
+        """As `Context.prompt_additions`."""
+        return list(self._wait(self._context.prompt_additions()))
 
     def effect(self, key: str, run: Callable[[], Any], **options: Any) -> Any:
         """As `Context.effect`."""

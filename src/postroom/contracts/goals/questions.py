@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.goals import rollback
 from postroom.contracts.goals.adviser import asked
-from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF
+from postroom.contracts.goals.cells import CONTEXTS, GOAL_OF, PROMPTS
 from postroom.core import advice
 from postroom.core.advice import Advice, Question, ReversalClass
 from postroom.stores.transaction import Transaction
@@ -87,3 +87,10 @@ async def patterns(core: "EngineCore", letters: Sequence[Any]) -> list[dict[str,
         examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
         found.append({**facts, "advice": said.choice, "reasoning": said.reasoning, "message_ids": examples})
     return found
+
+
+async def prompt_additions(core: "EngineCore", message: Message) -> list[str]:
+    """What recovery added to the prompt of the agent of a message."""
+    return await core.read(
+        lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from msgspec.structs import replace
 
 from postroom.contracts.engine.cells import SEPARATOR
-from postroom.contracts.engine.messages import Message, body_of
+from postroom.contracts.engine.messages import body_of
 from postroom.contracts.engine.results import error_history
 from postroom.contracts.goals import decisions, internal, rollback
 from postroom.contracts.goals.cells import (
@@ -355,10 +355,3 @@ def _replay(transaction: Transaction, message_id: str) -> None:
     record = transaction.record(message_id) if message_id else None
     if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED"):
         rollback.replay(transaction, message_id)
-
-
-async def prompt_additions(core: "EngineCore", message: Message) -> list[str]:
-    """What recovery added to the prompt of the agent of a message."""
-    return await core.read(
-        lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
-    )
