@@ -144,6 +144,10 @@ def ignore_open_breakers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Claims, "_service_admits", lambda *_: True)
 
 
+def ignore_operations(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Claims, "_operation_admits", lambda *_: True)
+
+
 def count_usage_twice(patch: pytest.MonkeyPatch) -> None:
     count = Operations._count_usage
 
@@ -183,6 +187,7 @@ MUTANTS: dict[Patch, set[str]] = {
     ignore_expiry: {"expired"},
     ignore_priorities: {"priority"},
     ignore_open_breakers: {"breaker"},
+    ignore_operations: {"conflict"},
     count_usage_twice: {"usage"},
     revive_the_cancelled: {"terminal"},
     miscount: {"books"},
