@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from postroom.contracts.goals.graph import Graph
     from postroom.contracts.goals.http_adviser import HttpAdviser
     from postroom.contracts.queue import Queue
+    from postroom.contracts.sandbox import Sandbox
     from postroom.contracts.tasks import Tasks
     from postroom.core.advice import Advice
     from postroom.core.queuewire import TOPICS
@@ -94,6 +95,7 @@ __all__ = [
     "ResultGone",
     "Retry",
     "RuleAdviser",
+    "Sandbox",
     "SinceIdNotFound",
     "StaleLease",
     "Tasks",
@@ -109,6 +111,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Sandbox": "postroom.contracts.sandbox",
     "Graph": "postroom.contracts.goals.graph",
     "Advice": "postroom.core.advice",
     "HttpAdviser": "postroom.contracts.goals.http_adviser",

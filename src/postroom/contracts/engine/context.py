@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,8 +10,10 @@ from postroom.contracts.engine.cells import Part
 from postroom.contracts.engine.handle import Handle
 from postroom.contracts.engine.messages import Message
 from postroom.contracts.engine.operations import PARTS_MAX, Operations, Usage
+from postroom.contracts.goals.context import TOKEN_BUDGET, BuiltContext
 from postroom.contracts.goals.questions import context_of, prompt_additions, reversal_class_of
 from postroom.contracts.goals.tracking import REVERSAL_CLASSES, checked_reversal
+from postroom.contracts.sandbox.sandbox import Sandbox
 from postroom.contracts.task_input import checked_text
 from postroom.core.advice import ReversalClass
 from postroom.core.times import utc_text
@@ -178,6 +181,15 @@ class Context:
         """The context of the goal, and its version: see `engine.goals.context`."""
         return await context_of(self._core, self.message.goal_id)
 
+    async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """What fits into a budget of tokens: see `ContextProvider`."""
+        built: BuiltContext = await self._core.context_provider.build(self.message, token_budget)
+        return built
+
+    def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A sandbox for the work of this message: see `engine.sandboxes`."""
+        return self._core.sandboxes.sandbox(self.message)
+
     async def prompt_additions(self) -> list[str]:
         """What recovery has added to the prompt of the message's agent."""
         return await prompt_additions(self._core, self.message)
@@ -234,6 +246,11 @@ class ThreadContext:
         """As `Context.goal_context`."""
         found: tuple[Any, int] = self._wait(self._context.goal_context())
         return found
+
+    def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """As `Context.build_context`."""
+        built: BuiltContext = self._wait(self._context.build_context(token_budget))
+        return built
 
     def prompt_additions(self) -> list[str]:
         """As `Context.prompt_additions`."""

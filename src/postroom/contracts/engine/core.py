@@ -13,6 +13,7 @@ from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
+from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
 from postroom.core import lifecycle
@@ -47,6 +48,9 @@ class EngineCore:
         self.hooks: dict[str, dict[str, Callable[..., Any]]] = {}
         """Functions that run after the completion of messages: type -> name -> function."""
         self.recovery_tools: dict[str, Callable[..., Any]] = {}
+        self.context_provider: Any = None
+        """The `ContextProvider` of the engine."""
+        self.sandboxes = Sandboxes()
         self._commits = Commits(store)
         self._endings = Endings()
         self._notifier = Notifier(notifier_folder(store.url))

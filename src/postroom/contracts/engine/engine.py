@@ -22,12 +22,14 @@ from postroom.contracts.engine.operations import Operations
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.engine.worker import DRAIN_S, Worker
 from postroom.contracts.goals.adviser import Adviser
+from postroom.contracts.goals.context import ContextProvider, GoalContextProvider
 from postroom.contracts.goals.decisions import Decisions
 from postroom.contracts.goals.goals import Goals
 from postroom.contracts.goals.graph import Graph, Graphs, LedgerGraph
 from postroom.contracts.goals.handlers import BuiltIn
 from postroom.contracts.goals.recovery import Recovery
 from postroom.contracts.goals.registry import Conflicts
+from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.task_input import checked_text
 from postroom.core.names import is_name
 from postroom.core.versions import Migration
@@ -69,6 +71,7 @@ class Engine(Closing):
         self.decisions = Decisions(self._core)
         self.conflicts = Conflicts(self._core)
         self.recovery = Recovery(self._core, self.goals)
+        self._core.context_provider = GoalContextProvider(self._core, self.graph)
         BuiltIn(self._core, self.goals, self.graph, self.recovery).register()
 
     def _new_core(self, store: Store, policy: Policy) -> EngineCore:
@@ -84,6 +87,21 @@ class Engine(Closing):
     def core(self) -> EngineCore:
         """The inside of the engine, for servers."""
         return self._core
+
+    @property
+    def sandboxes(self) -> Sandboxes:
+        """Warm sandboxes of the agents in this process."""
+        return self._core.sandboxes
+
+    @property
+    def context_provider(self) -> ContextProvider:
+        """What builds the context of a message. An application may set its own."""
+        provider: ContextProvider = self._core.context_provider
+        return provider
+
+    @context_provider.setter
+    def context_provider(self, provider: ContextProvider) -> None:
+        self._core.context_provider = provider
 
     @property
     def policy(self) -> Policy:

@@ -6,11 +6,15 @@ The child is forked, so it knows every handler, also one that is defined inside 
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
+from postroom.contracts.engine.messages import Message
+from postroom.core.sandboxing import bytes_of
 from postroom.errors import PostroomError
 
 _PR_SET_PDEATHSIG = 1
@@ -27,6 +31,21 @@ class ProcessDied(PostroomError):
             f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
         )
         super().__init__(f"the process of the handler died with {how}")
+
+
+def has_memory_limit(message: Message) -> bool:
+    """Whether a message limits its memory, which only a process of its own can enforce."""
+    return message.resource_limits is not None and message.resource_limits.memory is not None
+
+
+def limit_memory(message: Message) -> None:
+    """Limit what this process may allocate on top of what it has."""
+    if message.resource_limits is None or message.resource_limits.memory is None:
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
+    most = pages * os.sysconf("SC_PAGE_SIZE") + bytes_of(message.resource_limits.memory)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
 
 
 async def run_alone(call: Callable[[], bytes]) -> bytes:

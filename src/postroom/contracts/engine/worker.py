@@ -30,19 +30,20 @@ from postroom.contracts.engine.handlers import (
     awaited,
     called,
     completed,
+    deferred,
     ended,
     failed,
     limited,
     timeout_of,
 )
-from postroom.contracts.engine.isolation import ProcessDied, run_alone
+from postroom.contracts.engine.isolation import ProcessDied, has_memory_limit, limit_memory, run_alone
 from postroom.contracts.engine.messages import Message, message_of
 from postroom.contracts.engine.operations import Operations, Outcome
 from postroom.contracts.goals.hooks import note_completed
 from postroom.contracts.goals.questions import keeps_priority
 from postroom.core import poison
 from postroom.core.fairness import Rotation
-from postroom.errors import PostroomError, Unavailable, ValidationError
+from postroom.errors import PostroomError, SandboxUnavailable, Unavailable, ValidationError
 from postroom.stores.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -332,7 +333,7 @@ class Worker:
             record = claimed.record
             message = message_of(record, claimed.type, claimed.parent_message_id, claimed.body, shaped)
             context = running.context = Context(self._core, message, record.lease, record.attempt)
-            if poison.runs_alone(record) or handler.pool == "process":
+            if poison.runs_alone(record) or handler.pool == "process" or has_memory_limit(message):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)
@@ -354,6 +355,8 @@ class Worker:
     def _failure(
         self, claimed: Claimed, handler: Handler, message: Message | None, error: Exception
     ) -> Outcome:
+        if isinstance(error, SandboxUnavailable):
+            return deferred(claimed, error)
         keep = self._core.policy.keep_priority
         keeps = keep is not None and message is not None and not isinstance(error, ValidationError)
         outcome = failed(
@@ -402,6 +405,7 @@ class Worker:
         """Run the handler in a process of its own, which may crash."""
 
         def call() -> bytes:
+            limit_memory(message)
             return _encode(self._in_child(claimed, handler, message, context))
 
         try:
