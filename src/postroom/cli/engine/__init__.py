@@ -6,7 +6,7 @@ same results: `places.Folder` calls the contract, `places.Remote` the HTTP clien
 
 import click
 
-from postroom.cli.engine import dead_letters, load, operate, submit, work
+from postroom.cli.engine import dead_letters, goals, load, operate, submit, work
 from postroom.cli.shell import HELP_OPTIONS, add_json_option
 
 
@@ -25,7 +25,14 @@ def engine() -> None:
     """
 
 
-for _command in (*submit.COMMANDS, *work.COMMANDS, *operate.COMMANDS, *load.COMMANDS):
+for _command in (
+    *submit.COMMANDS,
+    *work.COMMANDS,
+    *operate.COMMANDS,
+    *load.COMMANDS,
+    *goals.COMMANDS,
+    *goals.GROUPS,
+):
     engine.add_command(_command)
 add_json_option(engine)
 engine.add_command(dead_letters.dlq)
