@@ -44,7 +44,6 @@
     │   ├── TooMany               one caller has used up its share; others are not affected
     │   ├── Overloaded            backpressure refuses a submit; says when to try again
     │   ├── RateLimited           a handler's service limits its rate; says when to try again
-    │   ├── DecisionPending       a person has to decide first; has the ids of the decisions
     │   ├── SandboxUnavailable    a sandbox could not be created; says when to try again
     │   ├── GraphUnavailable      the server of the knowledge graph does not answer
     │   ├── BusFull               a bus and its archives are at their limit, or the disk is nearly full
@@ -413,15 +412,6 @@ class RollbackRefused(Rejected):
             f"the rollback of goal {goal_id!r} passes effects that cannot be undone: "
             f"{', '.join(self.irreversible)}; name them in accept_irreversible to leave them as they are"
         )
-
-
-class DecisionPending(Unavailable):
-    """A person has to decide before the call can go on. It goes on by itself afterwards."""
-
-    def __init__(self, goal_id: str, decision_ids: Iterable[str]) -> None:
-        self.goal_id = goal_id
-        self.decision_ids = list(decision_ids)
-        super().__init__(f"goal {goal_id!r} waits for decisions: {', '.join(self.decision_ids)}")
 
 
 class GraphUnavailable(Unavailable):

@@ -669,6 +669,26 @@ def test_the_adviser_classifies_effects_and_dead_letters(opened: Opened) -> None
     )
 
 
+def test_ended_goals_and_decisions_are_kept_for_30_days(opened: Opened) -> None:
+    world = opened(Choosing(recovery="person"))
+
+    @world.engine.handler("tool_call")
+    async def step(message: Any, ctx: Any) -> None:
+        raise ValidationError("never")
+
+    for goal_id in ("old", "open"):
+        world.wait(world.engine.goals.start("acme", goal_id))
+    world.submit(goal_id="old")
+    world.run_all()
+    world.wait(world.engine.goals.complete("old"))
+    world.clock.advance(31 * 86_400)
+    world.wait(world.engine.core.purge())
+    assert [one.goal_id for one in world.wait(world.engine.goals.list())] == ["open"]
+    assert world.wait(world.engine.decisions.list(decided=True)) == []
+    with pytest.raises(UnknownGoal):
+        world.wait(world.engine.goals.context("old"))
+
+
 # ---- hooks -----------------------------------------------------------------------------------------
 
 

@@ -283,8 +283,9 @@ LIMITED = (
     "core.history_checker",
     "core.admission",
     *(
-        f"contracts.engine.{module.stem}"
-        for module in sorted((ROOT / "src/postroom/contracts/engine").glob("[a-z]*.py"))
+        f"contracts.{package}.{module.stem}"
+        for package in ("engine", "goals", "sandbox")
+        for module in sorted((ROOT / "src/postroom/contracts" / package).glob("[a-z]*.py"))
     ),
     *(f"client.{module.stem}" for module in sorted((ROOT / "src/postroom/client").glob("[a-z]*.py"))),
     "cli.program",

@@ -13,6 +13,7 @@ from postroom.contracts.engine.handlers import Handler
 from postroom.contracts.engine.messages import Prepared, Registry
 from postroom.contracts.engine.operations import Operations, Submitted
 from postroom.contracts.engine.policy import REQUEST_TYPES, Policy
+from postroom.contracts.goals import retention
 from postroom.contracts.sandbox.pools import Sandboxes
 from postroom.contracts.task_input import checked_id
 from postroom.contracts.tasks import LOOK_AGAIN_DEAF_S, LOOK_AGAIN_S, TASK_ENDED, notifier_folder
@@ -58,6 +59,7 @@ class EngineCore:
         self._purged_to = 0
         self._keys_purged_to = ""
         self._cells_purged_to: dict[str, str] = {}
+        self._goals_purged_to: dict[str, str] = {}
         store.add_commit_listener(self._committed)
 
     def share(self, other: "EngineCore") -> None:
@@ -151,6 +153,9 @@ class EngineCore:
         )
         self._cells_purged_to = await self.write(
             lambda operations: operations.purge_cells(self._cells_purged_to), makes_room=True
+        )
+        self._goals_purged_to = await self.write_raw(
+            lambda transaction: retention.purge(transaction, self._goals_purged_to), makes_room=True
         )
 
     # ---- waking up -----------------------------------------------------------------------------

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 MICROS_PER_S: Final = 1_000_000
 DECISIONS_LISTED_MAX: Final = 1_000
-KEPT_S: Final = 30 * 86_400.0
-PURGED_MAX: Final = 500
 PATTERN_CHARS_MAX: Final = 256
 
 
@@ -187,16 +185,6 @@ def waiting(transaction: Transaction) -> list[Decision]:
     ids = [key for key, _ in PENDING.scan(transaction, limit=DECISIONS_LISTED_MAX)]
     listed = [decision for key in ids if (decision := DECISIONS.get(transaction, key)) is not None]
     return sorted(listed, key=lambda decision: (decision.created_us, decision.decision_id))
-
-
-def purge(transaction: Transaction, after: str = "") -> str:
-    """Forget decisions that were taken long ago. Returns the key to continue from; empty at the end."""
-    before_us = transaction.wall_us - round(KEPT_S * MICROS_PER_S)
-    seen = DECISIONS.scan(transaction, after, PURGED_MAX)
-    for key, decision in seen:
-        if decision.state == "decided" and decision.decided_us < before_us:
-            transaction.put_cell(DECISIONS.name, key, None)
-    return seen[-1][0] if len(seen) == PURGED_MAX else ""
 
 
 # ---- outside ---------------------------------------------------------------------------------------
