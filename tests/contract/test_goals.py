@@ -426,6 +426,29 @@ def test_a_step_that_fails_for_good_is_rolled_back_and_takes_another_way(world: 
     assert world.wait(engine.goals.complete("g")).state == "COMPLETED"
 
 
+def test_recovery_undoes_what_the_step_did_and_the_step_may_do_it_again(world: EngineUnderTest) -> None:
+    engine = world.engine
+    log: list[str] = []
+
+    @engine.handler("tool_call")
+    async def step(message: Any, ctx: Any) -> None:
+        undo = {"type": "model_call", "payload": {}}
+        await ctx.effect("charge", lambda: log.append("charge"), reversal=undo, reversal_class="REVERSIBLE")
+        await ctx.effect("mail", lambda: log.append("mail"), reversal_class="IRREVERSIBLE")
+        if not (await ctx.goal_context())[0].get("avoid_approaches"):
+            raise ValidationError("no")
+
+    @engine.handler("model_call")
+    async def undo(message: Any, ctx: Any) -> None:
+        log.append(f"undo {message.metadata['undoes']}")
+
+    world.wait(engine.goals.start("acme", "g"))
+    handle = world.submit(goal_id="g")
+    world.run_all()
+    assert world.state(handle) == "COMPLETED"
+    assert log == ["charge", "mail", "undo charge", "charge"]
+
+
 def test_recovery_tries_a_rollback_then_a_restart_then_a_person(world: EngineUnderTest) -> None:
     engine = world.engine
     runs: list[str] = []

@@ -45,7 +45,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(page for part in ("docs", "bench", "examples") for page in (ROOT / part).rglob("*.md")),
 ]
-PROGRAMS_WITH_OWN_TEST = {"demo.py", "engineact.py", "mailact.py", "pipelineact.py"}
+PROGRAMS_WITH_OWN_TEST = {"demo.py", "engineact.py", "goalact.py", "mailact.py", "pipelineact.py"}
 PROGRAMS = sorted(
     path
     for path in (ROOT / "examples").iterdir()

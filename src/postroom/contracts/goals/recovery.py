@@ -42,6 +42,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 DEPENDANTS_NAMED_MAX: Final = 20
 HISTORY_NAMED_MAX: Final = 5
 CHECKPOINTS_NAMED_MAX: Final = 3
+CHECKPOINTS_LOOKED_MAX: Final = 100
 PROMPT_CHARS_MAX: Final = 4_000
 PROMPTS_MAX: Final = 20
 ROOTS_MAX: Final = 1_000
@@ -286,12 +287,16 @@ def _facts(transaction: Transaction, goal_id: str, goal: Goal, message_id: str) 
 
 
 def _latest(transaction: Transaction, goal_id: str, goal: Goal) -> list[Checkpoint]:
-    """The last checkpoints that lie before the failed step: its own end is a task boundary, too."""
-    numbers = range(max(1, goal.checkpoints - CHECKPOINTS_NAMED_MAX), goal.checkpoints + 1)
-    found = [one for number in numbers if (one := CHECKPOINTS.get(transaction, goal_id, number)) is not None]
+    """The last checkpoints that the failed step has not caused: what it did before them would stay."""
     failed = goal.failure.get("message_id")
-    before = [one for one in found if not (one.reason == "task" and one.message_id == failed)]
-    return before[-CHECKPOINTS_NAMED_MAX:]
+    found: list[Checkpoint] = []
+    for number in range(goal.checkpoints, max(0, goal.checkpoints - CHECKPOINTS_LOOKED_MAX), -1):
+        one = CHECKPOINTS.get(transaction, goal_id, number)
+        if one is not None and one.message_id != failed:
+            found.append(one)
+            if len(found) == CHECKPOINTS_NAMED_MAX:
+                break
+    return found[::-1]
 
 
 def _refused(transaction: Transaction, goal_id: str, message_id: str) -> set[str]:

@@ -218,6 +218,7 @@ def _send_compensations(
         message_id = internal.insert(transaction, policy, fields)
         UNDOES.put(transaction, goal_id, message_id)
         EFFECTS.put(transaction, None, goal_id, number)
+        OUTCOMES.put(transaction, None, effect.message_id, effect.key)  # the step may do it again
         sent.append(message_id)
     return sent
 
