@@ -232,9 +232,15 @@ class Claims:
         elif self._paused_types and not self._paused_types.isdisjoint({(org_id, head.type), ("", head.type)}):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._is_next(head) and self._operation_admits(head) and self._service_admits(head):
-            if OPERATION in head.payload:
-                self._operations.enter(head, body_of(head.payload))
+        elif OPERATION in head.payload:
+            body = body_of(head.payload)
+            may_run = (
+                self._is_next(head) and self._operation_admits(head, body) and self._service_admits(head)
+            )
+            if may_run:
+                self._operations.enter(head, body)
+                return True
+        elif self._is_next(head) and self._service_admits(head):
             return True
         self._held_back += 1
         return False
@@ -252,9 +258,9 @@ class Claims:
         """Whether no older message of the same ordering key is left."""
         return ORDERED not in head.payload or ordering.is_next(self._transaction, head.record)
 
-    def _operation_admits(self, head: Head) -> bool:
+    def _operation_admits(self, head: Head, body: Body | None) -> bool:
         """Whether no operation that is under way conflicts with that of a message."""
-        return OPERATION not in head.payload or self._operations.admits(head, body_of(head.payload))
+        return self._operations.admits(head, body)
 
     def _service_admits(self, head: Head) -> bool:
         if not self._has_circuits:

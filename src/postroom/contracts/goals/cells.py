@@ -168,8 +168,8 @@ RULES: Final = Kind("goal.rule", LearnedRule)
 """Kind, pattern -> learned rule."""
 ACTIVE: Final = Kind("conflict.active", Active)
 """Message id -> operation."""
-ACTIVE_ON: Final = Kind("conflict.on", str)
-"""Organization, what it works on, message id -> message id."""
+ACTIVE_ON: Final = Kind("conflict.on", bool)
+"""Organization, what it works on, message id -> True."""
 WAITING: Final = Kind("conflict.waiting", Waiting)
 """Message id -> what it waits for."""
 WAITERS: Final = Kind("conflict.waiter", str)

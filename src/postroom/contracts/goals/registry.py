@@ -11,6 +11,7 @@ Rule 3: a message that waits is deferred to the end of the other's lease at the 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from postroom.contracts.engine.cells import SCAN_MAX, SEPARATOR, joined
 from postroom.contracts.engine.messages import Body, body_of, digest_of
 from postroom.contracts.engine.policy import Policy
 from postroom.contracts.goals import decisions
@@ -62,10 +63,12 @@ class OperationRegistry:
         if body is None or body.operation is None:
             return
         record, transaction = head.record, self._transaction
-        _stop_waiting(transaction, record.message_id)
+        if record.place != record.seq:  # else the message has never waited for anything
+            _stop_waiting(transaction, record.message_id)
         entry = Active(record.message_id, org_of(record.queue), 0, body.operation, transaction.wall_us)
         self._entered[record.message_id] = entry
-        _register(transaction, entry)
+        for place in _places(entry.operation):
+            ACTIVE_ON.put(transaction, True, entry.org_id, place, entry.message_id)  # noqa: FBT003
 
     def leased(self, records: Sequence[Record]) -> None:
         """Messages were leased: their operations live as long as the leases."""
@@ -100,8 +103,10 @@ class OperationRegistry:
         """Active operations that may conflict."""
         transaction = self._transaction
         found: dict[str, None] = {}
-        for place in (*_places(operation), *_looked_at(operation)):
-            found.update(dict.fromkeys(other for _, other in ACTIVE_ON.under(transaction, org_id, place)))
+        for place in _places(operation):
+            prefix = joined(org_id, place) + SEPARATOR
+            keys = [key for key, _ in transaction.cells(ACTIVE_ON.name, prefix, SCAN_MAX)]
+            found.update(dict.fromkeys(key[len(prefix) :] for key in keys if key.startswith(prefix)))
         found.pop(message_id, None)
         return [one for other in sorted(found) if (one := self._live(other)) is not None]
 
@@ -186,20 +191,9 @@ class OperationRegistry:
 
 
 def _places(operation: Operation) -> list[str]:
-    """Under what an operation is found by others."""
-    shut_out = [f"n:{name}" for name in operation.constraints.not_with]
-    return [f"t:{operation.target}", *(f"r:{name}" for name in operation.resources), *shut_out]
-
-
-def _looked_at(operation: Operation) -> list[str]:
-    """Where else an operation looks for others."""
-    return [f"n:{operation.target}", *(f"t:{name}" for name in operation.constraints.not_with)]
-
-
-def _register(transaction: Transaction, entry: Active) -> None:
-    ACTIVE.put(transaction, entry, entry.message_id)
-    for place in _places(entry.operation):
-        ACTIVE_ON.put(transaction, entry.message_id, entry.org_id, place, entry.message_id)
+    """Where an operation is found and looks for others: its target, those it rules out, its resources."""
+    targets = dict.fromkeys((operation.target, *operation.constraints.not_with))
+    return [*(f"t:{name}" for name in targets), *(f"r:{name}" for name in operation.resources)]
 
 
 def _forget(transaction: Transaction, entry: Active) -> None:

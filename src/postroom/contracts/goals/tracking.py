@@ -176,11 +176,15 @@ def take(transaction: Transaction, goal_id: str, goal: Goal, reason: str, messag
 
 
 def note(transaction: Transaction, goal_id: str, goal: Goal, **facts: Any) -> None:
-    """Write the state of a goal into the graph in the ledger, as the node `goal:<goal_id>`."""
+    """Write the state of a goal into the graph in the ledger, as the node `goal:<goal_id>`.
+
+    It is no version of main: every branch sees the present state, and no old one is kept.
+    """
     node_id = f"goal:{goal_id}"
-    known = branches.main_node(transaction, node_id, goal.org_id)
-    properties = {} if known is None else known.properties
-    branches.put_main(transaction, node_id, {**properties, "state": goal.state, **facts}, [], goal.org_id)
+    known = branches.MAIN.get(transaction, node_id) or branches.Node(node_id, org_id=goal.org_id)
+    properties = {**known.properties, "state": goal.state, **facts}
+    node = replace(known, properties=properties, version=known.version + 1)
+    branches.MAIN.put(transaction, node, node_id)
 
 
 # ---- effects ---------------------------------------------------------------------------------------
